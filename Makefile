@@ -1,0 +1,31 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Variables: see setup.sh.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+PY := .venv/bin/python
+
+help:
+	@echo 'make demo    run the main job on a private Slurm: pause, resume, gang preemption, a table and a picture'
+	@echo 'make test    run every test, those on a real Slurm included'
+	@echo 'make lint    format, lint and type checks'
+	@echo 'make bench   measure every figure that README quotes (about ten minutes)'
+	@echo 'make setup   only install what the others need'
+
+setup:
+	@./setup.sh
+
+demo: setup
+	@$(PY) examples/demo.py $(ARGS)
+
+test: setup
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+bench: setup
+	@$(PY) profiling/bench.py $(ARGS)
+
+clean:
+	rm -rf .venv .hydroslurm .mypy_cache .ruff_cache .pytest_cache

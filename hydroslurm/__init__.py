@@ -1,0 +1,81 @@
+"""hydroslurm makes a PyTorch training job on Slurm preemptible.
+
+    import hydroslurm
+    model = hydroslurm.od_execution_wrapper(model)     # pausable at every operator: one line
+    hydroslurm.install()                               # the same without a model
+    hydroslurm.send_signal(pid, "pause")               # from another process of this machine
+    hydroslurm.Executor("runs").submit(train, 3)       # through submitit, pausable from the start
+
+Names are imported when they are first used: ``import hydroslurm`` loads neither torch nor anything
+of Slurm.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hydroslurm.client import send_signal
+    from hydroslurm.errors import HydroslurmError, UsageError
+    from hydroslurm.launch.executor import Executor
+    from hydroslurm.runtime.controller import Controller
+    from hydroslurm.runtime.engine import Engine, od_execution_wrapper
+    from hydroslurm.runtime.install import (
+        controller,
+        install,
+        installed,
+        is_installed,
+        set_step,
+        uninstall,
+    )
+    from hydroslurm.runtime.signals import SignalPlan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Controller",
+    "Engine",
+    "Executor",
+    "HydroslurmError",
+    "SignalPlan",
+    "UsageError",
+    "controller",
+    "install",
+    "installed",
+    "is_installed",
+    "od_execution_wrapper",
+    "send_signal",
+    "set_step",
+    "uninstall",
+]
+
+_HOME = {
+    "send_signal": "hydroslurm.client",
+    "HydroslurmError": "hydroslurm.errors",
+    "UsageError": "hydroslurm.errors",
+    "Executor": "hydroslurm.launch.executor",
+    "Controller": "hydroslurm.runtime.controller",
+    "Engine": "hydroslurm.runtime.engine",
+    "od_execution_wrapper": "hydroslurm.runtime.engine",
+    "controller": "hydroslurm.runtime.install",
+    "install": "hydroslurm.runtime.install",
+    "installed": "hydroslurm.runtime.install",
+    "is_installed": "hydroslurm.runtime.install",
+    "set_step": "hydroslurm.runtime.install",
+    "uninstall": "hydroslurm.runtime.install",
+    "SignalPlan": "hydroslurm.runtime.signals",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(
+            f"module 'hydroslurm' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,44 @@
+"""``hydroslurm VERB``: one file per verb; the only package that prints and exits.
+
+A verb's module imports typer and nothing heavy at its top, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from hydroslurm.cli import cluster, gate, job, report, submit
+from hydroslurm.errors import HydroslurmError, UsageError
+
+app = typer.Typer(
+    name="hydroslurm",
+    help="Make PyTorch training on Slurm preemptible: park it between two operators, "
+    "continue it in place.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
+app.command("pause")(job.pause)
+app.command("resume")(job.resume)
+app.command("status")(job.status)
+app.command("report")(report.report)
+app.add_typer(gate.app, name="gate", help="Build and inspect the operator gate.")
+app.add_typer(
+    cluster.app,
+    name="cluster",
+    help="A private Slurm on this machine, for trying and testing only.",
+)
+
+
+def main() -> None:
+    """Run the command line; errors of ours become one line on stderr and exit status 1."""
+    try:
+        app()
+    except (HydroslurmError, UsageError) as error:
+        print(f"hydroslurm: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(141)

@@ -1,0 +1,5 @@
+"""``python -m hydroslurm.cli``."""
+
+from hydroslurm.cli import main
+
+main()

@@ -1,0 +1,140 @@
+"""``hydroslurm pause | resume | status``: one process by its pid, or a whole job."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hydroslurm.ack import Answer
+    from hydroslurm.launch.control import JobAnswer, JobStatus
+
+Pid = Annotated[int | None, typer.Option("--pid", help="A process of this machine.")]
+JobId = Annotated[int | None, typer.Option("--job", help="A Slurm job, with all its ranks.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", help="How long to wait for the answer, seconds.")
+]
+
+
+def pause(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
+    """Park a process or a job between two operators, wait for the acknowledgement, print the
+    latency per rank."""
+    from hydroslurm import client
+    from hydroslurm.launch.control import pause_job
+
+    if pid is not None and _only(pid, job):
+        _print_answer(f"pid {pid}", client.pause(pid, timeout_s=timeout_s))
+        return
+    from hydroslurm.slurm.client import open_client
+
+    _print_job(pause_job(open_client(), _job(job), timeout_s=timeout_s))
+
+
+def resume(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
+    """Let a paused process or job go on where it was, and print how long that took per rank."""
+    from hydroslurm import client
+    from hydroslurm.launch.control import resume_job
+
+    if pid is not None and _only(pid, job):
+        _print_answer(f"pid {pid}", client.resume(pid, timeout_s=timeout_s))
+        return
+    from hydroslurm.slurm.client import open_client
+
+    _print_job(resume_job(open_client(), _job(job), timeout_s=timeout_s))
+
+
+def status(
+    job_id: Annotated[int | None, typer.Argument(help="One job; default: all of mine.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per job and line.")
+    ] = False,
+) -> None:
+    """Show Slurm's state of a job beside what its ranks say of themselves."""
+    import getpass
+
+    from hydroslurm.launch.control import job_status
+    from hydroslurm.slurm.client import open_client
+
+    client = open_client()
+    jobs = [client.job(job_id)] if job_id is not None else client.jobs(user=getpass.getuser())
+    for found in (job_status(job) for job in jobs):
+        if as_json:
+            typer.echo(json.dumps(_as_json(found)))
+        else:
+            _print_status(found)
+    if not jobs:
+        typer.echo("no jobs")
+
+
+def _only(pid: int, job: int | None) -> bool:
+    from hydroslurm.errors import UsageError
+
+    if job is not None:
+        raise UsageError("give either --pid or --job, not both")
+    return pid is not None
+
+
+def _job(job: int | None) -> int:
+    from hydroslurm.errors import UsageError
+
+    if job is None:
+        raise UsageError("give --job JOBID, or --pid PID for a process of this machine")
+    return job
+
+
+def _print_answer(who: str, answer: Answer) -> None:
+    typer.echo(f"{who} rank {answer.rank}: {answer.words}")
+    if not answer.done:
+        raise typer.Exit(1)
+
+
+def _print_job(answer: JobAnswer) -> None:
+    typer.echo(f"job {answer.job_id}: {answer.how}")
+    for one in answer.answers:
+        typer.echo(f"  rank {one.rank}: {one.words}")
+    for rank in answer.silent:
+        typer.echo(f"  rank {rank}: no answer in time", err=True)
+    if answer.silent or not all(one.done for one in answer.answers):
+        raise typer.Exit(1)
+
+
+def _print_status(found: JobStatus) -> None:
+    job = found.job
+    where = f" on {job.nodes}" if job.nodes else f" ({job.reason})"
+    typer.echo(
+        f"job {job.job_id} {job.name}: {job.state.value}{where}, partition {job.partition}, "
+        f"restarts {job.restart_count}"
+    )
+    if not found.ranks:
+        typer.echo(f"  no rank has announced itself in {found.run_dir.events}")
+    now_ns = time.time_ns()
+    for rank in found.ranks:
+        since_s = (now_ns - rank.since_epoch_ns) / 1e9
+        causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
+        step = "" if rank.step is None else f", step {rank.step}"
+        parked = (
+            ""
+            if rank.park_us is None
+            else f", {rank.pauses} pauses, last parked in {rank.park_us:.0f} us"
+        )
+        typer.echo(
+            f"  rank {rank.rank} {rank.host}:{rank.pid}  {rank.state}{causes} since {since_s:.1f} "
+            f"s{step}{parked}"
+        )
+
+
+def _as_json(found: JobStatus) -> dict[str, object]:
+    job = found.job
+    return {
+        "job_id": job.job_id,
+        "name": job.name,
+        "slurm_state": job.state.value,
+        "partition": job.partition,
+        "nodes": list(job.nodes),
+        "restart_count": job.restart_count,
+        "run_dir": str(found.run_dir.root),
+        "ranks": [vars(rank) for rank in found.ranks],
+    }

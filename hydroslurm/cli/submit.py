@@ -1,0 +1,94 @@
+"""``hydroslurm submit [options] train.py [args...]``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CONTEXT = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
+"""Everything after the script belongs to the script."""
+
+
+def submit(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="Python script to run in every rank, unmodified.")],
+    folder: Annotated[
+        Path, typer.Option(help="Where run folders are made; all nodes must see it.")
+    ] = Path("runs"),
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Job name; default: the script's.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", "-p")] = None,
+    account: Annotated[str | None, typer.Option("--account", "-A")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
+    time_min: Annotated[int, typer.Option("--time-min", "-t", help="Time limit, minutes.")] = 60,
+    nodes: Annotated[int, typer.Option("--nodes", "-N")] = 1,
+    tasks_per_node: Annotated[int, typer.Option(help="Ranks per node.")] = 1,
+    cpus_per_task: Annotated[int, typer.Option("--cpus-per-task", "-c")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node; 0 asks for none.")] = 0,
+    mem_gb: Annotated[
+        float | None, typer.Option(help="Memory per node, GB; default: the site's.")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(help="One more sbatch option, as NAME=VALUE; may be repeated."),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the end; exit 1 if the job fails.")
+    ] = False,
+) -> None:
+    """Submit a script through submitit, pausable from its first operator on."""
+    from hydroslurm.launch.executor import Executor
+
+    executor = Executor(folder)
+    wishes = {
+        "name": name,
+        "partition": partition,
+        "account": account,
+        "qos": qos,
+        "timeout_min": time_min,
+        "nodes": nodes,
+        "tasks_per_node": tasks_per_node,
+        "cpus_per_task": cpus_per_task,
+        "gpus_per_node": gpus_per_node or None,
+        "mem_gb": mem_gb,
+        "additional_parameters": _pairs(sbatch or []),
+    }
+    executor.update_parameters(**{key: value for key, value in wishes.items() if value is not None})
+    job = executor.submit_script(script, *context.args, module=module)
+    typer.echo(f"job {job.job_id}  run folder {job.run_dir.root}")
+    typer.echo(f"  hydroslurm status {job.job_id}          hydroslurm pause --job {job.job_id}")
+    if wait:
+        _wait(job)
+
+
+def _pairs(options: list[str]) -> dict[str, str | bool]:
+    from hydroslurm.errors import UsageError
+
+    pairs: dict[str, str | bool] = {}
+    for option in options:
+        key, equals, value = option.lstrip("-").partition("=")
+        if not key.replace("-", "").replace("_", "").isalnum():
+            raise UsageError(
+                f"--sbatch {option!r} is not NAME=VALUE, as in --sbatch constraint=a100"
+            )
+        pairs[key] = value if equals else True
+    return pairs
+
+
+def _wait(job: object) -> None:
+    from submitit.core.utils import UncompletedJobError
+
+    try:
+        job.results()  # type: ignore[attr-defined]
+    except UncompletedJobError as error:
+        typer.echo(f"job {job.job_id} failed: {error}", err=True)  # type: ignore[attr-defined]
+        raise typer.Exit(1) from None
+    typer.echo(f"job {job.job_id} completed")  # type: ignore[attr-defined]

@@ -1,0 +1,157 @@
+"""Pause and resume a process of this machine by its pid.
+
+    python -m hydroslurm.client --pid 1234 --action pause
+    hydroslurm.send_signal(1234, "pause")
+
+A signal whose default action is to kill is never sent to a process that does not listen to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from hydroslurm import registry
+from hydroslurm.ack import Answer, EventTail, JudgeResume, judge_pause, wait_for_answers
+from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
+from hydroslurm.runtime.signals import SignalPlan, signal_name
+
+Verb = Literal["pause", "resume"]
+
+
+def send_signal(pid: int, action: str, *, environ: Mapping[str, str] | None = None) -> None:
+    """Ask a process to pause or to resume, and return at once.
+
+    Args:
+        pid: a process in which hydroslurm is installed.
+        action: ``pause`` or ``resume``.
+        environ: instead of ``os.environ``.
+
+    Raises:
+        UsageError: another action.
+        TargetError: no such process, not ours, or it does not listen: the signal would have killed
+            it.
+    """
+    _send(pid, _signal_for(action, _entry(pid, environ)))
+
+
+def pause(pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | None = None) -> Answer:
+    """Pause a process and wait until it says that it is parked.
+
+    Raises:
+        TargetError: as :func:`send_signal`; or the process keeps no events, so that it cannot
+            answer (it was not signalled).
+        AckTimeout: signalled, and no answer in time.
+    """
+    return _ask(pid, "pause", timeout_s, environ)
+
+
+def resume(
+    pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | None = None
+) -> Answer:
+    """Take a pause of :func:`pause` back and wait until the process runs; raises as
+    :func:`pause`."""
+    return _ask(pid, "resume", timeout_s, environ)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of ``python -m hydroslurm.client``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m hydroslurm.client", description=__doc__)
+    parser.add_argument("--pid", type=int, required=True, help="the process to signal")
+    parser.add_argument("--action", choices=("pause", "resume"), required=True)
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default 10")
+    chosen = parser.parse_args(arguments)
+    try:
+        answer = _ask(chosen.pid, chosen.action, chosen.timeout, None)
+    except (HydroslurmError, UsageError) as error:
+        print(f"hydroslurm: {error}", file=sys.stderr)
+        return 1
+    print(f"pid {chosen.pid} rank {answer.rank}: {answer.words}")
+    return 0 if answer.done else 1
+
+
+def _ask(pid: int, verb: Verb, timeout_s: float, environ: Mapping[str, str] | None) -> Answer:
+    entry = _entry(pid, environ)
+    if entry is None:
+        raise TargetError(
+            f"process {pid} has not announced itself to this user: hydroslurm is not installed in "
+            "it, or it runs as another user "
+            "or on another machine. It was not signalled. For a Slurm job use --job"
+        )
+    tail = EventTail(Path(entry.events))
+    _send(pid, _signal_for(verb, entry))
+    answers = wait_for_answers(
+        {entry.rank: tail},
+        lambda: judge_pause if verb == "pause" else JudgeResume(),
+        timeout_s=timeout_s,
+    )
+    if entry.rank not in answers:
+        raise AckTimeout(
+            f"process {pid} was signalled and did not answer within {timeout_s:g} s. It may be "
+            "inside one long operator "
+            f"(it parks when that ends), stopped, or unable to write {entry.events}"
+        )
+    return answers[entry.rank]
+
+
+def _entry(pid: int, environ: Mapping[str, str] | None) -> registry.Entry | None:
+    return registry.find(registry.folder(os.environ if environ is None else environ), pid)
+
+
+def _signal_for(action: str, entry: registry.Entry | None) -> int:
+    if action not in ("pause", "resume"):
+        raise UsageError(f"action {action!r} is not known; use 'pause' or 'resume'")
+    name = f"user_{action}"
+    signals = entry.signals if entry else vars(SignalPlan())
+    number = signals.get(name)
+    if number is None:
+        raise TargetError(
+            f"process {entry.pid if entry else '?'} was installed without a {name} signal; use its "
+            "API"
+        )
+    return int(number)
+
+
+def _send(pid: int, signo: int) -> None:
+    if pid <= 0:
+        raise UsageError(f"pid {pid} is not a process; give the positive id of one")
+    if not _listens(pid, signo):
+        raise TargetError(
+            f"process {pid} does not listen to {signal_name(signo)}, which would kill it; it was "
+            "not signalled. "
+            "Call hydroslurm.install() in it, or start it with `hydroslurm submit`"
+        )
+    try:
+        os.kill(pid, signo)
+    except ProcessLookupError:
+        raise TargetError(f"there is no process {pid}") from None
+    except PermissionError:
+        raise TargetError(
+            f"process {pid} belongs to another user; only its owner and root may signal it"
+        ) from None
+
+
+def _listens(pid: int, signo: int) -> bool:
+    """Whether the process catches or ignores a signal, from the masks in /proc/PID/status.
+
+    Raises:
+        TargetError: no such process.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        raise TargetError(f"there is no process {pid}") from None
+    masks = {
+        name: int(value, 16)
+        for name, _, value in (line.partition(":") for line in lines)
+        if name in ("SigCgt",)
+    }
+    return bool(masks["SigCgt"] >> (signo - 1) & 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Every exception that hydroslurm raises on purpose.
+
+    HydroslurmError (RuntimeError)
+    |-- GateError                  the gate could not be built, loaded or trusted
+    |   |-- NoCompiler             no C++ compiler, and no prebuilt gate
+    |   `-- GateSelfTestFailed     it loads, but does not hold operators of this torch
+    |-- InstallError               pausing could not be set up in this process
+    |   |-- AlreadyInstalled       a second install() in one process
+    |   |-- NotInstalled           pause(), resume() ... before install()
+    |   `-- TorchMissing           torch cannot be imported
+    |-- AckTimeout                 a signal was sent, the rank did not answer in time
+    |-- TargetError                the process to signal is gone, or would die of the signal
+    |-- SlurmError                 Slurm refused, or could not be asked
+    |   |-- SlurmMissing           no Slurm programs or no slurm.conf on this machine
+    |   |-- ControllerUnreachable  slurmctld did not answer, retries included
+    |   |-- SlurmTimeout           a Slurm program ran longer than its time-out
+    |   |-- NoSuchJob              unknown to slurmctld (and to sacct, where that was asked)
+    |   |-- NotPermitted           this user may not do that
+    |   |-- WrongJobState          suspend of a pending job, requeue of an srun allocation ...
+    |   `-- UnreadableOutput       Slurm printed what no known release prints
+    |-- LaunchError                a job could not be submitted
+    |-- RunFolderError             a run folder that is not one, or that cannot be written
+    `-- ClusterError               the dev cluster could not be started, reached or stopped
+    UsageError (ValueError)        the caller's own mistake: a wrong argument or value
+
+Messages give the value that was seen, the value that was wanted, and the next step. Only
+``hydroslurm.cli`` prints them and turns them into an exit status.
+"""
+
+from __future__ import annotations
+
+
+class HydroslurmError(RuntimeError):
+    """Base of all errors that are not the caller's mistake."""
+
+
+class UsageError(ValueError):
+    """A wrong argument or value; the message names the right ones."""
+
+
+class GateError(HydroslurmError):
+    """The operator gate could not be built, loaded or trusted."""
+
+
+class NoCompiler(GateError):
+    """There is no C++ compiler, and no prebuilt gate for this torch."""
+
+
+class GateSelfTestFailed(GateError):
+    """The gate loads, but does not hold the operators of the torch that is installed."""
+
+
+class InstallError(HydroslurmError):
+    """Pausing could not be set up in this process; nothing of it was left behind."""
+
+
+class AlreadyInstalled(InstallError):
+    """``install()`` was called twice in one process without ``uninstall()`` between."""
+
+
+class NotInstalled(InstallError):
+    """Pausing was asked for in a process where nothing is installed."""
+
+
+class TorchMissing(InstallError):
+    """torch cannot be imported."""
+
+
+class AckTimeout(HydroslurmError):
+    """A rank was signalled and did not answer in time."""
+
+
+class TargetError(HydroslurmError):
+    """The process to be signalled is gone, is not ours, or would die of the signal."""
+
+
+class SlurmError(HydroslurmError):
+    """Slurm refused something, or could not be asked."""
+
+
+class SlurmMissing(SlurmError):
+    """This machine has no Slurm programs, or no slurm.conf."""
+
+
+class ControllerUnreachable(SlurmError):
+    """slurmctld did not answer, and the retries are used up."""
+
+
+class SlurmTimeout(SlurmError):
+    """A Slurm program ran longer than its time-out and was ended."""
+
+
+class NoSuchJob(SlurmError):
+    """Slurm does not know the job."""
+
+
+class NotPermitted(SlurmError):
+    """This user may not do that to this job."""
+
+
+class WrongJobState(SlurmError):
+    """The job is not in a state, or not of a kind, for which the request makes sense."""
+
+
+class UnreadableOutput(SlurmError):
+    """Slurm's answer has a form that no known release prints."""
+
+
+class LaunchError(HydroslurmError):
+    """A job could not be submitted."""
+
+
+class RunFolderError(HydroslurmError):
+    """A folder that is not a run folder, or one that cannot be written."""
+
+
+class ClusterError(HydroslurmError):
+    """The dev cluster could not be started, reached or stopped."""

@@ -1,0 +1,1 @@
+"""From what a user wants to run to a running job: submitit -> srun -> one process per rank."""

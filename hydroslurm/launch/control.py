@@ -1,0 +1,129 @@
+"""Pause, resume and look at a whole job: Slurm's side and the ranks' side together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm import rundir
+from hydroslurm.ack import Answer, EventTail, Judge, JudgeResume, judge_pause, wait_for_answers
+from hydroslurm.errors import NotPermitted, TargetError, WrongJobState
+from hydroslurm.rankstate import RankState, latest
+from hydroslurm.rundir import RunDir
+from hydroslurm.slurm.client import Job, JobState, SlurmClient
+
+
+@dataclass(frozen=True)
+class JobAnswer:
+    """How a job's ranks answered.
+
+    Attributes:
+        job_id: Slurm's.
+        how: what was done, in words: which command, and why not a better one.
+        answers: of the ranks that answered in time.
+        silent: ranks that did not.
+    """
+
+    job_id: int
+    how: str
+    answers: tuple[Answer, ...]
+    silent: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job as Slurm sees it, and its ranks as they see themselves."""
+
+    job: Job
+    run_dir: RunDir
+    ranks: tuple[RankState, ...]
+
+
+def run_dir_of(job: Job) -> RunDir:
+    """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone."""
+    folder = rundir.of_job(
+        job.job_id, work_dir=Path(job.work_dir or "."), comment=job.comment or ""
+    )
+    if job.array_task_id is not None and "%a" in str(folder.root):
+        return RunDir(Path(str(folder.root).replace("%a", str(job.array_task_id))))
+    return folder
+
+
+def job_status(job: Job) -> JobStatus:
+    """Slurm's state beside the ranks' own."""
+    run = run_dir_of(job)
+    states = [latest(path) for path in run.rank_event_files().values()]
+    return JobStatus(job, run, tuple(state for state in states if state is not None))
+
+
+def pause_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
+    """Suspend a job where that is permitted, else signal its ranks; wait until every rank is
+    parked.
+
+    Raises:
+        NoSuchJob, ControllerUnreachable ...: as the client.
+        WrongJobState: the job does not run.
+        TargetError: no rank of the job can answer.
+    """
+    job = client.job(job_id)
+    _must_be(job, JobState.RUNNING, "pause")
+
+    def act() -> str:
+        try:
+            client.suspend(job_id)
+            return "scontrol suspend"
+        except NotPermitted:
+            client.signal(job_id, "USR1")
+            return (
+                "scancel --signal=USR1, because only operators may suspend; "
+                "Slurm goes on counting the job as running"
+            )
+
+    return _ask(job, act, lambda: judge_pause, timeout_s)
+
+
+def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
+    """Undo :func:`pause_job`, whichever way it went; raises as it does."""
+    job = client.job(job_id)
+
+    def act() -> str:
+        if job.state is JobState.SUSPENDED:
+            client.resume(job_id)
+            return "scontrol resume"
+        _must_be(job, JobState.RUNNING, "resume")
+        client.signal(job_id, "USR2")
+        return "scancel --signal=USR2"
+
+    return _ask(job, act, JudgeResume, timeout_s)
+
+
+def _ask(
+    job: Job, act: Callable[[], str], judge: Callable[[], Judge], timeout_s: float
+) -> JobAnswer:
+    run = run_dir_of(job)
+    tails = {rank: EventTail(path) for rank, path in run.rank_event_files().items()}
+    alive = {
+        rank: tail for rank, tail in tails.items() if tail.before and tail.before.state != "ended"
+    }
+    if not alive:
+        raise TargetError(
+            f"no rank of job {job.job_id} has announced itself in {run.events}. It may still be "
+            "starting, or hydroslurm is not "
+            "installed in it (start it with `hydroslurm submit`). It was left alone"
+        )
+    how = act()
+    answers = wait_for_answers(alive, judge, timeout_s=timeout_s)
+    return JobAnswer(
+        job.job_id,
+        how,
+        tuple(answers[rank] for rank in sorted(answers)),
+        tuple(sorted(alive.keys() - answers.keys())),
+    )
+
+
+def _must_be(job: Job, state: JobState, verb: str) -> None:
+    if job.state is not state:
+        raise WrongJobState(
+            f"cannot {verb} job {job.job_id}: it is {job.state.value}, and should be {state.value}"
+        )

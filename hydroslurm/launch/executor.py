@@ -1,0 +1,190 @@
+"""The executor that a submitit user knows, for jobs that can be paused.
+
+    executor = hydroslurm.Executor("runs")
+    executor.update_parameters(partition="low", timeout_min=60, nodes=2, tasks_per_node=1)
+    job = executor.submit(train, 3)
+    job.run_dir            # events, logs, report
+    job.result()           # as with submitit
+
+submitit writes the batch script, pickles the callable and starts every rank as a direct srun task,
+which is what Slurm's signals need. What is added: a run folder per job, pausing installed before
+the user's code, and submitit's own preemption signal moved to SIGURG, because USR1 and USR2 mean
+pause and resume here, and SIGURG harms no process that does not know it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core import utils as submitit_utils
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+
+from hydroslurm import rundir
+from hydroslurm.errors import LaunchError, SlurmMissing, UsageError
+from hydroslurm.launch import submission
+from hydroslurm.launch.rank import InRank, Script
+from hydroslurm.launch.submission import Submission
+from hydroslurm.rundir import RunDir
+
+SUBMITIT_SIGNAL = "URG"
+"""Moved away from USR2: Slurm accepts it, and a process without a handler ignores it."""
+
+_OURS = ("comment", "signal")
+
+
+class Executor(SlurmExecutor):  # type: ignore[misc]
+    """Submits callables and scripts through submitit, each with a run folder of its own.
+
+    Args:
+        folder: holds the run folders; on a file system that all nodes share.
+        python: the interpreter of the ranks; default the running one.
+        max_num_timeout: as submitit's.
+
+    Raises:
+        SlurmMissing: no srun on the PATH.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, python: str | None = None, max_num_timeout: int = 3
+    ) -> None:
+        if shutil.which("srun") is None or shutil.which("sbatch") is None:
+            raise SlurmMissing(
+                "no srun and sbatch on the PATH, so there is no Slurm to submit to from here. Log "
+                "in to a submit host, or try a "
+                "private one: hydroslurm cluster up"
+            )
+        super().__init__(Path(folder).absolute(), max_num_timeout=max_num_timeout, python=python)
+
+    def update_parameters(self, **parameters: Any) -> None:
+        """Set what sbatch is asked for: submitit's names (``timeout_min``, ``nodes``,
+        ``tasks_per_node``, ``mem_gb``, ``partition`` or ``slurm_partition`` ...).
+
+        Raises:
+            UsageError: an unknown name, or one that hydroslurm sets itself.
+        """
+        plain = {name.removeprefix("slurm_"): value for name, value in parameters.items()}
+        if plain.get("use_srun") is False:
+            raise UsageError(
+                "use_srun=False is not possible: Slurm signals job steps, and without srun there "
+                "is none"
+            )
+        for name in _OURS:
+            if name in plain or name in (plain.get("additional_parameters") or {}):
+                raise UsageError(f"{name!r} is set by hydroslurm, which needs it; leave it out")
+        try:
+            super().update_parameters(**plain)
+        except (ValueError, TypeError, NameError) as error:
+            raise UsageError(str(error)) from error
+
+    def submit_script(self, script: str, *arguments: str, module: bool = False) -> PausableJob:
+        """Submit a Python script, or with ``module`` a module, unmodified.
+
+        Raises:
+            UsageError: there is no such script.
+            LaunchError: sbatch refused the job.
+        """
+        if not module and not Path(script).is_file():
+            raise UsageError(
+                f"there is no script {script!r}; give the path of a Python file, or use module=True"
+            )
+        target = script if module else str(Path(script).absolute())
+        job: PausableJob = self.submit(Script(target, tuple(arguments), is_module=module))
+        return job
+
+    # --- submitit's seams
+    # --------------------------------------------------------------------------------------
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[submitit_utils.DelayedSubmission]
+    ) -> list[submitit.Job[Any]]:
+        if not delayed_submissions:
+            return []
+        is_array = len(delayed_submissions) > 1
+        name = self.parameters.get("job_name") or _name_of(delayed_submissions[0].function)
+        run = _new_run(self.folder, name)
+        intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
+        submission.write(run, intent)
+        for delayed in delayed_submissions:
+            delayed.function = InRank(delayed.function, run.root, is_array=is_array)
+        jobs = self._submit_into(run, name, delayed_submissions)
+        submission.write(
+            run,
+            replace(
+                intent, job_id=jobs[0].job_id.partition("_")[0] if is_array else jobs[0].job_id
+            ),
+        )
+        shutil.copyfile(jobs[0].paths.submission_file, run.job_sbatch)
+        return [_pausable(job, run, is_array=is_array) for job in jobs]
+
+    def _submit_into(
+        self, run: RunDir, name: str, delayed: list[submitit_utils.DelayedSubmission]
+    ) -> list[submitit.Job[Any]]:
+        """Let submitit submit with its files in the run folder."""
+        inner = copy(self)
+        inner.folder = run.logs
+        inner.parameters = {
+            **self.parameters,
+            "job_name": name,
+            "comment": rundir.comment_for(RunDir(run.root / "%a") if len(delayed) > 1 else run),
+            "setup": [
+                *(self.parameters.get("setup") or []),
+                f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
+            ],
+            "additional_parameters": {
+                **(self.parameters.get("additional_parameters") or {}),
+                "signal": f"{SUBMITIT_SIGNAL}@{self.parameters.get('signal_delay_s', 90)}",
+            },
+        }
+        try:
+            return list(SlurmExecutor._internal_process_submissions(inner, delayed))
+        except (submitit_utils.FailedJobError, submitit_utils.FailedSubmissionError) as error:
+            raise LaunchError(
+                f"sbatch refused the job: {str(error).strip()}. Its run folder, with the script "
+                f"that was refused, is {run.root}"
+            ) from error
+
+
+class PausableJob(SlurmJob):  # type: ignore[misc]
+    """submitit's job handle, which also knows the run folder."""
+
+    run_dir: RunDir
+
+
+def _pausable(job: submitit.Job[Any], run: RunDir, *, is_array: bool) -> PausableJob:
+    handle = PausableJob(folder=run.logs, job_id=job.job_id, tasks=list(range(job.num_tasks)))
+    handle.run_dir = RunDir(run.root / job.job_id.partition("_")[2]) if is_array else run
+    return handle
+
+
+def _new_run(base: Path, name: str) -> RunDir:
+    """A run folder that nobody else has, named so that the newest sorts last."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:40].strip("-.") or "job"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return RunDir(base / f"{stamp}-{safe}-{secrets.token_hex(2)}").create()
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "name", None) or getattr(function, "__name__", None)
+    return str(name or type(function).__name__)
+
+
+def _describe(delayed: submitit_utils.DelayedSubmission) -> str:
+    if isinstance(delayed.function, Script):
+        script = delayed.function
+        return shlex.join(
+            ["python", *(["-m"] if script.is_module else []), script.target, *script.arguments]
+        )
+    arguments: Sequence[str] = [repr(a) for a in delayed.args] + [
+        f"{k}={v!r}" for k, v in delayed.kwargs.items()
+    ]
+    return f"{_name_of(delayed.function)}({', '.join(arguments)})"

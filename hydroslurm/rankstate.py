@@ -1,0 +1,92 @@
+"""A rank's state, folded from its events (pure), and the quick way to read it from the end of a
+file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydroslurm.events import Event, EventKind, read_events
+
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where one rank is.
+
+    Attributes:
+        rank: global rank.
+        state: ``running``, ``parking`` (the gate is closed), ``parked``, ``stopping`` or ``ended``.
+        since_epoch_ns: when it entered that state.
+        causes: why it is held; empty while running.
+        step: training step, None when the rank never told.
+        pid: its process; changes over requeues.
+        host: where it runs.
+        restart_count: how often the job had been requeued.
+        pauses: how many pauses this life has had.
+        park_us: latency of the latest park, microseconds; None before the first.
+    """
+
+    rank: int
+    state: str
+    since_epoch_ns: int
+    causes: tuple[str, ...] = ()
+    step: int | None = None
+    pid: int = 0
+    host: str = ""
+    restart_count: int = 0
+    pauses: int = 0
+    park_us: float | None = None
+
+
+_ENTERS = {
+    EventKind.INSTALLED: "running",
+    EventKind.GATE_CLOSED: "parking",
+    EventKind.PARKED: "parked",
+    EventKind.RESUMED: "running",
+    EventKind.STOP_REQUESTED: "stopping",
+    EventKind.UNINSTALLED: "ended",
+}
+
+
+def fold(events: Iterable[Event]) -> RankState | None:
+    """The state after the last event; None when there is no event."""
+    state: RankState | None = None
+    for event in events:
+        state = _after(state, event)
+    return state
+
+
+def latest(path: Path) -> RankState | None:
+    """The state of the rank that writes this file, from its last 64 KiB; None when there is nothing
+    to read."""
+    try:
+        size = path.stat().st_size
+        return fold(read_events(path, offset=max(0, size - _TAIL_BYTES)))
+    except OSError:
+        return None
+
+
+def _after(state: RankState | None, event: Event) -> RankState:
+    if state is None or event.kind is EventKind.INSTALLED:
+        state = RankState(rank=event.rank, state="running", since_epoch_ns=event.epoch_ns)
+    state = replace(
+        state,
+        step=state.step if event.step is None else event.step,
+        pid=event.pid,
+        host=event.host,
+        restart_count=event.restart_count,
+    )
+    if "causes" in event.data:
+        state = replace(state, causes=tuple(event.data["causes"]))
+    if event.kind is EventKind.PARKED:
+        state = replace(state, park_us=float(event.data["park_us"]))
+    if isinstance(event.data.get("pause"), int):
+        state = replace(state, pauses=event.data["pause"])
+    entered = _ENTERS.get(event.kind)
+    # a stop opens the gate: what follows it is the way out, not a return to running
+    if entered and not (state.state == "stopping" and entered == "running"):
+        state = replace(state, state=entered, since_epoch_ns=event.epoch_ns)
+    return state

@@ -1,0 +1,118 @@
+"""Where a process can be found: one small file per pausable process of this user on this machine.
+
+A client that knows only a pid (``hydroslurm pause --pid N``) reads from it which signals the
+process listens to and where it writes its events, which carry the acknowledgement. The file says
+when the process started, so that a recycled pid is never taken for it.
+
+    $XDG_RUNTIME_DIR/hydroslurm/<pid>.json      or  <temporary folder>/hydroslurm-<uid>/<pid>.json
+    .../<pid>/events/rank-00000.jsonl           the events of a process that belongs to no run; gone
+    when it ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hydroslurm.errors import RunFolderError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pausable process.
+
+    Attributes:
+        pid: its process id, as seen in its own pid namespace.
+        started: when it started, in clock ticks since boot: tells it from a later process of the
+            same pid.
+        rank: global rank.
+        events: its event file.
+        signals: which signal it listens to for what; names of
+            :class:`~hydroslurm.runtime.signals.SignalPlan`.
+    """
+
+    pid: int
+    started: int
+    rank: int
+    events: str
+    signals: Mapping[str, int]
+
+
+def folder(environ: Mapping[str, str]) -> Path:
+    """The registry's folder for this user; made when it is missing.
+
+    Raises:
+        RunFolderError: it cannot be made, or somebody else owns it.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK):
+        path = Path(runtime) / "hydroslurm"
+    else:
+        path = Path(tempfile.gettempdir()) / f"hydroslurm-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot make {path}: {error.strerror}; set XDG_RUNTIME_DIR to a folder of yours"
+        ) from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise RunFolderError(
+            f"{path} belongs to uid {status.st_uid}, not to us; set XDG_RUNTIME_DIR to a folder of "
+            "yours"
+        )
+    return path
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot (field 22 of /proc/PID/stat); None when
+    there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # the second field is the name in parentheses, and may itself hold spaces and parentheses
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def private_events(base: Path, pid: int) -> Path:
+    """The run folder of a process that belongs to no run."""
+    return base / str(pid)
+
+
+def announce(base: Path, entry: Entry) -> None:
+    """Write the entry, whole or not at all, and clear away what dead processes left."""
+    sweep(base)
+    temporary = base / f".{entry.pid}.tmp"
+    temporary.write_text(json.dumps(asdict(entry)))
+    temporary.replace(base / f"{entry.pid}.json")
+
+
+def withdraw(base: Path, pid: int) -> None:
+    """Take the entry of a process away, and its private events with it."""
+    (base / f"{pid}.json").unlink(missing_ok=True)
+    shutil.rmtree(private_events(base, pid), ignore_errors=True)
+
+
+def find(base: Path, pid: int) -> Entry | None:
+    """The entry of a living process; None when it never announced itself or is another process by
+    now."""
+    try:
+        entry = Entry(**json.loads((base / f"{pid}.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return entry if entry.started == start_ticks(pid) else None
+
+
+def sweep(base: Path) -> None:
+    """Remove the entries of processes that ended without withdrawing."""
+    for file in base.glob("[0-9]*.json"):
+        pid = int(file.stem) if file.stem.isdecimal() else 0
+        if pid and find(base, pid) is None:
+            withdraw(base, pid)

@@ -1,0 +1,119 @@
+"""The only place that spells a path inside a run folder.
+
+<run folder>/
+  job.sbatch, submission.json  what was submitted (an intent line before sbatch, the id after)
+  events/rank-00000.jsonl      everything that happened, both clocks, in order
+  logs/                        submitit's files and stdout/stderr per task, appended over requeues
+  report/                      figures.json, timeline.png
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.errors import RunFolderError
+
+RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
+"""Environment variable that names the run folder to a rank."""
+
+_RANK_FILE = re.compile(r"rank-(\d{5,})\.jsonl")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run. Making the value touches no disk."""
+
+    root: Path
+
+    @property
+    def submission_json(self) -> Path:
+        return self.root / "submission.json"
+
+    @property
+    def job_sbatch(self) -> Path:
+        return self.root / "job.sbatch"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report"
+
+    @property
+    def timeline_png(self) -> Path:
+        return self.report / "timeline.png"
+
+    @property
+    def figures_json(self) -> Path:
+        return self.report / "figures.json"
+
+    def rank_events(self, rank: int) -> Path:
+        return self.events / f"rank-{rank:05d}.jsonl"
+
+    def rank_event_files(self) -> dict[int, Path]:
+        """Rank -> event file, for those that exist, in order of rank."""
+        if not self.events.is_dir():
+            return {}
+        found = {
+            int(match[1]): path
+            for path in self.events.iterdir()
+            if (match := _RANK_FILE.fullmatch(path.name))
+        }
+        return dict(sorted(found.items()))
+
+    def create(self) -> RunDir:
+        """Make the folder and its parts, readable by the owner only (0700).
+
+        Raises:
+            RunFolderError: when one of them cannot be made.
+        """
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for part in (self.events, self.logs):
+                part.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot make the run folder {self.root}: {error.strerror}. "
+                "Choose another with --run-dir, one that every node can write"
+            ) from error
+        return self
+
+
+def of_job(job_id: int, *, work_dir: Path, comment: str = "") -> RunDir:
+    """The run folder of a Slurm job: the one its comment names, else the default below its working
+    directory.
+
+    ``hydroslurm submit`` writes the comment; a job started by srun alone uses the default.
+    """
+    match = re.search(r"(?:^|\s)hydroslurm:(/\S.*)$", comment)
+    if match:
+        return RunDir(Path(match[1]))
+    return RunDir(work_dir / "hydroslurm-runs" / str(job_id))
+
+
+def comment_for(run_dir: RunDir) -> str:
+    """The job comment from which :func:`of_job` finds the run folder again."""
+    return f"hydroslurm:{run_dir.root}"
+
+
+def from_environment(environ: Mapping[str, str]) -> RunDir | None:
+    """The run folder of this rank, or None when the process belongs to no run.
+
+    ``HYDROSLURM_RUN_DIR`` wins; in a Slurm job without it, the default of :func:`of_job`.
+    """
+    named = environ.get(RUN_DIR_ENV)
+    if named:
+        return RunDir(Path(named))
+    job_id, submit_dir = environ.get("SLURM_JOB_ID"), environ.get("SLURM_SUBMIT_DIR")
+    if job_id and submit_dir and job_id.isdecimal():
+        return of_job(int(job_id), work_dir=Path(submit_dir))
+    return None

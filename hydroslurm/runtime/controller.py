@@ -1,0 +1,260 @@
+"""The rank's state machine seen from Python: RUNNING -> PARKING -> PARKED -> RUNNING, RUNNING ->
+STOPPING.
+
+The gate decides and holds; it needs neither Python nor the GIL. The controller is what else belongs
+to a pause: a thread that reads what the gate saw, writes it down as events, drains the devices, and
+answers ``pause(wait_s=...)``.
+
+Nothing may be imported, and no lock of another thread's taken, in the controller's thread while a
+pause is in force: the thread that holds the lock may be parked with it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from hydroslurm.errors import AckTimeout, InstallError
+from hydroslurm.events import Event, EventKind, EventLog, clocks
+from hydroslurm.runtime import device
+from hydroslurm.runtime.device import Drain
+from hydroslurm.runtime.gate.protocol import (
+    Action,
+    Cause,
+    Gate,
+    GateEvent,
+    GateState,
+    GateStatus,
+    SignalOutcome,
+)
+from hydroslurm.runtime.recorder import Recorder
+from hydroslurm.runtime.signals import SignalPlan, signal_name
+
+DRAIN_LIMIT_S = 10.0
+"""How long a pause waits for busy devices before it says that they do not drain."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who writes the events."""
+
+    rank: int
+    job_id: int | None
+    restart_count: int
+    host: str
+
+
+class Controller:
+    """Pauses and resumes this process. Made by :func:`hydroslurm.install`; one per process.
+
+    Attributes:
+        step: the training step, for the events; set it from the training loop (an attribute write,
+            nothing more).
+        skipped: signals of the plan that were left alone, and why.
+    """
+
+    def __init__(self, *, gate: Gate, plan: SignalPlan, log: EventLog, identity: Identity) -> None:
+        self.gate = gate
+        self.plan = plan
+        self.step: int | None = None
+        self.skipped: dict[str, str] = {}
+        self._log = log
+        self._identity = identity
+        self._recorder = Recorder()
+        self._drains: queue.SimpleQueue[tuple[int, Drain]] = queue.SimpleQueue()
+        self._parked = threading.Event()
+        self._running = threading.Event()
+        self._running.set()
+        self._leaving = False
+        self._owner_pid = os.getpid()
+        self._thread = threading.Thread(
+            target=self._loop, name="hydroslurm-controller", daemon=True
+        )
+
+    # --- life
+    # --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the gate, and the thread that writes down what it sees.
+
+        Raises:
+            InstallError: the gate could not be started; nothing is left behind.
+        """
+        outcome = self.gate.start(self.plan.rules())
+        self.skipped = {
+            signal_name(signo): "it was ignored, or had no handler to help, when we came"
+            for signo, result in outcome.items()
+            if result is SignalOutcome.LEFT_ALONE
+        }
+        listening = [
+            signal_name(s) for s, result in outcome.items() if result is SignalOutcome.INSTALLED
+        ]
+        self._write(
+            EventKind.INSTALLED,
+            {"gate": self.gate.name, "granularity": self.gate.granularity, "signals": listening},
+        )
+        self._thread.start()
+
+    def stop(self) -> int:
+        """Resume, restore the handlers and end the thread. Returns how many handlers others had
+        replaced."""
+        if os.getpid() != self._owner_pid:
+            raise InstallError(
+                "this process was forked from the one that was installed; nothing is installed here"
+            )
+        replaced = self.gate.stop()
+        self._leaving = True
+        self.gate.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=DRAIN_LIMIT_S)
+        self._handle(self.gate.wait_events(0))
+        self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
+        self._log.close()
+        return replaced
+
+    # --- what users and engines call
+    # -------------------------------------------------------------------------
+
+    @property
+    def state(self) -> GateState:
+        return self.gate.status().state
+
+    @property
+    def events_working(self) -> bool:
+        """False when the events cannot be written, or when there is nowhere to write them."""
+        return self._log.working
+
+    def status(self) -> GateStatus:
+        """The gate at this moment."""
+        return self.gate.status()
+
+    def pause(self, *, wait_s: float | None = None) -> None:
+        """Park the rank at its next operator, with cause ``api``.
+
+        Args:
+            wait_s: None returns at once (as the training thread itself must do: it is held at its
+                own next operator); a number waits so long until the rank is parked.
+
+        Raises:
+            AckTimeout: not parked in time. The pause stays in force.
+        """
+        self.gate.check_handlers()
+        self._parked.clear()
+        self._request(Action.PAUSE, self._parked, wait_s, "parked", GateState.PARKED)
+
+    def resume(self, *, wait_s: float | None = None) -> None:
+        """Take the cause ``api`` away; the rank runs when no other cause is left.
+
+        Raises:
+            AckTimeout: ``wait_s`` was given and the rank is still held; the message names the
+                causes that are left.
+        """
+        self._running.clear()
+        self._request(Action.RESUME, self._running, wait_s, "running", GateState.RUNNING)
+
+    def exempt(self) -> AbstractContextManager[None]:
+        """Within it the calling thread is never held: for savers, and whatever must go on during a
+        pause."""
+        return self.gate.exempt()
+
+    def _request(
+        self,
+        action: Action,
+        reached: threading.Event,
+        wait_s: float | None,
+        wanted: str,
+        state: GateState,
+    ) -> None:
+        self.gate.request(action, Cause.API)
+        if wait_s is None:
+            return
+        deadline = time.monotonic() + wait_s
+        while not reached.wait(min(0.05, max(0.0, deadline - time.monotonic()))):
+            status = self.gate.status()
+            if status.state is state:
+                return
+            if time.monotonic() >= deadline:
+                causes = ", ".join(status.causes.names()) or "none"
+                raise AckTimeout(
+                    f"not {wanted} after {wait_s:g} s: the rank is {status.state.name.lower()}, "
+                    f"causes in force: {causes}. "
+                    "A thread inside one long operator parks when that operator ends"
+                )
+
+    # --- the controller's thread
+    # --------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        with self.gate.exempt():
+            while not self._leaving:
+                self._handle(self.gate.wait_events(None))
+                self._report_drains()
+
+    def _handle(self, events: list[GateEvent]) -> None:
+        for seen in events:
+            record = self._recorder.record(seen)
+            self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
+            self._follow(record.kind)
+
+    def _follow(self, kind: EventKind) -> None:
+        if kind is EventKind.PARKED:
+            self._running.clear()
+            self._parked.set()
+            self._drain()
+        elif kind is EventKind.RESUMED:
+            self._parked.clear()
+            self._running.set()
+
+    def _drain(self) -> None:
+        pause = self._recorder.pause
+        status = self.gate.status()
+        if status.capturing and not status.held:
+            # a synchronisation from any thread would break the capture; what it launches runs later
+            # anyway
+            self._drains.put((pause, Drain((), False, 0.0, "a CUDA graph is being captured")))
+            self.gate.wake()
+            return
+
+        def done(drain: Drain) -> None:
+            self._drains.put((pause, drain))
+            self.gate.wake()
+
+        device.drain_in_background(done, limit_s=DRAIN_LIMIT_S, exempt=self.gate.exempt)
+
+    def _report_drains(self) -> None:
+        while True:
+            try:
+                pause, drain = self._drains.get_nowait()
+            except queue.Empty:
+                return
+            record = self._recorder.drain(pause, drain)
+            self._write(record.kind, record.data)
+
+    def _write(
+        self,
+        kind: EventKind,
+        data: dict[str, object],
+        *,
+        mono_ns: int | None = None,
+        epoch_ns: int | None = None,
+    ) -> None:
+        now_mono_ns, now_epoch_ns = clocks()
+        who = self._identity
+        self._log.append(
+            Event(
+                kind=kind,
+                mono_ns=now_mono_ns if mono_ns is None else mono_ns,
+                epoch_ns=now_epoch_ns if epoch_ns is None else epoch_ns,
+                rank=who.rank,
+                job_id=who.job_id,
+                restart_count=who.restart_count,
+                pid=self._owner_pid,
+                host=who.host,
+                step=self.step,
+                data=data,
+            )
+        )

@@ -1,0 +1,99 @@
+"""The only module that knows about devices: drain them.
+
+A parked rank issues nothing more, but what it launched still runs. Draining waits until every CUDA
+device that this process has used is idle. It is done from a thread of its own, which gives up the
+GIL while it waits, and it is bounded: a device whose queue holds a collective that waits for a peer
+never gets idle, and is reported as such.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Drain:
+    """What became of draining.
+
+    Attributes:
+        devices: indices of the CUDA devices that this process has a context on.
+        drained: all of them are idle.
+        took_s: from the start until all were idle, or until we stopped waiting.
+        reason: why not drained; empty when drained.
+    """
+
+    devices: tuple[int, ...]
+    drained: bool
+    took_s: float
+    reason: str = ""
+
+
+def used_devices() -> tuple[int, ...]:
+    """CUDA devices on which this process has a context. Never initialises CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return ()
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has_context is None:
+        return (torch.cuda.current_device(),)
+    return tuple(index for index in range(torch.cuda.device_count()) if has_context(index))
+
+
+def drain_in_background(
+    done: Callable[[Drain], None], *, limit_s: float, exempt: Callable[[], object]
+) -> bool:
+    """Drain all used devices in a thread, and call ``done`` from it. False when there is no device
+    to drain.
+
+    Args:
+        done: gets the result; called exactly once, after ``limit_s`` at the latest.
+        limit_s: how long to wait for the devices.
+        exempt: makes a context manager in which the calling thread is never held at the gate.
+    """
+    devices = used_devices()
+    if not devices:
+        return False
+    threading.Thread(
+        target=_drain_bounded,
+        args=(devices, done, limit_s, exempt),
+        name="hydroslurm-drain",
+        daemon=True,
+    ).start()
+    return True
+
+
+def _drain_bounded(
+    devices: tuple[int, ...],
+    done: Callable[[Drain], None],
+    limit_s: float,
+    exempt: Callable[[], object],
+) -> None:
+    """Wait for a synchronising thread, but no longer than the limit.
+
+    cudaDeviceSynchronize cannot be interrupted or given a time-out, so that a thread which waits
+    for ever must be left behind. It ends by itself when the device gets idle after the resume.
+    """
+    start = time.monotonic()
+    failures: list[str] = []
+    finished = threading.Event()
+
+    def synchronise() -> None:
+        torch = sys.modules["torch"]  # `import` could wait for a lock that a parked thread holds
+        try:
+            with exempt():  # type: ignore[attr-defined]
+                for index in devices:
+                    torch.cuda.synchronize(index)
+        except Exception as error:  # a sick device must not take the rank down; it is reported
+            failures.append(f"{type(error).__name__}: {error}")
+        finished.set()
+
+    threading.Thread(target=synchronise, name="hydroslurm-sync", daemon=True).start()
+    in_time = finished.wait(limit_s)
+    reason = failures[0] if failures else ""
+    if not in_time:
+        reason = f"still busy after {limit_s:g} s; a collective in flight may wait for a peer"
+    done(Drain(devices, in_time and not failures, time.monotonic() - start, reason))

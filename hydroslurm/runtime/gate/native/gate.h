@@ -1,0 +1,164 @@
+/* The operator gate: hold every training thread of this process at its next PyTorch operator, and let it go.
+ *
+ * One process has one gate. A signal or a request CLOSES it, the last cause to go OPENS it:
+ *
+ *   handler or request: latch and wake        (async-signal-safe, no lock, no allocation)
+ *   -> watcher thread:  arm the callback      (no GIL, no torch lock is ever needed by a held thread)
+ *   -> training thread: waits on a futex at its next operator; the GIL is given up first if it was held
+ *
+ * The callback is registered only while the gate is closed, so that a running program pays nothing at all.
+ *
+ * Which threads are held: the main thread, autograd's (named pt_autograd_*), and any thread that has a Python
+ * thread state and is not exempt. All others pass, and are counted; so do the threads of collective backends
+ * (named pt_gloo*, pt_nccl*, pt_tcpstore*) even while they run a Python callback, because a collective in flight
+ * needs them. A thread inside a CUDA graph capture is let through as well, and so is everybody while the Python
+ * interpreter shuts down.
+ *
+ * A forked child has an open gate, no watcher, and may start its own. Until then it neither acts on a pause or a
+ * resume nor dies of one; a STOP signal does in it what it did before we came.
+ *
+ * Every function returns 0 or a count >= 0 on success, and -errno on failure. Nothing here prints, exits or throws.
+ * Unless marked [signal-safe], a function must not be called from a signal handler.
+ */
+#ifndef HYDROSLURM_GATE_H
+#define HYDROSLURM_GATE_H
+
+#include <stdint.h>
+
+#define HS_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define HS_GATE_ABI 1
+
+/* What a signal asks for. */
+enum hs_action {
+    HS_ACTION_PAUSE = 1,  /* adds the cause */
+    HS_ACTION_RESUME = 2, /* removes the cause (bits may be several) */
+    HS_ACTION_STOP = 3,   /* opens the gate for good: a stop wins over a pause. The old handler is then called */
+};
+
+/* Why the gate is closed: bits of a set. The rank runs only while the set is empty. */
+enum hs_cause {
+    HS_CAUSE_SLURM = 1,    /* SIGTSTP sent by a process: scontrol suspend, gang scheduling */
+    HS_CAUSE_USER = 2,     /* SIGUSR1 */
+    HS_CAUSE_API = 4,      /* hs_gate_request() */
+    HS_CAUSE_TERMINAL = 8, /* SIGTSTP from the terminal's driver: Ctrl-Z */
+};
+
+/* One line of the signal table given to hs_gate_start(). */
+struct hs_signal {
+    int32_t signo;
+    int32_t action; /* enum hs_action */
+    uint32_t causes; /* bits of enum hs_cause. A SIGTSTP line with HS_CAUSE_SLURM becomes HS_CAUSE_TERMINAL by itself
+                       when the kernel sent it (si_code SI_KERNEL); a SIGCONT line names both bits */
+    uint32_t flags; /* HS_SIGNAL_* */
+    int32_t result; /* out: 0 installed; 1 left alone, it was ignored when we came; -errno */
+};
+#define HS_SIGNAL_EVEN_IF_IGNORED 1u /* install although the signal was ignored (nohup) */
+#define HS_SIGNAL_NO_CHAIN 2u        /* do not call the handler that was there before */
+#define HS_SIGNAL_ONLY_IF_HANDLED 4u /* leave SIG_DFL alone (result 1): the default action needs no gate */
+
+enum hs_event_kind {
+    HS_EVENT_SIGNAL_RECEIVED = 1,  /* signo (0: a request), sender_pid, text ("pause", "resume"), mono_ns of the last,
+                                      count (how often since the last look) */
+    HS_EVENT_GATE_CLOSED = 2,      /* the callback is armed; value_ns: stamp of the request that closed it */
+    HS_EVENT_FIRST_HELD = 3,       /* tid, text (operator), phase */
+    HS_EVENT_PARKED = 4,           /* no training thread issues anything; held, quiet; value_ns: the request's stamp;
+                                      mono_ns: when that became true, not when it was noticed */
+    HS_EVENT_GATE_OPENED = 5,      /* value_ns: stamp of the request that opened it; passed: operators of exempt threads */
+    HS_EVENT_FIRST_RELEASED = 6,   /* tid; mono_ns: the thread runs again. Absent when no thread was held */
+    HS_EVENT_LATE_HELD = 7,        /* a thread that was quiet or unknown reached the gate after PARKED: tid, text, phase */
+    HS_EVENT_CAUSES_CHANGED = 8,   /* the set changed and the gate did not move; causes. With a text and an errno in
+                                      count: torch refused the callback, tried again every 200 ms */
+    HS_EVENT_STOP_REQUESTED = 9,   /* signo, sender_pid, value_ns: the handler's stamp */
+    HS_EVENT_TERMINAL_STOP = 10,   /* parked for Ctrl-Z; SIGSTOP to ourselves comes next */
+    HS_EVENT_TERMINAL_IGNORED = 11, /* Ctrl-Z in an orphaned process group: ignored, as the kernel would */
+    HS_EVENT_CALLBACK_LOST = 12,   /* somebody cleared the global callbacks while the gate was closed; armed again */
+    HS_EVENT_HANDLER_REPLACED = 13, /* signo: the handler that is installed is not ours any more */
+    HS_EVENT_DROPPED = 14,         /* count: events that found the queue full */
+};
+
+enum hs_phase { HS_PHASE_FORWARD = 0, HS_PHASE_BACKWARD = 1 };
+
+#define HS_TEXT_BYTES 64
+
+struct hs_event {
+    int32_t kind;       /* enum hs_event_kind */
+    int32_t signo;      /* 0: a request, not a signal */
+    int64_t mono_ns;    /* CLOCK_MONOTONIC when it happened */
+    int64_t epoch_ns;   /* CLOCK_REALTIME of the same moment, as seen when the event was recorded */
+    int64_t value_ns;   /* see the kind */
+    uint32_t causes;    /* the set after the event */
+    int32_t sender_pid; /* 0: the kernel or unknown */
+    int32_t tid;
+    int32_t phase;      /* enum hs_phase */
+    int32_t held;       /* threads held now */
+    int32_t quiet;      /* training threads that are asleep and have issued nothing since arming */
+    int64_t count;
+    int64_t passed;
+    char text[HS_TEXT_BYTES]; /* operator, cut to fit, always ended by NUL */
+};
+
+enum hs_state { HS_STATE_RUNNING = 0, HS_STATE_PARKING = 1, HS_STATE_PARKED = 2, HS_STATE_STOPPING = 3 };
+
+struct hs_status {
+    int32_t state; /* enum hs_state */
+    uint32_t causes;
+    int32_t held;
+    int32_t quiet;
+    int32_t armed;
+    int32_t capturing; /* threads let through by a CUDA graph capture since the gate closed */
+    int64_t passed;    /* operators of exempt threads since the gate closed */
+    int64_t closes;    /* how often the gate has been closed */
+    int64_t closed_mono_ns; /* 0 while open */
+};
+
+HS_API int hs_gate_abi(void);
+
+/* Start the watcher and install the handlers, from any thread. On failure nothing is left behind.
+ * event_fd: an eventfd of the caller's that is written (1) whenever there is an event to read; -1 for none.
+ * -EALREADY: running in this process (a forked child may start its own). -EINVAL: a bad table (unknown action
+ * or cause, SIGKILL, SIGSTOP, the same signal twice); signals[i].result says which line.
+ * Signals of the table are unblocked in the calling thread. Where an old handler is chained, its SA_RESTART is kept,
+ * so that a Python handler still interrupts what it interrupted; where none is, calls are restarted. */
+HS_API int hs_gate_start(struct hs_signal *signals, int n_signals, int event_fd);
+
+/* Open, disarm, end the watcher, restore the handlers that are still ours. 0 also when not running.
+ * The only way out of HS_STATE_STOPPING. Events that were not read stay readable.
+ * Returns the number of signals whose handler had been replaced by somebody else and was left alone. */
+HS_API int hs_gate_stop(void);
+
+/* Ask from inside the process. Same latches and same order as a signal. [signal-safe]
+ * -EINVAL: unknown action or cause, or a pause for HS_CAUSE_TERMINAL. -ESRCH: not running in this process. */
+HS_API int hs_gate_request(int action, uint32_t causes);
+
+HS_API int hs_gate_status(struct hs_status *out);
+
+/* Copy up to n events out, oldest first; never blocks. */
+HS_API int hs_gate_read(struct hs_event *out, int n);
+
+/* 1: operators of the calling thread always pass (and are counted); 0: the rule applies. Returns the old value. */
+HS_API int hs_gate_exempt(int on);
+
+/* Compare the installed handlers with ours; HS_EVENT_HANDLER_REPLACED for each that differs. Returns their number. */
+HS_API int hs_gate_check_handlers(void);
+
+/* Tracing: arm a callback that holds nothing and writes down each operator, for debugging and for counting.
+ * keep: how many to write down (the rest are only counted). -EBUSY while tracing. Works without hs_gate_start(). */
+struct hs_traced {
+    int64_t mono_ns;
+    int32_t tid;
+    int32_t phase;
+    char text[HS_TEXT_BYTES];
+};
+HS_API int hs_gate_trace_start(int keep);
+HS_API int64_t hs_gate_trace_count(void);
+HS_API int hs_gate_trace_stop(struct hs_traced *out, int n); /* -EINVAL: not tracing. Returns how many were copied */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

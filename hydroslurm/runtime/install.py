@@ -1,0 +1,246 @@
+"""``install()`` and ``uninstall()``: make this process pausable, and leave it as it was.
+
+One process has one controller. Installing is all or nothing: whatever was set up before a failure
+is taken back.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hydroslurm import registry, rundir
+from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
+from hydroslurm.events import EventLog
+from hydroslurm.rundir import RunDir
+from hydroslurm.runtime.children import SpawnShield
+from hydroslurm.runtime.controller import Controller, Identity
+from hydroslurm.runtime.signals import SignalPlan
+from hydroslurm.slurm.allocation import Allocation
+
+if TYPE_CHECKING:
+    import torch
+
+GateKind = Literal["auto", "native", "hooks"]
+
+
+@dataclass
+class _Installed:
+    pid: int
+    controller: Controller
+    shield: SpawnShield
+    registry_base: Path | None
+
+
+_lock = threading.Lock()
+_installed: _Installed | None = None
+
+
+def install(
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    signals: SignalPlan | None = None,
+    gate: GateKind = "auto",
+    model: torch.nn.Module | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Controller:
+    """Make this process pausable at every operator, with no model and no change to the training
+    loop.
+
+    From now on SIGTSTP (``scontrol suspend``), SIGUSR1 and :meth:`Controller.pause` park it;
+    SIGCONT, SIGUSR2 and :meth:`Controller.resume` let it go on. Earlier handlers are chained. May
+    be called from any thread where the gate is native.
+
+    Args:
+        run_dir: where the events go. Default: ``HYDROSLURM_RUN_DIR``; in a Slurm job
+            ``hydroslurm-runs/JOBID`` in the folder it was submitted from; else a private folder
+            that goes when the process ends.
+        signals: which signal means what; default :class:`SignalPlan`, changed by
+            ``HYDROSLURM_SIGNALS``.
+        gate: ``native``, ``hooks`` (module boundaries only), or ``auto``: native where it can be
+            built.
+        model: for the hooks gate, the model whose leaf modules are hooked; default: every module.
+        environ: instead of ``os.environ``.
+
+    Returns:
+        The controller of this process.
+
+    Raises:
+        AlreadyInstalled: a second call without :func:`uninstall`.
+        TorchMissing: torch cannot be imported.
+        GateError: ``gate="native"`` and it cannot be built or trusted.
+        InstallError: a handler could not be installed.
+        UsageError: bad signals.
+    """
+    global _installed
+    environ = os.environ if environ is None else environ
+    plan = (signals or SignalPlan()).with_environment(environ)
+    with _lock:
+        if _installed is not None and _installed.pid == os.getpid():
+            raise AlreadyInstalled(
+                "hydroslurm is installed in this process already; use hydroslurm.controller(), or "
+                "hydroslurm.uninstall() first"
+            )
+        _require_torch()
+        from hydroslurm.runtime.gate import open_gate
+
+        identity = _identity(environ)
+        base = _registry_base(environ)
+        folder = _run_folder(run_dir, environ, base)
+        log = EventLog(folder.rank_events(identity.rank) if folder else None)
+        with contextlib.ExitStack() as undo:
+            controller = Controller(
+                gate=open_gate(gate, model=model), plan=plan, log=log, identity=identity
+            )
+            shield = SpawnShield(plan.pausing())
+            shield.install()
+            undo.callback(shield.uninstall)
+            controller.start()
+            undo.callback(controller.stop)
+            _announce(base, identity, log, plan)
+            undo.pop_all()
+        _installed = _Installed(os.getpid(), controller, shield, base)
+        atexit.register(_uninstall_at_exit)
+        return controller
+
+
+def uninstall() -> int:
+    """Let the process go on if it is paused, put the old handlers back, end the controller.
+
+    Returns:
+        How many of our handlers somebody else had replaced meanwhile; those are left alone.
+
+    Raises:
+        NotInstalled: nothing is installed in this process.
+    """
+    global _installed
+    with _lock:
+        ours = _require_installed()
+        _installed = None
+        atexit.unregister(_uninstall_at_exit)
+        try:
+            return ours.controller.stop()
+        finally:
+            ours.shield.uninstall()
+            if ours.registry_base is not None:
+                registry.withdraw(ours.registry_base, ours.pid)
+
+
+def controller() -> Controller:
+    """The controller of this process.
+
+    Raises:
+        NotInstalled: nothing is installed in this process.
+    """
+    return _require_installed().controller
+
+
+def is_installed() -> bool:
+    """Whether this very process is pausable; False in a forked child of one that is."""
+    return _installed is not None and _installed.pid == os.getpid()
+
+
+def set_step(step: int) -> None:
+    """Tell the training step to the events; does nothing where nothing is installed."""
+    if _installed is not None:
+        _installed.controller.step = step
+
+
+@contextlib.contextmanager
+def installed(**options: object) -> Iterator[Controller]:
+    """:func:`install` for the length of a ``with`` block."""
+    mine = install(**options)  # type: ignore[arg-type]
+    try:
+        yield mine
+    finally:
+        if is_installed():
+            uninstall()
+
+
+def _require_installed() -> _Installed:
+    if _installed is None or _installed.pid != os.getpid():
+        raise NotInstalled(
+            "hydroslurm is not installed in this process; call hydroslurm.install(), or wrap the "
+            "model with "
+            "hydroslurm.od_execution_wrapper(model)"
+        )
+    return _installed
+
+
+def _uninstall_at_exit() -> None:
+    if is_installed():
+        uninstall()
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise TorchMissing(
+            f"torch cannot be imported ({error}); hydroslurm pauses between torch's operators. "
+            "Install torch>=2.4 into this environment"
+        ) from error
+
+
+def _identity(environ: Mapping[str, str]) -> Identity:
+    allocation = Allocation.from_environ(environ)
+    rank = allocation.rank if allocation else 0
+    if environ.get("RANK", "").isdecimal():
+        rank = int(environ["RANK"])  # torchrun's: several ranks below one Slurm task
+    return Identity(
+        rank=rank,
+        job_id=allocation.job_id if allocation else None,
+        restart_count=allocation.restart_count if allocation else 0,
+        host=socket.gethostname(),
+    )
+
+
+def _registry_base(environ: Mapping[str, str]) -> Path | None:
+    try:
+        return registry.folder(environ)
+    except HydroslurmError as error:
+        warnings.warn(
+            f"hydroslurm: {error}; `--pid` cannot wait for answers", RuntimeWarning, stacklevel=3
+        )
+        return None
+
+
+def _run_folder(
+    given: str | os.PathLike[str] | None, environ: Mapping[str, str], base: Path | None
+) -> RunDir | None:
+    if given is not None:
+        return RunDir(Path(given).absolute())
+    of_run = rundir.from_environment(environ)
+    if of_run is not None:
+        return of_run
+    return RunDir(registry.private_events(base, os.getpid())) if base else None
+
+
+def _announce(base: Path | None, identity: Identity, log: EventLog, plan: SignalPlan) -> None:
+    if base is None or log.path is None:
+        return
+    pid = os.getpid()
+    numbers = {name: value for name, value in vars(plan).items() if type(value) is int}
+    entry = registry.Entry(
+        pid=pid,
+        started=registry.start_ticks(pid) or 0,
+        rank=identity.rank,
+        events=str(log.path),
+        signals=numbers,
+    )
+    try:
+        registry.announce(base, entry)
+    except OSError as error:
+        warnings.warn(
+            f"hydroslurm: cannot write {base} ({error}); `--pid` cannot wait for answers",
+            RuntimeWarning,
+            stacklevel=4,
+        )

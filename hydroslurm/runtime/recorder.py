@@ -1,0 +1,129 @@
+"""What a gate saw -> what the event log says (pure).
+
+Numbers the pauses, keeps the request that each belongs to, and turns stamps into latencies. All
+records of one pause carry the same ``pause`` number. Latencies begin with the stamp that the
+signal's handler took, or the request's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydroslurm.events import EventKind
+from hydroslurm.runtime.device import Drain
+from hydroslurm.runtime.gate.protocol import GateEvent, GateEventKind
+from hydroslurm.runtime.signals import signal_name
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line for the log; without times it happened now."""
+
+    kind: EventKind
+    data: dict[str, object]
+    mono_ns: int | None = None
+    epoch_ns: int | None = None
+
+
+_PLAIN = {
+    GateEventKind.CAUSES_CHANGED: EventKind.CAUSES_CHANGED,
+    GateEventKind.TERMINAL_STOP: EventKind.TERMINAL_STOP,
+    GateEventKind.TERMINAL_IGNORED: EventKind.TERMINAL_STOP_IGNORED,
+    GateEventKind.CALLBACK_LOST: EventKind.CALLBACK_LOST,
+}
+
+
+class Recorder:
+    """Follows one process's gate.
+
+    Attributes:
+        pause: number of the latest pause, from 1; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.pause = 0
+        self._parked_ns = 0
+        self._closed_ns = 0
+        self._resume_requested_ns = 0
+
+    def record(self, seen: GateEvent) -> Record:
+        """The line that one gate event makes."""
+        kind, data = self._translate(seen)
+        return Record(kind, data, seen.mono_ns, seen.epoch_ns)
+
+    def drain(self, pause: int, drain: Drain) -> Record:
+        if drain.drained:
+            return Record(
+                EventKind.DRAINED,
+                {"pause": pause, "devices": list(drain.devices), "drain_us": drain.took_s * 1e6},
+            )
+        return Record(
+            EventKind.NOT_DRAINED,
+            {
+                "pause": pause,
+                "devices": list(drain.devices),
+                "waited_s": drain.took_s,
+                "reason": drain.reason,
+            },
+        )
+
+    def _translate(self, seen: GateEvent) -> tuple[EventKind, dict[str, object]]:
+        kind = seen.kind
+        causes = seen.causes.names()
+        if kind is GateEventKind.SIGNAL_RECEIVED:
+            return EventKind.SIGNAL_RECEIVED, {**_sender(seen), "count": seen.count}
+        if kind is GateEventKind.GATE_CLOSED:
+            self.pause += 1
+            self._closed_ns, self._parked_ns = seen.mono_ns, 0
+            return EventKind.GATE_CLOSED, self._pause(
+                causes=causes, requested_mono_ns=seen.value_ns
+            )
+        if kind is GateEventKind.FIRST_HELD:
+            return EventKind.FIRST_OPERATOR_HELD, self._pause(**_operator(seen))
+        if kind is GateEventKind.LATE_HELD:
+            return EventKind.LATE_OPERATOR_HELD, self._pause(**_operator(seen))
+        if kind is GateEventKind.PARKED:
+            self._parked_ns = seen.mono_ns
+            park_us = (seen.mono_ns - seen.value_ns) / 1e3
+            return EventKind.PARKED, self._pause(
+                requested_mono_ns=seen.value_ns,
+                park_us=park_us,
+                held=seen.held,
+                quiet=seen.quiet,
+                causes=causes,
+            )
+        if kind is GateEventKind.GATE_OPENED:
+            self._resume_requested_ns = seen.value_ns
+            since_ns = self._parked_ns or self._closed_ns
+            return EventKind.RESUMED, self._pause(
+                requested_mono_ns=seen.value_ns,
+                parked_s=(seen.mono_ns - since_ns) / 1e9,
+                held=seen.held,
+                passed=seen.passed,
+                causes=causes,
+            )
+        if kind is GateEventKind.FIRST_RELEASED:
+            return EventKind.FIRST_OPERATOR_RELEASED, self._pause(
+                requested_mono_ns=self._resume_requested_ns,
+                resume_us=(seen.mono_ns - self._resume_requested_ns) / 1e3,
+                tid=seen.tid,
+            )
+        if kind is GateEventKind.STOP_REQUESTED:
+            return EventKind.STOP_REQUESTED, {**_sender(seen), "requested_mono_ns": seen.value_ns}
+        if kind is GateEventKind.HANDLER_REPLACED:
+            return EventKind.HANDLER_REPLACED, {"signal": signal_name(seen.signo)}
+        if kind is GateEventKind.DROPPED:
+            return EventKind.EVENTS_DROPPED, {"count": seen.count}
+        return _PLAIN[kind], {"causes": causes}
+
+    def _pause(self, **data: object) -> dict[str, object]:
+        return {"pause": self.pause, **data}
+
+
+def _sender(seen: GateEvent) -> dict[str, object]:
+    name = signal_name(seen.signo) if seen.signo else None
+    return {"signal": name, "sender_pid": seen.sender_pid}
+
+
+def _operator(seen: GateEvent) -> dict[str, object]:
+    return {"operator": seen.text, "phase": seen.phase.name.lower(), "tid": seen.tid}

@@ -1,0 +1,30 @@
+"""Fixtures for all tests. The dev clusters come from the package's own pytest plugin."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["hydroslurm.devcluster.pytest_plugin"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# a test machine has few cores; without this every child starts a pool of threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keep the tests' processes out of the user's registry, and the user's settings out of the
+    tests."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+    for name in [
+        n for n in os.environ if n.startswith("HYDROSLURM_") and n != "HYDROSLURM_REQUIRE_SLURM"
+    ]:
+        monkeypatch.delenv(name)

@@ -1,0 +1,66 @@
+"""Gate events become numbered records with latencies."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydroslurm.events import EventKind
+from hydroslurm.runtime.device import Drain
+from hydroslurm.runtime.gate.protocol import Cause, GateEvent, GateEventKind, Phase
+from hydroslurm.runtime.recorder import Recorder
+
+
+def _seen(kind: GateEventKind, mono_ns: int, **fields: object) -> GateEvent:
+    return GateEvent(kind=kind, mono_ns=mono_ns, epoch_ns=0, **fields)  # type: ignore[arg-type]
+
+
+def test_one_pause_is_told_with_its_latencies() -> None:
+    """All records of a pause carry its number, and latencies begin at the request's stamp."""
+    recorder = Recorder()
+    closed = recorder.record(
+        _seen(GateEventKind.GATE_CLOSED, 2_000, value_ns=1_000, causes=Cause.SLURM)
+    )
+    held = recorder.record(
+        _seen(GateEventKind.FIRST_HELD, 3_000, text="aten::mm", phase=Phase.BACKWARD, tid=7)
+    )
+    parked = recorder.record(
+        _seen(GateEventKind.PARKED, 3_000, value_ns=1_000, held=1, causes=Cause.SLURM)
+    )
+    opened = recorder.record(
+        _seen(GateEventKind.GATE_OPENED, 5_003_000, value_ns=5_001_000, held=1)
+    )
+    released = recorder.record(_seen(GateEventKind.FIRST_RELEASED, 5_011_000, tid=7))
+
+    assert [r.data["pause"] for r in (closed, held, parked, opened, released)] == [1] * 5
+    assert closed.data["causes"] == ["slurm"]
+    assert held.data == {"pause": 1, "operator": "aten::mm", "phase": "backward", "tid": 7}
+    assert parked.data["park_us"] == pytest.approx(2.0)
+    assert opened.kind is EventKind.RESUMED
+    assert opened.data["parked_s"] == pytest.approx(0.005)
+    assert released.data["resume_us"] == pytest.approx(10.0)
+
+
+def test_pauses_are_counted() -> None:
+    """The second closing is pause 2."""
+    recorder = Recorder()
+    recorder.record(_seen(GateEventKind.GATE_CLOSED, 1))
+    recorder.record(_seen(GateEventKind.GATE_OPENED, 2))
+    assert recorder.record(_seen(GateEventKind.GATE_CLOSED, 3)).data["pause"] == 2
+
+
+@pytest.mark.parametrize("kind", list(GateEventKind))
+def test_every_gate_event_has_a_record(kind: GateEventKind) -> None:
+    """No kind of gate event is lost on the way to the log."""
+    assert isinstance(Recorder().record(_seen(kind, 1)).kind, EventKind)
+
+
+def test_a_device_that_does_not_drain_is_said_so() -> None:
+    """A drain that ran out of time gives not_drained with the reason, never drained."""
+    record = Recorder().drain(3, Drain((0,), False, 10.0, "still busy after 10 s"))
+    assert record.kind is EventKind.NOT_DRAINED
+    assert record.data == {
+        "pause": 3,
+        "devices": [0],
+        "waited_s": 10.0,
+        "reason": "still busy after 10 s",
+    }

@@ -1,0 +1,121 @@
+"""The rules that hold everywhere: which room may import which, and what an import may cost."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hydroslurm
+
+PACKAGE = Path(hydroslurm.__file__).parent
+
+# a room -> the rooms it may import. Rooms that are missing here may import nothing but themselves.
+BASE = {"errors"}
+MAY_IMPORT = {
+    "errors": set(),
+    "rundir": BASE,
+    "events": BASE,
+    "registry": BASE,
+    "rankstate": BASE | {"events"},
+    "ack": BASE | {"events", "rankstate"},
+    "client": BASE | {"ack", "registry", "runtime.signals"},
+    "runtime": BASE | {"events", "rundir", "registry", "slurm.allocation", "slurm.policy"},
+    "slurm": BASE,
+    "devcluster": BASE | {"slurm"},
+    "report": BASE | {"events", "rundir", "rankstate"},
+    "launch": BASE | {"slurm", "rundir", "events", "rankstate", "ack", "runtime.install"},
+    "cli": {""},  # everything
+    "__init__": {""},
+}
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def _imports(path: Path) -> set[str]:
+    """Every hydroslurm module that a file imports, at its top or inside a function."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "hydroslurm"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_imports_point_one_way(path: Path) -> None:
+    """A module imports only from its own room and from the rooms below it."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    room = parts[0]
+    allowed = MAY_IMPORT[room] | {room}
+    for name in _imports(path):
+        inner = name.removeprefix("hydroslurm.")
+        assert "" in allowed or any(
+            inner == place or inner.startswith(f"{place}.") for place in allowed
+        ), f"{'/'.join(parts)} imports {name}; {room} may import {sorted(allowed)}"
+
+
+def _run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["hydroslurm", "hydroslurm.cli", "hydroslurm.client"])
+def test_import_is_light(module: str) -> None:
+    """Importing the package, its command line or its client loads neither torch, submitit, numpy
+    nor pyslurm."""
+    heavy = _run(
+        f"import sys, {module}; print([m for m in ('torch', 'submitit', 'numpy', 'matplotlib', "
+        "'pyslurm') if m in sys.modules])"
+    )
+    assert heavy == "[]"
+
+
+def test_every_public_name_exists() -> None:
+    """Each name in __all__ can be imported, and an unknown one says what there is."""
+    for name in hydroslurm.__all__:
+        assert getattr(hydroslurm, name) is not None
+    with pytest.raises(AttributeError, match="od_execution_wrapper"):
+        _ = hydroslurm.no_such_name
+
+
+def test_only_the_command_line_prints() -> None:
+    """No module outside cli/ calls print, except the two that are programs themselves."""
+    programs = {"client.py"}
+    for path in PACKAGE.rglob("*.py"):
+        inner = path.relative_to(PACKAGE)
+        if inner.parts[0] == "cli" or inner.name in programs:
+            continue
+        calls = [
+            node.lineno
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+        ]
+        assert not calls, f"{inner} prints in line {calls}"
+
+
+def test_errors_drawn_in_the_docstring_are_the_ones_there_are() -> None:
+    """The tree in errors.py names every class of the module, and no other."""
+    from hydroslurm import errors
+
+    classes = {
+        n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, Exception)
+    }
+    drawn = {
+        word
+        for word in (errors.__doc__ or "").replace("(", " ").split()
+        if word in classes or word.endswith("Error")
+    }
+    assert classes <= drawn

@@ -1,0 +1,68 @@
+"""A rank's state from its events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.rankstate import fold, latest
+
+
+def _event(kind: EventKind, at: int, **data: object) -> Event:
+    return Event(kind, at, at, rank=3, pid=99, host="n1", step=at, data=data)
+
+
+PAUSED = [
+    _event(EventKind.INSTALLED, 1),
+    _event(EventKind.SIGNAL_RECEIVED, 2, signal="SIGUSR1"),
+    _event(EventKind.GATE_CLOSED, 3, pause=1, causes=["user"]),
+    _event(EventKind.PARKED, 4, pause=1, park_us=51.5, causes=["user"], held=1),
+]
+
+
+def test_states_follow_the_events() -> None:
+    """running -> parking -> parked -> running, each since its own event."""
+    seen = [(s.state, s.since_epoch_ns) for n in range(1, 5) if (s := fold(PAUSED[:n]))]
+    assert seen == [("running", 1), ("running", 1), ("parking", 3), ("parked", 4)]
+    parked = fold(PAUSED)
+    assert parked is not None
+    assert (parked.causes, parked.park_us, parked.pauses, parked.step) == (("user",), 51.5, 1, 4)
+    resumed = fold([*PAUSED, _event(EventKind.RESUMED, 9, pause=1, causes=[])])
+    assert resumed is not None
+    assert (resumed.state, resumed.causes) == ("running", ())
+
+
+def test_a_stop_is_not_undone_by_the_opening_of_the_gate() -> None:
+    """A rank that was told to stop stays stopping while it runs to its safe point."""
+    state = fold(
+        [*PAUSED, _event(EventKind.STOP_REQUESTED, 5), _event(EventKind.RESUMED, 6, causes=[])]
+    )
+    assert state is not None
+    assert state.state == "stopping"
+
+
+def test_a_requeued_rank_begins_anew() -> None:
+    """The next life's first event forgets the pause of the one before."""
+    state = fold([*PAUSED, _event(EventKind.INSTALLED, 20)])
+    assert state is not None
+    assert (state.state, state.causes, state.pauses) == ("running", (), 0)
+
+
+def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
+    """A file far longer than what is read gives the same state."""
+    log = EventLog(tmp_path / "rank-00003.jsonl")
+    for at in range(2000):
+        log.append(_event(EventKind.CAUSES_CHANGED, at, causes=[]))
+    for event in PAUSED[2:]:
+        log.append(event)
+    log.close()
+    assert log.path is not None
+    assert log.path.stat().st_size > 2 * 64 * 1024
+    state = latest(log.path)
+    assert state is not None
+    assert state.state == "parked"
+
+
+def test_no_file_is_no_state(tmp_path: Path) -> None:
+    """A rank that has written nothing has no state."""
+    assert latest(tmp_path / "none.jsonl") is None

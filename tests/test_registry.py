@@ -1,0 +1,68 @@
+"""Finding a process by its pid."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydroslurm import registry
+from hydroslurm.errors import RunFolderError
+
+
+def _entry(pid: int, started: int) -> registry.Entry:
+    return registry.Entry(pid=pid, started=started, rank=0, events="/e", signals={"user_pause": 10})
+
+
+def test_a_living_process_is_found(tmp_path: Path) -> None:
+    """What was announced is read back while the process lives."""
+    mine = _entry(os.getpid(), registry.start_ticks(os.getpid()) or 0)
+    registry.announce(tmp_path, mine)
+    assert registry.find(tmp_path, os.getpid()) == mine
+    registry.withdraw(tmp_path, os.getpid())
+    assert registry.find(tmp_path, os.getpid()) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recycled_pid_is_not_taken_for_it(tmp_path: Path) -> None:
+    """The same pid with another start time is another process."""
+    registry.announce(tmp_path, _entry(os.getpid(), 1))
+    assert registry.find(tmp_path, os.getpid()) is None
+
+
+def test_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
+    """A killed process's entry and private events go when the next one announces itself."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    registry.announce(tmp_path, _entry(child.pid, registry.start_ticks(child.pid) or 0))
+    (registry.private_events(tmp_path, child.pid) / "events").mkdir(parents=True)
+    child.kill()
+    child.communicate()
+    registry.announce(tmp_path, _entry(os.getpid(), registry.start_ticks(os.getpid()) or 0))
+    assert [p.name for p in tmp_path.iterdir()] == [f"{os.getpid()}.json"]
+
+
+def test_a_name_with_spaces_and_parentheses_is_no_trouble(tmp_path: Path) -> None:
+    """The start time is read right from a process with a hostile name."""
+    name = tmp_path / "a) (b 1 2 3"
+    name.symlink_to("/bin/sleep")
+    child = subprocess.Popen([str(name), "60"])
+    try:
+        assert (
+            abs((registry.start_ticks(child.pid) or 0) - (registry.start_ticks(os.getpid()) or 0))
+            >= 0
+        )
+        assert registry.start_ticks(child.pid) is not None
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_somebody_elses_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry folder that another user made first is not trusted."""
+    (tmp_path / "hydroslurm").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: 424242)
+    with pytest.raises(RunFolderError, match="belongs to uid"):
+        registry.folder({"XDG_RUNTIME_DIR": str(tmp_path)})

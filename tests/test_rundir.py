@@ -1,0 +1,49 @@
+"""Paths of a run folder, and finding it from a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hydroslurm import rundir
+from hydroslurm.errors import RunFolderError
+from hydroslurm.rundir import RunDir
+
+
+def test_rank_files_come_back_in_order(tmp_path: Path) -> None:
+    """Event files are found by rank, whatever else lies beside them."""
+    run = RunDir(tmp_path).create()
+    for rank in (10, 2, 123456):
+        run.rank_events(rank).touch()
+    (run.events / "notes.txt").touch()
+    assert list(run.rank_event_files()) == [2, 10, 123456]
+
+
+def test_a_run_folder_is_private(tmp_path: Path) -> None:
+    """Nobody else may read it."""
+    assert RunDir(tmp_path / "a" / "b").create().root.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    """The error names the folder and the way out."""
+    (tmp_path / "x").write_text("")
+    with pytest.raises(RunFolderError, match=r"--run-dir"):
+        RunDir(tmp_path / "x" / "run").create()
+
+
+def test_a_job_leads_to_its_run_folder(tmp_path: Path) -> None:
+    """The comment names it, with spaces too; without one it is below the working directory."""
+    run = RunDir(tmp_path / "my runs" / "a")
+    assert rundir.of_job(7, work_dir=tmp_path, comment=rundir.comment_for(run)) == run
+    assert rundir.of_job(7, work_dir=tmp_path, comment="somebody's words") == RunDir(
+        tmp_path / "hydroslurm-runs" / "7"
+    )
+
+
+def test_a_rank_finds_its_run_folder() -> None:
+    """HYDROSLURM_RUN_DIR wins over the job's default; outside of both there is none."""
+    job = {"SLURM_JOB_ID": "12", "SLURM_SUBMIT_DIR": "/home/me"}
+    assert rundir.from_environment(job) == RunDir(Path("/home/me/hydroslurm-runs/12"))
+    assert rundir.from_environment({**job, "HYDROSLURM_RUN_DIR": "/r"}) == RunDir(Path("/r"))
+    assert rundir.from_environment({}) is None
