@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.events import Event, EventKind
-from hydroslurm.rankstate import RankState, latest
 
 _POLL_S = 0.002
 
@@ -43,7 +42,6 @@ class EventTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
-        self.before: RankState | None = latest(path)
 
     def new(self) -> list[Event]:
         try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from hydroslurm.launch.executor import PausableJob
 
 CONTEXT = {
     "allow_extra_args": True,
@@ -83,12 +86,12 @@ def _pairs(options: list[str]) -> dict[str, str | bool]:
     return pairs
 
 
-def _wait(job: object) -> None:
+def _wait(job: PausableJob) -> None:
     from submitit.core.utils import UncompletedJobError
 
     try:
-        job.results()  # type: ignore[attr-defined]
+        job.results()
     except UncompletedJobError as error:
-        typer.echo(f"job {job.job_id} failed: {error}", err=True)  # type: ignore[attr-defined]
+        typer.echo(f"job {job.job_id} failed: {error}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"job {job.job_id} completed")  # type: ignore[attr-defined]
+    typer.echo(f"job {job.job_id} completed")

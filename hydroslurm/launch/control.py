@@ -102,9 +102,10 @@ def _ask(
     job: Job, act: Callable[[], str], judge: Callable[[], Judge], timeout_s: float
 ) -> JobAnswer:
     run = run_dir_of(job)
-    tails = {rank: EventTail(path) for rank, path in run.rank_event_files().items()}
     alive = {
-        rank: tail for rank, tail in tails.items() if tail.before and tail.before.state != "ended"
+        rank: EventTail(path)
+        for rank, path in run.rank_event_files().items()
+        if _lives(latest(path), job)
     }
     if not alive:
         raise TargetError(
@@ -120,6 +121,11 @@ def _ask(
         tuple(answers[rank] for rank in sorted(answers)),
         tuple(sorted(alive.keys() - answers.keys())),
     )
+
+
+def _lives(state: RankState | None, job: Job) -> bool:
+    """Whether the rank wrote this in the job's present life; one that was killed wrote no end."""
+    return state is not None and state.state != "ended" and state.restart_count == job.restart_count
 
 
 def _must_be(job: Job, state: JobState, verb: str) -> None:

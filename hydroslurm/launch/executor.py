@@ -42,7 +42,7 @@ SUBMITIT_SIGNAL = "URG"
 _OURS = ("comment", "signal")
 
 
-class Executor(SlurmExecutor):  # type: ignore[misc]
+class Executor(SlurmExecutor):
     """Submits callables and scripts through submitit, each with a run folder of its own.
 
     Args:
@@ -98,8 +98,14 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
                 f"there is no script {script!r}; give the path of a Python file, or use module=True"
             )
         target = script if module else str(Path(script).absolute())
-        job: PausableJob = self.submit(Script(target, tuple(arguments), is_module=module))
+        job = self.submit(Script(target, tuple(arguments), is_module=module))
+        assert isinstance(job, PausableJob)
         return job
+
+    @classmethod
+    def name(cls) -> str:
+        """What submitit calls this kind of cluster; its ranks look for it in their environment."""
+        return "slurm"
 
     # --- submitit's seams
     # --------------------------------------------------------------------------------------
@@ -154,7 +160,7 @@ class Executor(SlurmExecutor):  # type: ignore[misc]
             ) from error
 
 
-class PausableJob(SlurmJob):  # type: ignore[misc]
+class PausableJob(SlurmJob[Any]):
     """submitit's job handle, which also knows the run folder."""
 
     run_dir: RunDir

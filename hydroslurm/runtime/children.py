@@ -37,7 +37,7 @@ class SpawnShield:
         self._wrapper: Callable[..., Any] | None = None
 
     def install(self) -> None:
-        original = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+        original = multiprocessing.util.spawnv_passfds
         signals = self._signals
 
         def spawnv_passfds(*args: Any, **kwargs: Any) -> Any:
@@ -48,10 +48,10 @@ class SpawnShield:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
         self._original, self._wrapper = original, spawnv_passfds
-        multiprocessing.util.spawnv_passfds = spawnv_passfds  # type: ignore[attr-defined]
+        multiprocessing.util.spawnv_passfds = spawnv_passfds
 
     def uninstall(self) -> None:
         """Put the original back, unless somebody has wrapped it again since."""
-        if multiprocessing.util.spawnv_passfds is self._wrapper and self._original:  # type: ignore[attr-defined]
-            multiprocessing.util.spawnv_passfds = self._original  # type: ignore[attr-defined]
+        if multiprocessing.util.spawnv_passfds is self._wrapper and self._original:
+            multiprocessing.util.spawnv_passfds = self._original
         self._original = self._wrapper = None

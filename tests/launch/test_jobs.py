@@ -1,0 +1,343 @@
+"""Jobs on a real Slurm: submitted through submitit, suspended, resumed, preempted, looked at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydroslurm.slurm.client import JobState, SlurmClient, open_client
+from processes import wait_until
+
+from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
+from hydroslurm.events import EventKind, read_events
+from hydroslurm.launch import submission
+from hydroslurm.launch.control import job_status, pause_job, resume_job
+from hydroslurm.launch.executor import Executor, PausableJob
+from hydroslurm.rankstate import latest
+from hydroslurm.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+# an ordinary training script: not a word of hydroslurm in it
+SCRIPT = """
+import pathlib, sys, time
+import torch
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Linear(32, 32)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.randn(64, 32)
+stop = pathlib.Path(sys.argv[1])
+step = 0
+while not stop.exists():
+    optimizer.zero_grad()
+    model(data).square().mean().backward()
+    optimizer.step()
+    step += 1
+print("done", step > 0)
+sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+"""
+
+
+@pytest.fixture
+def on_cluster(pause_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process talks to the dev cluster."""
+    for name, value in pause_cluster.environ().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def slurm(on_cluster: None) -> SlurmClient:
+    return open_client()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.fixture
+def submit(on_cluster: None, slurm: SlurmClient, folder: Path):
+    """Submits SCRIPT; what is still there at the end is cancelled."""
+    jobs: list[PausableJob] = []
+
+    def start(*arguments: str, **parameters: object) -> PausableJob:
+        executor = Executor(folder / "runs")
+        executor.update_parameters(**{"partition": "low", "timeout_min": 5, **parameters})
+        job = executor.submit_script(str(folder / "train.py"), str(folder / "stop"), *arguments)
+        jobs.append(job)
+        return job
+
+    yield start
+    for job in jobs:
+        slurm.cancel(int(job.job_id))
+
+
+def _state(run: RunDir, rank: int = 0) -> str:
+    found = latest(run.rank_events(rank))
+    return found.state if found else "absent"
+
+
+def _running(job: PausableJob, ranks: int = 1) -> None:
+    for rank in range(ranks):
+        wait_until(lambda r=rank: _state(job.run_dir, r) == "running", f"rank {rank} runs")
+
+
+def _slurm_state(slurm: SlurmClient, job: PausableJob) -> JobState:
+    return slurm.job(int(job.job_id)).state
+
+
+def _process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_an_unmodified_script_is_suspended_and_resumed(
+    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
+) -> None:
+    """scontrol suspend parks it before Slurm's SIGSTOP, resume continues it, and it ends well."""
+    job = submit()
+    _running(job)
+    paused = pause_job(slurm, int(job.job_id))
+    assert paused.how == "scontrol suspend"
+    assert [answer.done for answer in paused.answers] == [True]
+    assert _slurm_state(slurm, job) is JobState.SUSPENDED
+    rank = latest(job.run_dir.rank_events(0))
+    assert rank is not None
+    assert rank.causes == ("slurm",)
+    assert _process_state(rank.pid) != "T"
+    wait_until(lambda: _process_state(rank.pid) == "T", "Slurm's SIGSTOP after its grace")
+    resumed = resume_job(slurm, int(job.job_id))
+    assert resumed.how == "scontrol resume"
+    assert [answer.done for answer in resumed.answers] == [True]
+    (folder / "stop").touch()
+    assert job.result() is None
+    assert "done True" in (job.stdout() or "")
+
+
+def test_two_ranks_on_two_nodes_answer_each(
+    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
+) -> None:
+    """Every rank of a job writes its own events and acknowledges its own pause."""
+    job = submit(nodes=2, tasks_per_node=1)
+    _running(job, ranks=2)
+    paused = pause_job(slurm, int(job.job_id))
+    assert [answer.rank for answer in paused.answers] == [0, 1]
+    assert not paused.silent
+    status = job_status(slurm.job(int(job.job_id)))
+    assert status.job.state is JobState.SUSPENDED
+    assert [rank.state for rank in status.ranks] == ["parked", "parked"]
+    assert len({rank.pid for rank in status.ranks}) == 2
+    assert resume_job(slurm, int(job.job_id)).answers[1].done
+    (folder / "stop").touch()
+    job.results()
+
+
+def test_an_owner_who_may_not_suspend_pauses_by_signal(
+    submit: Callable[..., PausableJob],
+    slurm: SlurmClient,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+) -> None:
+    """Where scontrol suspend is refused the ranks get USR1, it is said so, and resume finds the way
+    back."""
+
+    def refuse(job_id: int) -> None:
+        raise NotPermitted("only operators")
+
+    job = submit()
+    _running(job)
+    with monkeypatch.context() as patched:
+        patched.setattr(slurm, "suspend", refuse)
+        paused = pause_job(slurm, int(job.job_id))
+    assert "USR1" in paused.how
+    assert "only operators" in paused.how
+    assert [answer.done for answer in paused.answers] == [True]
+    assert _slurm_state(slurm, job) is JobState.RUNNING
+    assert _state(job.run_dir) == "parked"
+    resumed = resume_job(slurm, int(job.job_id))
+    assert "USR2" in resumed.how
+    assert [answer.done for answer in resumed.answers] == [True]
+    (folder / "stop").touch()
+    job.result()
+
+
+def test_gang_scheduling_parks_for_an_urgent_job(
+    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
+) -> None:
+    """An urgent job on the same node suspends the job, which goes on when that has ended."""
+    job = submit()
+    _running(job)
+    node = slurm.job(int(job.job_id)).nodes[0]
+    subprocess.run(
+        ["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "sleep", "1"],
+        check=True,
+        timeout=120,
+    )
+    events = job.run_dir.rank_events(0)
+    wait_until(
+        lambda: EventKind.FIRST_OPERATOR_RELEASED in {e.kind for e in read_events(events)},
+        "resumed",
+    )
+    kinds = [event.kind for event in read_events(events)]
+    assert kinds.index(EventKind.PARKED) < kinds.index(EventKind.RESUMED)
+    signals = [e.data["signal"] for e in read_events(events) if e.kind is EventKind.SIGNAL_RECEIVED]
+    assert signals[0] == "SIGTSTP"
+    assert "SIGCONT" in signals
+    (folder / "stop").touch()
+    job.result()
+
+
+def test_a_run_folder_tells_what_was_submitted(
+    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
+) -> None:
+    """submission.json has the id, job.sbatch is the script, and submitit's signal is out of the
+    way."""
+    job = submit()
+    written = submission.read(job.run_dir.root)
+    assert written.job_id == job.job_id
+    assert "train.py" in written.command
+    script = job.run_dir.job_sbatch.read_text()
+    assert "--signal=URG@90" in script
+    assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script
+    assert "srun" in script
+    assert job_status(slurm.job(int(job.job_id))).run_dir == job.run_dir
+    (folder / "stop").touch()
+    job.result()
+
+
+def test_callables_and_arrays(on_cluster: None, folder: Path) -> None:
+    """A callable's value comes back, and each task of an array is pausable and has its own
+    folder."""
+    executor = Executor(folder / "runs")
+    executor.update_parameters(slurm_partition="low", timeout_min=5)
+    assert executor.submit(pow, 2, 10).result() == 1024
+    jobs = executor.map_array(pow, [2, 3], [3, 2])
+    assert [job.result() for job in jobs] == [8, 9]
+    for index, job in enumerate(jobs):
+        kinds = [e.kind for e in read_events(job.run_dir.rank_events(0))]
+        assert kinds[0] is EventKind.INSTALLED
+        assert kinds[-1] is EventKind.UNINSTALLED
+        assert job.run_dir.root.name == str(index)
+
+
+def test_a_failing_script_fails_its_job(
+    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
+) -> None:
+    """The script's exit status is the job's."""
+    (folder / "stop").touch()
+    job = submit("3")
+    wait_until(lambda: job.done(force_check=True), "the end of the job")
+    wait_until(lambda: job.state.startswith("FAILED"), "sacct says FAILED")
+
+
+def test_what_cannot_be_submitted_is_explained(on_cluster: None, folder: Path) -> None:
+    """Unknown partitions, parameters and scripts give errors that name them and keep the
+    evidence."""
+    executor = Executor(folder / "runs")
+    with pytest.raises(UsageError, match="partitionn"):
+        executor.update_parameters(partitionn="low")
+    with pytest.raises(UsageError, match="use_srun"):
+        executor.update_parameters(use_srun=False)
+    with pytest.raises(UsageError, match="set by hydroslurm"):
+        executor.update_parameters(comment="mine")
+    with pytest.raises(UsageError, match=r"nothing\.py"):
+        executor.submit_script(str(folder / "nothing.py"))
+    executor.update_parameters(partition="nowhere")
+    with pytest.raises(LaunchError, match=r"nowhere|partition") as refused:
+        executor.submit_script(str(folder / "train.py"))
+    assert str(folder / "runs") in str(refused.value)
+
+
+def test_a_job_without_hydroslurm_is_left_alone(slurm: SlurmClient, folder: Path) -> None:
+    """pause_job of a job in which nothing is installed says so and does not suspend it."""
+    done = subprocess.run(
+        [
+            "sbatch",
+            "--parsable",
+            "--partition=low",
+            f"--output={folder}/out",
+            "--wrap",
+            "srun sleep 60",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=folder,
+    )
+    job_id = int(done.stdout.strip())
+    try:
+        wait_until(lambda: slurm.job(job_id).state is JobState.RUNNING, "it runs")
+        with pytest.raises(TargetError, match="left alone"):
+            pause_job(slurm, job_id)
+        assert slurm.job(job_id).state is JobState.RUNNING
+    finally:
+        slurm.cancel(job_id)
+
+
+def test_the_command_line_does_it_all(
+    on_cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hydroslurm submit, status, pause, resume, report, as a person types them."""
+    monkeypatch.chdir(folder)
+
+    def hydroslurm(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "hydroslurm.cli", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    out = hydroslurm("submit", "--partition", "low", "train.py", str(folder / "stop"))
+    job_id = out.split()[1]
+    run = RunDir(Path(out.split("run folder ")[1].splitlines()[0]))
+    wait_until(lambda: _state(run) == "running", "the rank runs")
+    assert "parked after" in hydroslurm("pause", "--job", job_id)
+    status = hydroslurm("status", job_id)
+    assert "SUSPENDED" in status
+    assert "parked for slurm" in status
+    assert "running again" in hydroslurm("resume", "--job", job_id)
+    (folder / "stop").touch()
+    wait_until(lambda: _state(run) == "ended", "the end of the rank")
+    assert "1" in hydroslurm("report", str(run.root))
+    assert run.timeline_png.stat().st_size > 5_000
+
+
+def test_ctrl_z_at_sruns_terminal_does_not_harm_the_rank(on_cluster: None, folder: Path) -> None:
+    """In a real terminal, Ctrl-Z at srun leaves the rank running or parked for good reason, and
+    Ctrl-C ends it."""
+    import pty
+
+    code = SCRIPT.replace("import torch\n", "import torch, hydroslurm\n", 1).replace(
+        "step = 0", "hydroslurm.install(run_dir=sys.argv[3])\nprint('ready', flush=True)\nstep = 0"
+    )
+    (folder / "own.py").write_text(code)
+    run = RunDir(folder / "own")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = ["srun", "--partition=low", sys.executable, "-u", str(folder / "own.py")]
+        os.execvp("srun", [*command, str(folder / "stop"), "0", str(run.root)])
+    try:
+        wait_until(lambda: _state(run) == "running", "the rank runs")
+        os.write(terminal, b"\x1a")
+        first = latest(run.rank_events(0))
+        assert first is not None
+        wait_until(lambda: _process_state(first.pid) in "RS", "the rank is not stopped")
+        assert _state(run) == "running"
+        (folder / "stop").touch()
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: _state(run) == "ended", "the rank's own end")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.close(terminal)
+        os.waitpid(pid, 0)

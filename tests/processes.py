@@ -1,0 +1,115 @@
+"""Real child processes that talk in lines: the parent waits for a word, never for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+LIMIT_S = 60.0
+
+
+class Child:
+    """A Python program under test; its output is read line by line."""
+
+    def __init__(
+        self,
+        code: str,
+        folder: Path,
+        *arguments: str,
+        environ: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        script = folder / "program.py"
+        script.write_text(textwrap.dedent(code))
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-u", str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env={**os.environ, **(environ or {})},
+        )
+        self.lines: list[str] = []
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def expect(self, start: str, *, limit_s: float = LIMIT_S) -> str:
+        """The rest of the next line that starts so; fails with all output when it does not come."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no line {start!r} in {limit_s} s; saw:\n{self}") from None
+            if line is None:
+                raise AssertionError(f"ended before a line {start!r}; saw:\n{self}")
+            if line.startswith(start):
+                return line.removeprefix(start).strip()
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def signal(self, signo: int) -> None:
+        os.kill(self.pid, signo)
+
+    def wait(self, *, limit_s: float = LIMIT_S) -> int:
+        return self.process.wait(limit_s)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def _pump(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+@contextlib.contextmanager
+def child(
+    code: str,
+    folder: Path,
+    *arguments: str,
+    environ: Mapping[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
+) -> Iterator[Child]:
+    """A :class:`Child` that is gone after the block."""
+    started = Child(code, folder, *arguments, environ=environ, prefix=prefix)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def wait_until(condition: Callable[[], object], what: str, *, limit_s: float = LIMIT_S) -> None:
+    """Look again and again until something holds."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        time.sleep(0.005)
