@@ -112,7 +112,7 @@ class Event:
                 step=row["step"],
                 data=row["data"],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not an event: {line[:80]!r} ({error})") from error
 
 

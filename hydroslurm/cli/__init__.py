@@ -9,7 +9,11 @@ import sys
 
 import typer
 
-from hydroslurm.cli import cluster, gate, job, report, submit
+import hydroslurm.cli.cluster as cluster
+import hydroslurm.cli.gate as gate
+import hydroslurm.cli.job as job
+import hydroslurm.cli.report as report
+import hydroslurm.cli.submit as submit
 from hydroslurm.errors import HydroslurmError, UsageError
 
 app = typer.Typer(

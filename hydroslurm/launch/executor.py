@@ -27,7 +27,7 @@ from typing import Any
 
 import submitit
 from submitit.core import utils as submitit_utils
-from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm import rundir
 from hydroslurm.errors import LaunchError, SlurmMissing, UsageError
@@ -73,6 +73,8 @@ class Executor(SlurmExecutor):
             UsageError: an unknown name, or one that hydroslurm sets itself.
         """
         plain = {name.removeprefix("slurm_"): value for name, value in parameters.items()}
+        general = set(self._equivalence_dict()) & plain.keys()
+        plain |= self._convert_parameters({name: plain.pop(name) for name in general})
         if plain.get("use_srun") is False:
             raise UsageError(
                 "use_srun=False is not possible: Slurm signals job steps, and without srun there "
@@ -160,9 +162,18 @@ class Executor(SlurmExecutor):
             ) from error
 
 
-class PausableJob(SlurmJob[Any]):
-    """submitit's job handle, which also knows the run folder."""
+class _Watcher(SlurmInfoWatcher):
+    """submitit's poll of sacct. submitit itself takes a suspended job for one that has ended."""
 
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        suspended = self.get_state(job_id, mode=mode).upper().startswith("SUSPENDED")
+        return not suspended and super().is_done(job_id, mode="cache")
+
+
+class PausableJob(SlurmJob[Any]):
+    """submitit's job handle, which knows the run folder and waits through suspensions."""
+
+    watcher = _Watcher(delay_s=600)
     run_dir: RunDir
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 from processes import wait_until
 
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
@@ -20,6 +19,7 @@ from hydroslurm.launch.control import job_status, pause_job, resume_job
 from hydroslurm.launch.executor import Executor, PausableJob
 from hydroslurm.rankstate import latest
 from hydroslurm.rundir import RunDir
+from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
 pytestmark = pytest.mark.slurm
 
@@ -108,6 +108,10 @@ def test_an_unmodified_script_is_suspended_and_resumed(
     assert paused.how == "scontrol suspend"
     assert [answer.done for answer in paused.answers] == [True]
     assert _slurm_state(slurm, job) is JobState.SUSPENDED
+    wait_until(
+        lambda: job.get_info().get("State") == "SUSPENDED", "sacct says that it is suspended"
+    )
+    assert not job.done(force_check=True)
     rank = latest(job.run_dir.rank_events(0))
     assert rank is not None
     assert rank.causes == ("slurm",)
@@ -182,7 +186,7 @@ def test_gang_scheduling_parks_for_an_urgent_job(
     )
     events = job.run_dir.rank_events(0)
     wait_until(
-        lambda: EventKind.FIRST_OPERATOR_RELEASED in {e.kind for e in read_events(events)},
+        lambda: EventKind.RESUMED in {e.kind for e in read_events(events)},
         "resumed",
     )
     kinds = [event.kind for event in read_events(events)]

@@ -1,0 +1,1 @@
+"""After a run: its events become pauses, figures, a table and a picture."""

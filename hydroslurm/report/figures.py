@@ -1,0 +1,128 @@
+"""What a run's pauses cost, in numbers: ``report/figures.json``.
+
+The file holds one JSON object. A latency that nobody measured is absent from its summary, never 0::
+
+    schema           1
+    run              name of the run folder
+    job_ids          Slurm's; [] outside of a job
+    ranks            number of ranks that wrote events
+    lives            number of processes over all ranks and requeues
+    restarts         how often the job was requeued
+    begin_epoch_s    the run's first event, seconds since 1970
+    observed_s       from the first event to the last
+    pauses           number of pauses, those included that are not complete
+    incomplete       number of those
+    stop_requests    number of requests to save and leave
+    parked_total_s   parked time of all ranks added up
+    park_us          SUMMARY of request -> parked
+    drain_us         SUMMARY of parked -> devices idle (GPU only)
+    resume_us        SUMMARY of request -> running again
+    parked_s         SUMMARY of the parked time
+    by_cause         cause -> {pauses, park_us, resume_us, parked_s}; a pause counts under its first
+                     cause, ``unknown`` when that was lost
+    every_pause      one object per pause: the fields of report.pauses.Pause, ``outcome``, and
+                     ``at_s``, the seconds from the run's begin; stamps are CLOCK_MONOTONIC ns
+
+    SUMMARY          {count, p50, p99, max}, or {count: 0}; nearest-rank percentiles, so that each
+                     is a value that was measured (p99 of fewer than 100 values: the maximum)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.errors import RunFolderError
+from hydroslurm.report.history import History
+from hydroslurm.report.pauses import Life, Pause
+
+SCHEMA = 1
+
+
+def figures_of(history: History) -> dict[str, Any]:
+    """The object that the module's docstring describes."""
+    pauses = history.pauses
+    return {
+        "schema": SCHEMA,
+        "run": history.name,
+        "job_ids": list(history.job_ids),
+        "ranks": len(history.ranks),
+        "lives": len(history.lives),
+        "restarts": history.restarts,
+        "begin_epoch_s": history.begin_epoch_ns / 1e9,
+        "observed_s": history.observed_s,
+        "pauses": len(pauses),
+        "incomplete": sum(not pause.complete for pause in pauses),
+        "stop_requests": len(history.stops),
+        "parked_total_s": math.fsum(pause.parked_s or 0.0 for pause in pauses),
+        "park_us": summary(pause.park_us for pause in pauses),
+        "drain_us": summary(pause.drain_us for pause in pauses),
+        "resume_us": summary(pause.resume_us for pause in pauses),
+        "parked_s": summary(pause.parked_s for pause in pauses),
+        "by_cause": _by_cause(pauses),
+        "every_pause": [
+            _row(history, life, pause) for life in history.lives for pause in life.pauses
+        ],
+    }
+
+
+def write_figures(figures: Mapping[str, Any], path: Path) -> Path:
+    """Write them whole or not at all; returns the path.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        part.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror}. "
+            "Copy the run folder to a place that you can write, and report on the copy"
+        ) from error
+    return path
+
+
+def summary(values: Iterable[float | None]) -> dict[str, float | int]:
+    """Count, p50, p99 and max of the values that are known."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return {"count": 0}
+    return {
+        "count": len(known),
+        "p50": percentile(known, 50),
+        "p99": percentile(known, 99),
+        "max": known[-1],
+    }
+
+
+def percentile(ordered: list[float], percent: int) -> float:
+    """The nearest-rank percentile of values in ascending order; there must be one at least."""
+    return ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)]
+
+
+def _by_cause(pauses: Iterable[Pause]) -> dict[str, Any]:
+    groups: dict[str, list[Pause]] = {}
+    for pause in pauses:
+        groups.setdefault(pause.causes[0] if pause.causes else "unknown", []).append(pause)
+    return {
+        cause: {
+            "pauses": len(group),
+            "park_us": summary(pause.park_us for pause in group),
+            "resume_us": summary(pause.resume_us for pause in group),
+            "parked_s": summary(pause.parked_s for pause in group),
+        }
+        for cause, group in sorted(groups.items())
+    }
+
+
+def _row(history: History, life: Life, pause: Pause) -> dict[str, Any]:
+    begin = pause.begin_mono_ns
+    at_s = None if begin is None else history.since_begin_s(life, begin)
+    return {**asdict(pause), "outcome": pause.outcome, "at_s": at_s}

@@ -1,0 +1,225 @@
+"""The events of any number of ranks, read as lives and their pauses. Pure.
+
+A *life* is one process of one rank. A run folder keeps one file per rank over all requeues, so one
+file holds several lives, and around a requeue the old process may still write while the new one
+does. What tells them apart is the restart count, the host and the pid, never the place in the
+file. A process that installs twice has two lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydroslurm.events import Event, EventKind
+from hydroslurm.report.pauses import Life, Pause, StopRequest
+
+
+def lives_of(events: Iterable[Event]) -> tuple[Life, ...]:
+    """The lives in the events of any number of ranks, in order of rank and then of time."""
+    lives = [_life(group) for group in _by_process(events)]
+    return tuple(sorted(lives, key=lambda life: (life.rank, life.epoch_ns(life.first_mono_ns))))
+
+
+def _by_process(events: Iterable[Event]) -> list[list[Event]]:
+    groups: list[list[Event]] = []
+    newest: dict[tuple[int, int, str, int], list[Event]] = {}
+    for event in events:
+        who = (event.rank, event.restart_count, event.host, event.pid)
+        # a life whose first line is lost starts with whatever line comes first
+        if who not in newest or event.kind is EventKind.INSTALLED:
+            newest[who] = []
+            groups.append(newest[who])
+        newest[who].append(event)
+    return groups
+
+
+def _life(events: Sequence[Event]) -> Life:
+    first = events[0]
+    offsets = sorted(event.epoch_ns - event.mono_ns for event in events)
+    stamps = [event.mono_ns for event in events]
+    return Life(
+        rank=first.rank,
+        restart_count=first.restart_count,
+        pid=first.pid,
+        host=first.host,
+        job_id=first.job_id,
+        first_mono_ns=min(stamps),
+        last_mono_ns=max(stamps),
+        clock_offset_ns=offsets[(len(offsets) - 1) // 2],
+        ended=events[-1].kind is EventKind.UNINSTALLED,
+        pauses=_pauses(events),
+        stops=tuple(_stop(event) for event in events if event.kind is EventKind.STOP_REQUESTED),
+    )
+
+
+def _stop(event: Event) -> StopRequest:
+    requested = _integer(_data(event), "requested_mono_ns")
+    return StopRequest(
+        rank=event.rank,
+        requested_mono_ns=event.mono_ns if requested is None else requested,
+        signal=_text(_data(event), "signal"),
+        restart_count=event.restart_count,
+    )
+
+
+@dataclass
+class _Draft:
+    """A pause while its events are being collected: the first event of each kind."""
+
+    number: int
+    events: dict[EventKind, Event] = field(default_factory=dict)
+    causes: list[str] = field(default_factory=list)
+    signals: tuple[Event, ...] = ()
+
+    def add(self, event: Event) -> None:
+        self.events.setdefault(event.kind, event)
+        if event.kind is not EventKind.RESUMED:
+            self.add_causes(event)
+
+    def add_causes(self, event: Event) -> None:
+        causes = _data(event).get("causes")
+        if isinstance(causes, list):
+            new = [cause for cause in causes if isinstance(cause, str) and cause not in self.causes]
+            self.causes.extend(new)
+
+
+def _pauses(events: Sequence[Event]) -> tuple[Pause, ...]:
+    """Collect by number, not by order: a thread may be released after the next pause has begun."""
+    drafts: dict[int, _Draft] = {}
+    signals: list[Event] = []
+    current: _Draft | None = None
+    for event in events:
+        number = _integer(_data(event), "pause")
+        if event.kind is EventKind.SIGNAL_RECEIVED:
+            signals.append(event)
+        elif event.kind is EventKind.CAUSES_CHANGED:
+            if current is not None and EventKind.RESUMED not in current.events:
+                current.add_causes(event)
+        elif number is not None:
+            draft = drafts.setdefault(number, _Draft(number))
+            draft.add(event)
+            if event.kind is EventKind.GATE_CLOSED:
+                current, draft.signals, signals = draft, tuple(signals), []
+            elif event.kind is EventKind.RESUMED:
+                signals = []  # what came before asked for this resume, not for the next pause
+    return tuple(_pause(drafts[number]) for number in sorted(drafts))
+
+
+def _pause(draft: _Draft) -> Pause:
+    seen = draft.events
+    anyone = next(iter(seen.values()))
+    held = seen.get(EventKind.FIRST_OPERATOR_HELD) or seen.get(EventKind.LATE_OPERATOR_HELD)
+    parked, resumed = seen.get(EventKind.PARKED), seen.get(EventKind.RESUMED)
+    closed, released = seen.get(EventKind.GATE_CLOSED), seen.get(EventKind.FIRST_OPERATOR_RELEASED)
+    drained = seen.get(EventKind.DRAINED)
+    requested_ns = _first_integer((closed, parked), "requested_mono_ns")
+    resume_requested_ns = _first_integer((resumed, released), "requested_mono_ns")
+    on = released if released is not None else (None if _waited(draft) else resumed)
+    return Pause(
+        rank=anyone.rank,
+        number=draft.number,
+        restart_count=anyone.restart_count,
+        causes=tuple(draft.causes),
+        signal=_signal(draft, requested_ns),
+        step=_step(anyone),
+        requested_mono_ns=requested_ns,
+        closed_mono_ns=_stamp(closed),
+        held_mono_ns=_stamp(held),
+        parked_mono_ns=_stamp(parked),
+        drained_mono_ns=_stamp(drained),
+        resume_requested_mono_ns=resume_requested_ns,
+        resumed_mono_ns=_stamp(resumed),
+        released_mono_ns=_stamp(released),
+        park_us=_measured(parked, "park_us", requested_ns, _stamp(parked)),
+        drain_us=_measured(drained, "drain_us", _stamp(parked), _stamp(drained)),
+        undrained_s=_number(_data(seen.get(EventKind.NOT_DRAINED)), "waited_s"),
+        parked_s=_measured(resumed, "parked_s", _stamp(parked), _stamp(resumed))
+        if parked
+        else None,
+        resume_us=_measured(released, "resume_us", resume_requested_ns, _stamp(on)),
+        operator=_text(_data(held), "operator"),
+        phase=_text(_data(held), "phase"),
+        missing=_missing(draft),
+    )
+
+
+def _missing(draft: _Draft) -> tuple[str, ...]:
+    wanted = [EventKind.GATE_CLOSED, EventKind.PARKED, EventKind.RESUMED]
+    if _waited(draft):
+        wanted.append(EventKind.FIRST_OPERATOR_RELEASED)
+    return tuple(kind.value for kind in wanted if kind not in draft.events)
+
+
+def _waited(draft: _Draft) -> bool:
+    """True when a thread was held, so that there is one to be released."""
+    seen = draft.events
+    if EventKind.FIRST_OPERATOR_HELD in seen or EventKind.LATE_OPERATOR_HELD in seen:
+        return True
+    return (_integer(_data(seen.get(EventKind.PARKED)), "held") or 0) > 0
+
+
+def _signal(draft: _Draft, requested_ns: int | None) -> str | None:
+    """The signal with the stamp of the request, else the last before the gate closed.
+
+    Several signals of one kind are reported as one, with the stamp of the last, so that the stamp
+    may differ.
+    """
+    if draft.causes == ["api"]:
+        return None
+    exact = [event for event in draft.signals if event.mono_ns == requested_ns]
+    return next((_text(_data(event), "signal") for event in (*exact, *draft.signals[::-1])), None)
+
+
+def _data(event: Event | None) -> Mapping[str, Any]:
+    """The fields of an event; none when there is no event or it carries something else."""
+    return event.data if event is not None and isinstance(event.data, Mapping) else {}
+
+
+def _stamp(event: Event | None) -> int | None:
+    return None if event is None else event.mono_ns
+
+
+def _step(event: Event) -> int | None:
+    return event.step if isinstance(event.step, int) else None
+
+
+def _integer(data: Mapping[str, Any], key: str) -> int | None:
+    value = data.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _first_integer(events: Iterable[Event | None], key: str) -> int | None:
+    found = (_integer(_data(event), key) for event in events)
+    return next((value for value in found if value is not None), None)
+
+
+def _text(data: Mapping[str, Any], key: str) -> str | None:
+    value = data.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _number(data: Mapping[str, Any], key: str) -> float | None:
+    """A finite number that is not negative, as every duration is."""
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if 0 <= value < float("inf") else None
+
+
+_UNIT_NS = {"us": 1e3, "s": 1e9}
+
+
+def _measured(
+    event: Event | None, key: str, begin_ns: int | None, end_ns: int | None
+) -> float | None:
+    """What the rank measured itself, else what the stamps give; the unit is the end of the key.
+
+    None also when the stamps run backwards: such lines are damaged, and a negative latency is worse
+    than none.
+    """
+    reported = _number(_data(event), key)
+    if reported is not None or begin_ns is None or end_ns is None or end_ns < begin_ns:
+        return reported
+    return (end_ns - begin_ns) / _UNIT_NS[key.rpartition("_")[2]]

@@ -1,0 +1,129 @@
+"""What a run's events say, as values: lives, pauses and stop requests.
+
+A pause whose lines are partly lost (the process was killed, the disk was full) is still a
+:class:`Pause`: what is not known is None, and :attr:`Pause.missing` names it. Stamps are
+CLOCK_MONOTONIC nanoseconds of the life's own machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["complete", "withdrawn", "not resumed", "not parked", "incomplete"]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """One pause of one rank, as far as its events tell.
+
+    Attributes:
+        rank: global rank.
+        number: 1, 2, ... within one life.
+        restart_count: how often the job had been requeued before this life.
+        causes: why, in order of appearance: ``slurm``, ``user``, ``api``, ``terminal``.
+        signal: the signal that asked for it, None for a call of ``pause()``.
+        step: training step when the gate closed, None when nobody told us.
+        requested_mono_ns: the signal handler's stamp, or that of the call.
+        closed_mono_ns: the gate was armed.
+        held_mono_ns: the first operator was held; None when the rank was quiet.
+        parked_mono_ns: no training thread issues anything any more.
+        drained_mono_ns: the devices have finished what was launched; None without devices.
+        resume_requested_mono_ns: the stamp of the request that opened the gate.
+        resumed_mono_ns: the gate was opened.
+        released_mono_ns: the first thread that was held runs again.
+        park_us: from the request to parked.
+        drain_us: how long the devices took to finish what was launched.
+        undrained_s: how long they were waited for in vain; None when they drained or there are
+            none.
+        parked_s: from parked to the opening of the gate.
+        resume_us: from the request to the first thread that runs; when no thread was held, to the
+            open gate.
+        operator: the first operator that was held, such as ``aten::linear``.
+        phase: ``forward`` or ``backward``: where that operator was met.
+        missing: the events that this pause should have and that the log does not hold.
+    """
+
+    rank: int
+    number: int
+    restart_count: int = 0
+    causes: tuple[str, ...] = ()
+    signal: str | None = None
+    step: int | None = None
+    requested_mono_ns: int | None = None
+    closed_mono_ns: int | None = None
+    held_mono_ns: int | None = None
+    parked_mono_ns: int | None = None
+    drained_mono_ns: int | None = None
+    resume_requested_mono_ns: int | None = None
+    resumed_mono_ns: int | None = None
+    released_mono_ns: int | None = None
+    park_us: float | None = None
+    drain_us: float | None = None
+    undrained_s: float | None = None
+    parked_s: float | None = None
+    resume_us: float | None = None
+    operator: str | None = None
+    phase: str | None = None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing
+
+    @property
+    def outcome(self) -> Outcome:
+        """In one word what became of it; ``withdrawn`` was resumed before it had parked."""
+        parked, resumed = self.parked_mono_ns is not None, self.resumed_mono_ns is not None
+        if self.complete:
+            return "complete"
+        if resumed and not parked:
+            return "withdrawn"
+        if not resumed:
+            return "not resumed" if parked else "not parked"
+        return "incomplete"
+
+    @property
+    def begin_mono_ns(self) -> int | None:
+        """The earliest stamp that is known."""
+        stamps = (self.requested_mono_ns, self.closed_mono_ns, self.held_mono_ns)
+        later = (self.parked_mono_ns, self.resume_requested_mono_ns, self.resumed_mono_ns)
+        return next((stamp for stamp in (*stamps, *later) if stamp is not None), None)
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A signal that asked a rank to save and leave; the stamp is the handler's."""
+
+    rank: int
+    requested_mono_ns: int
+    signal: str | None = None
+    restart_count: int = 0
+
+
+@dataclass(frozen=True)
+class Life:
+    """One process of one rank, from its first event to its last.
+
+    Attributes:
+        clock_offset_ns: CLOCK_REALTIME minus CLOCK_MONOTONIC: the median over the life's events,
+            because an event is stamped when it happens and dated when it is recorded, and the date
+            may be set meanwhile.
+        ended: it uninstalled; False when it was killed or is still running.
+    """
+
+    rank: int
+    restart_count: int
+    pid: int
+    host: str
+    job_id: int | None
+    first_mono_ns: int
+    last_mono_ns: int
+    clock_offset_ns: int
+    ended: bool
+    pauses: tuple[Pause, ...] = ()
+    stops: tuple[StopRequest, ...] = ()
+
+    def epoch_ns(self, mono_ns: int) -> int:
+        """A stamp of this life as CLOCK_REALTIME, to be lined up with other ranks and lives."""
+        return mono_ns + self.clock_offset_ns

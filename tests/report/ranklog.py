@@ -1,0 +1,105 @@
+"""Event files made by hand: what a rank would have written, with stamps that the tests choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.events import Event, EventKind
+from hydroslurm.rundir import RunDir
+
+_SIGNAL = {"slurm": "SIGTSTP", "user": "SIGUSR1", "terminal": "SIGTSTP"}
+
+
+@dataclass
+class RankLog:
+    """Builds the events of one process of one rank; times are seconds since ``boot_s``.
+
+    ``boot_s`` is what CLOCK_MONOTONIC showed at the start of the run: it differs between machines.
+    """
+
+    rank: int = 0
+    pid: int = 100
+    restart_count: int = 0
+    host: str = "n1"
+    job_id: int | None = 7
+    boot_s: float = 5000.0
+    step: int | None = None
+    events: list[Event] = field(default_factory=list)
+    _pauses: int = 0
+
+    def add(self, kind: EventKind, at_s: float, **data: Any) -> RankLog:
+        self.events.append(
+            Event(
+                kind=kind,
+                mono_ns=self.mono_ns(at_s),
+                epoch_ns=1_700_000_000 * 10**9 + round(at_s * 1e9),
+                rank=self.rank,
+                job_id=self.job_id,
+                restart_count=self.restart_count,
+                pid=self.pid,
+                host=self.host,
+                step=self.step,
+                data=data,
+            )
+        )
+        return self
+
+    def installed(self, at_s: float = 0.0) -> RankLog:
+        return self.add(EventKind.INSTALLED, at_s, gate="native", granularity="every operator")
+
+    def uninstalled(self, at_s: float) -> RankLog:
+        return self.add(EventKind.UNINSTALLED, at_s)
+
+    def pause(
+        self,
+        at_s: float,
+        *,
+        for_s: float = 1.0,
+        cause: str = "slurm",
+        park_us: float = 80.0,
+        resume_us: float = 40.0,
+        held: bool = True,
+        until: str = "first_operator_released",
+    ) -> RankLog:
+        """All lines of one pause, as the controller writes them; ``until`` names the last."""
+        self._pauses += 1
+        n, us = self._pauses, 1e-6
+        parked_s, resume_s = at_s + park_us * us, at_s + for_s
+        begin = {"requested_mono_ns": self.mono_ns(at_s)}
+        end = {"requested_mono_ns": self.mono_ns(resume_s)}
+        if cause in _SIGNAL:
+            self._line("signal_received", at_s, signal=_SIGNAL[cause], sender_pid=1, count=1)
+        lines: list[tuple[str, float, dict[str, Any]]] = [
+            ("gate_closed", at_s + 12 * us, {"pause": n, "causes": [cause], **begin}),
+        ]
+        if held:
+            operator = {"operator": "aten::linear", "phase": "forward", "tid": 1}
+            lines.append(("first_operator_held", at_s + park_us * us / 2, {"pause": n, **operator}))
+        park = {"park_us": park_us, "held": int(held), "quiet": int(not held), "causes": [cause]}
+        lines.append(("parked", parked_s, {"pause": n, **begin, **park}))
+        parked_for = {"parked_s": resume_s - parked_s, "passed": 0, "causes": []}
+        lines.append(("resumed", resume_s + 9 * us, {"pause": n, **end, **parked_for}))
+        if held:
+            released = {"pause": n, **end, "resume_us": resume_us}
+            lines.append(("first_operator_released", resume_s + resume_us * us, released))
+        for kind, when_s, data in lines:
+            self._line(kind, when_s, **data)
+            if kind == until:
+                break
+        return self
+
+    def write(self, run_dir: RunDir) -> Path:
+        """Append the events to the file of the rank, as a requeued job does."""
+        path = run_dir.rank_events(self.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(event.to_json() + "\n" for event in self.events)
+        return path
+
+    def _line(self, kind: str, at_s: float, **data: Any) -> None:
+        self.add(EventKind(kind), at_s, **data)
+
+    def mono_ns(self, at_s: float) -> int:
+        return round((self.boot_s + at_s) * 1e9)

@@ -1,0 +1,52 @@
+"""``hydroslurm report RUN_FOLDER``, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from report.ranklog import RankLog
+
+from hydroslurm.rundir import RunDir
+
+
+def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "hydroslurm.cli", "report", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_writes_and_prints(run_dir: RunDir) -> None:
+    """The table is printed, figures and picture are written, and their paths are shown."""
+    RankLog().installed().pause(1, park_us=83).uninstalled(5).write(run_dir)
+    done = report(str(run_dir.root))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "aten::linear" in done.stdout
+    assert str(run_dir.figures_json) in done.stdout
+    assert str(run_dir.timeline_png) in done.stdout
+    assert json.loads(run_dir.figures_json.read_text())["park_us"]["p50"] == 83
+    assert run_dir.timeline_png.stat().st_size > 5000
+
+
+def test_json_without_picture(run_dir: RunDir) -> None:
+    """With --json standard output is the figures and nothing else."""
+    RankLog().installed().pause(1).uninstalled(5).write(run_dir)
+    done = report(str(run_dir.root), "--json", "--no-picture")
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == json.loads(run_dir.figures_json.read_text())
+    assert not run_dir.timeline_png.exists()
+
+
+def test_not_a_run_folder(tmp_path: Path) -> None:
+    """Another folder gives one line that says what was looked for, exit status 1, and no file."""
+    done = report(str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "events/rank-00000.jsonl" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

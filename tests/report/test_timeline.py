@@ -1,0 +1,128 @@
+"""History -> timeline.png, and the table for the terminal."""
+
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from report.ranklog import RankLog
+from rich.console import Console
+
+from hydroslurm.events import EventKind
+from hydroslurm.report.history import History, read_history
+from hydroslurm.report.lives import lives_of
+from hydroslurm.report.table import report_view
+from hydroslurm.report.timeline import timeline, write_timeline
+from hydroslurm.rundir import RunDir
+
+
+def pixels(path: Path) -> tuple[int, int]:
+    """Width and height, from the header of a PNG."""
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+def history(ranks: int, pauses: int) -> History:
+    events = []
+    for rank in range(ranks):
+        log = RankLog(rank=rank, pid=100 + rank).installed()
+        for number in range(pauses):
+            log.pause(1 + 5 * number, for_s=2, park_us=101 + number)
+        events += log.uninstalled(5 * pauses + 3).events
+    return History(name="run", lives=lives_of(events))
+
+
+def texts(figure: Figure) -> list[str]:
+    axes = figure.axes[0]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    return [*(text.get_text() for text in axes.texts), axes.get_xlabel(), *legend]
+
+
+def shown(run: History, *, width: int = 110, max_rows: int = 40) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report_view(run, max_rows=max_rows))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(("ranks", "pauses"), [(0, 0), (1, 0), (1, 1), (4, 50), (8, 60)])
+def test_picture(run_dir: RunDir, ranks: int, pauses: int) -> None:
+    """A PNG of a size that fits a page: as wide as ever, higher with more ranks."""
+    path = write_timeline(history(ranks, pauses), run_dir.timeline_png)
+    width, height = pixels(path)
+    assert width == 1440
+    assert 250 <= height <= 250 + 160 * max(1, ranks)
+    assert [entry.name for entry in run_dir.report.iterdir()] == ["timeline.png"]
+
+
+@pytest.mark.parametrize(("ranks", "pauses"), [(1, 3), (8, 60)])
+def test_every_pause_carries_its_latency(ranks: int, pauses: int) -> None:
+    """Up to 60 pauses on a rank each have their label, in µs; the axis names its unit."""
+    found = texts(timeline(history(ranks, pauses)))
+    for number in range(pauses):
+        assert found.count(f"{101 + number} µs") == ranks
+    assert "time since the run's first event (s)" in found
+    assert "parked: slurm" in found
+
+
+def test_labels_that_find_no_room_are_counted() -> None:
+    """Where labels would cover each other some are left out, and the picture says how many."""
+    figure = timeline(history(1, 400))
+    written = sum(text.endswith(" µs") for text in texts(figure))
+    assert 50 < written < 400
+    assert f"{400 - written} labels left out" in figure.axes[0].get_xlabel()
+
+
+def test_causes_differ_without_colour() -> None:
+    """Each cause has a hatching of its own, so that a grey print can be read."""
+    log = RankLog().installed()
+    for number, cause in enumerate(("slurm", "user", "api", "terminal")):
+        log.pause(1 + 5 * number, cause=cause, for_s=2)
+    figure = timeline(History(name="run", lives=lives_of(log.uninstalled(30).events)))
+    patches = [h for h in figure.legends[0].legend_handles if h.get_label().startswith("parked")]  # type: ignore[union-attr]
+    hatches = {patch.get_hatch() for patch in patches}  # type: ignore[union-attr]
+    assert len(patches) == len(hatches) == 4
+    assert None not in hatches
+
+
+def test_lives_and_stops_in_the_picture(run_dir: RunDir) -> None:
+    """Lives over requeues are named, a stop request and a life without an end are in the legend."""
+    log = RankLog(pid=1).installed().pause(2)
+    log.add(EventKind.STOP_REQUESTED, 6, signal="SIGTERM", requested_mono_ns=log.mono_ns(6))
+    log.write(run_dir)
+    RankLog(pid=2, restart_count=1).installed(20).pause(22).uninstalled(30).write(run_dir)
+    found = texts(timeline(read_history(run_dir.root)))
+    assert {"life 1", "life 2", "stop requested", "no more events"} <= set(found)
+
+
+def test_table_rows(run_dir: RunDir) -> None:
+    """A row tells cause, the two latencies, the parked time and the operator."""
+    log = RankLog().installed().pause(2, cause="user", park_us=1530, for_s=2.5, resume_us=41)
+    log.pause(6, until="parked").write(run_dir)
+    output = shown(read_history(run_dir.root))
+    row = next(line for line in output.splitlines() if "aten::linear" in line)
+    assert row.split() == ["2.00", "0", "1", "user", "1,530", "2.498", "41", "aten::linear"]
+    assert "not resumed" in output
+    assert "job 7, 1 rank" in output
+
+
+def test_long_table_says_what_it_leaves_out() -> None:
+    """Only so many rows are shown, in order of time; the percentiles are of all pauses."""
+    output = shown(history(2, 10), max_rows=5)
+    assert output.count("aten::linear") == 5
+    assert "15 later pauses are left out" in output
+    (parked,) = (
+        line.split() for line in output.splitlines() if line.strip().startswith("signal → parked")
+    )
+    assert parked == ["signal", "→", "parked", "(µs)", "20", "105", "110", "110"]
+
+
+@pytest.mark.parametrize(("run", "words"), [(0, "No events yet"), (1, "Nothing was paused")])
+def test_table_of_nothing(run: int, words: str) -> None:
+    """A run without events, and one without pauses, get a sentence instead of a table."""
+    assert words in shown(history(run, 0))
