@@ -7,8 +7,9 @@ TRAIN = """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-    engine = hydroslurm.od_execution_wrapper(model, run_dir=sys.argv[1] if len(sys.argv) > 1 else
-    None) optimizer = torch.optim.SGD(engine.parameters(), lr=0.05, momentum=0.9)
+    run_dir = sys.argv[1] if len(sys.argv) > 1 else None
+    engine = hydroslurm.od_execution_wrapper(model, run_dir=run_dir)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.05, momentum=0.9)
     data = torch.randn(256, 64)
     print("ready", hydroslurm.controller().gate.name)
     limit = int(sys.argv[2]) if len(sys.argv) > 2 else 10**9

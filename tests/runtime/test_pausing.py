@@ -248,3 +248,20 @@ def test_pauses_from_many_threads_at_once(rank: Child) -> None:
         thread.join()
     assert client.pause(rank.pid).done
     assert client.resume(rank.pid).done
+
+
+def test_the_fallback_gate_pauses_the_same_program(tmp_path: Path) -> None:
+    """With module hooks instead of the native gate the same signals park and resume, and say
+    where."""
+    environ = {"HYDROSLURM_GATE": "hooks"}
+    with child(TRAIN, tmp_path, str(tmp_path / "run"), environ=environ) as trainer:
+        assert trainer.expect("ready") == "hooks"
+        for _ in range(5):
+            assert client.pause(trainer.pid).done
+            before = _cpu_ticks(trainer.pid)
+            assert client.resume(trainer.pid).done
+            wait_until(lambda b=before: _cpu_ticks(trainer.pid) > b, "it trains again")
+    installed = _events(tmp_path)[0]
+    assert installed.data["gate"] == "hooks"
+    assert "module" in installed.data["granularity"]
+    assert _kinds(tmp_path).count(EventKind.PARKED) == 5
