@@ -1,0 +1,241 @@
+"""The client that all other rooms use to talk to Slurm, and the choice of its backend.
+
+client = open_client()
+client.job(123).state
+client.why                    # "commands: pyslurm is not installed"
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from hydroslurm.errors import SlurmMissing, UsageError
+from hydroslurm.slurm.commands import CommandClient
+from hydroslurm.slurm.patience import Patience
+from hydroslurm.slurm.values import Config, Job, JobState, Partition
+
+__all__ = [
+    "BACKEND_ENV",
+    "Config",
+    "Job",
+    "JobState",
+    "Partition",
+    "Patience",
+    "SlurmClient",
+    "find_slurm_conf",
+    "open_client",
+]
+
+BACKEND_ENV = "HYDROSLURM_SLURM_BACKEND"
+"""Environment variable that chooses the backend: ``commands`` or ``pyslurm``."""
+
+_CONF_PLACES = (
+    "/etc/slurm/slurm.conf",
+    "/etc/slurm-llnl/slurm.conf",
+    "/usr/local/etc/slurm.conf",
+    "/usr/local/etc/slurm/slurm.conf",
+    "/opt/slurm/etc/slurm.conf",
+    # where slurmd keeps the configuration that it fetched ("configless")
+    "/run/slurm/conf/slurm.conf",
+    "/var/spool/slurmd/conf-cache/slurm.conf",
+    "/var/spool/slurm/d/conf-cache/slurm.conf",
+)
+
+
+class SlurmClient(Protocol):
+    """What can be asked of Slurm. Every call may raise, beside what it names:
+
+    - SlurmMissing: no Slurm here.
+    - ControllerUnreachable: slurmctld is away, and the retries are used up.
+    - SlurmTimeout: one call took too long; whether Slurm acted on it is not known.
+    - NoSuchJob: slurmctld does not know the job (it forgets ended ones after MinJobAge).
+    - NotPermitted: this user may not do that.
+    - UnreadableOutput: an answer of a form that no known release has.
+
+    Calls block. They may be made from any thread, several at once, never from a signal handler. An
+    id is a raw job id; the id of an array stands for all its tasks with the commands backend.
+    """
+
+    @property
+    def backend(self) -> str:
+        """``commands`` or ``pyslurm``."""
+
+    @property
+    def why(self) -> str:
+        """One line: which backend this is, and why it was chosen."""
+
+    def job(self, job_id: int) -> Job:
+        """Describe one job."""
+
+    def jobs(
+        self, *, user: str | None = None, ids: Collection[int] | None = None
+    ) -> tuple[Job, ...]:
+        """Describe the jobs that slurmctld knows, ended ones included, with one request.
+
+        Args:
+            user: only this user's.
+            ids: only these jobs, and the tasks of these arrays. Unknown ones are left out.
+        """
+
+    def history(self, job_id: int) -> tuple[Job, ...]:
+        """Every life of a job from accounting, oldest first; a requeue begins a new one.
+
+        Raises:
+            NoSuchJob: accounting has nothing on it (yet: records arrive a moment late).
+        """
+
+    def partitions(self) -> tuple[Partition, ...]:
+        """Describe all partitions, hidden ones included."""
+
+    def config(self) -> Config:
+        """The controller's configuration."""
+
+    def suspend(self, job_id: int) -> None:
+        """Send SIGTSTP to a running job, then SIGSTOP; success when it is suspended already.
+
+        Raises:
+            WrongJobState: it does not run.
+        """
+
+    def resume(self, job_id: int) -> None:
+        """Continue a suspended job.
+
+        Raises:
+            WrongJobState: it is not suspended.
+        """
+
+    def requeue(self, job_id: int) -> None:
+        """End a batch job and put it back into the queue; success when it is pending already.
+
+        An ended batch job is started once more. Nothing tells "requeued by this call" from "was
+        requeued before it": what matters to the caller is that the job will run again.
+
+        Raises:
+            WrongJobState: not a batch job, or submitted with --no-requeue.
+        """
+
+    def requeue_hold(self, job_id: int) -> None:
+        """As :meth:`requeue`, and hold it until :meth:`release`; a pending job is held."""
+
+    def signal(
+        self,
+        job_id: int,
+        signal: str | int | signal.Signals,
+        *,
+        step: int | None = None,
+        batch: bool = False,
+        full: bool = False,
+    ) -> None:
+        """Send a signal to the job steps of a running job.
+
+        Args:
+            signal: ``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signal.SIGUSR1``.
+            step: only this job step; one that does not exist is not noticed by Slurm.
+            batch: the batch shell only.
+            full: the job steps and the batch shell.
+
+        Raises:
+            WrongJobState: the job does not run, is suspended, or (``batch``) has no batch shell.
+            UsageError: no such signal, or two of ``step``, ``batch`` and ``full``.
+        """
+
+    def cancel(self, job_id: int) -> None:
+        """End a job for good; success when it has ended already."""
+
+    def hold(self, job_id: int) -> None:
+        """Keep a job from starting. A running one goes on, and stays held once it is requeued.
+
+        Raises:
+            WrongJobState: it has ended.
+        """
+
+    def release(self, job_id: int) -> None:
+        """Let a held job start; success when it is not held.
+
+        Raises:
+            WrongJobState: it has ended.
+        """
+
+
+def open_client(
+    prefer: str | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    patience: Patience | None = None,
+) -> SlurmClient:
+    """Choose a backend: pyslurm where it works, else Slurm's own programs. Asks Slurm nothing.
+
+    Args:
+        prefer: ``"commands"`` or ``"pyslurm"``; None leaves it to HYDROSLURM_SLURM_BACKEND, and
+            without
+            that to what is there.
+        environ: the environment of the programs, SLURM_CONF and PATH above all; None takes a copy
+            of this
+            process's. pyslurm reads this process's own, so another SLURM_CONF rules it out.
+        patience: time-outs and retries.
+
+    Raises:
+        UsageError: no such backend.
+        SlurmMissing: pyslurm was asked for and cannot be used; the message says why.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    patience = patience or Patience()
+    source = "asked for by the caller"
+    if prefer is None and environ.get(BACKEND_ENV):
+        prefer, source = environ[BACKEND_ENV], f"asked for by {BACKEND_ENV}"
+    if prefer not in (None, "commands", "pyslurm"):
+        raise UsageError(
+            f"no Slurm backend {prefer!r} ({source}); there are 'commands' and 'pyslurm'"
+        )
+    if prefer == "commands":
+        return CommandClient(environ, patience=patience, why=f"commands: {source}")
+    obstacle = _pyslurm_obstacle(environ)
+    if obstacle is None:
+        from hydroslurm.slurm.pyslurm_backend import PyslurmClient
+
+        reason = source if prefer else f"importable, and {find_slurm_conf(environ)} exists"
+        return PyslurmClient(environ, patience=patience, why=f"pyslurm: {reason}")
+    if prefer == "pyslurm":
+        raise SlurmMissing(f"the pyslurm backend was {source}, but {obstacle}")
+    return CommandClient(environ, patience=patience, why=f"commands: {obstacle}")
+
+
+def find_slurm_conf(environ: Mapping[str, str]) -> Path | None:
+    """The slurm.conf that libslurm would read: what SLURM_CONF names, else the usual places."""
+    named = environ.get("SLURM_CONF")
+    places = (named,) if named else _CONF_PLACES
+    return next((Path(place) for place in places if Path(place).is_file()), None)
+
+
+def _pyslurm_obstacle(environ: Mapping[str, str]) -> str | None:
+    """Why pyslurm cannot be used, None when it can. Never imports it into this process."""
+    if importlib.util.find_spec("pyslurm") is None:
+        return "pyslurm is not installed"
+    if environ.get("SLURM_CONF") != os.environ.get("SLURM_CONF"):
+        return "pyslurm cannot be given another SLURM_CONF than this process has"
+    if find_slurm_conf(environ) is None:
+        return "there is no slurm.conf, without which importing pyslurm ends the process"
+    # it also calls exit() for a slurm.conf that it cannot read, and fails for another release of
+    # libslurm
+    probe = "import pyslurm; pyslurm.Jobs, pyslurm.Partitions, pyslurm.slurmctld.Config"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", probe],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"pyslurm could not be tried ({error})"
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        return f"pyslurm cannot be imported ({words[-1][:200]})"
+    return None

@@ -1,0 +1,88 @@
+"""Run one of Slurm's programs: the right environment, a time-out, a checked answer."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.errors import SlurmMissing, SlurmTimeout
+from hydroslurm.slurm import refusals
+
+# Variables that change what is printed, or what is acted upon: SCANCEL_USER in somebody's profile
+# would turn "cancel job 5" into "cancel job 5 if it is that user's".
+_AMBIENT = re.compile(
+    r"(SQUEUE|SCONTROL|SCANCEL|SACCT|SINFO)_|SLURM_(TIME_FORMAT|JSON|YAML|DEBUG_FLAGS)$"
+)
+_COMPLAINT = re.compile(r"\b(error|fatal)\b")
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Slurm's programs as one environment finds them. Making the value touches no disk."""
+
+    environ: Mapping[str, str]
+
+    def child_environ(self) -> dict[str, str]:
+        """Plain English, moments as epoch seconds, no formatting of the user's."""
+        kept = {name: value for name, value in self.environ.items() if not _AMBIENT.match(name)}
+        return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+
+    def run(self, program: str, *arguments: str, timeout_s: float, silent: bool = False) -> str:
+        """Run it and return what it printed.
+
+        Args:
+            silent: it prints nothing when all went well. Then a complaint on stderr is a failure
+                whatever
+                the exit status: ``scancel 99`` of an unknown job exits with 0.
+
+        Raises:
+            SlurmMissing: no such program, or SLURM_CONF names no file. (Slurm's programs would look
+                for it
+                again for a minute.)
+            SlurmTimeout: it was ended after ``timeout_s``.
+            SlurmError: what ``refusals.refusal`` makes of its words.
+        """
+        command = [self._find(program), *arguments]
+        doing = " ".join([program, *arguments])
+        try:
+            done = subprocess.run(
+                command,
+                env=self.child_environ(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SlurmTimeout(
+                f"{doing}: no answer within {timeout_s:g} s, so it was ended. Whether Slurm acted "
+                "on it is not known; is slurmctld overloaded? Look at `sdiag`"
+            ) from error
+        except OSError as error:
+            raise SlurmMissing(f"{doing}: {command[0]} cannot be run ({error.strerror})") from error
+        # names and paths are bytes on Linux; one that is no UTF-8 must not hide all other jobs
+        out = done.stdout.decode(errors="replace")
+        complaint = done.stderr.decode(errors="replace")
+        if done.returncode != 0:
+            words = complaint.strip() or out.strip() or f"exit status {done.returncode}"
+            raise refusals.refusal(words, doing=doing)
+        if silent and (_COMPLAINT.search(complaint) or refusals.meaning(complaint)):
+            raise refusals.refusal(complaint, doing=doing)
+        return out
+
+    def _find(self, program: str) -> str:
+        conf = self.environ.get("SLURM_CONF")
+        if conf and not Path(conf).is_file():
+            raise SlurmMissing(f"SLURM_CONF names {conf}, which is no file; unset it or correct it")
+        path = self.environ.get("PATH", "")
+        found = shutil.which(program, path=path)
+        if not found:
+            raise SlurmMissing(
+                f"no program {program} on PATH ({path or 'which is empty'}). Run where Slurm is "
+                "installed, or use `hydroslurm cluster up`, which brings one up to try things on"
+            )
+        return found

@@ -1,0 +1,121 @@
+"""What Slurm's error sentences mean. Pure.
+
+Both backends use it: the programs print the sentences of ``slurm_strerror``, and pyslurm raises
+    them. The sentences are those of src/common/slurm_errno.c in 22.05.8 and 25.11.7.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hydroslurm.errors import (
+    ControllerUnreachable,
+    NoSuchJob,
+    NotPermitted,
+    SlurmError,
+    SlurmMissing,
+    WrongJobState,
+)
+
+# in order: the first that is found counts. A missing slurm.conf also fails to reach the controller.
+_MEANINGS: tuple[tuple[type[SlurmError], tuple[str, ...]], ...] = (
+    (
+        SlurmMissing,
+        (
+            "Could not establish a configuration source",
+            "Unable to process configuration file",
+            "failed to fetch config",
+        ),
+    ),
+    (
+        ControllerUnreachable,
+        (
+            "Unable to contact slurm controller",
+            "Communication connection failure",
+            "Message send failure",
+            "Message receive failure",
+            "Socket timed out",
+            "Zero Bytes were transmitted",
+            "Connection refused",
+            "Connection timed out",
+            "Connection reset",
+            "No route to host",
+            "Network is unreachable",
+            "in standby mode",
+            "Rate limit exceeded",
+            "Unable to connect to database",
+            "failed to send persistent connection init message",
+            # munged is restarted now and then; a key that differs will still be reported in the end
+            "Protocol authentication error",
+            "Munge encode failed",
+        ),
+    ),
+    (NoSuchJob, ("Invalid job id specified", "Invalid job array specification")),
+    # "Invalid user id" is what holding another user's job gives on 22.05
+    (NotPermitted, ("Access/permission denied", "Invalid user id", "Operation not permitted")),
+    (
+        WrongJobState,
+        (
+            "Job is pending execution",
+            "Job/step already completing or completed",
+            "Job has already finished",
+            "Job is not running",
+            "Job is not pending nor running",
+            "Job is not suspended",
+            "Job is not finished",
+            "Job is no longer pending execution",
+            "Job is current suspended",
+            "Job is in held state",
+            "Job can not be altered now",
+            "Job script not specified",
+            "Only batch jobs are accepted",
+            "Requested operation is presently disabled",
+            "Job step is suspended",
+            "Job step not running",
+        ),
+    ),
+)
+
+ALREADY_PENDING = "Job is pending execution"
+
+# scontrol of 22.05 says this for "no such job" and for "the controller is away" alike
+_SAYS_NOTHING = ("Unexpected message received", "Unspecified error")
+
+_NEVER_ARRIVED = re.compile(
+    r"connect failure|connection failure|Connection refused|No route to host"
+)
+
+_HINTS: dict[type[SlurmError], str] = {
+    SlurmMissing: "set SLURM_CONF to this cluster's slurm.conf, or run where Slurm is configured",
+    NoSuchJob: "ended jobs stay known for MinJobAge only; look at `sacct -D -j ID`",
+    NotPermitted: "only the owner, operators and administrators may; suspend is for the last two",
+    WrongJobState: "look at `scontrol show job ID`",
+    ControllerUnreachable: "look at `scontrol ping`",
+}
+
+
+def meaning(sentence: str) -> type[SlurmError] | None:
+    """The error that a sentence of Slurm's stands for, None for one that is not known."""
+    lowered = sentence.lower()
+    for error, phrases in _MEANINGS:
+        if any(phrase.lower() in lowered for phrase in phrases):
+            return error
+    return None
+
+
+def refusal(sentence: str, *, doing: str) -> SlurmError:
+    """The error to raise: what was being done, Slurm's own words, and what to do next."""
+    words = " / ".join(line.strip() for line in sentence.splitlines() if line.strip())[:500]
+    error = meaning(sentence) or SlurmError
+    hint = f"; {_HINTS[error]}" if error in _HINTS else ""
+    return error(f"{doing}: {words or 'no reason given'}{hint}")
+
+
+def says_nothing(error: SlurmError) -> bool:
+    """True when Slurm's sentence fits several causes, so that one has to ask further."""
+    return type(error) is SlurmError and any(words in str(error) for words in _SAYS_NOTHING)
+
+
+def never_arrived(error: SlurmError) -> bool:
+    """True when the request cannot have reached the controller, so that it is safe to repeat."""
+    return bool(_NEVER_ARRIVED.search(str(error)))

@@ -1,0 +1,156 @@
+"""What scontrol prints of jobs, partitions and the configuration -> frozen values. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import zip_longest
+
+from hydroslurm.errors import UnreadableOutput
+from hydroslurm.slurm import text
+from hydroslurm.slurm.values import Config, Job, Partition
+
+# Fields of `scontrol show job` that stand on a line of their own and may hold anything, "Key=" and
+# newlines included. From the first of them to StdOut there are no other lines.
+_FREE = re.compile(
+    r"   (Command|SubmitLine|WorkDir|(?:Admin|System)?Comment|Extra|StdErr|StdIn|StdOut)=(.*)"
+)
+_RECORD_START = re.compile(r"\n\s*\n(?=JobId=\d+ [^\n]*\n   (?:UserId|SLUID|HetJobIdSet)=)")
+_FIRST_LINE = re.compile(
+    r"JobId=(?P<JobId>\d+) (?:ArrayJobId=(?P<ArrayJobId>\d+) ArrayTaskId=(?P<ArrayTaskId>\S+) )?"
+    r"(?:ArrayTaskThrottle=\d+ )?(?:HetJobId=\d+ HetJobOffset=\d+ )?JobName=(?P<JobName>.*)"
+)
+_PAIR = re.compile(r"(?:^|(?<=\s))([A-Za-z][\w/:]*)=")
+
+
+def read_jobs(output: str) -> tuple[Job, ...]:
+    """Read ``scontrol show job`` (the form with several lines to a job).
+
+    With ``-o`` a comment of ``a StdOut=/b`` cannot be told from two fields; here such fields have a
+    line of their own. What remains: a comment may hold newlines and so a whole false record, which
+    is why many jobs of many users are read from JSON where that is possible.
+
+    Raises:
+        UnreadableOutput: a field that is needed is missing or malformed.
+    """
+    if not output.strip() or output.startswith("No jobs in the system"):
+        return ()
+    blocks = _RECORD_START.split(output.strip("\n"))
+    return tuple(text.read_record(_job_of_fields, _job_fields(block), block) for block in blocks)
+
+
+def read_partitions(output: str) -> tuple[Partition, ...]:
+    """Read ``scontrol show partition -o``.
+
+    Raises:
+        UnreadableOutput: a field that is needed is missing or malformed.
+    """
+    lines = [line for line in output.splitlines() if line.startswith("PartitionName=")]
+    return tuple(text.read_record(_partition_of_fields, _pairs(line), line) for line in lines)
+
+
+def read_config(output: str) -> Config:
+    """Read ``scontrol show config``, its cgroup and MPI sections included; the first of two wins.
+
+    Raises:
+        UnreadableOutput: nothing in it looks like a setting.
+    """
+    entries: dict[str, str] = {}
+    for found in re.finditer(r"^([A-Za-z_][\w\[\]]*)\s*=[ ]?(.*)$", output, re.MULTILINE):
+        value = found[2].strip()
+        entries.setdefault(found[1], "" if value == "(null)" else value)
+    if "SLURM_VERSION" not in entries:
+        raise UnreadableOutput(f"scontrol show config printed no configuration: {output[:200]!r}")
+    return Config(entries)
+
+
+def _job_fields(block: str) -> dict[str, str]:
+    """Key -> value of one record; the lines that follow a free field and are none belong to it."""
+    first, *lines = block.split("\n")
+    found = _FIRST_LINE.match(first)
+    if not found:
+        raise UnreadableOutput(f"scontrol show job: no job in {first[:200]!r}")
+    fields = {key: value for key, value in found.groupdict().items() if value is not None}
+    open_key = "JobName"
+    for line in lines:
+        free = _FREE.fullmatch(line)
+        if free:
+            # a comment may hold a line that looks like StdOut; Slurm prints the true one after it
+            open_key = free[1]
+            fields[open_key] = free[2]
+        elif open_key not in ("", "JobName", "StdOut") or not line.startswith("   "):
+            # more of a field that holds newlines
+            if open_key and line.strip():
+                fields[open_key] += "\n" + line
+        else:
+            fields.update(_pairs(line.strip()))
+            open_key = ""
+    return fields
+
+
+def _pairs(line: str) -> dict[str, str]:
+    """``A=1 B=two words C=`` -> values up to the next ``Key=``; the first of two wins."""
+    marks = list(_PAIR.finditer(line))
+    fields: dict[str, str] = {}
+    for mark, after in zip_longest(marks, marks[1:]):
+        end = after.start() if after else len(line)
+        fields.setdefault(mark[1], line[mark.end() : end].strip())
+    return fields
+
+
+def _job_of_fields(fields: Mapping[str, str]) -> Job:
+    state, flags = text.parse_state(fields["JobState"])
+    code, signal = text.parse_exit(fields.get("ExitCode", ""))
+    array_task = fields.get("ArrayTaskId", "")
+    return Job(
+        job_id=int(fields["JobId"]),
+        state=state,
+        flags=flags,
+        name=fields["JobName"],
+        user=re.sub(r"\(\d+\)$", "", fields["UserId"]),
+        partition=fields["Partition"],
+        reason=fields.get("Reason", ""),
+        nodes=text.expand_nodes(fields.get("NodeList", "")),
+        n_nodes=text.leading_int(fields.get("NumNodes", "")),
+        n_tasks=text.leading_int(fields.get("NumTasks", "")),
+        n_cpus=text.leading_int(fields.get("NumCPUs", "")),
+        submit_epoch_s=text.parse_moment(fields["SubmitTime"]),
+        eligible_epoch_s=text.parse_moment(fields.get("EligibleTime", "")),
+        start_epoch_s=text.parse_moment(fields.get("StartTime", "")),
+        end_epoch_s=text.parse_moment(fields.get("EndTime", "")),
+        time_limit_s=text.parse_duration_s(fields.get("TimeLimit", "")),
+        restart_count=int(fields.get("Restarts", "0")),
+        preempt_epoch_s=text.parse_moment(fields.get("PreemptTime", "")),
+        suspend_epoch_s=text.parse_moment(fields.get("SuspendTime", "")),
+        pre_suspend_s=int(fields.get("SecsPreSuspend", "0")),
+        work_dir=_present(fields.get("WorkDir", "")),
+        std_out=_present(fields.get("StdOut", "")),
+        std_err=_present(fields.get("StdErr", "")),
+        # 22.05 pads the comment with one space
+        comment=_present(fields.get("Comment", "").removesuffix(" ")),
+        exit_code=code,
+        exit_signal=signal,
+        array_job_id=int(fields["ArrayJobId"]) if "ArrayJobId" in fields else None,
+        array_task_id=int(array_task) if array_task.isdecimal() else None,
+        is_batch=fields["BatchFlag"] != "0" if "BatchFlag" in fields else None,
+        may_requeue=fields["Requeue"] != "0" if "Requeue" in fields else None,
+        memory_per_node_bytes=text.parse_memory_bytes(fields.get("MinMemoryNode", "")),
+        memory_per_cpu_bytes=text.parse_memory_bytes(fields.get("MinMemoryCPU", "")),
+    )
+
+
+def _present(value: str) -> str:
+    return "" if value == "(null)" else value
+
+
+def _partition_of_fields(fields: Mapping[str, str]) -> Partition:
+    return Partition(
+        name=fields["PartitionName"],
+        state=fields["State"],
+        priority_tier=int(fields["PriorityTier"]),
+        preempt_mode=fields["PreemptMode"],
+        grace_time_s=int(fields["GraceTime"]),
+        nodes=text.expand_nodes(fields.get("Nodes", "")),
+        max_time_s=text.parse_duration_s(fields["MaxTime"]),
+        is_default=fields["Default"] == "YES",
+    )

@@ -1,0 +1,252 @@
+"""Slurm's text <-> values: times, memory, node lists, job states. Pure.
+
+Whatever cannot be read raises :class:`~hydroslurm.errors.UnreadableOutput` with the text in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from itertools import product
+from typing import Any, TypeVar
+
+from hydroslurm.errors import UnreadableOutput
+from hydroslurm.slurm.values import JobState
+
+Read = TypeVar("Read")
+
+ABSENT = frozenset({"", "(null)", "null", "None", "NONE", "N/A", "Unknown", "None assigned"})
+"""How Slurm's programs print that there is no value."""
+
+MAX_NODES = 1_000_000
+"""More nodes than any machine has: a range that names more is not a node list."""
+
+_UNBOUNDED = frozenset(
+    {"UNLIMITED", "INFINITE", "PARTITION_LIMIT", "NOT_SET", "INVALID", "N/A", "NONE", "(NULL)", ""}
+)
+_DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)(?:\.\d+)?")
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGTPE]?)([nc]?)")
+_UNITS = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50, "E": 2**60}
+
+
+def parse_duration_s(text: str) -> int | None:
+    """Seconds of ``1-02:03:04``, ``02:03:04`` or ``03:04``.
+
+    None for UNLIMITED and for "no limit of its own" (Partition_Limit, N/A, NONE). A bare number is
+    refused: Slurm reads it as minutes, prints it as seconds in some columns and as minutes in
+        others.
+    """
+    if text.strip().upper() in _UNBOUNDED:
+        return None
+    found = _DURATION.fullmatch(text.strip())
+    if not found:
+        raise UnreadableOutput(
+            f"not a duration of Slurm's: {text!r}; wanted D-HH:MM:SS or UNLIMITED"
+        )
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def format_duration(seconds: int | None) -> str:
+    """The text that Slurm prints, and that its programs take as a time limit."""
+    if seconds is None:
+        return "UNLIMITED"
+    minutes, second = divmod(seconds, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour:02d}:{minute:02d}:{second:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+def parse_moment(text: str) -> int | None:
+    """Epoch seconds of ``1795204093`` or of ``2026-11-20T19:48:13`` in this machine's time zone.
+
+    None for Unknown, None, N/A and for 0. Ask Slurm for epoch seconds (SLURM_TIME_FORMAT=%s) where
+    that is possible: local time is ambiguous for an hour every autumn.
+    """
+    word = text.strip()
+    if word in ABSENT:
+        return None
+    if word.isdecimal():
+        return int(word) or None
+    try:
+        return int(datetime.fromisoformat(word).timestamp())
+    except (ValueError, OverflowError) as error:
+        raise UnreadableOutput(
+            f"not a moment of Slurm's: {text!r}; wanted epoch seconds or YYYY-MM-DDTHH:MM:SS"
+        ) from error
+
+
+def parse_memory_bytes(text: str) -> int | None:
+    """Bytes of ``4Gn``, ``2000M``, ``1.5T`` or ``2000`` (megabytes); None for nothing asked for.
+
+    The n (per node) or c (per CPU) that sacct appends is passed over.
+    """
+    word = text.strip()
+    if word in ABSENT or word == "UNLIMITED":
+        return None
+    found = _MEMORY.fullmatch(word)
+    if not found:
+        raise UnreadableOutput(f"not an amount of memory: {text!r}; wanted 2000M, 4G, 4Gn ...")
+    return int(float(found[1]) * _UNITS[found[2]]) or None
+
+
+def expand_nodes(text: str) -> tuple[str, ...]:
+    """``n[1-3,07],m1`` -> (n1, n2, n3, n07, m1), in the order given; () for no nodes."""
+    if text.strip() in ABSENT:
+        return ()
+    names: list[str] = []
+    for item in _split_outside_brackets(text.strip()):
+        names.extend(_expand_one(item, text))
+        if len(names) > MAX_NODES:
+            raise UnreadableOutput(f"more than {MAX_NODES} nodes in {text[:80]!r}")
+    return tuple(names)
+
+
+def compress_nodes(names: Iterable[str]) -> str:
+    """The short form; ``expand_nodes`` of it gives the same names in the same order."""
+    runs: list[tuple[str, int, list[tuple[int, int]]]] = []  # prefix, width, ranges
+    for name in names:
+        found = re.fullmatch(r"(.*?)(0|[1-9]\d{0,8}|0\d{1,8})", name)
+        if not found:
+            runs.append((name, -1, []))
+            continue
+        prefix, digits = found[1], found[2]
+        # zero-padded numbers belong together only with numbers of their own width
+        width = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
+        number = int(digits)
+        last = runs[-1] if runs else None
+        if last and last[0] == prefix and _fits(last[1], width, digits) and last[2]:
+            low, high = last[2][-1]
+            last[2][-1:] = (
+                [(low, number)] if number == high + 1 else [(low, high), (number, number)]
+            )
+        else:
+            runs.append((prefix, width, [(number, number)]))
+    return ",".join(_format_run(*run) for run in runs)
+
+
+def parse_state(words: str | Sequence[str]) -> tuple[JobState, frozenset[str]]:
+    """The state that squeue would show, and all the words that were given.
+
+    Takes ``RUNNING``, ``CANCELLED by 1000``, sacct's cut-off ``CANCELLED+``, the compact ``CG``,
+    and the list of newer JSON, ``["RUNNING", "COMPLETING"]``. A word that no known release has
+    gives UNKNOWN.
+    """
+    given = [words] if isinstance(words, str) else list(words)
+    plain = [
+        _COMPACT.get(word, word) for word in (w.split(" ")[0].rstrip("+") for w in given) if word
+    ]
+    if not plain:
+        raise UnreadableOutput(f"a job without a state: {words!r}")
+    known = [JobState(word) for word in plain if word in JobState.__members__]
+    state = min(known, key=_RANK.__getitem__) if known else JobState.UNKNOWN
+    return state, frozenset(plain)
+
+
+def read_record(reader: Callable[[Any], Read], fields: Any, whole: str) -> Read:
+    """Apply a reader to one record, and name the record when it cannot be read.
+
+    Raises:
+        UnreadableOutput: a field is missing or malformed.
+    """
+    try:
+        return reader(fields)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise UnreadableOutput(
+            f"cannot read this record of Slurm's ({type(error).__name__}: {error}): {whole[:300]!r}"
+        ) from error
+
+
+def leading_int(value: str) -> int | None:
+    """``2`` of ``2-4``, the number of nodes of a job that waits; None without a number."""
+    found = re.match(r"\d+", value)
+    return int(found[0]) if found else None
+
+
+def parse_exit(value: str) -> tuple[int | None, int | None]:
+    """Exit code and signal of ``143:0``."""
+    code, _, signal = value.partition(":")
+    return (int(code), int(signal)) if code and signal else (None, None)
+
+
+_RANK = {state: rank for rank, state in enumerate(JobState)}
+_COMPACT = {
+    "CG": "COMPLETING",
+    "SO": "STAGE_OUT",
+    "CF": "CONFIGURING",
+    "EX": "EXPEDITING",
+    "RS": "RESIZING",
+    "RQ": "REQUEUED",
+    "RF": "REQUEUE_FED",
+    "RH": "REQUEUE_HOLD",
+    "SE": "SPECIAL_EXIT",
+    "ST": "STOPPED",
+    "RV": "REVOKED",
+    "RD": "RESV_DEL_HOLD",
+    "SI": "SIGNALING",
+    "PD": "PENDING",
+    "R": "RUNNING",
+    "S": "SUSPENDED",
+    "CD": "COMPLETED",
+    "CA": "CANCELLED",
+    "F": "FAILED",
+    "TO": "TIMEOUT",
+    "NF": "NODE_FAIL",
+    "PR": "PREEMPTED",
+    "BF": "BOOT_FAIL",
+    "DL": "DEADLINE",
+    "OOM": "OUT_OF_MEMORY",
+}
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    return [item for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\]?|\])+", text) if item]
+
+
+def _expand_one(item: str, whole: str) -> list[str]:
+    """One element: fixed text and bracketed ranges, the leftmost range turning slowest."""
+    parts: list[list[str]] = []
+    count = 1
+    for piece in re.split(r"(\[[^\]]*\])", item):
+        if piece.startswith("[") and piece.endswith("]"):
+            parts.append(_expand_ranges(piece[1:-1], whole))
+        elif "[" in piece or "]" in piece:
+            raise UnreadableOutput(f"unbalanced brackets in the node list {whole!r}")
+        else:
+            parts.append([piece])
+        count *= len(parts[-1])
+        if count > MAX_NODES:
+            raise UnreadableOutput(f"more than {MAX_NODES} nodes in {whole[:80]!r}")
+    return ["".join(choice) for choice in product(*parts)]
+
+
+def _expand_ranges(inner: str, whole: str) -> list[str]:
+    numbers: list[str] = []
+    for item in inner.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        low, high = (found[1], found[2] or found[1]) if found else ("1", "0")
+        if not found or int(high) < int(low) or int(high) - int(low) > MAX_NODES:
+            raise UnreadableOutput(f"not a range of numbers: {item!r} in the node list {whole!r}")
+        numbers.extend(f"{n:0{len(low)}d}" for n in range(int(low), int(high) + 1))
+    return numbers
+
+
+def _fits(run_width: int, width: int, digits: str) -> bool:
+    """Whether a number can join a run: padded as the run is, or grown past its padding."""
+    if run_width > 0:
+        return len(digits) == run_width
+    return run_width == 0 and width == 0
+
+
+def _format_run(prefix: str, width: int, ranges: list[tuple[int, int]]) -> str:
+    if not ranges:
+        return prefix
+    texts = [
+        f"{low:0{width}d}" if low == high else f"{low:0{width}d}-{high:0{width}d}"
+        for low, high in ranges
+    ]
+    if len(texts) == 1 and ranges[0][0] == ranges[0][1]:
+        return prefix + texts[0]
+    return f"{prefix}[{','.join(texts)}]"

@@ -1,0 +1,239 @@
+"""The frozen values that Slurm's answers become: durations in seconds, moments in epoch seconds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+
+class JobState(str, Enum):
+    """What a job does now, in the words of squeue's long form.
+
+    Slurm keeps a base state (PENDING to OUT_OF_MEMORY) and flags beside it, and shows one word: the
+    flag with the highest rank, else the base state. The members stand in that order. All the words
+    that Slurm told are in ``Job.flags``.
+    """
+
+    COMPLETING = "COMPLETING"
+    STAGE_OUT = "STAGE_OUT"
+    CONFIGURING = "CONFIGURING"
+    EXPEDITING = "EXPEDITING"
+    RESIZING = "RESIZING"
+    REQUEUED = "REQUEUED"
+    REQUEUE_FED = "REQUEUE_FED"
+    REQUEUE_HOLD = "REQUEUE_HOLD"
+    SPECIAL_EXIT = "SPECIAL_EXIT"
+    STOPPED = "STOPPED"
+    REVOKED = "REVOKED"
+    RESV_DEL_HOLD = "RESV_DEL_HOLD"
+    SIGNALING = "SIGNALING"
+    LAUNCH_FAILED = "LAUNCH_FAILED"
+    RECONFIG_FAIL = "RECONFIG_FAIL"
+    POWER_UP_NODE = "POWER_UP_NODE"
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    COMPLETED = "COMPLETED"
+    CANCELLED = "CANCELLED"
+    FAILED = "FAILED"
+    TIMEOUT = "TIMEOUT"
+    NODE_FAIL = "NODE_FAIL"
+    PREEMPTED = "PREEMPTED"
+    BOOT_FAIL = "BOOT_FAIL"
+    DEADLINE = "DEADLINE"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    UNKNOWN = "UNKNOWN"
+    """A word of a newer Slurm; it stands in ``Job.flags``."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True when nothing of the job runs and it will not start again by itself."""
+        return self in _ENDED
+
+    @property
+    def is_waiting(self) -> bool:
+        """True when the job waits to start, requeued and held jobs included."""
+        return self in _WAITING
+
+
+_ENDED = frozenset(
+    {
+        JobState.COMPLETED,
+        JobState.CANCELLED,
+        JobState.FAILED,
+        JobState.TIMEOUT,
+        JobState.NODE_FAIL,
+        JobState.PREEMPTED,
+        JobState.BOOT_FAIL,
+        JobState.DEADLINE,
+        JobState.OUT_OF_MEMORY,
+        JobState.REVOKED,
+    }
+)
+_WAITING = frozenset(
+    {
+        JobState.PENDING,
+        JobState.REQUEUED,
+        JobState.REQUEUE_FED,
+        JobState.REQUEUE_HOLD,
+        JobState.SPECIAL_EXIT,
+        JobState.RESV_DEL_HOLD,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job as Slurm described it at one moment. ``None`` where Slurm did not say.
+
+    Attributes:
+        job_id: the raw id; every task of an array has one of its own.
+        state: what squeue shows.
+        flags: every word that Slurm gave for the state, ``state`` included.
+        reason: why it waits or why it ended, ``"None"`` when neither.
+        nodes: allocated nodes, expanded; empty while it waits.
+        time_limit_s: None when unlimited, or when the partition's limit applies.
+        end_epoch_s: when it ended; of a running job, when its time limit will end it.
+        restart_count: how often it was requeued.
+        preempt_epoch_s: when it was told that it is being preempted; None before.
+        suspend_epoch_s: when it was last suspended or resumed.
+        pre_suspend_s: how long it had run before it was last suspended.
+        std_out, std_err: with ``%j`` and the like filled in as far as Slurm does that.
+        exit_code, exit_signal: of the batch script or of srun. sacct and pyslurm take 128 off
+            codes of 128 and more, so that 143 reads 15 there; scontrol and squeue do not.
+        array_job_id, array_task_id: None outside of an array. The record that stands for the tasks
+            which have not started has no array_task_id.
+        is_batch: False for what srun or salloc started; those cannot be requeued.
+        may_requeue: False for ``--no-requeue``.
+        memory_per_node_bytes, memory_per_cpu_bytes: asked for; None when nothing was.
+    """
+
+    job_id: int
+    state: JobState
+    flags: frozenset[str] = frozenset()
+    name: str = ""
+    user: str = ""
+    partition: str = ""
+    reason: str = ""
+    nodes: tuple[str, ...] = ()
+    n_nodes: int | None = None
+    n_tasks: int | None = None
+    n_cpus: int | None = None
+    submit_epoch_s: int | None = None
+    eligible_epoch_s: int | None = None
+    start_epoch_s: int | None = None
+    end_epoch_s: int | None = None
+    time_limit_s: int | None = None
+    restart_count: int = 0
+    preempt_epoch_s: int | None = None
+    suspend_epoch_s: int | None = None
+    pre_suspend_s: int = 0
+    work_dir: str = ""
+    std_out: str = ""
+    std_err: str = ""
+    comment: str = ""
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    array_job_id: int | None = None
+    array_task_id: int | None = None
+    is_batch: bool | None = None
+    may_requeue: bool | None = None
+    memory_per_node_bytes: int | None = None
+    memory_per_cpu_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """One partition.
+
+    Attributes:
+        state: ``UP``, ``DOWN``, ``DRAIN`` or ``INACTIVE``.
+        preempt_mode: as Slurm prints it, ``OFF``, ``SUSPEND``, ``REQUEUE``, ``CANCEL`` ...
+        grace_time_s: the least time between a preempted job's SIGTERM and its SIGKILL.
+        max_time_s: None when unlimited.
+    """
+
+    name: str
+    state: str = "UP"
+    priority_tier: int = 1
+    preempt_mode: str = "OFF"
+    grace_time_s: int = 0
+    nodes: tuple[str, ...] = ()
+    max_time_s: int | None = None
+    is_default: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Config(Mapping[str, str]):
+    """slurm.conf as the controller has it: Slurm's names -> text, empty for Slurm's (null).
+
+    With the pyslurm backend only the names in ``pyslurm_backend.CONFIG_NAMES`` are there.
+    """
+
+    entries: Mapping[str, str] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entries", MappingProxyType(dict(self.entries)))
+
+    def __getitem__(self, name: str) -> str:
+        return self.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The controller's release, (22, 5, 8); (0,) when it is not given."""
+        return tuple(
+            int(part) for part in re.findall(r"\d+", self.get("SLURM_VERSION", "")[:12])
+        ) or (0,)
+
+    @property
+    def cluster_name(self) -> str:
+        return self.get("ClusterName", "")
+
+    @property
+    def preempt_mode(self) -> str:
+        """Cluster-wide, as Slurm prints it: ``GANG,SUSPEND``, ``REQUEUE``, ``OFF`` ..."""
+        return self.get("PreemptMode", "OFF")
+
+    @property
+    def suspend_grace_time_s(self) -> int:
+        """Seconds between SIGTSTP and SIGSTOP of a suspend.
+
+        Slurm 23.11 and later read suspend_grace_time in PreemptParameters; earlier ones always wait
+        2 s (hard-coded in slurmstepd), which is the default too.
+        """
+        found = re.search(r"suspend_grace_time=(\d+)", self.get("PreemptParameters", ""), re.I)
+        return int(found[1]) if found else 2
+
+    @property
+    def kill_wait_s(self) -> int:
+        """Seconds between SIGTERM and SIGKILL of a job that is being ended."""
+        return self._seconds("KillWait", 30)
+
+    @property
+    def message_timeout_s(self) -> int:
+        """Seconds after which Slurm's own programs give up on one message."""
+        return self._seconds("MessageTimeout", 10)
+
+    @property
+    def cred_expire_s(self) -> int:
+        """Life of a credential; a requeued job waits that long, and one more, to start."""
+        found = re.search(r"cred_expire=(\d+)", self.get("AuthInfo", ""))
+        return int(found[1]) if found else 120
+
+    @property
+    def proctrack_type(self) -> str:
+        """``proctrack/cgroup``: signals reach the srun tasks only; others: every process."""
+        return self.get("ProctrackType", "")
+
+    def _seconds(self, name: str, default: int) -> int:
+        found = re.match(r"\d+", self.get(name, ""))
+        return int(found[0]) if found else default

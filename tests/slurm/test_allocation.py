@@ -1,0 +1,96 @@
+"""A process reads from its variables where in which job it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydroslurm.errors import UsageError
+from hydroslurm.slurm.allocation import Allocation
+
+# what Slurm 22.05.8 sets for a rank of `srun` in a requeued task of an array; SLURM_JOB_END_TIME
+# comes with later releases
+RANK = {
+    "SLURM_JOB_ID": "15",
+    "SLURM_ARRAY_JOB_ID": "10",
+    "SLURM_ARRAY_TASK_ID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_RESTART_COUNT": "2",
+    "SLURM_JOB_NAME": "sweep",
+    "SLURM_JOB_PARTITION": "low",
+    "SLURM_SUBMIT_DIR": "/home/ada",
+    "SLURM_CLUSTER_NAME": "probe",
+    "SLURM_JOB_END_TIME": "1795208259",
+}
+
+
+def test_a_rank() -> None:
+    """A task of srun knows its rank, its world (of the step, not of the job) and its nodes."""
+    assert Allocation.from_environ(RANK) == Allocation(
+        job_id=15,
+        array_job_id=10,
+        array_task_id=0,
+        step_id=0,
+        rank=3,
+        local_rank=1,
+        world_size=4,
+        node_rank=1,
+        nodes=("n1", "n2"),
+        restart_count=2,
+        job_name="sweep",
+        partition="low",
+        submit_dir="/home/ada",
+        cluster_name="probe",
+        end_epoch_s=1795208259,
+    )
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"SLURM_JOB_ID": ""}, {"SLURM_CONF": "/x", "PATH": "/bin"}]
+)
+def test_outside_of_a_job(environ: dict[str, str]) -> None:
+    """Without a job id there is no allocation, and no error."""
+    assert Allocation.from_environ(environ) is None
+
+
+def test_batch_shell_is_a_world_of_its_own() -> None:
+    """sbatch sets SLURM_NTASKS and SLURM_PROCID for the batch shell: one process all the same."""
+    batch = {name: value for name, value in RANK.items() if not name.startswith("SLURM_STEP")}
+    allocation = Allocation.from_environ(batch)
+    assert allocation is not None
+    assert (allocation.step_id, allocation.rank, allocation.world_size) == (None, 0, 1)
+    assert allocation.nodes == ("n1", "n2", "n3", "n4")
+
+
+def test_first_life_has_no_restart_count() -> None:
+    """Slurm sets SLURM_RESTART_COUNT only after a requeue."""
+    allocation = Allocation.from_environ({"SLURM_JOB_ID": "1"})
+    assert allocation is not None
+    assert (allocation.restart_count, allocation.end_epoch_s) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SLURM_JOB_ID", "abc"),
+        ("SLURM_JOB_ID", "0"),
+        ("SLURM_JOB_ID", "15_0"),
+        ("SLURM_PROCID", "-1"),
+        ("SLURM_PROCID", "٣"),
+        ("SLURM_PROCID", "4"),
+        ("SLURM_STEP_NUM_TASKS", "0"),
+        ("SLURM_RESTART_COUNT", "once"),
+        ("SLURM_STEP_NODELIST", "n[1-"),
+        ("SLURM_JOB_END_TIME", "soon"),
+    ],
+)
+def test_bad_values_are_named(name: str, value: str) -> None:
+    """A value that Slurm never sets is refused, and the message names the variable."""
+    with pytest.raises(UsageError, match=name):
+        Allocation.from_environ(RANK | {name: value})

@@ -1,0 +1,335 @@
+"""Every backend keeps what SlurmClient promises, against a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.errors import NoSuchJob, SlurmMissing, WrongJobState
+from hydroslurm.slurm.client import Job, JobState, SlurmClient, open_client
+
+pytestmark = pytest.mark.slurm
+
+UNKNOWN_JOB = 67_000_000
+
+# the batch shell and its one task say which signals they get; both live until they are ended
+TALKER = """#!/bin/bash
+trap 'echo batch got USR1' USR1
+srun -n1 bash -c '
+    trap "echo task got USR1" USR1
+    trap "echo task got URG" URG
+    echo ready
+    while :; do sleep 0.1; done
+' &
+while :; do wait; done
+"""
+
+
+@pytest.fixture(scope="module", params=["commands", "pyslurm"])
+def client(request: pytest.FixtureRequest, pause_cluster: DevCluster) -> Iterator[SlurmClient]:
+    """Each backend in turn; pyslurm where it is installed for the Slurm that is."""
+    with pytest.MonkeyPatch.context() as patch:
+        # pyslurm reads this process's environment, once, when it is imported
+        for name, value in pause_cluster.environ().items():
+            patch.setenv(name, value)
+        try:
+            yield open_client(request.param, environ=pause_cluster.child_environ())
+        except SlurmMissing as error:
+            pytest.skip(str(error))
+
+
+class Jobs:
+    """Submits jobs into ``low`` and ends them when the test is over."""
+
+    def __init__(self, cluster: DevCluster, folder: Path) -> None:
+        self._cluster = cluster
+        self.folder = folder
+        self.ids: list[int] = []
+
+    def submit(self, *options: str, script: str = "#!/bin/bash\nexec sleep 300\n") -> int:
+        path = self.folder / f"job-{len(self.ids)}.sh"
+        path.write_text(script)
+        argv = ["sbatch", "--parsable", "-p", "low", "-D", str(self.folder), *options, str(path)]
+        self.ids.append(int(self._cluster.run(argv).stdout.split(";")[0]))
+        return self.ids[-1]
+
+    def end(self) -> None:
+        if self.ids:
+            self._cluster.run(["scancel", *map(str, self.ids)], check=False)
+
+
+@pytest.fixture
+def jobs(pause_cluster: DevCluster, tmp_path: Path) -> Iterator[Jobs]:
+    submitted = Jobs(pause_cluster, tmp_path)
+    yield submitted
+    submitted.end()
+
+
+def _wait(client: SlurmClient, job_id: int, want: Callable[[Job], bool]) -> Job:
+    """The job, once it is as wanted; fails after 40 s with what it is instead."""
+    deadline_s = time.monotonic() + 40
+    while not want(job := client.job(job_id)):
+        assert time.monotonic() < deadline_s, f"still {job}"
+        time.sleep(0.05)
+    return job
+
+
+def _wait_state(client: SlurmClient, job_id: int, state: JobState) -> Job:
+    return _wait(client, job_id, lambda job: job.state is state)
+
+
+def _wait_text(path: Path, text: str, *, count: int = 1) -> str:
+    """The file's content, once it holds the text that often; fails after 20 s."""
+    deadline_s = time.monotonic() + 20
+    while not (path.exists() and path.read_text().count(text) >= count):
+        assert time.monotonic() < deadline_s, path.read_text() if path.exists() else "no file"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def test_a_running_job(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
+    """A job is described in full, the same alone and among all, whatever its texts hold."""
+    comment = "hydroslurm:/runs/a b=c StdOut=/not/this JobId=5"
+    job_id = jobs.submit(
+        "-J",
+        "a name=1",
+        f"--comment={comment}",
+        "-n2",
+        "-t1-00:10:00",
+        "--mem=100M",
+        "-o",
+        f"{tmp_path}/out %x=%j",
+        "-e",
+        "err-%j",
+        "-p",
+        "urgent",
+    )
+    job = _wait_state(client, job_id, JobState.RUNNING)
+    assert (job.job_id, job.name, job.partition, job.comment) == (
+        job_id,
+        "a name=1",
+        "urgent",
+        comment,
+    )
+    assert job.flags == {"RUNNING"}
+    assert len(job.nodes) == job.n_nodes
+    assert job.n_tasks == 2
+    assert job.time_limit_s == 87000
+    assert job.memory_per_node_bytes == 100 * 2**20
+    assert job.work_dir == str(tmp_path)
+    assert job.std_out == f"{tmp_path}/out a name=1={job_id}"
+    assert job.std_err == f"{tmp_path}/err-{job_id}"
+    assert (job.is_batch, job.may_requeue, job.restart_count) == (True, True, 0)
+    assert job.submit_epoch_s is not None
+    assert job.start_epoch_s is not None
+    assert abs(time.time() - job.start_epoch_s) < 60
+    assert job.start_epoch_s >= job.submit_epoch_s
+    assert job.end_epoch_s == job.start_epoch_s + job.time_limit_s
+    assert (job.preempt_epoch_s, job.suspend_epoch_s, job.array_job_id) == (None, None, None)
+    assert client.jobs(ids=[job_id]) == (job,)
+    assert job in client.jobs()
+    assert job in client.jobs(user=job.user)
+    assert job not in client.jobs(user="nobody")
+
+
+def test_suspend_and_resume(client: SlurmClient, jobs: Jobs) -> None:
+    """A job is suspended, twice without harm, refuses signals meanwhile, and is resumed once."""
+    job_id = jobs.submit()
+    _wait_state(client, job_id, JobState.RUNNING)
+    client.suspend(job_id)
+    job = _wait_state(client, job_id, JobState.SUSPENDED)
+    assert job.suspend_epoch_s is not None
+    client.suspend(job_id)
+    with pytest.raises(WrongJobState):
+        client.signal(job_id, "USR1")
+    client.resume(job_id)
+    _wait_state(client, job_id, JobState.RUNNING)
+    with pytest.raises(WrongJobState):
+        client.resume(job_id)
+
+
+def test_requeue(client: SlurmClient, jobs: Jobs) -> None:
+    """A requeued job waits again with one restart; the second requeue succeeds and counts none."""
+    job_id = jobs.submit()
+    _wait_state(client, job_id, JobState.RUNNING)
+    client.requeue(job_id)
+    job = _wait_state(client, job_id, JobState.PENDING)
+    assert job.restart_count == 1
+    client.requeue(job_id)
+    assert client.job(job_id).restart_count == 1
+    with pytest.raises(WrongJobState):
+        client.suspend(job_id)
+    with pytest.raises(WrongJobState):
+        client.signal(job_id, "USR1")
+
+
+def test_requeue_hold_and_release(client: SlurmClient, jobs: Jobs) -> None:
+    """A job that was requeued and held does not start, and after its release it does."""
+    job_id = jobs.submit()
+    _wait_state(client, job_id, JobState.RUNNING)
+    client.requeue_hold(job_id)
+    job = _wait(client, job_id, lambda job: job.state.is_waiting and job.restart_count == 1)
+    client.requeue_hold(job_id)
+    client.release(job_id)
+    job = _wait_state(client, job_id, JobState.RUNNING)
+    assert job.restart_count == 1
+
+
+def test_lives_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> None:
+    """History has one entry for each life, the first one ended by the requeue."""
+    job_id = jobs.submit()
+    _wait_state(client, job_id, JobState.RUNNING)
+    client.requeue(job_id)
+    _wait(client, job_id, lambda job: job.state.is_waiting)
+    client.cancel(job_id)
+    deadline_s = time.monotonic() + 40
+    lives: tuple[Job, ...] = ()
+    while len(lives) < 2:
+        assert time.monotonic() < deadline_s, lives
+        time.sleep(0.2)
+        try:
+            lives = client.history(job_id)
+        except NoSuchJob:
+            continue
+    assert [life.restart_count for life in lives] == [0, 1]
+    assert lives[0].state is JobState.REQUEUED
+    assert lives[0].nodes
+    assert lives[1].state is JobState.CANCELLED
+
+
+def test_hold_and_release(client: SlurmClient, jobs: Jobs) -> None:
+    """A held job waits; released it starts; a pending job that is requeued and held is held."""
+    job_id = jobs.submit("--begin=now+1hour")
+    client.hold(job_id)
+    assert client.job(job_id).reason in {"JobHeldUser", "JobHeldAdmin"}
+    client.release(job_id)
+    assert client.job(job_id).reason not in {"JobHeldUser", "JobHeldAdmin"}
+    client.requeue_hold(job_id)
+    assert client.job(job_id).reason in {"JobHeldUser", "JobHeldAdmin"}
+
+
+def test_signals(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
+    """Signals reach the job steps, one job step, the batch shell, or all, as asked for."""
+    job_id = jobs.submit("-o", "out", script=TALKER)
+    out = tmp_path / "out"
+    _wait_text(out, "ready")
+    client.signal(job_id, "URG")
+    assert "batch" not in _wait_text(out, "task got URG")
+    client.signal(job_id, "USR1", step=0)
+    assert "batch" not in _wait_text(out, "task got USR1")
+    client.signal(job_id, "USR1", batch=True)
+    assert _wait_text(out, "batch got USR1").count("task got USR1") == 1
+    client.signal(job_id, "USR1", full=True)
+    for words in ("batch got USR1", "task got USR1"):
+        _wait_text(out, words, count=2)
+
+
+def test_cancel(client: SlurmClient, jobs: Jobs) -> None:
+    """A cancelled job ends; cancelling it again is no error; nothing else can be done with it."""
+    job_id = jobs.submit()
+    _wait_state(client, job_id, JobState.RUNNING)
+    client.cancel(job_id)
+    _wait_state(client, job_id, JobState.CANCELLED)
+    client.cancel(job_id)
+    for act in (client.suspend, client.resume, client.hold, client.release):
+        with pytest.raises(WrongJobState):
+            act(job_id)
+    with pytest.raises(WrongJobState):
+        client.signal(job_id, "TERM")
+
+
+def test_jobs_that_cannot_be_requeued(
+    client: SlurmClient, jobs: Jobs, pause_cluster: DevCluster
+) -> None:
+    """--no-requeue and what srun started itself: refused, and the job goes on."""
+    job_id = jobs.submit("--no-requeue")
+    _wait_state(client, job_id, JobState.RUNNING)
+    with pytest.raises(WrongJobState):
+        client.requeue(job_id)
+    assert client.job(job_id).state is JobState.RUNNING
+    assert client.job(job_id).may_requeue is False
+    allocation = pause_cluster.run(["salloc", "--no-shell", "-n1", "-p", "low"])
+    interactive = int(allocation.stderr.rsplit("allocation ", 1)[1].split()[0])
+    jobs.ids.append(interactive)
+    assert client.job(interactive).is_batch is False
+    with pytest.raises(WrongJobState):
+        client.requeue(interactive)
+    with pytest.raises(WrongJobState):
+        client.signal(interactive, "USR1", batch=True)
+
+
+def test_exit_codes(client: SlurmClient, jobs: Jobs) -> None:
+    """The exit code of the batch script is told once it has ended."""
+    job_id = jobs.submit(script="#!/bin/bash\nexit 3\n")
+    job = _wait(client, job_id, lambda job: job.state.has_ended)
+    assert (job.state, job.exit_code, job.exit_signal) == (JobState.FAILED, 3, 0)
+
+
+def test_arrays(client: SlurmClient, jobs: Jobs) -> None:
+    """The id of an array finds its tasks, task 0 included, and the record of those that wait."""
+    array_id = jobs.submit("--array=0-2%1")
+    deadline_s = time.monotonic() + 40
+    while not any(job.state is JobState.RUNNING for job in client.jobs(ids=[array_id])):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    tasks = client.jobs(ids=[array_id])
+    assert {job.array_job_id for job in tasks} == {array_id}
+    assert {job.array_task_id: job.state.value for job in tasks} == {0: "RUNNING", None: "PENDING"}
+    assert {job.job_id for job in tasks} >= {array_id}
+    assert all(client.job(job.job_id) == job for job in tasks)
+
+
+@pytest.mark.parametrize(
+    "act",
+    ["job", "history", "suspend", "resume", "requeue", "requeue_hold", "cancel", "hold", "release"],
+)
+def test_unknown_job(client: SlurmClient, act: str) -> None:
+    """Every request for a job that does not exist says so, and leaves it out of lists."""
+    with pytest.raises(NoSuchJob):
+        getattr(client, act)(UNKNOWN_JOB)
+    assert client.jobs(ids=[UNKNOWN_JOB]) == ()
+
+
+def test_signal_to_an_unknown_job(client: SlurmClient) -> None:
+    """A signal to a job that does not exist is refused too."""
+    with pytest.raises(NoSuchJob):
+        client.signal(UNKNOWN_JOB, "USR1")
+
+
+def test_partitions(client: SlurmClient) -> None:
+    """Both partitions are described, with the tiers and modes that make preemption work."""
+    partitions = {partition.name: partition for partition in client.partitions()}
+    low, urgent = partitions["low"], partitions["urgent"]
+    assert low.preempt_mode == "SUSPEND"
+    assert urgent.priority_tier > low.priority_tier
+    assert len(low.nodes) == 3
+    assert (low.state, urgent.is_default) == ("UP", False)
+
+
+def test_config(client: SlurmClient, pause_cluster: DevCluster) -> None:
+    """The controller's settings are read: release, preemption, waits."""
+    config = client.config()
+    release = pause_cluster.run(["scontrol", "--version"]).stdout.split()[1]
+    assert config.version == tuple(int(part) for part in release.split(".")[:3])
+    assert set(config.preempt_mode.split(",")) == {"SUSPEND", "GANG"}
+    assert config.kill_wait_s == 5
+    assert config.cred_expire_s == 5
+    assert config.suspend_grace_time_s == 2
+    assert config.proctrack_type == "proctrack/linuxproc"
+    assert config.cluster_name
+
+
+def test_ambient_environment_is_not_read(
+    pause_cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client leads to the cluster of its own environ, whatever os.environ says."""
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
+    client = open_client(environ=pause_cluster.child_environ())
+    assert client.backend == "commands"
+    assert {partition.name for partition in client.partitions()} >= {"low", "urgent"}

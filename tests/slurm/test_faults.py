@@ -1,0 +1,342 @@
+"""Slurm's programs fail in all the ways they do; stand-ins on PATH play them.
+
+A stand-in is a shell script under the name of a program. It appends its name and arguments to
+``calls`` beside it, then does what the test says. The sentences and exit statuses are those that
+Slurm 22.05.8 gave.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.errors import (
+    ControllerUnreachable,
+    NoSuchJob,
+    NotPermitted,
+    SlurmError,
+    SlurmMissing,
+    SlurmTimeout,
+    UnreadableOutput,
+    UsageError,
+    WrongJobState,
+)
+from hydroslurm.slurm.commands import CommandClient
+from hydroslurm.slurm.patience import Patience
+
+RECORDED = Path(__file__).parent / "recorded"
+AWAY = "Unable to contact slurm controller (connect failure)"
+
+
+class Stage:
+    """A folder of stand-ins, a client that finds only them, and a clock that no one waits for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.slept_s: list[float] = []
+        self._now_s = 0.0
+        (root / "bin").mkdir()
+
+    def stand_in(self, program: str, script: str) -> None:
+        path = self.root / "bin" / program
+        path.write_text(f'#!/bin/sh\necho "{program} $*" >> "{self.root}/calls"\n{script}\n')
+        path.chmod(0o755)
+
+    def client(self, **environ: str) -> CommandClient:
+        patience = Patience(
+            call_timeout_s=20,
+            give_up_after_s=30,
+            monotonic=lambda: self._now_s,
+            sleep=self._sleep,
+            uniform=lambda low, high: (low + high) / 2,
+        )
+        path = f"{self.root}/bin:{os.defpath}"
+        return CommandClient({"PATH": path, **environ}, patience=patience)
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.root / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self._now_s += seconds
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def _recorded(name: str) -> str:
+    return f"cat {RECORDED / name}"
+
+
+def test_controller_away_then_back(stage: Stage) -> None:
+    """A question is asked again, with growing pauses, until slurmctld is back."""
+    stage.stand_in(
+        "scontrol",
+        f'[ $(wc -l < "{stage.root}/calls") -ge 4 ] && exec {_recorded("22.05/show_job.txt")}\n'
+        f'echo "slurm_load_jobs error: {AWAY}" >&2; exit 1',
+    )
+    assert stage.client().job(12).state == "SUSPENDED"
+    assert len(stage.calls) == 4
+    assert stage.slept_s == [0.375, 0.75, 1.5]
+
+
+def test_controller_away_for_good(stage: Stage) -> None:
+    """In the end it is an error that says how often and for how long it was tried."""
+    stage.stand_in("scontrol", f'echo "slurm_load_ctl_conf error: {AWAY}" >&2; exit 1')
+    with pytest.raises(ControllerUnreachable, match=r"attempts: 8, in 26\.\d s"):
+        stage.client().config()
+    assert max(stage.slept_s) <= 10
+
+
+def test_requeue_retried_and_already_pending_is_success(stage: Stage) -> None:
+    """A requeue whose answer was lost finds the job pending when it is repeated: done."""
+    stage.stand_in(
+        "scontrol",
+        f'[ $(wc -l < "{stage.root}/calls") -ge 2 ] && '
+        '{ echo "Job is pending execution for job 5" >&2; exit 1; }\n'
+        'echo "Unable to contact slurm controller (receive failure) for job 5" >&2; exit 1',
+    )
+    stage.client().requeue(5)
+    assert stage.calls == ["scontrol requeue 5"] * 2
+
+
+@pytest.mark.parametrize(
+    ("sentence", "n_calls"), [("(connect failure)", 8), ("(receive failure)", 1)]
+)
+def test_signal_is_not_sent_twice(stage: Stage, sentence: str, n_calls: int) -> None:
+    """A signal is repeated only when the first one cannot have been heard."""
+    words = f"Kill job error on job id 5: Unable to contact slurm controller {sentence}"
+    stage.stand_in("scancel", f'echo "scancel: error: {words}" >&2; exit 8')
+    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    with pytest.raises(ControllerUnreachable):
+        stage.client().signal(9, "USR1")
+    assert stage.calls == ["scontrol show job 9", *["scancel --signal=10 9"] * n_calls]
+
+
+def test_a_complaint_with_status_0(stage: Stage) -> None:
+    """What a program complains of on stderr counts, even when it exits with 0."""
+    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    stage.stand_in(
+        "scancel", 'echo "scancel: error: Kill job error on job id 9: Invalid job id specified" >&2'
+    )
+    with pytest.raises(NoSuchJob, match="scancel 9"):
+        stage.client().cancel(9)
+
+
+@pytest.mark.parametrize("job_id", [10, 12, 14])
+def test_scancel_is_not_left_to_wait(stage: Stage, job_id: int) -> None:
+    """Waiting, suspended and ended jobs are not signalled: scancel would try for 95 s."""
+    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    with pytest.raises(WrongJobState, match="has to be RUNNING"):
+        stage.client().signal(job_id, "USR1")
+    assert stage.calls == [f"scontrol show job {job_id}"]
+
+
+def test_sigkill_reaches_a_suspended_job(stage: Stage) -> None:
+    """A suspended job gets SIGKILL, and only that."""
+    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    stage.stand_in("scancel", "")
+    stage.client().signal(12, "KILL")
+    assert stage.calls[-1] == "scancel --signal=9 12"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (f'echo "slurm_load_jobs error: {AWAY}" >&2; exit 1', ControllerUnreachable),
+        ('echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1', NoSuchJob),
+        (_recorded("22.05/show_job.txt"), SlurmError),
+    ],
+)
+def test_a_sentence_that_says_nothing(stage: Stage, answer: str, error: type[SlurmError]) -> None:
+    """ "Unexpected message received" stands for several causes; the right one is found out."""
+    stage.stand_in(
+        "scontrol",
+        f'case "$1" in show) {answer};; *) '
+        'echo "Unexpected message received for job 9" >&2; exit 1;; esac',
+    )
+    with pytest.raises(SlurmError) as caught:
+        stage.client().suspend(9)
+    assert type(caught.value) is error
+    assert stage.calls[:2] == ["scontrol suspend 9", "scontrol show job 9"]
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "status", "act", "error"),
+    [
+        ("scontrol", "Access/permission denied for job 1", 1, "suspend", NotPermitted),
+        ("scontrol", "Access/permission denied for job 1", 1, "requeue", NotPermitted),
+        ("scontrol", "2_0-3: Invalid user id", 1, "hold", NotPermitted),
+        (
+            "scancel",
+            "scancel: error: Kill job error on job id 1: Access/permission denied",
+            210,
+            "cancel",
+            NotPermitted,
+        ),
+        ("scontrol", "Job is not suspended for job 1", 1, "resume", WrongJobState),
+        (
+            "scontrol",
+            "Only batch jobs are accepted or processed for job 3",
+            1,
+            "requeue",
+            WrongJobState,
+        ),
+        (
+            "scontrol",
+            "Requested operation is presently disabled for job 4",
+            1,
+            "requeue",
+            WrongJobState,
+        ),
+        ("scontrol", "Job has already finished for job 1", 1, "hold", WrongJobState),
+        ("scontrol", "slurm_suspend error: The moon is full", 1, "release", SlurmError),
+    ],
+)
+def test_refusals(
+    stage: Stage, program: str, words: str, status: int, act: str, error: type[SlurmError]
+) -> None:
+    """Each of Slurm's sentences is the error that it means, and stands in the message."""
+    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    stage.stand_in(program, f'echo "{words}" >&2; exit {status}')
+    call: Callable[[int], None] = getattr(stage.client(), act)
+    with pytest.raises(SlurmError, match=words[-15:]) as caught:
+        call(9)
+    assert type(caught.value) is error
+    assert len([call for call in stage.calls if call.startswith(program)]) == 1
+
+
+def test_requeue_hold_of_a_pending_job_holds_it(stage: Stage) -> None:
+    """Slurm refuses requeuehold for a pending job; what was wanted is a hold."""
+    stage.stand_in(
+        "scontrol",
+        '[ "$1" = hold ] || { echo "Job is pending execution for job 5" >&2; exit 1; }',
+    )
+    stage.client().requeue_hold(5)
+    assert stage.calls == ["scontrol requeuehold 5", "scontrol hold 5"]
+
+
+def test_time_out(stage: Stage) -> None:
+    """A program that does not end is ended, and the error says that the outcome is not known."""
+    pid_file = stage.root / "pid"
+    stage.stand_in("scontrol", f"echo $$ > {pid_file}; exec sleep 60")
+    patience = Patience(call_timeout_s=0.5)
+    client = CommandClient({"PATH": f"{stage.root}/bin:{os.defpath}"}, patience=patience)
+    begin = time.monotonic()
+    with pytest.raises(SlurmTimeout, match=r"scontrol suspend 5: no answer within 0\.5 s"):
+        client.suspend(5)
+    assert time.monotonic() - begin < 30
+    assert len(stage.calls) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_garbage_answers(stage: Stage) -> None:
+    """A program that prints something else is reported as such, with what it printed."""
+    for program in ("scontrol", "squeue", "sacct"):
+        stage.stand_in(program, "echo 'Welcome to the login node'")
+    client = stage.client()
+    for ask in (lambda: client.job(5), client.jobs, lambda: client.history(5), client.config):
+        with pytest.raises(UnreadableOutput, match="Welcome"):
+            ask()
+
+
+def test_without_json_scontrol_is_asked(stage: Stage) -> None:
+    """A Slurm built without JSON, and the empty list of 22.05's errors, lead to scontrol."""
+    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    for squeue in (
+        "echo 'squeue: fatal: Unable to find json plugin' >&2; exit 1",
+        _recorded("22.05/squeue_controller_away.json"),
+    ):
+        stage.stand_in("squeue", squeue)
+        assert len(stage.client().jobs()) == 8
+
+
+def test_jobs_are_chosen_from_one_answer(stage: Stage) -> None:
+    """Users, ids and whole arrays are chosen from one request; no ids, no request."""
+    stage.stand_in("squeue", _recorded("22.05/squeue.json"))
+    client = stage.client()
+    assert [j.job_id for j in client.jobs(ids=[12, 10, 4711])] == [15, 12, 10]
+    assert client.jobs(user="ada") == ()
+    assert len(stage.calls) == 2
+    assert client.jobs(ids=[]) == ()
+    assert len(stage.calls) == 2
+
+
+def test_stray_stderr_does_not_spoil_an_answer(stage: Stage) -> None:
+    """A question that was answered stays answered, whatever a plugin complains of on the way."""
+    stage.stand_in(
+        "scontrol",
+        f'echo "scontrol: error: plugin x is deprecated" >&2; {_recorded("22.05/show_config.txt")}',
+    )
+    assert stage.client().config().cluster_name == "probe"
+
+
+def test_the_environment_of_the_programs(stage: Stage) -> None:
+    """The user's formatting and filters do not reach the programs; SLURM_CLUSTERS does."""
+    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    stage.stand_in("scancel", f'env > "{stage.root}/env"')
+    ambient = {
+        "SCANCEL_USER": "eve",
+        "SQUEUE_FORMAT": "%i",
+        "SLURM_TIME_FORMAT": "relative",
+        "LC_ALL": "de_DE.UTF-8",
+        "SLURM_CLUSTERS": "other",
+        "SLURM_JOB_ID": "7",
+    }
+    stage.client(**ambient).cancel(9)
+    seen = dict(
+        line.split("=", 1) for line in (stage.root / "env").read_text().splitlines() if "=" in line
+    )
+    assert "SCANCEL_USER" not in seen
+    assert "SQUEUE_FORMAT" not in seen
+    assert (seen["LC_ALL"], seen["SLURM_TIME_FORMAT"]) == ("C", "%s")
+    assert (seen["SLURM_CLUSTERS"], seen["SLURM_JOB_ID"]) == ("other", "7")
+
+
+def test_no_slurm_here(tmp_path: Path) -> None:
+    """Without the programs, or with a SLURM_CONF that is not there, the error says what to do."""
+    with pytest.raises(SlurmMissing, match="no program scontrol on PATH"):
+        CommandClient({"PATH": str(tmp_path)}).job(1)
+    with pytest.raises(SlurmMissing, match="SLURM_CONF names"):
+        CommandClient({"PATH": os.defpath, "SLURM_CONF": str(tmp_path / "no.conf")}).job(1)
+
+
+@pytest.mark.parametrize("job_id", [0, -1, True, "5,6", "-a"])
+def test_bad_ids_never_reach_a_command_line(stage: Stage, job_id: int) -> None:
+    """What is no job id is the caller's mistake; no program is run."""
+    client = stage.client()
+    for act in (client.job, client.cancel, client.requeue, client.history):
+        with pytest.raises(UsageError, match="not a job id"):
+            act(job_id)
+    assert stage.calls == []
+
+
+def test_signals_by_name_and_number(stage: Stage) -> None:
+    """Names with and without SIG, numbers and members mean the same; others are refused."""
+    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    stage.stand_in("scancel", "")
+    client = stage.client()
+    client.signal(9, "USR1")
+    client.signal(9, "sigusr1", step=0)
+    client.signal(9, 10, batch=True)
+    client.signal(9, signal.SIGUSR1, full=True)
+    assert [call for call in stage.calls if call.startswith("scancel")] == [
+        "scancel --signal=10 9",
+        "scancel --signal=10 9.0",
+        "scancel --signal=10 --batch 9",
+        "scancel --signal=10 --full 9",
+    ]
+    with pytest.raises(UsageError, match="no signal 'FOO'"):
+        client.signal(9, "FOO")
+    with pytest.raises(UsageError, match="only one of"):
+        client.signal(9, "USR1", batch=True, full=True)

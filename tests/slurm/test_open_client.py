@@ -1,0 +1,119 @@
+"""The choice of the backend: what is there, what was asked for, and never a dead process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.errors import SlurmMissing, UsageError
+from hydroslurm.slurm.client import BACKEND_ENV, find_slurm_conf, open_client
+
+# pyslurm as it behaves: importing it without a slurm.conf ends the process, whoever imports it
+PYSLURM = """
+import os
+if not os.path.isfile(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")):
+    os._exit(1)
+class Jobs: pass
+class Partitions: pass
+class slurmctld:
+    class Config: pass
+"""
+
+
+def _pretend_pyslurm(tmp_path: Path, patch: pytest.MonkeyPatch, source: str = PYSLURM) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "pyslurm.py").write_text(source)
+    patch.syspath_prepend(str(folder))
+    patch.setenv("PYTHONPATH", str(folder))
+    # forgets the module again, whether a test imported it or not
+    patch.setitem(sys.modules, "pyslurm", None)
+    patch.delitem(sys.modules, "pyslurm")
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "slurm.conf"
+    path.write_text("ClusterName=x\n")
+    monkeypatch.setenv("SLURM_CONF", str(path))
+    return path
+
+
+def test_without_pyslurm(tmp_path: Path) -> None:
+    """Without pyslurm it is the commands, and ``why`` says so; asking for pyslurm is an error."""
+    client = open_client(environ={"SLURM_CONF": str(tmp_path / "other.conf"), "PATH": ""})
+    assert client.backend == "commands"
+    assert client.why.startswith("commands: pyslurm ")
+
+
+def test_pyslurm_where_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: Path
+) -> None:
+    """An importable pyslurm and a slurm.conf: pyslurm, with the reason."""
+    _pretend_pyslurm(tmp_path, monkeypatch)
+    client = open_client()
+    assert client.backend == "pyslurm"
+    assert client.why == f"pyslurm: importable, and {conf} exists"
+
+
+def test_no_slurm_conf_no_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a slurm.conf pyslurm is not touched: this very process would end."""
+    _pretend_pyslurm(tmp_path, monkeypatch)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "missing.conf"))
+    client = open_client()
+    assert client.why.startswith("commands: there is no slurm.conf")
+    assert "pyslurm" not in sys.modules
+    with pytest.raises(SlurmMissing, match=r"asked for by the caller, but there is no slurm\.conf"):
+        open_client("pyslurm")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import os; os._exit(1)", "no reason given"),
+        ("raise ImportError('libslurm.so.44: cannot open')", r"libslurm\.so\.44"),
+        ("version = '18.08'", "no attribute 'Jobs'"),
+    ],
+)
+def test_pyslurm_that_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: Path, source: str, words: str
+) -> None:
+    """One that ends the process, lacks its library or is too old is found out in a child."""
+    _pretend_pyslurm(tmp_path, monkeypatch, source)
+    client = open_client()
+    assert client.backend == "commands"
+    with pytest.raises(SlurmMissing, match=words):
+        open_client("pyslurm")
+
+
+def test_another_cluster_rules_pyslurm_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: Path
+) -> None:
+    """pyslurm reads this process's SLURM_CONF; a client for another cluster uses the commands."""
+    _pretend_pyslurm(tmp_path, monkeypatch)
+    client = open_client(environ={**os.environ, "SLURM_CONF": str(tmp_path / "slurm2.conf")})
+    assert (
+        client.why == "commands: pyslurm cannot be given another SLURM_CONF than this process has"
+    )
+
+
+def test_the_environment_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: Path
+) -> None:
+    """HYDROSLURM_SLURM_BACKEND wins over what is there, the caller over it; nonsense is named."""
+    _pretend_pyslurm(tmp_path, monkeypatch)
+    monkeypatch.setenv(BACKEND_ENV, "commands")
+    assert open_client().why == f"commands: asked for by {BACKEND_ENV}"
+    assert open_client("pyslurm").why == "pyslurm: asked for by the caller"
+    monkeypatch.setenv(BACKEND_ENV, "rest")
+    with pytest.raises(UsageError, match=f"no Slurm backend 'rest'.*{BACKEND_ENV}"):
+        open_client()
+
+
+def test_find_slurm_conf(conf: Path) -> None:
+    """SLURM_CONF is the only place when it is set, wrong as it may be."""
+    assert find_slurm_conf({"SLURM_CONF": str(conf)}) == conf
+    assert find_slurm_conf({"SLURM_CONF": str(conf) + ".not"}) is None

@@ -1,0 +1,288 @@
+"""The mapping from pyslurm's objects, **against a stand-in**, not against pyslurm.
+
+pyslurm compiles only against the Slurm release that it is made for, so it is not here; where it is,
+test_contract runs against the real one. The stand-in has the attributes, units and oddities of
+pyslurm 25.11.2's source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hydroslurm.errors import (
+    ControllerUnreachable,
+    NoSuchJob,
+    NotPermitted,
+    SlurmError,
+    UnreadableOutput,
+    WrongJobState,
+)
+from hydroslurm.slurm import squeue_json
+from hydroslurm.slurm.patience import Patience
+from hydroslurm.slurm.pyslurm_backend import PyslurmClient
+from hydroslurm.slurm.values import JobState
+
+RECORDED = Path(__file__).parent / "recorded"
+
+JOB: dict[str, Any] = {
+    "id": 501,
+    "state": "RUNNING",
+    "state_reason": "None",
+    "name": "train",
+    "user_name": "ada",
+    "partition": "low",
+    "allocated_nodes": "gpu[08-09]",
+    "num_nodes": 2,
+    "ntasks": 8,
+    "cpus": 8,
+    "submit_time": 1795204650,
+    "eligible_time": 1795204654,
+    "start_time": 1795204659,
+    "end_time": 1795208259,
+    "time_limit": 60,  # minutes
+    "requeue_count": 2,
+    "preempt_time": 1795204700,
+    "suspend_time": None,
+    "pre_suspension_time": None,
+    "working_directory": "/home/ada",
+    "standard_output": "/home/ada/train-501.out",
+    "standard_error": "/home/ada/train-501.out",
+    "comment": None,
+    "exit_code": 0,
+    "exit_code_signal": 0,
+    "array_id": None,
+    "array_task_id": None,
+    "array_tasks_waiting": None,
+    "is_batch_job": True,
+    "is_requeueable": True,
+    "memory_per_node": 64000,
+    "memory_per_cpu": None,
+}
+
+
+class RPCError(Exception):
+    """Stands in for pyslurm.RPCError: str() is the sentence of slurm_strerror."""
+
+
+class StandIn:
+    """Stands in for the module pyslurm, with one job in it."""
+
+    RPCError = RPCError
+
+    def __init__(self) -> None:
+        self.attributes = dict(JOB)
+        self.refuse: dict[str, list[str]] = {}
+        self.acts: list[tuple[Any, ...]] = []
+        self.slurmctld = SimpleNamespace(
+            Config=SimpleNamespace(
+                load=lambda: SimpleNamespace(
+                    auth_info=["socket=/x", "cred_expire=5"],
+                    cluster_name="c",
+                    job_requeue=True,
+                    kill_wait_time=30,
+                    message_timeout=10,
+                    preempt_mode="GANG,SUSPEND",
+                    preempt_parameters={"suspend_grace_time": 7, "youngest_first": True},
+                    preempt_type="preempt/partition_prio",
+                    proctrack_type="proctrack/cgroup",
+                    requeue_exit=None,
+                    version="25.11.7",
+                )
+            )
+        )
+        self.Jobs = SimpleNamespace(
+            load=lambda: {501: SimpleNamespace(**self.attributes)}  # has .values(), as theirs
+        )
+        self.Partitions = SimpleNamespace(
+            load=lambda: {
+                "low": SimpleNamespace(
+                    name="low",
+                    state="UP",
+                    priority_tier=1,
+                    preempt_mode="SUSPEND",
+                    preemption_grace_time=None,
+                    nodes="gpu[08-09]",
+                    max_time="UNLIMITED",
+                    is_default=True,
+                )
+            }
+        )
+        outer = self
+
+        class Job:
+            def __init__(self, job_id: int) -> None:
+                self.job_id = job_id
+
+            def __getattr__(self, name: str) -> Callable[..., None]:
+                if name not in [
+                    "suspend",
+                    "unsuspend",
+                    "requeue",
+                    "hold",
+                    "release",
+                    "cancel",
+                    "send_signal",
+                ]:
+                    raise AttributeError(name)
+                return lambda *args, **named: outer._act(name, self.job_id, *args, **named)
+
+            @staticmethod
+            def load(job_id: int) -> SimpleNamespace:
+                outer._act("load", job_id)
+                if job_id != outer.attributes["id"]:
+                    raise RPCError("Invalid job id specified")
+                return SimpleNamespace(**outer.attributes)
+
+        self.Job = Job
+
+    def _act(self, name: str, *args: Any, **named: Any) -> None:
+        self.acts.append((name, *args, *named.values()))
+        if self.refuse.get(name):
+            raise RPCError(self.refuse[name].pop(0))
+
+
+@pytest.fixture
+def module() -> StandIn:
+    return StandIn()
+
+
+@pytest.fixture
+def client(module: StandIn) -> PyslurmClient:
+    patience = Patience(sleep=lambda _: None)
+    return PyslurmClient({"PATH": ""}, patience=patience, module=module)
+
+
+def test_job(client: PyslurmClient, module: StandIn) -> None:
+    """A job of pyslurm's is the same value as the same job from squeue's JSON."""
+    rows = squeue_json.read_jobs((RECORDED / "25.11/squeue_handmade.json").read_text())
+    assert client.job(501) == rows[0]
+    assert client.jobs() == (rows[0],)
+    assert client.jobs(user="eve") == ()
+    assert client.jobs(ids=[7]) == ()
+    module.attributes |= {"time_limit": None, "state": "COMPLETING", "allocated_nodes": None}
+    assert client.job(501) == replace(
+        rows[0],
+        time_limit_s=None,
+        state=JobState.COMPLETING,
+        flags=frozenset({"COMPLETING"}),
+        nodes=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "waiting", "expected"), [(3, None, 3), (None, None, 0), (None, "0-3", None)]
+)
+def test_array_tasks(
+    client: PyslurmClient,
+    module: StandIn,
+    task: int | None,
+    waiting: str | None,
+    expected: int | None,
+) -> None:
+    """Task 0, of which pyslurm makes None, is told from the record of tasks not started."""
+    module.attributes |= {
+        "array_id": 500,
+        "array_task_id": task,
+        "array_tasks_waiting": waiting,
+    }
+    assert (client.job(501).array_job_id, client.job(501).array_task_id) == (500, expected)
+
+
+def test_partitions_and_config(client: PyslurmClient) -> None:
+    """Partitions and configuration come in the words and units of scontrol."""
+    (low,) = client.partitions()
+    assert (low.name, low.grace_time_s, low.max_time_s) == ("low", 0, None)
+    assert low.nodes == ("gpu08", "gpu09")
+    config = client.config()
+    assert config.version == (25, 11, 7)
+    assert (config.kill_wait_s, config.cred_expire_s, config.suspend_grace_time_s) == (30, 5, 7)
+    assert config["PreemptParameters"] == "suspend_grace_time=7,youngest_first"
+
+
+def test_acts(client: PyslurmClient, module: StandIn) -> None:
+    """Each request is the call of pyslurm's that means it."""
+    client.suspend(501)
+    client.resume(501)
+    client.requeue(501)
+    client.requeue_hold(501)
+    client.hold(501)
+    client.release(501)
+    client.signal(501, "USR1")
+    client.signal(501, "USR1", batch=True)
+    client.signal(501, "USR1", full=True)
+    client.cancel(501)
+    assert [act for act in module.acts if act[0] != "load"] == [
+        ("suspend", 501),
+        ("unsuspend", 501),
+        ("requeue", 501),
+        ("requeue", 501, True),
+        ("hold", 501),
+        ("release", 501),
+        ("send_signal", 501, 10, "children"),
+        ("send_signal", 501, 10, "batch"),
+        ("send_signal", 501, 10, "all"),
+        ("cancel", 501),
+    ]
+
+
+def test_silence_of_pyslurm_is_made_up_for(client: PyslurmClient, module: StandIn) -> None:
+    """pyslurm is silent on cancels of unknown jobs and signals to ended ones; the client is not."""
+    with pytest.raises(NoSuchJob):
+        client.cancel(7)
+    module.attributes["state"] = "COMPLETED"
+    client.cancel(501)
+    with pytest.raises(WrongJobState, match="COMPLETED"):
+        client.signal(501, "USR1")
+    assert {act[0] for act in module.acts} == {"load"}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "error"),
+    [
+        ("Access/permission denied", NotPermitted),
+        ("Job is not running", WrongJobState),
+        ("Unable to contact slurm controller (connect failure)", ControllerUnreachable),
+        ("Something new", SlurmError),
+    ],
+)
+def test_errors(
+    client: PyslurmClient, module: StandIn, sentence: str, error: type[SlurmError]
+) -> None:
+    """The sentences of libslurm are the same errors as those of the programs."""
+    module.refuse["suspend"] = [sentence] * 1000
+    client = PyslurmClient(
+        {"PATH": ""}, patience=Patience(give_up_after_s=0, sleep=lambda _: None), module=module
+    )
+    with pytest.raises(SlurmError, match="pyslurm: suspend job 501") as caught:
+        client.suspend(501)
+    assert type(caught.value) is error
+
+
+def test_retry_and_pending(client: PyslurmClient, module: StandIn) -> None:
+    """A requeue survives a controller that is away, and one that finds the job pending."""
+    module.refuse["requeue"] = [
+        "Unable to contact slurm controller (connect failure)",
+        "Job is pending execution",
+    ]
+    client.requeue(501)
+    assert [act[0] for act in module.acts] == ["requeue", "requeue"]
+
+
+def test_suspend_of_an_unknown_job(client: PyslurmClient, module: StandIn) -> None:
+    """slurm_suspend says only "Unspecified error" for it; the client finds out."""
+    module.refuse["suspend"] = ["Unspecified error"]
+    with pytest.raises(NoSuchJob):
+        client.suspend(7)
+
+
+def test_another_pyslurm(client: PyslurmClient, module: StandIn) -> None:
+    """A pyslurm with other names is reported with the way around it."""
+    del module.attributes["pre_suspension_time"]
+    with pytest.raises(UnreadableOutput, match="HYDROSLURM_SLURM_BACKEND=commands"):
+        client.job(501)
