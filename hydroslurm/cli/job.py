@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from hydroslurm.ack import Answer
     from hydroslurm.launch.control import JobAnswer, JobStatus
+    from hydroslurm.rankstate import RankState
 
 Pid = Annotated[int | None, typer.Option("--pid", help="A process of this machine.")]
 JobId = Annotated[int | None, typer.Option("--job", help="A Slurm job, with all its ranks.")]
@@ -55,11 +56,14 @@ def status(
     """Show Slurm's state of a job beside what its ranks say of themselves."""
     import getpass
 
-    from hydroslurm.launch.control import job_status
+    from hydroslurm.launch.control import find_job, job_status
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
-    jobs = [client.job(job_id)] if job_id is not None else client.jobs(user=getpass.getuser())
+    if job_id is None:
+        jobs = list(client.jobs(user=getpass.getuser()))
+    else:
+        jobs = [find_job(client, job_id)]
     for found in (job_status(job) for job in jobs):
         if as_json:
             typer.echo(json.dumps(_as_json(found)))
@@ -96,34 +100,41 @@ def _print_job(answer: JobAnswer) -> None:
     for one in answer.answers:
         typer.echo(f"  rank {one.rank}: {one.words}")
     for rank in answer.silent:
-        typer.echo(f"  rank {rank}: no answer in time", err=True)
+        typer.echo(
+            f"  rank {rank}: no answer in time; it had come to no operator yet (still importing, "
+            "or "
+            "inside a long one), or it cannot write its events",
+            err=True,
+        )
     if answer.silent or not all(one.done for one in answer.answers):
         raise typer.Exit(1)
 
 
 def _print_status(found: JobStatus) -> None:
+    from hydroslurm.slurm.text import compress_nodes, format_duration
+
     job = found.job
-    where = f" on {job.nodes}" if job.nodes else f" ({job.reason})"
+    where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
+    limit = f"time limit {format_duration(job.time_limit_s)}"
     typer.echo(
-        f"job {job.job_id} {job.name}: {job.state.value}{where}, partition {job.partition}, "
-        f"restarts {job.restart_count}"
+        f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
+        f"{limit}, restarts {job.restart_count}"
     )
     if not found.ranks:
         typer.echo(f"  no rank has announced itself in {found.run_dir.events}")
-    now_ns = time.time_ns()
     for rank in found.ranks:
-        since_s = (now_ns - rank.since_epoch_ns) / 1e9
-        causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
-        step = "" if rank.step is None else f", step {rank.step}"
-        parked = (
-            ""
-            if rank.park_us is None
-            else f", {rank.pauses} pauses, last parked in {rank.park_us:.0f} us"
-        )
-        typer.echo(
-            f"  rank {rank.rank} {rank.host}:{rank.pid}  {rank.state}{causes} since {since_s:.1f} "
-            f"s{step}{parked}"
-        )
+        typer.echo(f"  {_rank_line(rank, now_epoch_ns=time.time_ns())}")
+
+
+def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
+    since_s = (now_epoch_ns - rank.since_epoch_ns) / 1e9
+    causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
+    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.state}{causes} since {since_s:.1f} s"]
+    if rank.step is not None:
+        words.append(f"step {rank.step}")
+    if rank.park_us is not None:
+        words.append(f"{rank.pauses} pauses, last parked in {rank.park_us:.0f} us")
+    return ", ".join(words)
 
 
 def _as_json(found: JobStatus) -> dict[str, object]:

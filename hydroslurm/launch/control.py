@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydroslurm import rundir
 from hydroslurm.ack import Answer, EventTail, Judge, JudgeResume, judge_pause, wait_for_answers
-from hydroslurm.errors import NotPermitted, TargetError, WrongJobState
+from hydroslurm.errors import NoSuchJob, NotPermitted, TargetError, WrongJobState
 from hydroslurm.rankstate import RankState, latest
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
@@ -50,11 +50,28 @@ def run_dir_of(job: Job) -> RunDir:
     return folder
 
 
+def find_job(client: SlurmClient, job_id: int) -> Job:
+    """A job of now, or the latest life of one that slurmctld has forgotten.
+
+    Raises:
+        NoSuchJob: the accounting does not know it either.
+    """
+    try:
+        return client.job(job_id)
+    except NoSuchJob:
+        lives = client.history(job_id)
+        if not lives:
+            raise
+        return lives[-1]
+
+
 def job_status(job: Job) -> JobStatus:
-    """Slurm's state beside the ranks' own."""
+    """Slurm's state beside the ranks' own; a rank that wrote no end of an ended job was killed."""
     run = run_dir_of(job)
-    states = [latest(path) for path in run.rank_event_files().values()]
-    return JobStatus(job, run, tuple(state for state in states if state is not None))
+    states = [state for path in run.rank_event_files().values() if (state := latest(path))]
+    if job.state.has_ended:
+        states = [s if s.state == "ended" else replace(s, state="killed") for s in states]
+    return JobStatus(job, run, tuple(states))
 
 
 def pause_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:

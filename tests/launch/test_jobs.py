@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slurm
 
 # an ordinary training script: not a word of hydroslurm in it
 SCRIPT = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 import torch
 
 torch.manual_seed(0)
@@ -41,6 +41,8 @@ while not stop.exists():
     model(data).square().mean().backward()
     optimizer.step()
     step += 1
+    if step == 3:
+        stop.with_name("trains-" + os.environ["SLURM_PROCID"]).touch()
 print("done", step > 0)
 sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
 """
@@ -86,9 +88,10 @@ def _state(run: RunDir, rank: int = 0) -> str:
     return found.state if found else "absent"
 
 
-def _running(job: PausableJob, ranks: int = 1) -> None:
+def _trains(folder: Path, ranks: int = 1) -> None:
+    """Until steps are made: before that a rank may be busy importing for longer than the grace."""
     for rank in range(ranks):
-        wait_until(lambda r=rank: _state(job.run_dir, r) == "running", f"rank {rank} runs")
+        wait_until((folder / f"trains-{rank}").exists, f"rank {rank} makes steps")
 
 
 def _slurm_state(slurm: SlurmClient, job: PausableJob) -> JobState:
@@ -104,7 +107,7 @@ def test_an_unmodified_script_is_suspended_and_resumed(
 ) -> None:
     """scontrol suspend parks it before Slurm's SIGSTOP, resume continues it, and it ends well."""
     job = submit()
-    _running(job)
+    _trains(folder)
     paused = pause_job(slurm, int(job.job_id))
     assert paused.how == "scontrol suspend"
     assert [answer.done for answer in paused.answers] == [True]
@@ -131,7 +134,7 @@ def test_two_ranks_on_two_nodes_answer_each(
 ) -> None:
     """Every rank of a job writes its own events and acknowledges its own pause."""
     job = submit(nodes=2, tasks_per_node=1)
-    _running(job, ranks=2)
+    _trains(folder, ranks=2)
     paused = pause_job(slurm, int(job.job_id))
     assert [answer.rank for answer in paused.answers] == [0, 1]
     assert not paused.silent
@@ -157,7 +160,7 @@ def test_an_owner_who_may_not_suspend_pauses_by_signal(
         raise NotPermitted("only operators")
 
     job = submit()
-    _running(job)
+    _trains(folder)
     with monkeypatch.context() as patched:
         patched.setattr(slurm, "suspend", refuse)
         paused = pause_job(slurm, int(job.job_id))
@@ -178,7 +181,7 @@ def test_gang_scheduling_parks_for_an_urgent_job(
 ) -> None:
     """An urgent job on the same node suspends the job, which goes on when that has ended."""
     job = submit()
-    _running(job)
+    _trains(folder)
     node = slurm.job(int(job.job_id)).nodes[0]
     subprocess.run(
         ["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "sleep", "1"],
@@ -215,6 +218,17 @@ def test_a_run_folder_tells_what_was_submitted(
     assert job_status(slurm.job(int(job.job_id))).run_dir == job.run_dir
     (folder / "stop").touch()
     job.result()
+
+
+def test_a_killed_rank_is_not_said_to_run(
+    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
+) -> None:
+    """After scancel --signal=KILL the status says killed, though the rank wrote nothing of it."""
+    job = submit()
+    _trains(folder)
+    slurm.signal(int(job.job_id), "KILL", full=True)
+    wait_until(lambda: slurm.job(int(job.job_id)).state.has_ended, "Slurm has seen its end")
+    assert [rank.state for rank in job_status(slurm.job(int(job.job_id))).ranks] == ["killed"]
 
 
 def test_callables_and_arrays(on_cluster: None, folder: Path) -> None:
@@ -306,7 +320,7 @@ def test_the_command_line_does_it_all(
     out = hydroslurm("submit", "--partition", "low", "train.py", str(folder / "stop"))
     job_id = out.split()[1]
     run = RunDir(Path(out.split("run folder ")[1].splitlines()[0]))
-    wait_until(lambda: _state(run) == "running", "the rank runs")
+    _trains(folder)
     assert "parked after" in hydroslurm("pause", "--job", job_id)
     status = hydroslurm("status", job_id)
     assert "SUSPENDED" in status
@@ -337,7 +351,7 @@ def test_ctrl_z_at_sruns_terminal_does_not_wedge_the_rank(
         command = ["srun", "--partition=low", *options, sys.executable, str(folder / "own.py")]
         os.execvp("srun", [*command, str(folder / "stop"), "0", str(run.root)])
     try:
-        wait_until(lambda: _state(run) == "running", "the rank runs")
+        _trains(folder)
         rank = latest(run.rank_events(0))
         assert rank is not None
         os.write(terminal, b"\x1a")

@@ -1,0 +1,70 @@
+"""Run every profiling script, keep what it printed in profiling/results/, bring README's table up
+to date.
+
+    bench.py                    everything, about ten minutes
+    bench.py --only overhead    one of them
+    bench.py --readme           only the table, from the results that are there
+    bench.py --quick --out DIR  to see that it all runs; never in README
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from readme_table import load, replace_between, table
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+README = HERE.parent / "README.md"
+SCRIPTS = ("overhead", "pause_latency", "suspend_latency", "gpu_check")
+LIMIT_S = 1200.0
+
+
+def run(name: str, *, quick: bool, out: Path) -> bool:
+    """Run one script and keep its JSON; whether it worked."""
+    print(f"{name} ...", flush=True)
+    argv = [sys.executable, str(HERE / f"{name}.py"), "--json", *(["--quick"] if quick else [])]
+    try:
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
+        result = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError) as error:
+        print(f"{name}: failed: {error}", file=sys.stderr)
+        return False
+    out.mkdir(parents=True, exist_ok=True)
+    part = out / f"{name}.json.tmp"
+    part.write_text(json.dumps(result, indent=2) + "\n")
+    part.replace(out / f"{name}.json")
+    for key, value in result.items():
+        if key not in ("script", "environment"):
+            print(f"  {key:<42} {value}")
+    return True
+
+
+def update_readme(readme: Path, results: Path) -> None:
+    """Rewrite the part of README between the two markers."""
+    readme.write_text(replace_between(readme.read_text(), table(load(results))))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="few rounds; README is left alone")
+    parser.add_argument("--only", choices=SCRIPTS, action="append", help="may be given again")
+    parser.add_argument("--readme", action="store_true", help="run nothing, rewrite the table")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    chosen = parser.parse_args()
+    if chosen.quick and chosen.out == RESULTS and not chosen.readme:
+        parser.error("--quick measures nothing worth keeping; give it an --out of its own")
+    wanted = () if chosen.readme else chosen.only or SCRIPTS
+    failed = [name for name in wanted if not run(name, quick=chosen.quick, out=chosen.out)]
+    if not chosen.quick and chosen.out == RESULTS:
+        update_readme(README, RESULTS)
+        print(f"{README.name} has the new figures")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""From `kill` to the first operator held, and from `kill` to the first operator released.
+
+Two processes train, one with hydroslurm and one with the incumbent's hooks; this one sends
+SIGUSR1 and SIGUSR2 at random moments, in turns of ten, while the other process is stopped. All
+stamps are CLOCK_MONOTONIC, the sender's taken just before kill(). Then each is paused during
+backwards of more than two seconds, through one module of many operators: was it held before the
+backward ended? Where the incumbent was not, the end is what counts for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import EventTail, Options, finish, options, p50_p99
+
+from hydroslurm.events import Event, EventKind
+from hydroslurm.rundir import RunDir
+
+TURN = 10
+LIMIT_S = 120.0
+SENDER_SPIN_NS = 300_000
+WAYS = ("hydroslurm", "incumbent")
+
+
+@dataclass
+class Pause:
+    """One pause as seen from both sides; CLOCK_MONOTONIC, nanoseconds."""
+
+    sent_ns: int
+    held_ns: int
+    resume_sent_ns: int = 0
+    released_ns: int = 0
+    handler_ns: int = 0
+
+
+@dataclass
+class Seen:
+    """What was measured of one way."""
+
+    pauses: list[Pause] = field(default_factory=list)
+    inside: list[bool] = field(default_factory=list)
+
+
+class Victim:
+    """A process of victim.py."""
+
+    def __init__(self, way: str, folder: Path, what: str, seconds: float) -> None:
+        self.way = way
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("victim.py")),
+                way,
+                str(folder),
+                what,
+                str(seconds),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.events = EventTail(RunDir(folder).rank_events(0))
+        self._stamps = folder / "stamps.jsonl"
+        self._stamps_read = 0
+
+    def expect(self, word: str) -> str:
+        """The rest of the next line, which must start with the word."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line.startswith(word):
+            raise RuntimeError(f"{self.way} victim said {line!r}, wanted {word!r}")
+        return line.removeprefix(word).strip()
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def signal(self, signo: int) -> int:
+        """Send it; CLOCK_MONOTONIC just before.
+
+        The sender is kept out of the figure. Before: it spins for a moment, or its own way out of
+        sleep, with cold caches, is measured (some 18 us here). After: it sleeps, for on few cores
+        it may sit on the very one that the victim needs to act on the signal.
+        """
+        awake_ns = time.monotonic_ns() + SENDER_SPIN_NS
+        while time.monotonic_ns() < awake_ns:
+            os.kill(self.process.pid, 0)
+        sent_ns = time.monotonic_ns()
+        os.kill(self.process.pid, signo)
+        time.sleep(0.003)
+        return sent_ns
+
+    def held(self, sent_ns: int) -> Pause:
+        """Wait until it is held after a pause that was sent at ``sent_ns``."""
+        if self.way == "incumbent":
+            return Pause(sent_ns, self._stamp("held"))
+        received = self._event(EventKind.SIGNAL_RECEIVED, after_ns=sent_ns)
+        held = self._event(EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD)
+        return Pause(sent_ns, held.mono_ns, handler_ns=received.mono_ns)
+
+    def released(self) -> int:
+        if self.way == "incumbent":
+            return self._stamp("released")
+        return self._event(EventKind.FIRST_OPERATOR_RELEASED).mono_ns
+
+    def first_stamp(self, *, after_ns: int, or_else_ns: int) -> int:
+        """When the incumbent was first held after a moment, in what it has written so far."""
+        lines = self._stamps.read_text().splitlines() if self._stamps.exists() else []
+        held = (row["mono_ns"] for row in map(json.loads, lines) if row["what"] == "held")
+        return min((int(mono_ns) for mono_ns in held if mono_ns > after_ns), default=or_else_ns)
+
+    def _event(self, *kinds: EventKind, after_ns: int = 0) -> Event:
+        while True:
+            event = self.events.until(*kinds, limit_s=LIMIT_S)
+            if event.mono_ns >= after_ns:
+                return event
+
+    def _stamp(self, what: str) -> int:
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            lines = self._stamps.read_text().splitlines() if self._stamps.exists() else []
+            if len(lines) > self._stamps_read:
+                row: dict[str, Any] = json.loads(lines[self._stamps_read])
+                self._stamps_read += 1
+                if row["what"] == what:
+                    return int(row["mono_ns"])
+            else:
+                time.sleep(0.001)
+        raise TimeoutError(f"the incumbent was not {what} within {LIMIT_S:g} s")
+
+
+@contextlib.contextmanager
+def victims(folder: Path, what: str, seconds: float = 0.0) -> Iterator[list[Victim]]:
+    """One process per way; gone after the block."""
+    started: list[Victim] = []
+    try:
+        for way in WAYS:
+            victim = Victim(way, folder / f"{way}-{what}", what, seconds)
+            started.append(victim)
+            victim.expect("ready")
+            victim.signal(signal.SIGSTOP)
+        yield started
+    finally:
+        for victim in started:
+            victim.process.kill()
+            victim.process.communicate()
+
+
+def pause_while_training(folder: Path, count: int) -> dict[str, Seen]:
+    """Pause each way ``count`` times, in turns."""
+    seen = {way: Seen() for way in WAYS}
+    with victims(folder, "train") as both:
+        for _ in range(-(-count // TURN)):
+            for victim in both:
+                victim.signal(signal.SIGCONT)
+                time.sleep(0.05)
+                for _ in range(min(TURN, count - len(seen[victim.way].pauses))):
+                    time.sleep(random.uniform(0.005, 0.03))
+                    pause = victim.held(victim.signal(signal.SIGUSR1))
+                    time.sleep(random.uniform(0.005, 0.03))
+                    pause.resume_sent_ns = victim.signal(signal.SIGUSR2)
+                    pause.released_ns = victim.released()
+                    seen[victim.way].pauses.append(pause)
+                victim.signal(signal.SIGSTOP)
+    return seen
+
+
+def pause_inside_backward(folder: Path, count: int, seconds: float) -> dict[str, Seen]:
+    """Pause each way ``count`` times during a backward; was it held before that backward ended?"""
+    seen = {way: Seen() for way in WAYS}
+    with victims(folder, "backward", seconds) as both:
+        for _ in range(count):
+            for victim in both:
+                victim.signal(signal.SIGCONT)
+                victim.go()
+                victim.expect("begin")
+                time.sleep(random.uniform(0.1, 0.6) * seconds)
+                sent_ns = victim.signal(signal.SIGUSR1)
+                if victim.way == "hydroslurm":
+                    seen[victim.way].pauses.append(victim.held(sent_ns))
+                    time.sleep(0.05)
+                    victim.signal(signal.SIGUSR2)
+                # the incumbent's module ends first; there is nothing to be held at before that
+                ended_ns = int(victim.expect("end"))
+                victim.signal(signal.SIGUSR2)
+                if victim.way == "incumbent":
+                    seen[victim.way].pauses.append(
+                        Pause(sent_ns, victim.first_stamp(after_ns=sent_ns, or_else_ns=ended_ns))
+                    )
+                seen[victim.way].inside.append(seen[victim.way].pauses[-1].held_ns < ended_ns)
+                victim.signal(signal.SIGSTOP)
+    return seen
+
+
+def figures(training: dict[str, Seen], backward: dict[str, Seen]) -> dict[str, float]:
+    """All pauses -> the figures; those of the incumbent carry its name."""
+    result: dict[str, float] = {"pauses": len(training["hydroslurm"].pauses)}
+    for way in WAYS:
+        prefix = "" if way == "hydroslurm" else "incumbent_"
+        pauses, inside = training[way].pauses, backward[way].inside
+        result |= p50_p99(f"{prefix}pause_us", [_us(p.sent_ns, p.held_ns) for p in pauses])
+        result |= p50_p99(
+            f"{prefix}resume_us", [_us(p.resume_sent_ns, p.released_ns) for p in pauses]
+        )
+        result[f"{prefix}parked_inside_backward"] = sum(inside) / len(inside)
+        result |= p50_p99(
+            f"{prefix}pause_in_backward_us",
+            [_us(p.sent_ns, p.held_ns) for p in backward[way].pauses],
+        )
+    handlers = [_us(p.sent_ns, p.handler_ns) for p in training["hydroslurm"].pauses]
+    return result | p50_p99("handler_us", handlers)
+
+
+def _us(begin_ns: int, end_ns: int) -> float:
+    return (end_ns - begin_ns) / 1e3
+
+
+def main() -> None:
+    chosen: Options = options("How long a pause and a resume take, from kill() on.")
+    random.seed(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        training = pause_while_training(folder, 6 if chosen.quick else 300)
+        backward = pause_inside_backward(
+            folder, 1 if chosen.quick else 8, 0.3 if chosen.quick else 2.5
+        )
+    finish(
+        chosen,
+        "pause latency: kill -> first operator held, kill -> first operator released",
+        {
+            **figures(training, backward),
+            "backwards": len(backward["hydroslurm"].inside),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The figures in README: made from profiling/results/*.json, and from nowhere else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a figure of a script, its goal, and the incumbent's beside it."""
+
+    what: str
+    script: str
+    key: str
+    unit: str = ""
+    goal: str = ""
+    incumbent_key: str = ""
+
+
+ROWS = (
+    Row(
+        "step time, installed and not paused / bare",
+        "overhead",
+        "ratio_installed",
+        goal="≤ 1.01",
+        incumbent_key="ratio_module_hooks",
+    ),
+    Row("the same with our module-hook fallback", "overhead", "ratio_fallback"),
+    Row(
+        "points per step of a small MLP where a rank can be held",
+        "overhead",
+        "gate_points_per_step_native",
+        incumbent_key="gate_points_per_step_hooks",
+    ),
+    Row(
+        "kill → first operator held, median",
+        "pause_latency",
+        "pause_us_p50",
+        "µs",
+        "≤ 150",
+        "incumbent_pause_us_p50",
+    ),
+    Row("… 99th percentile", "pause_latency", "pause_us_p99", "µs", "", "incumbent_pause_us_p99"),
+    Row(
+        "kill → first operator released, median",
+        "pause_latency",
+        "resume_us_p50",
+        "µs",
+        "≤ 100",
+        "incumbent_resume_us_p50",
+    ),
+    Row("… 99th percentile", "pause_latency", "resume_us_p99", "µs", "", "incumbent_resume_us_p99"),
+    Row(
+        "held inside a backward of more than 2 s",
+        "pause_latency",
+        "parked_inside_backward",
+        goal="1.0",
+        incumbent_key="incumbent_parked_inside_backward",
+    ),
+    Row(
+        "`scontrol suspend` → parked, median",
+        "suspend_latency",
+        "command_to_parked_ms_p50",
+        "ms",
+        "≤ 30",
+    ),
+    Row("… 99th percentile", "suspend_latency", "command_to_parked_ms_p99", "ms"),
+    Row("parked before Slurm's SIGSTOP", "suspend_latency", "parked_before_sigstop", goal="1.0"),
+    Row(
+        "`scontrol resume` → running, median",
+        "suspend_latency",
+        "resume_command_to_running_ms_p50",
+        "ms",
+    ),
+    Row("GPU: step time, installed / bare", "gpu_check", "ratio_installed", goal="≤ 1.01"),
+    Row("GPU: kill → parked, median", "gpu_check", "pause_to_parked_us_p50", "µs"),
+    Row("GPU: kill → drained, median", "gpu_check", "pause_to_drained_ms_p50", "ms"),
+    Row("GPU: same bits with and without pauses", "gpu_check", "bit_identical_with_pauses"),
+)
+
+
+def load(folder: Path) -> Results:
+    """Script name -> what it printed, of those that were measured in full."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {name: result for name, result in found.items() if not result["quick"]}
+
+
+def table(results: Results) -> str:
+    """The rows that there are results for, as Markdown, with where they were measured."""
+    lines = [
+        "| what | hydroslurm | goal | incumbent's way | script |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    used: dict[str, None] = {}
+    for row in ROWS:
+        result = results.get(row.script, {})
+        value = result.get(row.key)
+        if value is None:
+            continue
+        used[_measured_on(result)] = None
+        theirs = _text(result.get(row.incumbent_key), row.unit)
+        ours = _text(value, row.unit)
+        lines.append(f"| {row.what} | {ours} | {row.goal} | {theirs} | `{row.script}.py` |")
+    return "\n".join([*lines, "", *(f"Measured {place}." for place in used)])
+
+
+def replace_between(text: str, block: str) -> str:
+    """``text`` with what is between the two markers replaced.
+
+    Raises:
+        ValueError: the markers are not there, once each and in order.
+    """
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in tail:
+        raise ValueError(f"wanted one {BEGIN!r} and after it one {END!r} in the text")
+    return f"{head}{BEGIN}\n{block}\n{END}{tail}"
+
+
+def _text(value: Any, unit: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = f"{value:.4g}" if isinstance(value, float) and not value.is_integer() else f"{value:g}"
+    return f"{text} {unit}".strip()
+
+
+def _measured_on(result: Mapping[str, Any]) -> str:
+    where = result["environment"]
+    processor = result.get("gpu") or f"{where['cpu_count']} cores of {where['cpu_model']}"
+    return f"{where['date']} on {processor}, Python {where['python']}, torch {where['torch']}"

@@ -1,0 +1,577 @@
+"""The module-hook gate: real signals to real processes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from processes import child, wait_until
+from torch import nn
+
+from hydroslurm.errors import AlreadyInstalled, GateError, InstallError
+from hydroslurm.runtime.gate.hooks import HooksGate
+from hydroslurm.runtime.gate.protocol import (
+    Action,
+    Cause,
+    Gate,
+    GateEvent,
+    GateEventKind,
+    GateState,
+    Phase,
+    SignalOutcome,
+    SignalRule,
+)
+
+PAUSE = SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER)
+RESUME = SignalRule(signo=signal.SIGUSR2, action=Action.RESUME, causes=Cause.USER)
+SUSPEND = SignalRule(signo=signal.SIGTSTP, action=Action.PAUSE, causes=Cause.SLURM)
+CONTINUE = SignalRule(
+    signo=signal.SIGCONT, action=Action.RESUME, causes=Cause.SLURM | Cause.TERMINAL
+)
+STOP = SignalRule(signo=signal.SIGTERM, action=Action.STOP, only_if_handled=True)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
+
+
+class Trainer:
+    """A thread that trains until it is told to end."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model or _model()
+        self.steps = 0
+        self._end = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        data = torch.ones(4, 8)
+        while not self._end:
+            self.model(data).sum().backward()
+            self.steps += 1
+
+    def has_moved(self, since: int) -> bool:
+        return self.steps > since
+
+    def end(self) -> None:
+        self._end = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def gate() -> Iterator[HooksGate]:
+    mine = HooksGate()
+    yield mine
+    mine.stop()
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    mine = Trainer()
+    wait_until(lambda: mine.steps > 3, "the trainer begins")
+    yield mine
+    mine.end()
+
+
+def _until(gate: Gate, kind: GateEventKind, *, limit_s: float = 30) -> list[GateEvent]:
+    """The events up to and including one of the kind."""
+    seen: list[GateEvent] = []
+
+    def found() -> bool:
+        seen.extend(gate.wait_events(0.05))
+        return any(event.kind is kind for event in seen)
+
+    wait_until(found, kind.name, limit_s=limit_s)
+    return seen
+
+
+def _kinds(events: list[GateEvent]) -> list[GateEventKind]:
+    return [event.kind for event in events]
+
+
+def test_a_request_holds_a_training_thread_and_lets_it_go(
+    gate: HooksGate, trainer: Trainer
+) -> None:
+    """From request to resume: no step while parked, the events come in order with rising times."""
+    gate.start([])
+    gate.request(Action.PAUSE, Cause.API)
+    seen = _until(gate, GateEventKind.PARKED)
+    assert gate.status().state is GateState.PARKED
+    assert (gate.status().held, gate.status().armed) == (1, True)
+    before = trainer.steps
+    assert gate.wait_events(0.1) == []
+    assert trainer.steps == before
+    gate.request(Action.RESUME, Cause.API)
+    seen += _until(gate, GateEventKind.FIRST_RELEASED)
+    wait_until(lambda: trainer.has_moved(before), "a step after the resume")
+    assert _kinds(seen) == [
+        GateEventKind.SIGNAL_RECEIVED,
+        GateEventKind.GATE_CLOSED,
+        GateEventKind.FIRST_HELD,
+        GateEventKind.PARKED,
+        GateEventKind.SIGNAL_RECEIVED,
+        GateEventKind.GATE_OPENED,
+        GateEventKind.FIRST_RELEASED,
+    ]
+    times = [event.mono_ns for event in seen]
+    assert times == sorted(times)
+    assert all(0 < event.value_ns <= event.mono_ns for event in seen if event.kind in (2, 4, 5))
+    assert seen[2].text in {"Linear", "ReLU", "Sequential"}
+    assert gate.status().state is GateState.RUNNING
+
+
+def test_runs_only_while_the_set_of_causes_is_empty(gate: HooksGate, trainer: Trainer) -> None:
+    """Two causes need two resumes; the one in between is a change of causes, not an opening."""
+    gate.start([])
+    gate.request(Action.PAUSE, Cause.USER)
+    gate.request(Action.PAUSE, Cause.SLURM)
+    _until(gate, GateEventKind.PARKED)
+    gate.request(Action.RESUME, Cause.SLURM | Cause.TERMINAL)
+    seen = _until(gate, GateEventKind.CAUSES_CHANGED)
+    assert seen[-1].causes == Cause.USER
+    assert gate.status().state is GateState.PARKED
+    gate.request(Action.RESUME, Cause.USER)
+    _until(gate, GateEventKind.GATE_OPENED)
+    assert gate.status().causes == Cause(0)
+
+
+def test_a_stop_opens_for_good(gate: HooksGate, trainer: Trainer) -> None:
+    """A stop wins over the pause in force and over every later one."""
+    gate.start([])
+    gate.request(Action.PAUSE, Cause.USER)
+    _until(gate, GateEventKind.PARKED)
+    before = trainer.steps
+    gate.request(Action.STOP, Cause(0))
+    gate.request(Action.PAUSE, Cause.USER)
+    _until(gate, GateEventKind.FIRST_RELEASED)
+    wait_until(lambda: trainer.has_moved(before + 3), "steps after the stop")
+    assert gate.status().state is GateState.STOPPING
+    assert not gate.status().armed
+
+
+def test_exempt_threads_pass_and_are_counted(gate: HooksGate) -> None:
+    """A saver inside exempt() runs modules during a pause; the pause says how many hooks passed."""
+    gate.start([])
+    model, done = _model(), threading.Event()
+    gate.request(Action.PAUSE, Cause.API)
+    _until(gate, GateEventKind.GATE_CLOSED)
+    with gate.exempt():
+        model(torch.ones(1, 8))
+        done.set()
+    assert done.is_set()
+    assert gate.status().passed >= 4
+    gate.request(Action.RESUME, Cause.API)
+    opened = _until(gate, GateEventKind.GATE_OPENED)[-1]
+    assert opened.passed >= 4
+
+
+def test_a_sleeping_main_thread_is_quiet_and_late_when_it_comes(tmp_path: Path) -> None:
+    """A rank that waits for data is parked without being held; what it runs then is held late."""
+    code = """
+        import os, signal, sys, threading
+        import torch
+        from hydroslurm.runtime.gate.hooks import HooksGate
+        from hydroslurm.runtime.gate.protocol import *
+        gate = HooksGate()
+        def watch():
+            while True:
+                for event in gate.wait_events(None):
+                    print(event.kind.name, event.held, event.quiet, flush=True)
+        threading.Thread(target=watch, daemon=True).start()
+        gate.start([SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER),
+                    SignalRule(signo=signal.SIGUSR2, action=Action.RESUME, causes=Cause.USER)])
+        model = torch.nn.Linear(2, 2)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        model(torch.ones(1, 2))
+        print("ran", flush=True)
+    """
+    with child(code, tmp_path) as rank:
+        rank.expect("ready")
+        rank.signal(signal.SIGUSR1)
+        assert rank.expect("PARKED") == "0 1"
+        rank.say("data")
+        rank.expect("LATE_HELD")
+        rank.signal(signal.SIGUSR2)
+        rank.expect("ran")
+        assert rank.wait() == 0
+
+
+def test_it_parks_inside_a_backward(gate: HooksGate) -> None:
+    """A pause that is asked for during a long backward is held at the next module in it."""
+    gate.start([])
+    seen: list[str] = []
+
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    out = model(torch.ones(2, 4, requires_grad=True))
+    # asked for from inside the backward, by the gradient's own hook
+    out.register_hook(lambda _: gate.request(Action.PAUSE, Cause.API))
+    out.register_hook(lambda _: wait_until(lambda: gate.status().armed, "closed"))
+
+    def backward() -> None:
+        out.sum().backward()
+        seen.append("ended")
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    events = _until(gate, GateEventKind.PARKED)
+    held = next(event for event in events if event.kind is GateEventKind.FIRST_HELD)
+    assert (held.phase, held.text) == (Phase.BACKWARD, "Linear")
+    assert not seen
+    gate.request(Action.RESUME, Cause.API)
+    thread.join(30)
+    assert seen == ["ended"]
+
+
+def test_weights_are_the_same_bits_with_and_without_pauses(gate: HooksGate) -> None:
+    """200 pauses at random moments change no bit of the weights."""
+
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(400):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = train(_model())
+    gate.start([])
+    ended = threading.Event()
+
+    def disturb() -> None:
+        while not ended.is_set():
+            gate.request(Action.PAUSE, Cause.API)
+            ended.wait(0.0005)
+            gate.request(Action.RESUME, Cause.API)
+            ended.wait(0.0005)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    paused = train(_model())
+    ended.set()
+    thread.join()
+    assert gate.status().closes >= 20
+    assert all(torch.equal(a, b) for a, b in zip(plain, paused, strict=True))
+
+
+def test_signals_pause_chain_and_are_restored() -> None:
+    """USR1 parks and USR2 resumes, the handlers that were there run too, and stop() puts them
+    back."""
+    calls: list[int] = []
+    before = {
+        s: signal.signal(s, lambda signo, _: calls.append(signo))
+        for s in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+    }
+    installed = {s: signal.getsignal(s) for s in before}
+    gate, trainer = HooksGate(), Trainer()
+    try:
+        outcomes = gate.start([PAUSE, RESUME, SUSPEND, CONTINUE, STOP])
+        assert set(outcomes.values()) == {SignalOutcome.INSTALLED}
+        os.kill(os.getpid(), signal.SIGUSR1)
+        _until(gate, GateEventKind.PARKED)
+        os.kill(os.getpid(), signal.SIGCONT)  # takes only Slurm's and the terminal's causes
+        _until(gate, GateEventKind.SIGNAL_RECEIVED)
+        assert gate.status().state is GateState.PARKED
+        os.kill(os.getpid(), signal.SIGUSR2)
+        _until(gate, GateEventKind.FIRST_RELEASED)
+        os.kill(os.getpid(), signal.SIGTERM)
+        _until(gate, GateEventKind.STOP_REQUESTED)
+        wait_until(lambda: len(calls) == 3, "the old handlers were called")
+        assert calls == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
+        assert gate.stop() == 0
+        assert {s: signal.getsignal(s) for s in before} == installed
+        assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+    finally:
+        gate.stop()
+        trainer.end()
+        for signo, handler in before.items():
+            signal.signal(signo, handler)
+
+
+def test_a_handler_that_replaced_ours_is_seen_and_left_alone(gate: HooksGate) -> None:
+    """check_handlers() names it, stop() counts it and does not touch it."""
+    gate.start([PAUSE, RESUME])
+    theirs = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        assert callable(theirs)
+        assert gate.check_handlers() == 1
+        assert _until(gate, GateEventKind.HANDLER_REPLACED)[-1].signo == signal.SIGUSR1
+        assert gate.stop() == 1
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_signals_that_were_ignored_stay_ignored(gate: HooksGate) -> None:
+    """nohup's choice is kept unless the rule says otherwise; a signal without a handler is left
+    alone where the rule asks for one."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        outcomes = gate.start([PAUSE, RESUME, STOP])
+        assert outcomes == {
+            signal.SIGUSR1: SignalOutcome.LEFT_ALONE,
+            signal.SIGUSR2: SignalOutcome.INSTALLED,
+            signal.SIGTERM: SignalOutcome.LEFT_ALONE,
+        }
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        gate.stop()
+        forced = SignalRule(
+            signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER, even_if_ignored=True
+        )
+        assert gate.start([forced]) == {signal.SIGUSR1: SignalOutcome.INSTALLED}
+    finally:
+        gate.stop()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_suspend_and_a_resume_within_one_operator_end_in_running(tmp_path: Path) -> None:
+    """TSTP then CONT, both while the main thread is in C with the GIL held, leave the rank running.
+
+    CPython would call the handlers by number, CONT first.
+    """
+    code = """
+        import ctypes, functools, os, signal, torch
+        from hydroslurm.runtime.gate.hooks import HooksGate
+        from hydroslurm.runtime.gate.protocol import *
+        gate = HooksGate()
+        gate.start([SignalRule(signo=signal.SIGTSTP, action=Action.PAUSE, causes=Cause.SLURM),
+                    SignalRule(signo=signal.SIGCONT, action=Action.RESUME, causes=Cause.SLURM)])
+        # map() over a C function that keeps the GIL: no Python handler can run between the two
+        kill = functools.partial(ctypes.PyDLL(None).kill, os.getpid())
+        list(map(kill, (int(signal.SIGTSTP), int(signal.SIGCONT))))
+        kinds = []
+        while kinds.count("SIGNAL_RECEIVED") < 2:
+            kinds += [event.kind.name for event in gate.wait_events(1)]
+        torch.nn.Linear(1, 1)(torch.ones(1, 1))
+        print("ran", gate.status().state.name, flush=True)
+        gate.stop()
+    """
+    with child(code, tmp_path, prefix=("setsid",)) as rank:
+        assert rank.expect("ran") == "RUNNING"
+        assert rank.wait() == 0
+
+
+def test_ten_thousand_signals_in_a_row(tmp_path: Path) -> None:
+    """After a storm of pause and resume one resume is enough for training to go on."""
+    code = """
+        import os, signal, threading, torch
+        from hydroslurm.runtime.gate.hooks import HooksGate
+        from hydroslurm.runtime.gate.protocol import *
+        torch.set_num_threads(1)
+        gate = HooksGate()
+        gate.start([SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER),
+                    SignalRule(signo=signal.SIGUSR2, action=Action.RESUME, causes=Cause.USER)])
+        model, data = torch.nn.Linear(8, 8), torch.ones(4, 8)
+        print("ready", flush=True)
+        end = threading.Event()
+        def talk():
+            input()
+            print("alive", flush=True)
+            input()
+            end.set()
+        threading.Thread(target=talk, daemon=True).start()
+        while not end.is_set():
+            model(data).sum().backward()
+        gate.stop()
+        print("ended", gate.status().closes, flush=True)
+    """
+    with child(code, tmp_path) as rank:
+        rank.expect("ready")
+        for _ in range(5000):
+            rank.signal(signal.SIGUSR1)
+            rank.signal(signal.SIGUSR2)
+        rank.say("talk")
+        rank.expect("alive")
+        rank.signal(signal.SIGUSR2)
+        rank.say("end")
+        assert int(rank.expect("ended")) >= 1
+        assert rank.wait() == 0
+
+
+def test_a_forked_child_neither_pauses_nor_dies_nor_disturbs_its_parent(tmp_path: Path) -> None:
+    """A pause signal to a forked child does nothing, in the child or in the parent; the child may
+    start a gate of its own."""
+    code = """
+        import os, signal, sys, torch
+        from hydroslurm.runtime.gate.hooks import HooksGate
+        from hydroslurm.runtime.gate.protocol import *
+        rules = [SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER)]
+        gate = HooksGate()
+        gate.start(rules)
+        pid = os.fork()
+        if pid == 0:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            torch.nn.Linear(1, 1)(torch.ones(1, 1))
+            assert gate.stop() == 0
+            HooksGate().start(rules)
+            os._exit(7)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print("closes", gate.status().closes, gate.wait_events(0.05), flush=True)
+        gate.stop()
+    """
+    with child(code, tmp_path) as rank:
+        assert rank.expect("child") == "7"
+        assert rank.expect("closes") == "0 []"
+        assert rank.wait() == 0
+
+
+def test_only_the_main_thread_may_take_signals() -> None:
+    """Off the main thread a table of signals is refused with the reason, an empty one is not."""
+    gate, refusals = HooksGate(), []
+
+    def start(rules: list[SignalRule]) -> None:
+        try:
+            gate.start(rules)
+        except InstallError as error:
+            refusals.append(str(error))
+
+    for rules in ([PAUSE], []):
+        thread = threading.Thread(target=start, args=(rules,))
+        thread.start()
+        thread.join()
+    (refusal,) = refusals
+    assert "main thread" in refusal
+    assert "pause()" in refusal
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    gate.request(Action.PAUSE, Cause.API)
+    _until(gate, GateEventKind.PARKED)
+    gate.stop()
+
+
+def test_second_start_is_refused(gate: HooksGate) -> None:
+    """One process has one gate; a second one is refused and the first goes on."""
+    gate.start([PAUSE])
+    with pytest.raises(AlreadyInstalled, match="stop"):
+        HooksGate().start([PAUSE])
+    with pytest.raises(AlreadyInstalled):
+        gate.start([])
+    gate.stop()
+    assert gate.stop() == 0
+
+
+def test_a_bad_signal_leaves_nothing_behind() -> None:
+    """A table with SIGKILL in it is refused, and the lines before it are taken back."""
+    gate = HooksGate()
+    with pytest.raises(InstallError, match="signal 9"):
+        gate.start([PAUSE, SignalRule(signo=signal.SIGKILL, action=Action.PAUSE)])
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_another_wakeup_descriptor_still_works(gate: HooksGate) -> None:
+    """One that was there gets its bytes; one that comes later (asyncio's) does not stop the
+    gate."""
+    read, write = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(write)
+    gate.start([PAUSE, RESUME])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    _until(gate, GateEventKind.GATE_CLOSED)
+    assert os.read(read, 10) == bytes([signal.SIGUSR1])
+    signal.set_wakeup_fd(write)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    _until(gate, GateEventKind.GATE_OPENED)
+    gate.stop()
+    assert signal.set_wakeup_fd(-1) == write
+    os.close(read)
+    os.close(write)
+
+
+def test_a_trace_counts_modules_and_holds_nothing(gate: HooksGate) -> None:
+    """Each leaf is counted at its forward and its backward, without a start and without a trace
+    left behind."""
+    model = _model()
+    hooked = HooksGate(model=model)
+    with hooked.trace(3) as trace:
+        model(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(GateError, match="already"), hooked.trace(1):
+            pass
+    assert trace.count == 4
+    assert [(op.name, op.phase) for op in trace.operators] == [
+        ("Linear", Phase.FORWARD),
+        ("Linear", Phase.FORWARD),
+        ("Linear", Phase.BACKWARD),
+    ]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_stop_lets_a_held_thread_go_and_removes_every_hook(trainer: Trainer) -> None:
+    """After stop() nothing is held and no module carries a hook of ours."""
+    gate = HooksGate(model=trainer.model)
+    gate.start([])
+    gate.request(Action.PAUSE, Cause.API)
+    _until(gate, GateEventKind.PARKED)
+    before = trainer.steps
+    gate.stop()
+    wait_until(lambda: trainer.has_moved(before), "a step after stop()")
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
+    assert gate.status().state is GateState.RUNNING
+
+
+def test_ctrl_z_stops_the_process_and_fg_continues_it(tmp_path: Path) -> None:
+    """In the foreground of a terminal SIGTSTP parks and then really stops; SIGCONT goes on."""
+    code = """
+        import os, signal, sys, threading, torch
+        from hydroslurm.runtime.gate.hooks import HooksGate
+        from hydroslurm.runtime.gate.protocol import *
+        torch.set_num_threads(1)
+        gate = HooksGate()
+        gate.start([SignalRule(signo=signal.SIGTSTP, action=Action.PAUSE, causes=Cause.SLURM),
+                    SignalRule(signo=signal.SIGCONT, action=Action.RESUME,
+                               causes=Cause.SLURM | Cause.TERMINAL)])
+        print("ready", flush=True)
+        model, kinds = torch.nn.Linear(2, 2), []
+        while "FIRST_RELEASED" not in kinds:
+            model(torch.ones(1, 2))
+            kinds += [event.kind.name for event in gate.wait_events(0)]
+        print("went on", "TERMINAL_STOP" in kinds, flush=True)
+    """
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(code))
+    shell, terminal = pty.fork()
+    if shell == 0:  # what a shell does: a job in a process group of its own, in the foreground
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        job = os.fork()
+        os.setpgid(job or 0, job or 0)
+        if job == 0:
+            os.tcsetpgrp(0, os.getpid())
+            signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+            os.execv(sys.executable, [sys.executable, str(script)])
+        stopped = os.WIFSTOPPED(os.waitpid(job, os.WUNTRACED)[1])
+        os.tcsetpgrp(0, os.getpgrp())
+        os.write(1, f"stopped {stopped}\n".encode())
+        os.tcsetpgrp(0, job)
+        os.killpg(job, signal.SIGCONT)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) & 255)
+    output = b""
+
+    def saw(word: bytes) -> bool:
+        nonlocal output
+        if select.select([terminal], [], [], 0.1)[0]:
+            output += os.read(terminal, 4096)
+        return word in output
+
+    try:
+        wait_until(lambda: saw(b"ready"), "the rank trains")
+        os.write(terminal, b"\x1a")
+        wait_until(lambda: saw(b"stopped True"), "the shell has its terminal back")
+        wait_until(lambda: saw(b"went on True"), "the rank goes on")
+        assert os.waitstatus_to_exitcode(os.waitpid(shell, 0)[1]) == 0
+    finally:
+        os.close(terminal)  # hangs up on whoever is left

@@ -1,0 +1,52 @@
+"""open_gate(): which gate one gets, and what is said when it is the lesser one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.errors import NoCompiler, UsageError
+from hydroslurm.runtime.gate import GATE_ENV, open_gate
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an empty cache and nothing on PATH."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CXX", "HYDROSLURM_GATE_DIR", GATE_ENV):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_native_is_what_one_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler or a built gate, auto is native and says nothing."""
+    monkeypatch.delenv(GATE_ENV, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_gate().name == "native"
+
+
+def test_without_a_compiler_hooks_with_one_warning(no_compiler: None) -> None:
+    """auto falls back, and one warning says what is lost and how to get it back."""
+    with pytest.warns(RuntimeWarning) as caught:
+        gate = open_gate()
+    assert gate.name == "hooks"
+    (message,) = [str(warning.message) for warning in caught]
+    for word in ("module boundaries", "optimizer", "backward", "g++", "HYDROSLURM_GATE_DIR"):
+        assert word in message
+
+
+def test_native_on_demand_or_an_error(no_compiler: None) -> None:
+    """Asked for by name, the native gate is never replaced by hooks."""
+    with pytest.raises(NoCompiler):
+        open_gate("native")
+
+
+def test_the_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HYDROSLURM_GATE wins over the argument; a wrong word names the right ones."""
+    assert open_gate("native", environ={GATE_ENV: "hooks"}).name == "hooks"
+    assert open_gate("hooks", environ={GATE_ENV: ""}).name == "hooks"
+    with pytest.raises(UsageError, match="auto, native, hooks"):
+        open_gate(environ={GATE_ENV: "fast"})

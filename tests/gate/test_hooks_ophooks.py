@@ -1,0 +1,142 @@
+"""BaseOpHook, ExecutionOpHook and their registration."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import torch
+from processes import wait_until
+from torch import nn
+
+from hydroslurm.runtime.gate.hooks import (
+    BaseOpHook,
+    ExecutionOpHook,
+    register_ophooks_recursively,
+)
+from hydroslurm.runtime.gate.ophooks import register_global_ophooks
+
+
+class Recorder(BaseOpHook):
+    """Writes down what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def pre_fwd_exec(self, module: nn.Module) -> None:
+        self.calls.append(("pre_fwd", type(module).__name__))
+
+    def post_fwd_exec(self, module: nn.Module) -> None:
+        self.calls.append(("post_fwd", type(module).__name__))
+
+    def pre_bwd_exec(self, module: nn.Module) -> None:
+        self.calls.append(("pre_bwd", type(module).__name__))
+
+    def post_bwd_exec(self, module: nn.Module) -> None:
+        self.calls.append(("post_bwd", type(module).__name__))
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1))
+    )
+
+
+def test_the_four_calls_come_in_order_on_leaves_with_parameters() -> None:
+    """Forward in order, backward in reverse; ReLU and the containers have no hooks."""
+    model, recorder = _model(), Recorder()
+    handles = register_ophooks_recursively(model, [recorder])
+    model(torch.ones(2, 4)).sum().backward()
+    assert recorder.calls == [
+        ("pre_fwd", "Linear"),
+        ("post_fwd", "Linear"),
+        ("pre_fwd", "LayerNorm"),
+        ("post_fwd", "LayerNorm"),
+        ("pre_fwd", "Linear"),
+        ("post_fwd", "Linear"),
+        ("pre_bwd", "Linear"),
+        ("pre_bwd", "LayerNorm"),
+        ("post_bwd", "Linear"),
+        ("post_bwd", "LayerNorm"),
+        ("pre_bwd", "Linear"),
+    ]
+    assert len(handles) == 6
+
+
+def test_the_graph_and_the_gradients_are_left_as_they_are() -> None:
+    """In-place ReLU after a hooked layer works, and the gradients have the same bits."""
+    plain, hooked = _model(), _model()
+    register_ophooks_recursively(hooked, [Recorder()])
+    outputs = [m(torch.ones(2, 4)) for m in (plain, hooked)]
+    assert type(outputs[0].grad_fn) is type(outputs[1].grad_fn)
+    for output in outputs:
+        output.sum().backward()
+    for a, b in zip(plain.parameters(), hooked.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_remove_leaves_nothing() -> None:
+    """After remove() no call comes any more, from a graph that was built before neither."""
+    model, recorder = _model(), Recorder()
+    handles = register_ophooks_recursively(model, [recorder])
+    output = model(torch.ones(2, 4))
+    handles.remove()
+    handles.remove()
+    recorder.calls.clear()
+    output.sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    assert recorder.calls == []
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_global_hooks_see_modules_made_later() -> None:
+    """Without a model every module is seen, and removal is complete."""
+    recorder = Recorder()
+    handles = register_global_ophooks([recorder])
+    nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    handles.remove()
+    nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    assert [name for name, _ in recorder.calls] == ["pre_fwd", "post_fwd", "pre_bwd"]
+
+
+def test_a_retained_graph_does_not_collect_hooks() -> None:
+    """A node that outlives its step gets one hook per module, not one more at each forward."""
+    first, second, recorder = nn.Linear(2, 2), nn.Linear(2, 2), Recorder()
+    register_ophooks_recursively(second, [recorder])
+    kept = first(torch.ones(1, 2))
+    for _ in range(5):
+        output = second(kept)
+    recorder.calls.clear()
+    output.sum().backward()
+    assert recorder.calls.count(("post_bwd", "Linear")) == 1
+
+
+def test_hooks_keep_no_graph_and_no_model_alive() -> None:
+    """Model and graph are collected once the user lets go of them."""
+    model = _model()
+    register_ophooks_recursively(model, [Recorder()])
+    output = model(torch.ones(2, 4))
+    dead = weakref.ref(next(model.children()))
+    del model, output
+    gc.collect()
+    assert dead() is None
+
+
+def test_execution_hook_holds_without_an_observer() -> None:
+    """close() holds a thread at its next module, open() lets it go; a second close() holds anew."""
+    hook, model, steps = ExecutionOpHook(), _model(), list[torch.Tensor]()
+    register_ophooks_recursively(model, [hook])
+    hook.close()
+    assert hook.closed
+    thread = threading.Thread(target=lambda: steps.append(model(torch.ones(2, 4))))
+    thread.start()
+    waiters = hook._condition.__dict__["_waiters"]
+    wait_until(lambda: waiters, "the thread waits on the condition")
+    assert not steps
+    hook.open()
+    thread.join(30)
+    assert len(steps) == 1

@@ -1,0 +1,148 @@
+"""The profiling scripts run and print what they promise; how fast they find it is not tested."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydroslurm.devcluster.pytest_plugin import require_slurm
+
+PROFILING = Path(__file__).resolve().parents[2] / "profiling"
+sys.path.insert(0, str(PROFILING))
+
+import harness  # noqa: E402 - scripts of a folder, not a package
+import readme_table  # noqa: E402
+
+
+def _run(script: str, *arguments: str) -> tuple[dict[str, Any], list[str]]:
+    """The JSON of the last line, and the lines before it."""
+    done = subprocess.run(
+        [sys.executable, str(PROFILING / script), "--quick", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *before, last = done.stdout.splitlines()
+    result: dict[str, Any] = json.loads(last)
+    assert result["script"] == script
+    assert result["quick"] is True
+    assert {"date", "python", "torch", "cpu_count"} <= set(result["environment"])
+    return result, before
+
+
+def test_overhead() -> None:
+    """Every arm has a ratio for both models, and the native gate sees far more points."""
+    result, before = _run("overhead.py")
+    for arm in ("installed", "bare_again", "fallback", "module_hooks"):
+        both = [result[f"ratio_{arm}_{name}"] for name in ("mlp", "transformer")]
+        assert all(ratio > 0 for ratio in both)
+        assert result[f"ratio_{arm}"] == max(both)
+    assert result["gate_points_per_step_native"] > 10 * result["gate_points_per_step_hooks"] > 0
+    assert before
+
+
+def test_pause_latency() -> None:
+    """Both ways were paused and resumed, and ours was held inside the long backward."""
+    result, before = _run("pause_latency.py", "--json")
+    assert before == []
+    assert result["pauses"] == 6
+    for key in ("pause_us_p50", "pause_us_p99", "resume_us_p50", "resume_us_p99"):
+        assert result[key] > 0
+        assert result[f"incumbent_{key}"] > 0
+    assert result["pause_us_p50"] <= result["pause_us_p99"]
+    assert 0 < result["handler_us_p50"] < result["pause_us_p99"]
+    assert result["parked_inside_backward"] == 1.0
+    assert result["incumbent_parked_inside_backward"] == 0.0
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_suspend_latency() -> None:
+    """A job on a real Slurm parks before SIGSTOP at every suspend, and runs after every resume."""
+    require_slurm()
+    result, _ = _run("suspend_latency.py", "--json")
+    assert result["suspends"] == 2
+    assert result["parked_before_sigstop"] == 1.0
+    assert result["command_to_parked_ms_p50"] > 0
+    assert result["resume_command_to_running_ms_p50"] > 0
+
+
+def test_gpu_check_without_a_gpu() -> None:
+    """Where there is no GPU it says so and succeeds."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result, before = _run("gpu_check.py")
+    assert result["gpu"] is None
+    assert "no CUDA device" in before[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_gpu_check() -> None:
+    """On a GPU every part gives a figure, and pauses change no bit."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    result, _ = _run("gpu_check.py", "--json")
+    assert result["drained"] == 1.0
+    assert result["bit_identical_with_pauses"] == result["bit_identical_without_pauses"]
+    assert result["pause_to_drained_ms_p50"] > 0
+
+
+def test_bench_keeps_results_and_spares_readme(tmp_path: Path) -> None:
+    """A quick bench writes the results where it is told, marked as quick, and no README table."""
+    readme = (PROFILING.parent / "README.md").read_bytes()
+    argv = [sys.executable, str(PROFILING / "bench.py"), "--quick", "--only", "gpu_check"]
+    subprocess.run(
+        [*argv, "--out", str(tmp_path)], check=True, timeout=150, stdout=subprocess.DEVNULL
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu_check.json"]
+    assert readme_table.load(tmp_path) == {}
+    assert (PROFILING.parent / "README.md").read_bytes() == readme
+
+
+def test_percentiles_are_values_that_were_seen() -> None:
+    """Nearest rank: the median of four is the second, the 99th percentile of few is the largest."""
+    assert harness.percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.0
+    assert harness.percentile([4.0, 1.0, 3.0, 2.0], 99) == 4.0
+    assert harness.median_ratio({"a": [2.0, 6.0, 3.0], "b": [1.0, 2.0, 3.0]}, "a", "b") == 2.0
+
+
+def test_the_table_has_a_line_per_figure_and_says_where_it_was_measured() -> None:
+    """Figures, goals and the incumbent's come from the results; what was not measured is absent."""
+    where = {"date": "2025-01-31", "cpu_count": 2, "cpu_model": "X", "python": "3.11", "torch": "2"}
+    results = {
+        "pause_latency": {
+            "pause_us_p50": 61.04,
+            "incumbent_pause_us_p50": 912.0,
+            "parked_inside_backward": 1.0,
+            "environment": where,
+        }
+    }
+    lines = readme_table.table(results).splitlines()
+    assert lines[2] == (
+        "| kill → first operator held, median | 61.04 µs | ≤ 150 | 912 µs | `pause_latency.py` |"
+    )
+    assert len(lines) == 6
+    assert lines[-1] == "Measured 2025-01-31 on 2 cores of X, Python 3.11, torch 2."
+
+
+def test_only_what_is_between_the_markers_is_replaced() -> None:
+    """The rest of README stays as it is, and a README without the markers is refused."""
+    begin, end = readme_table.BEGIN, readme_table.END
+    text = f"before\n{begin}\nold\n{end}\nafter\n"
+    assert readme_table.replace_between(text, "new") == f"before\n{begin}\nnew\n{end}\nafter\n"
+    with pytest.raises(ValueError, match="wanted one"):
+        readme_table.replace_between("no markers", "new")
