@@ -101,8 +101,7 @@ def _print_job(answer: JobAnswer) -> None:
         typer.echo(f"  rank {one.rank}: {one.words}")
     for rank in answer.silent:
         typer.echo(
-            f"  rank {rank}: no answer in time; it had come to no operator yet (still importing, "
-            "or "
+            f"  rank {rank}: no answer in time; it has come to no operator yet (it imports, or is "
             "inside a long one), or it cannot write its events",
             err=True,
         )

@@ -14,8 +14,12 @@
  * needs them. A thread inside a CUDA graph capture is let through as well, and so is everybody while the Python
  * interpreter shuts down.
  *
+ * PARKED waits for the main thread, autograd's, and every thread that was held before; a thread of the user's own
+ * that is held for the first time may come after it, and is told as late.
+ *
  * A forked child has an open gate, no watcher, and may start its own. Until then it neither acts on a pause or a
- * resume nor dies of one; a STOP signal does in it what it did before we came.
+ * resume nor dies of one; a STOP signal, and one with HS_SIGNAL_ONLY_IF_HANDLED, does in it what it did before we
+ * came.
  *
  * Every function returns 0 or a count >= 0 on success, and -errno on failure. Nothing here prints, exits or throws.
  * Unless marked [signal-safe], a function must not be called from a signal handler.
@@ -59,7 +63,7 @@ struct hs_signal {
 };
 #define HS_SIGNAL_EVEN_IF_IGNORED 1u /* install although the signal was ignored (nohup) */
 #define HS_SIGNAL_NO_CHAIN 2u        /* do not call the handler that was there before */
-#define HS_SIGNAL_ONLY_IF_HANDLED 4u /* leave SIG_DFL alone (result 1): the default action needs no gate */
+#define HS_SIGNAL_ONLY_IF_HANDLED 4u /* leave SIG_DFL alone (result 1): for signals that have a meaning of their own */
 
 enum hs_event_kind {
     HS_EVENT_SIGNAL_RECEIVED = 1,  /* signo (0: a request), sender_pid, text ("pause", "resume"), mono_ns of the last,
@@ -68,10 +72,10 @@ enum hs_event_kind {
     HS_EVENT_FIRST_HELD = 3,       /* tid, text (operator), phase */
     HS_EVENT_PARKED = 4,           /* no training thread issues anything; held, quiet; value_ns: the request's stamp;
                                       mono_ns: when that became true, not when it was noticed */
-    HS_EVENT_GATE_OPENED = 5,      /* value_ns: stamp of the request that opened it; passed: operators of exempt threads */
+    HS_EVENT_GATE_OPENED = 5,      /* value_ns: stamp of the request that opened it; passed: operators of exempt threads; held: threads let go */
     HS_EVENT_FIRST_RELEASED = 6,   /* tid; mono_ns: the thread runs again. Absent when no thread was held */
     HS_EVENT_LATE_HELD = 7,        /* a thread that was quiet or unknown reached the gate after PARKED: tid, text, phase */
-    HS_EVENT_CAUSES_CHANGED = 8,   /* the set changed and the gate did not move; causes. With a text and an errno in
+    HS_EVENT_CAUSES_CHANGED = 8,   /* a request that did not move the gate, changed set or not; causes. With a text and an errno in
                                       count: torch refused the callback, tried again every 200 ms */
     HS_EVENT_STOP_REQUESTED = 9,   /* signo, sender_pid, value_ns: the handler's stamp */
     HS_EVENT_TERMINAL_STOP = 10,   /* parked for Ctrl-Z; SIGSTOP to ourselves comes next */

@@ -1,0 +1,89 @@
+"""``hydroslurm cluster up | down | status | env``: a private Slurm, for trying and testing only."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+Directory = Annotated[Path, typer.Option("--dir", help="The cluster's folder.")]
+DEFAULT_DIRECTORY = Path(".hydroslurm/cluster")
+
+
+@app.command()
+def up(
+    nodes: Annotated[int, typer.Option(help="How many slurmd.")] = 4,
+    cpus: Annotated[int, typer.Option(help="CPUs that each node claims.")] = 4,
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="What happens to a preempted job of partition low: it is suspended (pause) or "
+            "requeued (requeue)."
+        ),
+    ] = "pause",
+    directory: Directory = DEFAULT_DIRECTORY,
+) -> None:
+    """Start a cluster that lives until `hydroslurm cluster down`."""
+    from hydroslurm.devcluster import ClusterSpec, DevCluster
+    from hydroslurm.devcluster.config import WARNING
+    from hydroslurm.devcluster.spec import Profile
+
+    spec = ClusterSpec(
+        nodes=nodes, cpus_per_node=cpus, profile=cast("Profile", profile), directory=directory
+    )
+    cluster = DevCluster.up(spec, detach=True)
+    option = _option(directory)
+    typer.echo(f"*** {WARNING} ***")
+    typer.echo(f"up: {nodes} x {cpus} CPUs, partitions low and urgent, in {cluster.directory}")
+    typer.echo(f'use it:  eval "$(hydroslurm cluster env{option})"')
+    typer.echo(f"end it:  hydroslurm cluster down{option}")
+
+
+@app.command()
+def down(directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Cancel all jobs, end the cluster, remove everything but its logs."""
+    from hydroslurm.devcluster.cluster import end_cluster
+
+    ended = end_cluster(directory)
+    typer.echo(f"{'down' if ended else 'nothing is up'}: {directory.absolute()}")
+
+
+@app.command()
+def status(
+    directory: Directory = DEFAULT_DIRECTORY,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show the daemons and the nodes; exit status 1 when no cluster is up."""
+    from dataclasses import asdict
+
+    from hydroslurm.devcluster import DevCluster
+
+    now = DevCluster.attach(directory).status()
+    if as_json:
+        typer.echo(json.dumps({**asdict(now), "directory": str(now.directory)}))
+        return
+    typer.echo(f"{now.directory}, profile {now.profile} (for trying and testing only)")
+    for daemon in now.daemons:
+        typer.echo(f"  {daemon.name:<12} {'runs' if daemon.alive else 'DEAD'}  pid {daemon.pid}")
+    for node in now.nodes:
+        typer.echo(f"  {node.name:<12} {node.state}")
+    if not now.nodes:
+        typer.echo("  slurmctld does not answer")
+
+
+@app.command()
+def env(directory: Directory = DEFAULT_DIRECTORY) -> None:
+    """Print shell commands that lead Slurm's programs to the cluster; for eval."""
+    from hydroslurm.devcluster import DevCluster
+
+    for name, value in DevCluster.attach(directory).environ().items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
+
+
+def _option(directory: Path) -> str:
+    return "" if directory == DEFAULT_DIRECTORY else f" --dir {shlex.quote(str(directory))}"

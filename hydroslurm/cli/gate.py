@@ -1,0 +1,123 @@
+"""``hydroslurm gate build|info|trace``: the native operator gate of the torch that is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hydroslurm.runtime.gate.protocol import Trace
+
+app = typer.Typer(no_args_is_help=True)
+
+TRACE_CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="For a site: build there, not in the user's cache."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Build although there is one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+Keep = Annotated[int, typer.Option("--keep", min=0, help="How many operators to write down.")]
+Script = Annotated[Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...")]
+
+
+@app.command("build")
+def build_gate(out: Out = None, force: Force = False) -> None:
+    """Build the gate for the installed torch and test it. Needs a C++ compiler; ten seconds."""
+    from hydroslurm.errors import GateError
+    from hydroslurm.runtime.gate import build, compiler
+
+    torch = compiler.installed_torch()
+    try:
+        root = out.absolute() if out else build.cache_root(os.environ)
+        folder = root / build.key_of(torch)
+        if build.is_whole(folder) and not force:
+            typer.echo(f"{folder / build.LIBRARY} is there already (--force builds it again)")
+        else:
+            built = build.build(root, environ=os.environ, torch=torch)
+            typer.echo(f"{built.path} built and tested in {built.built_s:.1f} s")
+    except OSError as error:
+        raise GateError(f"cannot write the gate: {error}; choose a folder with --out") from error
+    if out:
+        typer.echo(f"jobs find it with  export {compiler.SITE_DIR_ENV}={root}")
+
+
+@app.command("info")
+def info(as_json: AsJson = False) -> None:
+    """Say which gate a job here would get, without building one. Exit status 1: it cannot work."""
+    from hydroslurm.errors import NoCompiler
+    from hydroslurm.runtime.gate import build, compiler
+
+    torch = compiler.installed_torch()
+    found = build.find(os.environ, torch=torch)
+    facts: dict[str, object] = {
+        "torch": torch.version,
+        "key": build.key_of(torch),
+        "origin": found.origin if found else None,
+        "library": str(found.path) if found else None,
+        "site_dir": os.environ.get(compiler.SITE_DIR_ENV),
+    }
+    try:
+        facts["compiler"] = compiler.find_compiler(os.environ)
+    except NoCompiler:
+        facts["compiler"] = None
+    usable = bool(found or facts["compiler"])
+    if found:
+        from hydroslurm.runtime.gate.native_gate import NativeGate
+
+        facts["granularity"] = NativeGate(found.path).granularity
+    facts["gate"] = "native" if found else "native, built on first use" if usable else "hooks"
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        for name, value in facts.items():
+            typer.echo(f"{name:12s} {'-' if value is None else value}")
+    if not usable:
+        raise typer.Exit(1)
+
+
+@app.command("trace", context_settings=TRACE_CONTEXT)
+def trace(
+    script: Script, arguments: Arguments = None, keep: Keep = 50, as_json: AsJson = False
+) -> None:
+    """Run a script and print the operators at which it could be held: name, phase, thread."""
+    from hydroslurm.runtime.gate.native_gate import NativeGate
+
+    gate = NativeGate()
+    sys.argv = [str(script), *(arguments or [])]
+    sys.path.insert(0, str(script.parent.absolute()))
+    with gate.trace(keep) as seen:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as left:
+            status = left.code
+        else:
+            status = 0
+    _print_trace(seen, as_json=as_json)
+    sys.exit(status)
+
+
+def _print_trace(seen: Trace, *, as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {
+                "name": one.name,
+                "phase": one.phase.name.lower(),
+                "tid": one.tid,
+                "mono_ns": one.mono_ns,
+            }
+            for one in seen.operators
+        ]
+        typer.echo(json.dumps({"count": seen.count, "operators": rows}))
+        return
+    for one in seen.operators:
+        typer.echo(f"{one.tid:8d} {one.phase.name.lower():8s} {one.name}")
+    typer.echo(f"{seen.count} operators, {len(seen.operators)} shown")

@@ -1,0 +1,222 @@
+"""From a folder to a cluster whose nodes are idle, in the order that Slurm needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydroslurm.devcluster import ports as tcp
+from hydroslurm.devcluster.config import (
+    ACCOUNT,
+    CLUSTER_NAME,
+    Place,
+    Ports,
+    plugstack_conf,
+    slurm_conf,
+    slurmdbd_conf,
+)
+from hydroslurm.devcluster.control import Control
+from hydroslurm.devcluster.daemons import Daemon, start
+from hydroslurm.devcluster.layout import Layout
+from hydroslurm.devcluster.programs import Programs, system_tables_sql
+from hydroslurm.devcluster.spec import ClusterSpec
+from hydroslurm.errors import ClusterError
+
+CLUSTER_ENV = "HYDROSLURM_CLUSTER"
+"""Marks the daemons of a cluster, and slurmstepd, with its folder. Jobs do not have it."""
+
+# Small and careless: the database lives for minutes and nobody misses it. 0.3 s instead of 3.
+_MARIADB = (
+    "--no-defaults",
+    "--innodb-log-file-size=8M",
+    "--innodb-buffer-pool-size=32M",
+    "--innodb-data-file-path=ibdata1:4M:autoextend",
+    "--innodb-temp-data-file-path=ibtmp1:4M:autoextend",
+    "--innodb-flush-log-at-trx-commit=0",
+    "--innodb-doublewrite=0",
+    "--skip-log-bin",
+)
+
+
+@dataclass
+class Bringup:
+    """Starts the daemons of one cluster; what has been started so far is in ``daemons``.
+
+    The supervisor's main thread only.
+    """
+
+    spec: ClusterSpec
+    layout: Layout
+    place: Place
+    ports: Ports
+    programs: Programs
+    control: Control
+    daemons: list[Daemon] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Start everything and wait until all nodes are idle.
+
+        Raises:
+            ClusterError: a daemon ended, a program failed or took too long.
+            StopRequested: the cluster shall end.
+        """
+        self._write_files()
+        self._start(
+            "munged",
+            ["-F", "--force", f"--key-file={self._base}/conf/munge.key"]
+            + [f"--{name}={self._base}/run/munge.{end}" for name, end in _MUNGE_FILES],
+        )
+        loopback = self._compile_loopback()
+        self._make_database()
+        self._wait("munged's socket", self.place.munge_socket.exists)
+        self._finish(loopback)
+        self._start_database()
+        self._start("slurmdbd", ["-D"], LD_PRELOAD=str(self._loopback_so))
+        self._wait("slurmdbd to listen", lambda: tcp.listening(self.ports.slurmdbd))
+        self._register()
+        # slurmctld after the registration: it asks for its cluster once, at its start
+        self._start("slurmctld", ["-D", "-c"], LD_PRELOAD=str(self._loopback_so))
+        self._wait("slurmctld to listen", lambda: tcp.listening(self.ports.slurmctld))
+        for name in self.spec.node_names:
+            self._start(f"slurmd-{name}", ["-D", "-N", name], LD_PRELOAD=str(self._loopback_so))
+        self._wait("all nodes to be idle", self._nodes_idle)
+        self._check_loopback()
+
+    @property
+    def has_controller(self) -> bool:
+        """Whether slurmctld runs: there may be jobs."""
+        return any(d.name == "slurmctld" and d.process.poll() is None for d in self.daemons)
+
+    @property
+    def _base(self) -> Path:
+        return self.place.base
+
+    @property
+    def _loopback_so(self) -> Path:
+        return self._base / "run/loopback.so"
+
+    def environ(self, **more: str) -> dict[str, str]:
+        """The environment of a daemon or a program of ours: nothing of the caller's own Slurm."""
+        return {
+            "PATH": self.programs.path,
+            "HOME": str(self.layout.root),
+            "LC_ALL": "C.UTF-8",
+            "SLURM_CONF": str(self._base / "conf/slurm.conf"),
+            "MYSQL_UNIX_PORT": str(self._base / "run/mysql.sock"),
+            CLUSTER_ENV: str(self.layout.root),
+            **({"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}),
+            **more,
+        }
+
+    def _write_files(self) -> None:
+        _write(self.layout.slurm_conf, slurm_conf(self.spec, self.place, self.ports))
+        _write(self.layout.slurmdbd_conf, slurmdbd_conf(self.place, self.ports))
+        _write(self.layout.plugstack_conf, plugstack_conf())
+        _write(self.layout.munge_key, os.urandom(128))
+        for name in ("slurmctld", "mysql", *(f"slurmd-{node}" for node in self.spec.node_names)):
+            (self.layout.state / name).mkdir(mode=0o700)
+
+    def _compile_loopback(self) -> Daemon:
+        source = Path(__file__).with_name("loopback.c")
+        argv = [self.programs.compiler, "-x", "c", "-O1", "-shared", "-fPIC"]
+        return self._begin("compiler", [*argv, "-o", str(self._loopback_so), str(source), "-ldl"])
+
+    def _make_database(self) -> None:
+        """Make MariaDB's system tables; slurmdbd needs them for its stored procedures."""
+        tables = system_tables_sql(self.programs["mariadbd"]).read_text()
+        script = self.layout.state / "mysql.sql"
+        script.write_text(f"create database mysql;\nuse mysql;\n{tables}")
+        argv = [self.programs["mariadbd"], *self._mariadb(), "--bootstrap"]
+        self._finish(self._begin("mariadbd-bootstrap", argv, stdin=script))
+
+    def _start_database(self) -> None:
+        # no network and no grant tables: who can reach the socket, in a folder of mode 0700, is the
+        # user who owns everything else here
+        socket = self._base / "run/mysql.sock"
+        self._start(
+            "mariadbd",
+            [
+                *self._mariadb(),
+                f"--socket={socket}",
+                f"--pid-file={self._base}/run/mysql.pid",
+                "--skip-networking",
+                "--skip-grant-tables",
+            ],
+        )
+        self._wait("mariadbd's socket", socket.exists)
+
+    def _mariadb(self) -> list[str]:
+        # as root the server wants to be told that this is meant
+        as_root = ["--user=root"] if os.geteuid() == 0 else []
+        return [*_MARIADB, *as_root, f"--datadir={self._base}/state/mysql"]
+
+    def _register(self) -> None:
+        """Register cluster, account and user, in one go: sacctmgr takes half a second each time.
+
+        With `add` and not `load`, which refuses a SlurmUser other than root who is not yet known.
+        """
+        script = self.layout.run / "sacctmgr.txt"
+        script.write_text(
+            f"add cluster {CLUSTER_NAME}\n"
+            f"add account {ACCOUNT}\n"
+            f"add user {self.place.user} account={ACCOUNT} adminlevel=admin\n"
+        )
+        self._finish(self._begin("sacctmgr", [self.programs["sacctmgr"], "-i"], stdin=script))
+
+    def _nodes_idle(self) -> bool:
+        argv = [self.programs["sinfo"], "-h", "-N", "-p", "low", "-o", "%T"]
+        done = subprocess.run(
+            argv, env=self.environ(), capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.stdout.split() == ["idle"] * self.spec.nodes
+
+    def _check_loopback(self) -> None:
+        exposed = tcp.open_to_others(self.ports.all)
+        if exposed:
+            raise ClusterError(
+                f"Slurm listens beyond the loopback interface on port {exposed[0]}, because "
+                f"{self._loopback_so} could not be preloaded into it (is {self.layout.root} "
+                "mounted noexec?). Choose another folder with --dir"
+            )
+
+    def _start(self, name: str, arguments: Sequence[str], **more: str) -> None:
+        program = name.partition("-")[0]
+        argv = [self.programs[program], *arguments]
+        environ = self.environ(**more)
+        own_log = program.startswith("slurm")
+        daemon = start(name, argv, layout=self.layout, environ=environ, own_log=own_log)
+        self.daemons.append(daemon)
+
+    def _wait(self, what: str, condition: Callable[[], bool]) -> None:
+        self.control.until(condition, what, daemons=self.daemons)
+
+    def _begin(self, name: str, argv: Sequence[str], *, stdin: Path | None = None) -> Daemon:
+        """Start a program that ends by itself."""
+        log = self.layout.log(name)
+        with log.open("ab") as output, (stdin or Path(os.devnull)).open("rb") as source:
+            process = subprocess.Popen(
+                argv, stdin=source, stdout=output, stderr=subprocess.STDOUT, env=self.environ()
+            )
+        return Daemon(name, process, log)
+
+    def _finish(self, program: Daemon) -> None:
+        """Wait for a program to end, and to end well."""
+        self._wait(f"{program.name} to end", lambda: program.process.poll() is not None)
+        if program.process.returncode != 0:
+            raise ClusterError(
+                f"{program.name} failed with exit status {program.process.returncode}. "
+                f"{program.tail_words()}"
+            )
+
+
+_MUNGE_FILES = (("socket", "sock"), ("pid-file", "pid"), ("seed-file", "seed"))
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    """Write a file that only its owner can read."""
+    data = content.encode() if isinstance(content, str) else content
+    path.touch(mode=0o600)
+    path.write_bytes(data)

@@ -1,0 +1,324 @@
+"""A dev cluster as its user holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from hydroslurm.devcluster.control import STAY
+from hydroslurm.devcluster.daemons import tail
+from hydroslurm.devcluster.layout import Layout, locked
+from hydroslurm.devcluster.programs import find_programs, search_path
+from hydroslurm.devcluster.request import Request
+from hydroslurm.devcluster.running import Running
+from hydroslurm.devcluster.spec import ClusterSpec
+from hydroslurm.devcluster.teardown import sweep
+from hydroslurm.errors import ClusterError
+
+_DOWN_LIMIT_S = 40.0
+# variables of another Slurm, or of a job in it, that would change what our programs do
+_FOREIGN = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SACCT_")
+
+
+@dataclass(frozen=True)
+class DaemonStatus:
+    """One daemon of a cluster."""
+
+    name: str
+    pid: int
+    alive: bool
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node as slurmctld sees it: ``idle``, ``mixed``, ``allocated``, ``down*`` ..."""
+
+    name: str
+    state: str
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What a cluster looks like now. ``nodes`` is empty when slurmctld does not answer."""
+
+    directory: Path
+    profile: str
+    daemons: tuple[DaemonStatus, ...]
+    nodes: tuple[NodeStatus, ...]
+
+
+class DevCluster:
+    """A private Slurm that is up. **For trying and testing only.**
+
+    As a context manager it is ended when the block is left. A cluster made by :meth:`up` also ends
+    when this process does, however that happens, unless ``detach`` was set.
+    """
+
+    def __init__(
+        self, layout: Layout, running: Running, supervisor: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        """Not for callers: use :meth:`up` or :meth:`attach`."""
+        self.spec = running.spec
+        self._layout = layout
+        self._running = running
+        self._supervisor = supervisor  # its stdin is this process's hold on the cluster
+
+    @classmethod
+    def up(
+        cls, spec: ClusterSpec | None = None, *, detach: bool = False, timeout_s: float = 120.0
+    ) -> DevCluster:
+        """Start a cluster and wait until all its nodes are idle, which takes about 3 s.
+
+        Args:
+            spec: default: four nodes, profile ``pause``, in a temporary folder.
+            detach: it outlives this process, until :meth:`down`.
+
+        Raises:
+            ClusterError: a program is missing, a cluster is already up in that folder, or a daemon
+                did not start; the message has its own last log lines. Nothing is left running.
+        """
+        spec = spec or ClusterSpec()
+        path = search_path(os.environ.get("PATH"))
+        find_programs(path)
+        temporary = spec.directory is None
+        directory = spec.directory or Path(tempfile.mkdtemp(prefix="hydroslurm-cluster-"))
+        layout = Layout.at(directory)
+        spec = replace(spec, directory=layout.root)
+        layout.create()
+        request = Request(spec, layout.root, detach, temporary, path, os.getpid())
+        supervisor = _start_supervisor(layout)
+        try:
+            _ask(supervisor, request, layout, timeout_s=timeout_s)
+            running = Running.read(layout)
+            if running is None:
+                raise ClusterError(f"{layout.cluster_json} has gone; somebody ended the cluster")
+            if detach:
+                _say(supervisor, STAY)
+                _close_pipes(supervisor)
+                supervisor.wait()
+        except BaseException:
+            _abandon(supervisor)
+            if temporary:
+                layout.remove_all()
+            raise
+        return cls(layout, running, None if detach else supervisor)
+
+    @classmethod
+    def attach(cls, directory: Path) -> DevCluster:
+        """Take hold of a cluster that is up.
+
+        Raises:
+            ClusterError: there is none in that folder.
+        """
+        layout = Layout.at(directory)
+        running = Running.read(layout)
+        if running is None or not running.up or not running.supervisor.alive:
+            raise ClusterError(
+                f"no cluster is up in {layout.root}; start one: "
+                f"hydroslurm cluster up --dir {layout.root}"
+            )
+        return cls(layout, running)
+
+    @property
+    def directory(self) -> Path:
+        return self._layout.root
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self._layout.slurm_conf
+
+    def environ(self) -> dict[str, str]:
+        """The variables that lead Slurm's programs here, to be added to an environment."""
+        return {
+            "SLURM_CONF": str(self.slurm_conf),
+            "PATH": search_path(os.environ.get("PATH")),
+        }
+
+    def child_environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """A whole environment for a child: ``base`` (default: this process's own), led here and
+        without what belongs to another Slurm or to a job in it."""
+        given = os.environ if base is None else base
+        kept = {name: value for name, value in given.items() if not name.startswith(_FOREIGN)}
+        return {**kept, **self.environ()}
+
+    def run(
+        self, argv: Sequence[str], *, timeout_s: float = 60.0, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program, usually one of Slurm's, on this cluster; its output is text.
+
+        Raises:
+            ClusterError: with ``check``: it failed; the message has what it wrote to stderr.
+                Always: it took longer than ``timeout_s`` and was ended, or does not exist.
+        """
+        words = " ".join(argv)
+        try:
+            done = subprocess.run(
+                list(argv),
+                env=self.child_environ(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(f"`{words}` took longer than {timeout_s:g} s") from error
+        except OSError as error:
+            raise ClusterError(f"`{words}` could not be run: {error.strerror}") from error
+        if check and done.returncode != 0:
+            raise ClusterError(
+                f"`{words}` ended with exit status {done.returncode}: {done.stderr.strip()}"
+            )
+        return done
+
+    def status(self) -> ClusterStatus:
+        """Look at the daemons and ask slurmctld for the nodes."""
+        daemons = tuple(
+            DaemonStatus(name, process.pid, process.alive)
+            for name, process in self._running.daemons
+        )
+        listed = self.run(["sinfo", "-h", "-N", "-p", "low", "-o", "%N %T"], check=False)
+        nodes = tuple(NodeStatus(*line.split(None, 1)) for line in listed.stdout.splitlines())
+        return ClusterStatus(self.directory, self.spec.profile, daemons, nodes)
+
+    def down(self, *, timeout_s: float = _DOWN_LIMIT_S) -> None:
+        """Cancel the jobs, end all processes, remove all but the logs; the second time nothing.
+
+        Raises:
+            ClusterError: the supervisor is still there after ``timeout_s``.
+        """
+        if self._supervisor is not None:
+            _close_pipes(self._supervisor)
+        else:
+            self._running.supervisor.send(signal.SIGTERM)
+        deadline = time.monotonic() + timeout_s
+        while self._running.supervisor.alive:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"the cluster in {self.directory} did not end in {timeout_s:g} s; its "
+                    f"supervisor is process {self._running.supervisor.pid}, its log "
+                    f"{self._layout.log('supervisor')}"
+                )
+            time.sleep(0.01)
+        if self._supervisor is not None:
+            self._supervisor.wait()
+            self._supervisor = None
+        _remove_leftovers(self._layout)
+
+    def __enter__(self) -> DevCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.down()
+
+
+def end_cluster(directory: Path) -> bool:
+    """End the cluster of a folder, or what a killed supervisor left of one; whether there was any.
+
+    Raises:
+        ClusterError: it did not end.
+    """
+    layout = Layout.at(directory)
+    running = Running.read(layout)
+    if running is None:
+        return False
+    DevCluster(layout, running).down()
+    return True
+
+
+def _remove_leftovers(layout: Layout) -> None:
+    """End and remove what is left when a supervisor was killed; otherwise there is nothing."""
+    running = Running.read(layout)
+    if running is not None and not running.supervisor.alive:
+        with locked(layout):
+            sweep(layout, running)
+
+
+def _start_supervisor(layout: Layout) -> subprocess.Popen[bytes]:
+    package_parent = Path(__file__).resolve().parents[2]
+    python_path = [str(package_parent), os.environ.get("PYTHONPATH", "")]
+    with layout.log("supervisor").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "hydroslurm.devcluster.supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=layout.root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, python_path))},
+            start_new_session=True,  # Ctrl-C is for the caller, whose end is what counts
+        )
+
+
+def _ask(
+    supervisor: subprocess.Popen[bytes], request: Request, layout: Layout, *, timeout_s: float
+) -> None:
+    """Send the request and wait for the answer."""
+    _say(supervisor, request.to_line())
+    answer = _read_answer(supervisor, timeout_s=timeout_s)
+    if answer is None:
+        raise ClusterError(f"the cluster was not up after {timeout_s:g} s; see {layout.logs}")
+    if not answer:
+        lines = "".join(f"  {line}\n" for line in tail(layout.log("supervisor")))
+        raise ClusterError(f"the cluster's supervisor ended. Its last lines:\n{lines}")
+    error = json.loads(answer).get("error")
+    if error:
+        raise ClusterError(error)
+
+
+def _read_answer(supervisor: subprocess.Popen[bytes], *, timeout_s: float) -> bytes | None:
+    """One line; empty when the supervisor is gone, None when the time is over."""
+    assert supervisor.stdout is not None
+    return supervisor.stdout.readline() if _readable(supervisor.stdout, timeout_s) else None
+
+
+def _readable(stream: IO[bytes], limit_s: float) -> bool:
+    poll = select.poll()  # select() refuses the descriptors of a process that has a thousand open
+    poll.register(stream, select.POLLIN)
+    return bool(poll.poll(limit_s * 1000))
+
+
+def _say(supervisor: subprocess.Popen[bytes], line: bytes) -> None:
+    assert supervisor.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it is gone; its answer will say so
+        supervisor.stdin.write(line)
+        supervisor.stdin.flush()
+
+
+def _abandon(supervisor: subprocess.Popen[bytes]) -> None:
+    """Have the supervisor end everything, and wait until it has: then the pipe from it closes."""
+    assert supervisor.stdin is not None
+    assert supervisor.stdout is not None
+    with contextlib.suppress(OSError):
+        supervisor.stdin.close()
+    deadline = time.monotonic() + _DOWN_LIMIT_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not _readable(supervisor.stdout, left_s) or not os.read(supervisor.stdout.fileno(), 4096):
+            break
+    _close_pipes(supervisor)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        supervisor.wait(1.0)
+
+
+def _close_pipes(supervisor: subprocess.Popen[bytes]) -> None:
+    """Close this process's end of the pipes: the cluster's end, unless it was told to stay."""
+    for stream in (supervisor.stdin, supervisor.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()

@@ -1,0 +1,189 @@
+"""The configuration files of a dev cluster, each made by one pure function.
+
+What is said about Slurm here was seen on Slurm 22.05.8.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.devcluster.spec import ClusterSpec
+
+CLUSTER_NAME = "hydroslurm-dev"
+ACCOUNT = "dev"
+LOOPBACK = "127.0.0.1"
+
+WARNING = (
+    "FOR TRYING AND TESTING ONLY, NOT FOR PRODUCTION: a private Slurm of hydroslurm's, "
+    "on the loopback interface of one machine"
+)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The TCP ports of one cluster, all on the loopback interface."""
+
+    slurmctld: int
+    slurmdbd: int
+    slurmd: tuple[int, ...]
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (self.slurmctld, self.slurmdbd, *self.slurmd)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cluster lies and whose it is, as its configuration spells it.
+
+    Attributes:
+        base: the cluster's folder by a short name of harmless characters (Slurm's files cannot
+            quote a blank, and a path of a Unix socket is limited to 107 bytes).
+        hostname: of this machine; it need not resolve.
+        user: the name of the user whom all daemons and jobs belong to.
+        memory_mb: what each node claims.
+    """
+
+    base: Path
+    hostname: str
+    user: str
+    memory_mb: int
+
+    @property
+    def host(self) -> str:
+        """The host as Slurm wants it: up to the first dot. A name that slurm.conf could not hold
+        becomes localhost, which Slurm replaces by its own idea of the name."""
+        short = self.hostname.split(".")[0]
+        return short if re.fullmatch(r"[A-Za-z0-9_-]+", short) else "localhost"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.base / "run/munge.sock"
+
+
+def slurm_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
+    """slurm.conf of a dev cluster."""
+    base = place.base
+    nodes = "".join(
+        f"NodeName={name} NodeHostname={place.host} NodeAddr={LOOPBACK} Port={port} "
+        f"CPUs={spec.cpus_per_node} RealMemory={place.memory_mb} State=UNKNOWN\n"
+        for name, port in zip(spec.node_names, ports.slurmd, strict=True)
+    )
+    return f"""\
+# {WARNING}.
+# Made by `hydroslurm cluster up`; changes are lost at the next one.
+ClusterName={CLUSTER_NAME}
+SlurmctldHost={place.host}({LOOPBACK})
+SlurmctldPort={ports.slurmctld}
+SlurmUser={place.user}
+SlurmdUser={place.user}
+
+# A requeued job may not start before its old credential has expired: 121 s by default, 6 s with the
+# smallest cred_expire that Slurm takes.
+AuthType=auth/munge
+AuthInfo=socket={place.munge_socket},cred_expire=5
+CredType=cred/munge
+
+StateSaveLocation={base}/state/slurmctld
+SlurmdSpoolDir={base}/state/slurmd-%n
+SlurmctldPidFile={base}/run/slurmctld.pid
+SlurmdPidFile={base}/run/slurmd-%n.pid
+SlurmctldLogFile={base}/log/slurmctld.log
+SlurmdLogFile={base}/log/slurmd-%n.log
+SlurmctldDebug=info
+SlurmdDebug=info
+SlurmctldSyslogDebug=quiet
+SlurmdSyslogDebug=quiet
+MailProg=/bin/true
+PlugStackConfig={base}/conf/plugstack.conf
+
+# No cgroups and no binding: they need root, and several nodes share this machine. With
+# proctrack/linuxproc every process of a job step gets its signals; with proctrack/cgroup only the
+# direct children of slurmstepd would.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux
+SwitchType=switch/none
+MpiDefault=none
+# Nodes may claim more CPUs than the machine has.
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait={spec.kill_wait_s}
+MessageTimeout=30
+
+# CPUs only: with memory as a resource a job without --mem would take a whole node.
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+# Scheduler passes come 30 and 60 s apart by default.
+SchedulerParameters=batch_sched_delay=0,sched_interval=5,bf_interval=5
+
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={LOOPBACK}
+AccountingStoragePort={ports.slurmdbd}
+# The way to slurmdbd does not read AuthInfo: its munge socket is named by the "password".
+AccountingStoragePass={place.munge_socket}
+
+{nodes}
+{_preemption(spec)}"""
+
+
+def _preemption(spec: ClusterSpec) -> str:
+    everywhere = f"Nodes={','.join(spec.node_names)} MaxTime=INFINITE DefaultTime=01:00:00 State=UP"
+    if spec.profile == "pause":
+        # OverSubscribe=FORCE:1 is what Slurm asks for in order to have gang scheduling between
+        # partitions without time slices within one: two jobs of `low` queue up behind each other.
+        # GraceTime would be ignored here. SIGSTOP follows SIGTSTP after 2 s: a constant in 22.05,
+        # which refuses a slurm.conf with PreemptParameters=suspend_grace_time.
+        return f"""\
+# Seen: SIGTSTP 10 ms after the urgent srun was submitted, SIGSTOP 2 s later, SIGCONT 5 ms after
+# the urgent job had ended.
+PreemptType=preempt/partition_prio
+PreemptMode=SUSPEND,GANG
+PartitionName=low {everywhere} Default=YES PriorityTier=1 OverSubscribe=FORCE:1 PreemptMode=SUSPEND
+PartitionName=urgent {everywhere} PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF
+"""
+    return f"""\
+# Seen with GraceTime=6: SIGTERM and SIGCONT 10 ms after the urgent srun was submitted, both again
+# when slurmctld next looked at its time limits (it does every 30 s), and SIGKILL after KillWait.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low {everywhere} Default=YES PriorityTier=1 PreemptMode=REQUEUE \
+GraceTime={spec.grace_s}
+PartitionName=urgent {everywhere} PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def slurmdbd_conf(place: Place, ports: Ports) -> str:
+    """slurmdbd.conf; Slurm wants it readable by its user alone.
+
+    There is no password: the database listens on a Unix socket in a folder of the user's only.
+    Slurm cannot name that socket; MariaDB's client library takes it from MYSQL_UNIX_PORT.
+    """
+    return f"""\
+# {WARNING}.
+AuthType=auth/munge
+AuthInfo=socket={place.munge_socket}
+DbdHost=localhost
+DbdAddr={LOOPBACK}
+DbdPort={ports.slurmdbd}
+SlurmUser={place.user}
+PidFile={place.base}/run/slurmdbd.pid
+LogFile={place.base}/log/slurmdbd.log
+DebugLevel=info
+DebugLevelSyslog=quiet
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser={place.user}
+StorageLoc=slurm
+"""
+
+
+def plugstack_conf() -> str:
+    """plugstack.conf without a plugin: the place to name a SPANK plugin later."""
+    return f"""\
+# {WARNING}.
+# SPANK plugins, for example:  optional /path/to/plugin.so
+"""

@@ -1,0 +1,111 @@
+"""Finding the programs that a dev cluster is made of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.errors import ClusterError
+
+# Daemons lie where an ordinary user's PATH does not look.
+SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
+
+# program -> the Debian package that brings it
+_PACKAGES = {
+    "munged": "munge",
+    "mariadbd": "mariadb-server-core",
+    "slurmdbd": "slurmdbd",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sinfo": "slurm-client",
+    "sacctmgr": "slurm-client",
+    "scancel": "slurm-client",
+}
+_COMPILERS = ("cc", "gcc", "g++", "clang")
+_COMPILER_PACKAGE = "g++"
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Where the programs lie, and the PATH that they were found on."""
+
+    paths: Mapping[str, str]
+    compiler: str
+    path: str
+
+    def __getitem__(self, name: str) -> str:
+        return self.paths[name]
+
+
+def search_path(path: str | None) -> str:
+    """A PATH with the places of daemons at its end."""
+    given = [part for part in (path or os.defpath).split(os.pathsep) if part]
+    return os.pathsep.join([*given, *(part for part in SBIN if part not in given)])
+
+
+def missing(path: str) -> dict[str, str]:
+    """Program -> Debian package, for each program that is on none of the folders of ``path``."""
+    absent = {
+        name: package
+        for name, package in _PACKAGES.items()
+        if shutil.which(name, path=path) is None
+    }
+    if _compiler(path) is None:
+        absent["a C compiler"] = _COMPILER_PACKAGE
+    return absent
+
+
+def find_programs(path: str) -> Programs:
+    """Find every program on ``path``.
+
+    Raises:
+        ClusterError: one is missing; the message names it, its Debian package and what to run.
+    """
+    absent = missing(path)
+    if absent:
+        raise ClusterError(missing_words(absent))
+    found = {name: shutil.which(name, path=path) or name for name in _PACKAGES}
+    return Programs(found, _compiler(path) or "", path)
+
+
+def missing_words(absent: Mapping[str, str]) -> str:
+    """What is missing and how to get it, in one line."""
+    names = ", ".join(f"{name} (Debian package {package})" for name, package in absent.items())
+    packages = " ".join(sorted(set(absent.values())))
+    return (
+        f"not found: {names}. Install with: "
+        f"sudo apt-get install -y --no-install-recommends {packages}"
+    )
+
+
+def system_tables_sql(mariadbd: str) -> Path:
+    """The SQL file that comes with the server and makes its system tables.
+
+    Raises:
+        ClusterError: it is in none of the usual places.
+    """
+    # mariadb-install-db would do, but it needs my_print_defaults, which is in another Debian
+    # package than the server, and it fills in help texts and time zones that nobody needs here.
+    prefix = Path(mariadbd).resolve().parent.parent
+    tried = list(_system_tables_places((prefix, Path("/usr"))))
+    for place in tried:
+        if place.is_file():
+            return place
+    raise ClusterError(
+        f"the server {mariadbd} has no system tables; looked for {', '.join(map(str, tried))}. "
+        "Reinstall it: sudo apt-get install --reinstall mariadb-server-core"
+    )
+
+
+def _system_tables_places(prefixes: Iterable[Path]) -> Iterable[Path]:
+    for prefix in prefixes:
+        for folder in ("mariadb", "mysql"):
+            for name in ("mariadb_system_tables.sql", "mysql_system_tables.sql"):
+                yield prefix / "share" / folder / name
+
+
+def _compiler(path: str) -> str | None:
+    return next((found for name in _COMPILERS if (found := shutil.which(name, path=path))), None)

@@ -1,0 +1,47 @@
+"""pytest fixtures: dev clusters that the tests of one session share.
+
+Put ``pytest_plugins = ["hydroslurm.devcluster.pytest_plugin"]`` in a conftest.py. Where Slurm is
+not installed, tests that ask for a cluster are skipped with the names of what is missing; with
+``HYDROSLURM_REQUIRE_SLURM=1`` in the environment they fail instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.devcluster.programs import missing, missing_words, search_path
+
+REQUIRE_ENV = "HYDROSLURM_REQUIRE_SLURM"
+
+
+def require_slurm() -> None:
+    """Skip the test, or fail it, unless everything that a dev cluster needs is installed."""
+    absent = missing(search_path(os.environ.get("PATH")))
+    if not absent:
+        return
+    words = f"a real Slurm is needed; {missing_words(absent)}"
+    if os.environ.get(REQUIRE_ENV) == "1":
+        pytest.fail(f"{words} ({REQUIRE_ENV}=1 makes this a failure)", pytrace=False)
+    pytest.skip(words)
+
+
+@pytest.fixture(scope="session")
+def pause_cluster() -> Iterator[DevCluster]:
+    """A cluster of three nodes whose ``low`` jobs are suspended by ``urgent`` ones."""
+    yield from _cluster(ClusterSpec(nodes=3, profile="pause", kill_wait_s=5))
+
+
+@pytest.fixture(scope="session")
+def requeue_cluster() -> Iterator[DevCluster]:
+    """A cluster of two nodes whose ``low`` jobs are requeued by ``urgent`` ones."""
+    yield from _cluster(ClusterSpec(nodes=2, profile="requeue", kill_wait_s=5))
+
+
+def _cluster(spec: ClusterSpec) -> Iterator[DevCluster]:
+    require_slurm()
+    with DevCluster.up(spec) as cluster:
+        yield cluster

@@ -1,0 +1,76 @@
+"""cluster.json: what runs in a cluster's folder, for those who come later."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.devcluster.layout import Layout
+from hydroslurm.devcluster.processes import ProcessId
+from hydroslurm.devcluster.spec import ClusterSpec
+from hydroslurm.errors import ClusterError
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Running:
+    """What runs in a cluster's folder.
+
+    Attributes:
+        up: False while it is being started.
+        temporary: the folder goes with the cluster.
+        link: the short name of the folder.
+        supervisor: the process that owns all others.
+        daemons: name -> process.
+    """
+
+    spec: ClusterSpec
+    up: bool
+    temporary: bool
+    link: Path
+    supervisor: ProcessId
+    daemons: tuple[tuple[str, ProcessId], ...] = ()
+
+    def write(self, layout: Layout) -> None:
+        """Put it in its place in one go."""
+        row = {
+            "version": _VERSION,
+            "spec": self.spec.to_dict(),
+            "up": self.up,
+            "temporary": self.temporary,
+            "link": str(self.link),
+            "supervisor": vars(self.supervisor),
+            "daemons": {name: vars(process) for name, process in self.daemons},
+        }
+        new = layout.cluster_json.with_suffix(".new")
+        new.write_text(json.dumps(row, indent=1) + "\n")
+        new.replace(layout.cluster_json)
+
+    @classmethod
+    def read(cls, layout: Layout) -> Running | None:
+        """What the folder says; None when it says nothing.
+
+        Raises:
+            ClusterError: the file is not one of ours.
+        """
+        try:
+            row = json.loads(layout.cluster_json.read_text())
+            if row["version"] != _VERSION:
+                raise ValueError(f"version {row['version']}, not {_VERSION}")
+            return cls(
+                spec=ClusterSpec.from_dict(row["spec"]),
+                up=row["up"],
+                temporary=row["temporary"],
+                link=Path(row["link"]),
+                supervisor=ProcessId(**row["supervisor"]),
+                daemons=tuple((name, ProcessId(**p)) for name, p in row["daemons"].items()),
+            )
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ClusterError(
+                f"{layout.cluster_json} cannot be read ({error}); it was made by another release. "
+                "End that cluster with the release that started it, or remove the file"
+            ) from error

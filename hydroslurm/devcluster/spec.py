@@ -1,0 +1,71 @@
+"""What a dev cluster is to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from hydroslurm.errors import UsageError
+
+Profile = Literal["pause", "requeue"]
+PROFILES: tuple[Profile, ...] = get_args(Profile)
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """What a dev cluster is to be; checked when it is made.
+
+    Attributes:
+        nodes: slurmd daemons, n1, n2 ...
+        cpus_per_node: CPUs that each node claims, however many the machine has.
+        profile: what happens to a job of partition ``low`` when one of ``urgent`` wants its place:
+            ``pause`` (PreemptMode=SUSPEND,GANG) or ``requeue`` (PreemptMode=REQUEUE).
+        directory: the cluster's folder; None makes a temporary one that is removed at the end.
+        grace_s: GraceTime of ``low``; it counts in profile ``requeue`` only. A lower bound: Slurm
+            looks every 30 s whether it is over.
+        kill_wait_s: KillWait, from SIGTERM to SIGKILL. slurmd makes at least 5 of it.
+
+    Raises:
+        UsageError: a value out of its range; the message names the range.
+    """
+
+    nodes: int = 4
+    cpus_per_node: int = 4
+    profile: Profile = "pause"
+    directory: Path | None = None
+    grace_s: int = 5
+    kill_wait_s: int = 30
+
+    def __post_init__(self) -> None:
+        if self.profile not in PROFILES:
+            raise UsageError(
+                f"profile is {self.profile!r}; it must be one of {', '.join(PROFILES)}"
+            )
+        _in_range("nodes", self.nodes, 1, 64)
+        _in_range("cpus_per_node", self.cpus_per_node, 1, 1024)
+        _in_range("grace_s", self.grace_s, 0, 3600)
+        _in_range("kill_wait_s", self.kill_wait_s, 1, 3600)
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"n{number}" for number in range(1, self.nodes + 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            **vars(self),
+            "directory": None if self.directory is None else str(self.directory),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ClusterSpec:
+        """The reverse of :meth:`to_dict`."""
+        directory = cast("str | None", values["directory"])
+        return cls(**{**values, "directory": None if directory is None else Path(directory)})
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")

@@ -1,0 +1,147 @@
+"""The process that owns all daemons of one dev cluster. A program: ``python -m`` this module.
+
+Speaks with its caller over stdin and stdout, a line of JSON each way: the request, and then ``{}``
+or ``{"error": ...}``. It lives until its caller is gone (the end of stdin), unless the caller says
+``stay`` first; then until SIGTERM. However it ends, by SIGKILL too, the daemons end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import signal
+import sys
+from dataclasses import replace
+
+from hydroslurm.devcluster import ports as tcp
+from hydroslurm.devcluster.bringup import Bringup
+from hydroslurm.devcluster.config import Place
+from hydroslurm.devcluster.control import Control, StopRequested
+from hydroslurm.devcluster.daemons import reap
+from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
+from hydroslurm.devcluster.processes import ProcessId, become_subreaper
+from hydroslurm.devcluster.programs import find_programs
+from hydroslurm.devcluster.request import Request
+from hydroslurm.devcluster.running import Running
+from hydroslurm.devcluster.teardown import cancel_jobs, end_all, sweep
+from hydroslurm.errors import ClusterError
+
+_STDIN, _STDOUT = 0, 1
+_CHECK_S = 5.0
+
+
+def main() -> None:
+    """Serve one cluster from its start to its end."""
+    line = _read_line()
+    if not line:
+        return
+    request = Request.from_line(line)
+    if request.detach and os.fork():
+        # The caller waits for its direct child and is rid of it. Without `detach` the child stays
+        # its own to wait for: where nobody reaps orphans, as in many containers, each would stay a
+        # zombie.
+        os._exit(0)
+    control = Control(lifeline=_STDIN, caller_pid=request.caller_pid)
+    become_subreaper()
+    layout = Layout.at(request.root)
+    try:
+        with locked(layout):
+            _serve(request, layout, control)
+    except StopRequested as reason:
+        _log(f"ended: {reason}")
+    except ClusterError as error:
+        _log(str(error))
+        _tell({"error": str(error)})
+
+
+def _serve(request: Request, layout: Layout, control: Control) -> None:
+    before = Running.read(layout)
+    if before is not None:
+        _log("removing what a killed cluster left here")
+        sweep(layout, replace(before, temporary=False))
+    layout.remove_state()
+    layout.create()
+    layout.remove_logs()
+    programs = find_programs(request.path)
+    user = _user_name()
+    link = make_link(layout.root)
+    reserved = tcp.reserve(request.spec.nodes)
+    place = Place(link, os.uname().nodename, user, _memory_mb())
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    running = Running(request.spec, False, request.temporary, link, me)
+    bringup = Bringup(request.spec, layout, place, reserved.ports, programs, control)
+    try:
+        running.write(layout)
+        bringup.run()
+        pids = tuple((daemon.name, daemon.id or me) for daemon in bringup.daemons)
+        replace(running, up=True, daemons=pids).write(layout)
+        _tell({})
+        _stand_by(bringup, control)
+    finally:
+        # a second signal, or an impatient caller, must not leave half of it
+        for signo in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signo, signal.SIG_IGN)
+        if bringup.has_controller:
+            cancel_jobs(programs["scancel"], user=user, environ=bringup.environ())
+        end_all(bringup.daemons)
+        reserved.release()
+        remove_link(link)
+        layout.remove_state()
+        if request.temporary:
+            layout.remove_all()
+
+
+def _stand_by(bringup: Bringup, control: Control) -> None:
+    """Collect the dead until told to end. A daemon that dies stays dead: `status` shows it, and its
+    log is there to be read."""
+    gone: set[str] = set()
+    while True:
+        control.wait(_CHECK_S)
+        reap(bringup.daemons)
+        for daemon in bringup.daemons:
+            if daemon.process.returncode is not None and daemon.name not in gone:
+                gone.add(daemon.name)
+                _log(f"{daemon.name} ended, status {daemon.process.returncode}")
+
+
+def _read_line() -> bytes:
+    """One line of stdin and not a byte more: what follows it is looked for with select."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(_STDIN, 1)
+        if not byte:
+            return b""
+        line += byte
+    return line
+
+
+def _tell(answer: dict[str, str]) -> None:
+    with contextlib.suppress(OSError):  # the caller has gone; its pipe says so next
+        os.write(_STDOUT, json.dumps(answer).encode() + b"\n")
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"supervisor: {text}\n")
+        sys.stderr.flush()
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        raise ClusterError(
+            f"user id {os.geteuid()} has no name on this machine (no passwd entry), and Slurm runs "
+            "jobs of named users only. Use another user, or add an entry"
+        ) from None
+
+
+def _memory_mb() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+
+
+if __name__ == "__main__":
+    main()

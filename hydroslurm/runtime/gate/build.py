@@ -1,0 +1,251 @@
+"""Find the native gate for the torch that is installed, or build it: once per user and torch.
+
+Looked for in this order; each folder holds one sub-folder per key:
+
+1. ``$HYDROSLURM_GATE_DIR``, which a site fills with ``hydroslurm gate build --out DIR``;
+2. ``$XDG_CACHE_HOME/hydroslurm/gate`` (default ``~/.cache``), where it is built when missing;
+3. a private temporary folder, when the cache cannot be written.
+
+The key covers all that the binary depends on: torch's version and C++ ABI, the machine and its C
+library, our sources and the flags. A library is believed only beside its manifest and with the
+checksum that is written there: the loader would die of a truncated one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.errors import GateSelfTestFailed
+from hydroslurm.runtime.gate.compiler import (
+    FLAGS,
+    SITE_DIR_ENV,
+    STANDARDS,
+    Torch,
+    abi_number,
+    compile_library,
+    find_compiler,
+    source_files,
+)
+
+LIBRARY = "hs_gate.so"
+MANIFEST = "hs_gate.json"
+LOCK_TIMEOUT_S = 900.0
+SELF_TEST_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Library:
+    """A gate on disk.
+
+    Attributes:
+        path: the shared library.
+        key: names all that it depends on.
+        origin: ``site``, ``cache`` or ``private``.
+        built_s: how long building it took just now; None when it was there.
+    """
+
+    path: Path
+    key: str
+    origin: str
+    built_s: float | None = None
+
+
+def key_of(torch: Torch) -> str:
+    """The name of the folder that a gate for this torch and this machine lies in."""
+    facts = hashlib.sha256()
+    for source in source_files():
+        facts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    libc = "-".join(platform.libc_ver())
+    facts.update(repr((FLAGS, STANDARDS, abi_number(), torch.cxx11_abi, libc)).encode())
+    version = re.sub(r"[^0-9A-Za-z.+]", "_", torch.version)
+    return f"torch-{version}-{platform.machine()}-{facts.hexdigest()[:16]}"
+
+
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """Where this user's gates lie.
+
+    Raises:
+        OSError: there is neither ``XDG_CACHE_HOME`` nor a home folder.
+    """
+    named = environ.get("XDG_CACHE_HOME", "")
+    if named.startswith("/"):
+        return Path(named) / "hydroslurm" / "gate"
+    try:
+        return Path.home() / ".cache" / "hydroslurm" / "gate"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
+def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
+    """The gate that is there and whole, without building one."""
+    key = key_of(torch)
+    site = environ.get(SITE_DIR_ENV)
+    if site and is_whole(Path(site) / key):
+        return Library(Path(site) / key / LIBRARY, key, "site")
+    with contextlib.suppress(OSError):
+        folder = cache_root(environ) / key
+        if is_whole(folder):
+            return Library(folder / LIBRARY, key, "cache")
+    return None
+
+
+def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
+    """The gate for this torch, built and self-tested when there is none yet.
+
+    Any number of processes may call this at once: one builds, the others wait for it. A library of
+    origin ``private`` lies in a temporary folder of its own, which the caller removes once it is
+    loaded.
+
+    Raises:
+        NoCompiler: it would have to be built, and there is no C++ compiler.
+        GateSelfTestFailed: what was built does not work with this torch.
+        GateError: the compiler failed; the message has its last lines.
+    """
+    found = find(environ, torch=torch)
+    if found:
+        return found
+    key = key_of(torch)
+    try:
+        root = cache_root(environ)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(root / f"{key}.lock"):
+            return find(environ, torch=torch) or build(root, environ=environ, torch=torch)
+    except OSError as error:
+        where = environ.get("XDG_CACHE_HOME") or "~/.cache"
+        warnings.warn(
+            f"hydroslurm: the gate cannot be kept in {where} ({error}); it is built again in every "
+            "process, which takes about ten seconds. Point XDG_CACHE_HOME at a folder that can be "
+            "written, or let the site run `hydroslurm gate build --out DIR` and set "
+            f"{SITE_DIR_ENV}=DIR",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    private = Path(tempfile.mkdtemp(prefix="hydroslurm-gate-"))
+    try:
+        built = build(private, environ=environ, torch=torch)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+    return Library(built.path, built.key, "private", built.built_s)
+
+
+def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
+    """Build into ``root/<key>``, replacing what is there; self-tested before it is put in place.
+
+    Raises:
+        NoCompiler, GateSelfTestFailed, GateError: as for :func:`ensure`.
+        OSError: the folder cannot be written.
+    """
+    started = time.monotonic()
+    compiler = find_compiler(environ)
+    key = key_of(torch)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    workshop = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=root))
+    try:
+        library = workshop / LIBRARY
+        command = compile_library(compiler, library, torch=torch)
+        self_test_in_child(library)
+        built_s = time.monotonic() - started
+        manifest = {
+            "sha256": checksum(library),
+            "torch": torch.version,
+            "abi": abi_number(),
+            "command": command,
+            "built_s": round(built_s, 3),
+        }
+        (workshop / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        _put_in_place(workshop, root / key)
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+    return Library(root / key / LIBRARY, key, "cache", built_s)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the library in the folder is the one that its manifest describes."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return bool(manifest["sha256"] == checksum(folder / LIBRARY))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def self_test_in_child(library: Path) -> None:
+    """Let a child process hold and release an operator with it, so that a crash is the child's.
+
+    Raises:
+        GateSelfTestFailed: it does not; the message has what the child said.
+    """
+    command = [sys.executable, "-m", "hydroslurm.runtime.gate.native_gate", str(library)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=SELF_TEST_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise GateSelfTestFailed(
+            f"the gate's self-test did not end in {SELF_TEST_TIMEOUT_S:.0f} s"
+        ) from error
+    if done.returncode != 0:
+        raise GateSelfTestFailed(
+            f"the gate was built, but its self-test ended with {done.returncode}: "
+            f"{(done.stderr or done.stdout).strip()[-1000:]}"
+        )
+
+
+def _put_in_place(workshop: Path, target: Path) -> None:
+    """The manifest becomes visible last: readers believe a library only with its manifest."""
+    target.mkdir(mode=0o755, exist_ok=True)
+    for name in (LIBRARY, MANIFEST):
+        with (workshop / name).open("rb") as file:
+            os.fsync(file.fileno())
+        (workshop / name).replace(target / name)
+    folder = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes, as far as the file system has locks.
+
+    Without them (some network file systems), or when the holder takes longer than any build, go
+    on: two builders are a waste, but each renames a whole library into place.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,133 @@
+"""The one command that compiles the native gate: which compiler, which torch, which sources."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.errors import GateError, NoCompiler
+
+SITE_DIR_ENV = "HYDROSLURM_GATE_DIR"
+SOURCES = Path(__file__).parent / "native"
+COMPILERS = ("c++", "g++", "clang++")
+STANDARDS = ("-std=c++17", "-std=c++20")
+FLAGS = (
+    *("-O2", "-g1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    *("-Wall", "-Wextra"),
+)
+COMPILE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The torch that a gate is built for."""
+
+    version: str
+    cxx11_abi: bool
+    root: Path
+
+
+def installed_torch() -> Torch:
+    """The torch of this interpreter; imports it.
+
+    Raises:
+        GateError: it cannot be imported.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise GateError(
+            f"the native gate needs torch, which cannot be imported: {error}"
+        ) from error
+    return Torch(
+        version=str(torch.__version__),
+        cxx11_abi=bool(torch.compiled_with_cxx11_abi()),
+        root=Path(torch.__file__).parent,
+    )
+
+
+def source_files() -> list[Path]:
+    """All sources, the headers included, in a fixed order."""
+    return sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
+
+
+def abi_number() -> int:
+    """``HS_GATE_ABI`` of the sources."""
+    match = re.search(r"#define HS_GATE_ABI (\d+)", (SOURCES / "gate.h").read_text())
+    assert match, "gate.h defines HS_GATE_ABI"
+    return int(match[1])
+
+
+def find_compiler(environ: Mapping[str, str]) -> list[str]:
+    """``$CXX`` (which may bring flags), else the first of c++, g++ and clang++ on PATH.
+
+    Raises:
+        NoCompiler: there is none.
+    """
+    wanted = shlex.split(environ.get("CXX", ""))
+    for name, *flags in [wanted] if wanted else [[name] for name in COMPILERS]:
+        found = shutil.which(name, path=environ.get("PATH"))
+        if found:
+            return [found, *flags]
+    raise NoCompiler(
+        "the native gate has to be built and no C++ compiler was found (looked for "
+        f"{wanted[0] if wanted else ', '.join(COMPILERS)}). Install one (apt-get install g++), or "
+        "on a machine that has one run `hydroslurm gate build --out DIR` and set "
+        f"{SITE_DIR_ENV}=DIR here"
+    )
+
+
+def compile_library(compiler: Sequence[str], target: Path, *, torch: Torch) -> list[str]:
+    """Compile all sources into one shared library; returns the command that worked.
+
+    Raises:
+        GateError: no standard that we know compiles.
+    """
+    said = ""
+    for standard in STANDARDS:
+        command = compile_command(compiler, target, standard=standard, torch=torch)
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_TIMEOUT_S,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise GateError(f"the native gate could not be compiled: {error}") from error
+        if done.returncode == 0:
+            return command
+        said = said or done.stderr
+    tail = "\n".join(said.strip().splitlines()[-20:])
+    raise GateError(
+        f"the native gate does not compile with {compiler[0]} against torch {torch.version}:\n"
+        f"{tail}\nTry another compiler (CXX=g++), or report this with the lines above"
+    )
+
+
+def compile_command(
+    compiler: Sequence[str], target: Path, *, standard: str, torch: Torch
+) -> list[str]:
+    """The one command line. torch's headers count as system headers: only our code may warn."""
+    return [
+        *compiler,
+        standard,
+        *FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}",
+        "-isystem",
+        str(torch.root / "include"),
+        *[str(source) for source in source_files() if source.suffix == ".cpp"],
+        "-o",
+        str(target),
+        f"-L{torch.root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        "-ldl",
+        "-Wl,-z,defs",
+    ]

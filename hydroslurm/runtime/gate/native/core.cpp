@@ -1,0 +1,184 @@
+/* Start, stop, status, fork; clocks and futexes. */
+#include <errno.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+namespace hs {
+
+Gate gate;
+
+namespace {
+
+pthread_mutex_t lifecycle = PTHREAD_MUTEX_INITIALIZER;
+pthread_t watcher;
+
+int64_t clock_ns(clockid_t clock) noexcept {
+    timespec now;
+    clock_gettime(clock, &now);
+    return now.tv_sec * 1'000'000'000 + now.tv_nsec;
+}
+
+/* fork() must not happen between our word and torch's, nor leave a lock of ours taken in the child. */
+void before_fork() {
+    pthread_mutex_lock(&lifecycle);
+    pthread_mutex_lock(&gate.arming);
+    trace_lock();
+    events_lock();
+}
+
+void after_fork_in_parent() {
+    events_unlock();
+    trace_unlock();
+    pthread_mutex_unlock(&gate.arming);
+    pthread_mutex_unlock(&lifecycle);
+}
+
+/* The child has one thread, and it is at a fork, not at an operator. Its gate is open, it has no watcher, and the
+ * handlers it inherited see from `owner` that nothing is meant for it. torch's callback list is not touched here, for
+ * a lock of torch's may be in any state; the child's first operator takes the callback away. */
+void after_fork_in_child() {
+    if (gate.owner.load() != 0) gate.owner.store(kForkedChild);
+    gate.closed.store(0);
+    gate.state.store(HS_STATE_RUNNING);
+    gate.causes.store(0);
+    gate.closed_mono_ns.store(0);
+    gate.quiet.store(0);
+    gate.stale_callback.store(gate.armed.exchange(false) || gate.stale_callback.load());
+    gate.quit.store(false);
+    hold_after_fork();
+    trace_after_fork();
+    events_after_fork();
+    pthread_mutex_init(&gate.arming, nullptr);
+    pthread_mutex_init(&lifecycle, nullptr);
+}
+
+int watch_forks() noexcept {
+    static int result = -1;
+    if (result != 0) result = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    return -result;
+}
+
+/* The new thread takes over the mask of the one that makes it. */
+int watcher_start() noexcept {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&watcher, nullptr, watcher_main, nullptr);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return -error;
+}
+
+void watcher_end() noexcept {
+    gate.quit.store(true);
+    bell_ring();
+    pthread_join(watcher, nullptr);
+    gate.quit.store(false);
+    gate.state.store(HS_STATE_RUNNING);
+    gate.causes.store(0);
+    events_use_fd(-1);
+}
+
+int start(hs_signal *table, int n, int event_fd) noexcept {
+    if (gate.owner.load() == getpid()) return -EALREADY;
+    if (const int error = signals_check(table, n); error < 0) return error;
+    if (const int error = watch_forks(); error < 0) return error;
+    if (gate.owner.load() == kForkedChild) { /* or what we inherited would be chained to itself */
+        signals_restore();
+        gate.owner.store(0);
+    }
+    if (gate.stale_callback.exchange(false)) arming().hold_off();
+    signals_clear_latches();
+    if (const int error = signals_prepare(table, n); error < 0) return error;
+    hold_find_python();
+    events_use_fd(event_fd);
+    if (const int error = watcher_start(); error < 0) {
+        events_use_fd(-1);
+        return error;
+    }
+    gate.owner.store(getpid()); /* before the handlers, which ask for it */
+    const int error = signals_install(table, n);
+    if (error < 0) {
+        gate.owner.store(0);
+        watcher_end();
+    }
+    return error;
+}
+
+} // namespace
+
+int64_t mono_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }
+int64_t epoch_ns() noexcept { return clock_ns(CLOCK_REALTIME); }
+pid_t thread_id() noexcept { return static_cast<pid_t>(syscall(SYS_gettid)); }
+
+void futex_wait(Word &word, uint32_t seen, int64_t timeout_ns) noexcept {
+    timespec timeout = {timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, timeout_ns < 0 ? nullptr : &timeout, nullptr, 0);
+}
+
+void futex_wake(Word &word, int n) noexcept { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, n, nullptr, nullptr, 0); }
+
+int arm() noexcept {
+    pthread_mutex_lock(&gate.arming);
+    const int error = arming().hold_on();
+    gate.armed.store(error == 0);
+    pthread_mutex_unlock(&gate.arming);
+    return error;
+}
+
+void disarm() noexcept {
+    pthread_mutex_lock(&gate.arming);
+    arming().hold_off();
+    gate.armed.store(false);
+    pthread_mutex_unlock(&gate.arming);
+}
+
+} // namespace hs
+
+using namespace hs;
+
+int hs_gate_abi(void) { return HS_GATE_ABI; }
+
+int hs_gate_start(hs_signal *table, int n, int event_fd) {
+    pthread_mutex_lock(&lifecycle);
+    const int result = start(table, n, event_fd);
+    pthread_mutex_unlock(&lifecycle);
+    return result;
+}
+
+int hs_gate_stop(void) {
+    pthread_mutex_lock(&lifecycle);
+    int replaced = 0;
+    if (gate.owner.load() == getpid()) {
+        replaced = signals_restore();
+        gate.owner.store(0);
+        watcher_end();
+    }
+    pthread_mutex_unlock(&lifecycle);
+    return replaced;
+}
+
+int hs_gate_check_handlers(void) {
+    pthread_mutex_lock(&lifecycle);
+    const int replaced = gate.owner.load() == getpid() ? signals_replaced() : 0;
+    pthread_mutex_unlock(&lifecycle);
+    return replaced;
+}
+
+int hs_gate_status(hs_status *out) {
+    if (out == nullptr) return -EINVAL;
+    *out = {};
+    out->state = gate.state.load();
+    out->causes = gate.causes.load();
+    out->held = slots_held(gate.closed.load());
+    out->quiet = gate.quiet.load();
+    out->armed = gate.armed.load();
+    out->capturing = gate.capturing.load();
+    out->passed = gate.passed.load();
+    out->closes = gate.closes.load();
+    out->closed_mono_ns = gate.closed_mono_ns.load();
+    return 0;
+}

@@ -1,0 +1,101 @@
+/* The queue of events: written by the watcher (and hs_gate_check_handlers), read by the controller. */
+#include <errno.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+namespace hs {
+namespace {
+
+constexpr uint32_t kEvents = 2048;
+
+struct Queue {
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    hs_event events[kEvents];
+    uint32_t first = 0;
+    uint32_t n = 0;
+    int64_t dropped = 0;
+    int fd = -1;
+    bool unannounced = false;
+};
+Queue queue;
+
+} // namespace
+
+hs_event event_of(hs_event_kind kind) noexcept {
+    hs_event event = {};
+    event.kind = kind;
+    event.mono_ns = mono_ns();
+    event.epoch_ns = epoch_ns();
+    event.causes = gate.causes.load();
+    return event;
+}
+
+void event_text(hs_event &event, const char *text) noexcept {
+    strncpy(event.text, text, HS_TEXT_BYTES - 1);
+    event.text[HS_TEXT_BYTES - 1] = '\0';
+}
+
+void event_push(const hs_event &event) noexcept {
+    events_lock();
+    if (queue.n == kEvents) {
+        ++queue.dropped;
+    } else {
+        queue.events[(queue.first + queue.n) % kEvents] = event;
+        ++queue.n;
+    }
+    queue.unannounced = true;
+    events_unlock();
+}
+
+void events_announce() noexcept {
+    events_lock();
+    if (queue.unannounced && queue.fd >= 0) {
+        const uint64_t one = 1;
+        /* EAGAIN: the counter is full, so that the reader is awake already. Nothing else can be done about an error. */
+        [[maybe_unused]] const ssize_t written = write(queue.fd, &one, sizeof one);
+    }
+    queue.unannounced = false;
+    events_unlock();
+}
+
+void events_use_fd(int fd) noexcept {
+    events_lock();
+    queue.fd = fd;
+    events_unlock();
+}
+
+void events_lock() noexcept { pthread_mutex_lock(&queue.lock); }
+void events_unlock() noexcept { pthread_mutex_unlock(&queue.lock); }
+
+void events_after_fork() noexcept {
+    pthread_mutex_init(&queue.lock, nullptr);
+    queue.first = queue.n = 0;
+    queue.dropped = 0;
+    queue.fd = -1; /* it is the parent's */
+    queue.unannounced = false;
+}
+
+} // namespace hs
+
+using namespace hs;
+
+int hs_gate_read(hs_event *out, int n) {
+    if (n < 0 || (n > 0 && out == nullptr)) return -EINVAL;
+    events_lock();
+    int copied = 0;
+    for (; copied < n && queue.n > 0; ++copied) {
+        out[copied] = queue.events[queue.first];
+        queue.first = (queue.first + 1) % kEvents;
+        --queue.n;
+    }
+    if (copied < n && queue.dropped > 0) {
+        out[copied] = event_of(HS_EVENT_DROPPED);
+        out[copied++].count = queue.dropped;
+        queue.dropped = 0;
+    }
+    if (queue.n == 0) queue.unannounced = false; /* read before it was announced: no need to wake the reader again */
+    events_unlock();
+    return copied;
+}

@@ -1,0 +1,192 @@
+/* What the parts of the gate share. Nothing here knows torch: that is torch_gate.cpp alone, behind Arming.
+ *
+ *   signals.cpp   handlers and requests -> latches           runs in signal handlers
+ *   watcher.cpp   latches -> open, close, parked             one thread, the only one that arms
+ *   hold.cpp      a thread at an operator: pass or wait      runs in training threads
+ *   threads.cpp   which threads train, which are asleep      reads /proc, for the watcher
+ *   events.cpp    the queue to the reader                    any thread but handlers
+ *   trace.cpp     write operators down, hold nobody
+ *   core.cpp      start, stop, status, fork
+ */
+#ifndef HYDROSLURM_GATE_INTERNAL_H
+#define HYDROSLURM_GATE_INTERNAL_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "gate.h"
+
+namespace hs {
+
+/* --- the seam to torch; the C++ tests bring their own ------------------------------------------------------- */
+
+struct Arming {
+    int (*hold_on)();      /* register the holding callback: 0 or -errno */
+    void (*hold_off)();    /* take it away; callbacks that are running go on */
+    bool (*any)();         /* is any global callback registered at all? */
+    int (*trace_on)();
+    void (*trace_off)();
+    bool (*in_backward)(); /* does the calling thread run a node of the autograd graph? */
+    bool (*capturing)();   /* does the calling thread capture a CUDA graph? Must never initialise CUDA */
+};
+const Arming &arming();
+
+/* What the callbacks call. Neither throws nor takes a lock. */
+void operator_reached(const char *name, bool backward_node) noexcept;
+void operator_traced(const char *name, bool backward_node) noexcept;
+
+/* --- clocks and futexes ------------------------------------------------------------------------------------- */
+
+constexpr int64_t kMs = 1'000'000;
+int64_t mono_ns() noexcept;  /* [signal-safe] */
+int64_t epoch_ns() noexcept; /* [signal-safe] */
+pid_t thread_id() noexcept;  /* [signal-safe] */
+
+using Word = std::atomic<uint32_t>;
+void futex_wait(Word &word, uint32_t seen, int64_t timeout_ns) noexcept; /* timeout < 0: none. May wake for nothing */
+void futex_wake(Word &word, int n) noexcept;                             /* [signal-safe] */
+
+/* --- latches: written by handlers, read by the watcher ------------------------------------------------------ */
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "handlers need lock-free 64-bit atomics");
+
+constexpr int kCauses = 4;
+constexpr uint32_t kAllCauses = (1u << kCauses) - 1;
+
+/* How often something was asked for, and the last time. */
+struct Latch {
+    std::atomic<uint64_t> count{0};
+    std::atomic<int64_t> stamp_ns{0};
+    std::atomic<int32_t> sender{0};
+};
+
+/* The stamp of the newest request for one cause and one direction. Stamps are CLOCK_MONOTONIC, made unique in this
+ * process, so that they are also the order of all requests. A cause is in force while its pause is newer than its
+ * resume: a latch and not a queue, so that any number of signals in any order ends in the right state. */
+using Wish = std::atomic<int64_t>;
+
+struct Line {
+    int signo;
+    int action;
+    uint32_t causes;
+    uint32_t flags;
+    bool installed;
+    struct sigaction previous;
+    std::atomic<pid_t> chaining; /* thread that is inside `previous`, to cut a chain that leads back to us */
+    Latch latch;
+};
+
+constexpr int kLines = 32;
+struct Signals {
+    Line lines[kLines];
+    int n = 0;
+    Latch requests[4]; /* by action, for hs_gate_request() */
+    Wish pause[kCauses] = {};
+    Wish resume[kCauses] = {};
+    Wish stop{0};
+};
+extern Signals signals;
+
+int signals_check(hs_signal *table, int n) noexcept;
+int signals_prepare(hs_signal *table, int n) noexcept; /* before the watcher starts, which reads the lines */
+int signals_install(hs_signal *table, int n) noexcept; /* all or nothing */
+int signals_restore() noexcept;                        /* returns how many were not ours any more */
+int signals_replaced() noexcept;                       /* the same without restoring; an event for each */
+void signals_clear_latches() noexcept;
+void wish_raise(Wish &wish, int64_t stamp_ns) noexcept; /* [signal-safe] */
+
+/* --- the gate itself ---------------------------------------------------------------------------------------- */
+
+constexpr pid_t kForkedChild = -1;
+
+struct Gate {
+    std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped; kForkedChild */
+    Word bell{0};                 /* futex of the watcher: rung when there is something to look at */
+    Word closed{0};               /* futex of held threads: 0 open, else the number of this closing */
+    std::atomic<int32_t> state{HS_STATE_RUNNING};
+    std::atomic<uint32_t> causes{0};
+    std::atomic<int32_t> quiet{0};
+    std::atomic<int32_t> capturing{0};
+    std::atomic<int64_t> passed{0};
+    std::atomic<int64_t> closes{0};
+    std::atomic<int64_t> closed_mono_ns{0};
+    std::atomic<bool> armed{false};
+    std::atomic<bool> stale_callback{false}; /* a child was forked from a closed gate: take the callback away */
+    std::atomic<bool> quit{false};
+    pthread_mutex_t arming = PTHREAD_MUTEX_INITIALIZER; /* also taken around fork() */
+};
+extern Gate gate;
+
+inline void bell_ring() noexcept { /* [signal-safe] */
+    gate.bell.fetch_add(1);
+    futex_wake(gate.bell, 1);
+}
+
+int arm() noexcept;
+void disarm() noexcept;
+void *watcher_main(void *) noexcept;
+
+/* --- held threads ------------------------------------------------------------------------------------------- */
+
+/* One per thread that was ever held, reused when the thread ends. Written by its thread, read by the watcher. */
+struct Slot {
+    std::atomic<pid_t> tid{0};
+    std::atomic<uint32_t> held{0};     /* the closing that holds it; 0: it runs */
+    std::atomic<uint32_t> captured{0}; /* the closing during which a graph capture let it through */
+    std::atomic<int64_t> since_ns{0};
+    std::atomic<int32_t> phase{0};
+    std::atomic<uint64_t> text[HS_TEXT_BYTES / 8] = {};
+    uint32_t reported = 0; /* watcher only: the closing for which an event was made */
+    Slot *next = nullptr;
+};
+Slot *slots_first() noexcept;
+int slots_held(uint32_t closing) noexcept;
+void slot_text(const Slot &slot, char *out) noexcept;
+void hold_find_python() noexcept; /* looks up the interpreter's functions, if there is an interpreter */
+void hold_after_fork() noexcept;
+
+/* The first thread that ran again, once per closing. */
+struct Release {
+    std::atomic<uint32_t> closing{0};
+    std::atomic<int32_t> tid{0};
+    std::atomic<int64_t> mono_ns{0};
+    std::atomic<uint32_t> ready{0};
+};
+extern Release release;
+
+/* --- threads of this process -------------------------------------------------------------------------------- */
+
+bool name_is_autograd(const char *comm) noexcept;
+bool name_is_collective(const char *comm) noexcept;
+void thread_name(pid_t tid, char (&comm)[16]) noexcept; /* empty when it is gone */
+std::vector<pid_t> autograd_threads();
+
+struct Activity {
+    enum { GONE, RUNNING, ASLEEP, UNKNOWN } state;
+    uint64_t ran; /* grows whenever the thread has run */
+};
+Activity thread_activity(pid_t tid) noexcept;
+bool terminal_may_stop_us() noexcept; /* false: our process group is orphaned */
+
+/* --- events and traces -------------------------------------------------------------------------------------- */
+
+hs_event event_of(hs_event_kind kind) noexcept; /* both clocks and the causes filled in */
+void event_text(hs_event &event, const char *text) noexcept;
+void event_push(const hs_event &event) noexcept;
+void events_announce() noexcept; /* write the eventfd if something was pushed since */
+void events_use_fd(int fd) noexcept;
+void events_lock() noexcept;
+void events_unlock() noexcept;
+void events_after_fork() noexcept;
+
+void trace_lock() noexcept;
+void trace_unlock() noexcept;
+void trace_after_fork() noexcept;
+
+} // namespace hs
+#endif

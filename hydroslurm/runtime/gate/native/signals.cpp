@@ -1,0 +1,230 @@
+/* Handlers and requests: stamp, latch, ring, chain. Everything below on_signal() is async-signal-safe. */
+#include <errno.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+namespace hs {
+
+Signals signals;
+
+namespace {
+
+std::atomic<int64_t> last_stamp_ns{0};
+std::atomic<uint8_t> line_of[NSIG]; /* signal -> index of its line + 1 */
+
+int64_t unique_stamp_ns() noexcept {
+    int64_t last = last_stamp_ns.load(), stamp;
+    do {
+        const int64_t now = mono_ns();
+        stamp = now > last ? now : last + 1;
+    } while (!last_stamp_ns.compare_exchange_weak(last, stamp));
+    return stamp;
+}
+
+void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
+    const int64_t stamp_ns = unique_stamp_ns();
+    latch.stamp_ns.store(stamp_ns);
+    latch.sender.store(sender);
+    if (action == HS_ACTION_STOP) {
+        wish_raise(signals.stop, stamp_ns);
+    } else {
+        Wish *wishes = action == HS_ACTION_PAUSE ? signals.pause : signals.resume;
+        for (int bit = 0; bit < kCauses; ++bit)
+            if (causes >> bit & 1) wish_raise(wishes[bit], stamp_ns);
+    }
+    latch.count.fetch_add(1); /* last: the watcher looks at the rest when it sees this one move */
+    bell_ring();
+}
+
+/* What would have happened without us. The signal is blocked while its handler runs, so the kill below takes effect
+ * on return. Only for a STOP in a forked child: DataLoader ends its workers with SIGTERM. */
+void default_action(int signo) noexcept {
+    struct sigaction action = {};
+    action.sa_handler = SIG_DFL;
+    sigaction(signo, &action, nullptr);
+    kill(getpid(), signo);
+}
+
+void chain(Line &line, int signo, siginfo_t *info, void *context) noexcept {
+    const struct sigaction &previous = line.previous;
+    if (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN) return;
+    const pid_t self = thread_id();
+    if (line.chaining.load() == self) return; /* the old handler chains to us in its turn */
+    line.chaining.store(self);
+    if (previous.sa_flags & SA_SIGINFO)
+        previous.sa_sigaction(signo, info, context);
+    else
+        previous.sa_handler(signo);
+    line.chaining.store(0);
+}
+
+uint32_t causes_of(const Line &line, const siginfo_t *info) noexcept {
+    /* The tty driver signals in the kernel's name, `scontrol suspend` and kill(1) in a process's. */
+    const bool terminal = line.signo == SIGTSTP && line.action == HS_ACTION_PAUSE && info->si_code == SI_KERNEL;
+    return terminal ? static_cast<uint32_t>(HS_CAUSE_TERMINAL) : line.causes;
+}
+
+void on_signal(int signo, siginfo_t *info, void *context) noexcept {
+    const int saved_errno = errno;
+    const uint8_t index = line_of[signo].load();
+    if (index == 0) return; /* our address was saved by somebody before a restart with another table */
+    Line &line = signals.lines[index - 1];
+    const pid_t owner = gate.owner.load();
+    if (owner == getpid()) {
+        latch(line.latch, line.action, causes_of(line, info), info->si_code <= 0 ? info->si_pid : 0);
+        if (!(line.flags & HS_SIGNAL_NO_CHAIN)) chain(line, signo, info, context);
+    } else if (owner == 0) {
+        chain(line, signo, info, context); /* stopped, and called by somebody who had saved our address */
+    } else if (line.action == HS_ACTION_STOP || (line.flags & HS_SIGNAL_ONLY_IF_HANDLED)) {
+        /* A forked child, or one between vfork and exec: a pause is not meant for it, an end (or Ctrl-C) is. */
+        if (line.previous.sa_handler == SIG_DFL)
+            default_action(signo);
+        else
+            chain(line, signo, info, context);
+    }
+    errno = saved_errno;
+}
+
+bool is_ours(const struct sigaction &action) noexcept {
+    return (action.sa_flags & SA_SIGINFO) && action.sa_sigaction == on_signal;
+}
+
+bool leave_alone(const hs_signal &wanted, const struct sigaction &previous) noexcept {
+    if (previous.sa_handler == SIG_IGN) return !(wanted.flags & HS_SIGNAL_EVEN_IF_IGNORED);
+    return previous.sa_handler == SIG_DFL && (wanted.flags & HS_SIGNAL_ONLY_IF_HANDLED);
+}
+
+/* All of our signals are blocked in each of our handlers. Without that a resume that comes right behind its pause would
+ * get its frame on top of the pause's, run first, and the rank would stay paused. */
+struct sigaction action_for(const hs_signal *table, int n, const Line &line) noexcept {
+    struct sigaction action = {};
+    action.sa_sigaction = on_signal;
+    action.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
+    const struct sigaction &previous = line.previous;
+    const bool chained = !(line.flags & HS_SIGNAL_NO_CHAIN) && previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN;
+    if (chained) {
+        action.sa_mask = previous.sa_mask;
+        action.sa_flags = SA_SIGINFO | (previous.sa_flags & (SA_RESTART | SA_ONSTACK));
+    }
+    for (int i = 0; i < n; ++i) sigaddset(&action.sa_mask, table[i].signo);
+    return action;
+}
+
+/* -errno; 0: to be installed; 1: to be left alone. Changes nothing in the process. */
+int prepare_line(Line &line, const hs_signal &wanted) noexcept {
+    line.signo = wanted.signo;
+    line.action = wanted.action;
+    line.causes = wanted.causes;
+    line.flags = wanted.flags;
+    line.installed = false;
+    line.chaining.store(0);
+    if (sigaction(wanted.signo, nullptr, &line.previous) != 0) return -errno;
+    return leave_alone(wanted, line.previous) ? 1 : 0;
+}
+
+} // namespace
+
+void wish_raise(Wish &wish, int64_t stamp_ns) noexcept {
+    int64_t seen = wish.load();
+    while (seen < stamp_ns && !wish.compare_exchange_weak(seen, stamp_ns)) {
+    }
+}
+
+int signals_check(hs_signal *table, int n) noexcept {
+    if (n < 0 || n > kLines || (n > 0 && table == nullptr)) return -EINVAL;
+    int bad = 0;
+    for (int i = 0; i < n; ++i) {
+        const hs_signal &line = table[i];
+        bool good = line.signo > 0 && line.signo < NSIG && line.signo != SIGKILL && line.signo != SIGSTOP;
+        good = good && line.action >= HS_ACTION_PAUSE && line.action <= HS_ACTION_STOP && !(line.causes & ~kAllCauses);
+        good = good && (line.action == HS_ACTION_STOP || line.causes != 0);
+        for (int j = 0; j < i; ++j) good = good && table[j].signo != line.signo;
+        table[i].result = good ? 0 : -EINVAL;
+        if (!good) bad = -EINVAL;
+    }
+    return bad;
+}
+
+int signals_prepare(hs_signal *table, int n) noexcept {
+    signals.n = 0;
+    for (auto &index : line_of) index.store(0);
+    for (int i = 0; i < n; ++i) {
+        table[i].result = prepare_line(signals.lines[i], table[i]);
+        if (table[i].result < 0) return table[i].result;
+        if (table[i].result == 0) line_of[table[i].signo].store(static_cast<uint8_t>(i + 1));
+    }
+    signals.n = n;
+    return 0;
+}
+
+int signals_install(hs_signal *table, int n) noexcept {
+    sigset_t ours;
+    sigemptyset(&ours);
+    for (int i = 0; i < n; ++i) {
+        if (table[i].result != 0) continue;
+        const struct sigaction action = action_for(table, n, signals.lines[i]);
+        if (sigaction(table[i].signo, &action, nullptr) != 0) {
+            table[i].result = -errno;
+            signals_restore();
+            return table[i].result;
+        }
+        signals.lines[i].installed = true;
+        sigaddset(&ours, table[i].signo);
+    }
+    pthread_sigmask(SIG_UNBLOCK, &ours, nullptr);
+    return 0;
+}
+
+int signals_restore() noexcept {
+    int replaced = 0;
+    for (int i = signals.n - 1; i >= 0; --i) {
+        Line &line = signals.lines[i];
+        if (!line.installed) continue;
+        struct sigaction now;
+        if (sigaction(line.signo, nullptr, &now) == 0 && is_ours(now))
+            sigaction(line.signo, &line.previous, nullptr);
+        else
+            ++replaced;
+        line.installed = false;
+    }
+    return replaced;
+}
+
+int signals_replaced() noexcept {
+    int replaced = 0;
+    for (int i = 0; i < signals.n; ++i) {
+        const Line &line = signals.lines[i];
+        struct sigaction now;
+        if (!line.installed || (sigaction(line.signo, nullptr, &now) == 0 && is_ours(now))) continue;
+        hs_event event = event_of(HS_EVENT_HANDLER_REPLACED);
+        event.signo = line.signo;
+        event_push(event);
+        ++replaced;
+    }
+    events_announce();
+    return replaced;
+}
+
+void signals_clear_latches() noexcept {
+    for (Line &line : signals.lines) line.latch.count.store(0);
+    for (Latch &latch : signals.requests) latch.count.store(0);
+    for (int bit = 0; bit < kCauses; ++bit) {
+        signals.pause[bit].store(0);
+        signals.resume[bit].store(0);
+    }
+    signals.stop.store(0);
+}
+
+} // namespace hs
+
+using namespace hs;
+
+int hs_gate_request(int action, uint32_t causes) {
+    if (action < HS_ACTION_PAUSE || action > HS_ACTION_STOP || (causes & ~kAllCauses)) return -EINVAL;
+    if (action != HS_ACTION_STOP && causes == 0) return -EINVAL;
+    if (action == HS_ACTION_PAUSE && (causes & HS_CAUSE_TERMINAL)) return -EINVAL;
+    if (gate.owner.load() != getpid()) return -ESRCH;
+    latch(signals.requests[action], action, causes, 0);
+    return 0;
+}

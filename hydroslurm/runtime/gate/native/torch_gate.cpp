@@ -1,0 +1,142 @@
+/* The only file that touches torch: two callbacks, armed and disarmed, and two questions.
+ *
+ * addGlobalCallback() and removeCallback() may be called while other threads run operators: since torch 1.12 the list
+ * is replaced under a mutex, and each thread takes its own copy when it sees a new version number. A callback may still
+ * be running in a thread when removeCallback() returns, which is why this library is never unloaded. */
+#include <ATen/record_function.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <exception>
+#include <memory>
+#include <new>
+
+#include "internal.h"
+
+namespace {
+
+at::CallbackHandle hold_handle = at::INVALID_CALLBACK_HANDLE;
+at::CallbackHandle trace_handle = at::INVALID_CALLBACK_HANDLE;
+
+bool is_node(const at::RecordFunction &function) { return function.scope() == at::RecordScope::BACKWARD_FUNCTION; }
+
+std::unique_ptr<at::ObserverContext> on_hold(const at::RecordFunction &function) {
+    hs::operator_reached(function.name(), is_node(function));
+    return nullptr;
+}
+
+std::unique_ptr<at::ObserverContext> on_trace(const at::RecordFunction &function) {
+    hs::operator_traced(function.name(), is_node(function));
+    return nullptr;
+}
+
+using Start = at::RecordFunctionCallback::StartCallback;
+
+int add(Start start, at::CallbackHandle &handle) noexcept {
+    try {
+        handle = at::addGlobalCallback(
+            at::RecordFunctionCallback(start).scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return -ENOMEM;
+    } catch (...) {
+        return -EIO;
+    }
+}
+
+void remove(at::CallbackHandle &handle) noexcept {
+    try {
+        if (handle != at::INVALID_CALLBACK_HANDLE) at::removeCallback(handle);
+    } catch (...) {
+        /* gone already: clearGlobalCallbacks() was called */
+    }
+    handle = at::INVALID_CALLBACK_HANDLE;
+}
+
+/* --- CUDA graph capture ------------------------------------------------------------------------------------- */
+
+/* The three values that matter here, from cuda.h, which a machine that compiles this need not have. */
+constexpr int kCudaSuccess = 0;
+constexpr int kCaptureNone = 0;
+constexpr int kCaptureImplicit = 906; /* the legacy stream, while another stream of the context captures */
+
+struct Driver {
+    int (*context_current)(void **) = nullptr;
+    int (*stream_is_capturing)(void *, int *) = nullptr;
+    void *(*torch_stream)(const c10::Stream *) = nullptr; /* CUDAStream::stream(), a class of one member, a c10::Stream */
+};
+
+void *symbol_of(const char *library, const char *name) noexcept {
+    void *handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
+    return handle != nullptr ? dlsym(handle, name) : nullptr;
+}
+
+template <typename Function> void find(Function &function, const char *library, const char *name) noexcept {
+    function = reinterpret_cast<Function>(symbol_of(library, name));
+}
+
+/* CUDA may come into the process at any time, so this is asked again at each closing; a library that is not there yet is not loaded. */
+std::atomic<const Driver *> driver{nullptr};
+
+void find_driver() noexcept {
+    if (driver.load() != nullptr || !c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return;
+    static Driver found;
+    find(found.context_current, "libcuda.so.1", "cuCtxGetCurrent");
+    find(found.stream_is_capturing, "libcuda.so.1", "cuStreamIsCapturing");
+    find(found.torch_stream, "libc10_cuda.so", "_ZNK4c104cuda10CUDAStream6streamEv");
+    if (found.context_current != nullptr && found.stream_is_capturing != nullptr) driver.store(&found);
+}
+
+/* Newer torch hands out the native stream by itself, older ones through libc10_cuda. */
+template <typename Guard>
+auto native_stream(const Guard &guard, const c10::Stream &stream, const Driver &, int)
+    -> decltype(guard.getStreamNativeHandle(stream)) {
+    return guard.getStreamNativeHandle(stream);
+}
+template <typename Guard>
+void *native_stream(const Guard &, const c10::Stream &stream, const Driver &cuda, long) {
+    return cuda.torch_stream != nullptr ? cuda.torch_stream(&stream) : nullptr;
+}
+
+/* A thread without a current context captures nothing, and asking torch for its stream would initialise CUDA. */
+bool capturing() {
+    const Driver *cuda = driver.load();
+    if (cuda == nullptr) return false;
+    void *context = nullptr;
+    if (cuda->context_current(&context) != kCudaSuccess || context == nullptr) return false;
+    try {
+        const c10::impl::DeviceGuardImplInterface &guard = *c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA);
+        const c10::Stream stream = guard.getStream(guard.getDevice());
+        int status = kCaptureNone;
+        const int error = cuda->stream_is_capturing(native_stream(guard, stream, *cuda, 0), &status);
+        return error == kCaptureImplicit || (error == kCudaSuccess && status != kCaptureNone);
+    } catch (...) {
+        return false;
+    }
+}
+
+/* --- the seam ----------------------------------------------------------------------------------------------- */
+
+int hold_on() {
+    find_driver();
+    return add(on_hold, hold_handle);
+}
+void hold_off() { remove(hold_handle); }
+int trace_on() { return add(on_trace, trace_handle); }
+void trace_off() { remove(trace_handle); }
+
+bool any() { return at::hasGlobalCallbacks(); }
+
+bool in_backward() {
+    const auto node = torch::autograd::get_current_node();
+    return node != nullptr;
+}
+
+} // namespace
+
+const hs::Arming &hs::arming() {
+    static constexpr Arming torch = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing};
+    return torch;
+}

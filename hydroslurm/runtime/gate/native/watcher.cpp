@@ -1,0 +1,380 @@
+/* The watcher thread: from latches to an open or a closed gate, and from there to PARKED.
+ *
+ * It blocks every signal, needs no GIL, and is the only thread that arms and disarms. */
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+
+#include "internal.h"
+
+namespace hs {
+namespace {
+
+/* After a move the reader is not told before a thread has been held, or has run again, or this much has passed: it is
+ * a Python thread, and awake it would fight for the GIL with the very thread that is on its way to the gate (first
+ * held 169 us after the signal when it was told at once, in the median, and about 75 us so). */
+constexpr int64_t kHush_ns = 1 * kMs;
+constexpr int64_t kTickMin_ns = 1 * kMs;
+constexpr int64_t kTickMax_ns = 10 * kMs;
+constexpr int64_t kParkedTick_ns = 200 * kMs;
+constexpr int64_t kLookMin_ns = 1 * kMs;
+constexpr int64_t kLookMax_ns = 250 * kMs; /* older: we were stopped or starved in between, look again */
+constexpr int64_t kTerminalBound_ns = 500 * kMs;
+
+/* The first of two looks at a thread that is not held. */
+struct Look {
+    int64_t at_ns = 0;
+    uint64_t ran = 0;
+};
+
+struct Verdict {
+    bool parked = true;
+    int held = 0;
+    int quiet = 0;
+    int64_t at_ns = 0; /* when the last of them came to rest */
+};
+
+class Watcher {
+  public:
+    void run() noexcept;
+
+  private:
+    void collect() noexcept;
+    void collect_latch(Latch &latch, uint64_t &seen, int action, int signo) noexcept;
+    uint32_t causes_now() noexcept;
+    void move() noexcept;
+    void close(uint32_t causes) noexcept;
+    void open(int64_t asked_ns) noexcept;
+    void tell_held() noexcept;
+    void tell_release() noexcept;
+    void judge_parked() noexcept;
+    Verdict judge();
+    void judge_sleeper(pid_t tid, Verdict &verdict);
+    void keep_callback() noexcept;
+    void stop_for_terminal() noexcept;
+    int64_t patience_ns() noexcept;
+    bool is_hushed() const noexcept { return hushed_until_ns_ > mono_ns(); }
+    void announce() noexcept {
+        if (!is_hushed()) events_announce();
+    }
+
+    bool is_closed() const noexcept { return gate.closed.load() != 0; }
+    hs_event news_of(hs_event_kind kind, int64_t value_ns) const noexcept;
+
+    hs_event news_[kLines + 4];
+    int n_news_ = 0;
+    uint64_t seen_lines_[kLines] = {};
+    uint64_t seen_requests_[4] = {};
+    uint32_t causes_ = 0;
+    int64_t terminal_judged_ns_ = 0; /* the Ctrl-Z that was looked at last */
+    bool stopping_ = false;
+    bool refused_ = false;   /* torch would not take the callback */
+    bool first_told_ = false;
+    uint32_t closing_ = 0;   /* number of the last closing */
+    uint32_t released_ = 0;  /* the closing whose release was told */
+    int64_t asked_ns_ = 0;   /* stamp of the request that closed the gate */
+    int64_t closed_ns_ = 0;
+    int64_t tick_ns_ = kTickMin_ns;
+    int64_t hushed_until_ns_ = 0;
+    std::map<pid_t, Look> looks_;
+};
+
+hs_event Watcher::news_of(hs_event_kind kind, int64_t value_ns) const noexcept {
+    hs_event event = event_of(kind);
+    event.value_ns = value_ns;
+    event.held = slots_held(gate.closed.load());
+    event.quiet = gate.quiet.load();
+    return event;
+}
+
+void Watcher::run() noexcept {
+    closing_ = gate.closes.load();
+    released_ = release.ready.load();
+    for (;;) {
+        const uint32_t heard = gate.bell.load();
+        const bool quit = gate.quit.load();
+        collect();
+        tell_release();
+        move();
+        if (quit) break;
+        if (is_closed()) tell_held();
+        announce(); /* before /proc is read, which takes longer than all of the above */
+        if (is_closed() && !is_hushed()) {
+            if (gate.state.load() == HS_STATE_PARKING) judge_parked();
+            keep_callback();
+        }
+        stop_for_terminal();
+        announce();
+        futex_wait(gate.bell, heard, patience_ns());
+    }
+    if (is_closed()) open(mono_ns());
+    events_announce();
+}
+
+int64_t Watcher::patience_ns() noexcept {
+    if (is_hushed()) return kHush_ns;
+    if (!is_closed()) return refused_ ? kParkedTick_ns : -1;
+    if (gate.state.load() == HS_STATE_PARKED) return kParkedTick_ns;
+    const int64_t tick = tick_ns_;
+    tick_ns_ = std::min(kTickMax_ns, tick_ns_ + tick_ns_ / 2);
+    return tick;
+}
+
+/* --- latches -> events and causes --------------------------------------------------------------------------- */
+
+void Watcher::collect_latch(Latch &latch, uint64_t &seen, int action, int signo) noexcept {
+    const uint64_t count = latch.count.load();
+    if (count == seen) return;
+    hs_event event = event_of(action == HS_ACTION_STOP ? HS_EVENT_STOP_REQUESTED : HS_EVENT_SIGNAL_RECEIVED);
+    event.mono_ns = event.value_ns = latch.stamp_ns.load();
+    event.signo = signo;
+    event.sender_pid = latch.sender.load();
+    event.count = static_cast<int64_t>(count - seen);
+    event_text(event, action == HS_ACTION_PAUSE ? "pause" : action == HS_ACTION_RESUME ? "resume" : "stop");
+    news_[n_news_++] = event;
+    seen = count;
+}
+
+void Watcher::collect() noexcept {
+    n_news_ = 0;
+    for (int i = 0; i < signals.n; ++i) {
+        Line &line = signals.lines[i];
+        collect_latch(line.latch, seen_lines_[i], line.action, line.signo);
+    }
+    for (int action = HS_ACTION_PAUSE; action <= HS_ACTION_STOP; ++action)
+        collect_latch(signals.requests[action], seen_requests_[action], action, 0);
+    if (n_news_ == 0) return;
+    if (signals.stop.load() != 0) stopping_ = true;
+    std::sort(news_, news_ + n_news_, [](const hs_event &a, const hs_event &b) { return a.mono_ns < b.mono_ns; });
+    const uint32_t causes = causes_now();
+    for (int i = 0; i < n_news_; ++i) {
+        news_[i].causes = causes;
+        event_push(news_[i]);
+    }
+}
+
+uint32_t Watcher::causes_now() noexcept {
+    constexpr int terminal_bit = 3;
+    static_assert(HS_CAUSE_TERMINAL == 1 << terminal_bit, "bit of HS_CAUSE_TERMINAL");
+    const int64_t ctrl_z_ns = signals.pause[terminal_bit].load();
+    if (ctrl_z_ns > terminal_judged_ns_) {
+        terminal_judged_ns_ = ctrl_z_ns;
+        if (!terminal_may_stop_us()) {
+            wish_raise(signals.resume[terminal_bit], ctrl_z_ns);
+            event_push(news_of(HS_EVENT_TERMINAL_IGNORED, ctrl_z_ns));
+        }
+    }
+    uint32_t causes = 0;
+    for (int bit = 0; bit < kCauses; ++bit)
+        if (signals.pause[bit].load() > signals.resume[bit].load()) causes |= 1u << bit;
+    return causes;
+}
+
+/* --- open and close ----------------------------------------------------------------------------------------- */
+
+void Watcher::move() noexcept {
+    const uint32_t before = causes_;
+    causes_ = causes_now();
+    gate.causes.store(causes_);
+    const bool want_closed = causes_ != 0 && !stopping_ && !gate.quit.load();
+    if (want_closed && !is_closed()) {
+        close(before);
+    } else if (!want_closed && is_closed()) {
+        int64_t asked_ns = signals.stop.load();
+        for (int bit = 0; bit < kCauses; ++bit)
+            if (before >> bit & ~(causes_ >> bit) & 1) asked_ns = std::max(asked_ns, signals.resume[bit].load());
+        open(asked_ns);
+    } else if (causes_ != before || n_news_ != 0) {
+        /* also when a request changed nothing: whoever asked waits for an answer */
+        event_push(news_of(HS_EVENT_CAUSES_CHANGED, 0));
+    }
+    if (!want_closed) refused_ = false;
+    if (stopping_) gate.state.store(HS_STATE_STOPPING);
+}
+
+void Watcher::close(uint32_t before) noexcept {
+    int64_t asked_ns = 0;
+    for (int bit = 0; bit < kCauses; ++bit)
+        if (const int64_t ns = signals.pause[bit].load(); causes_ >> bit & 1 && (asked_ns == 0 || ns < asked_ns)) asked_ns = ns;
+    gate.passed.store(0);
+    gate.capturing.store(0);
+    gate.quiet.store(0);
+    const uint32_t closing = closing_ + 1 != 0 ? closing_ + 1 : 1;
+    gate.closed.store(closing); /* before arming: the first operator that gets there must find it closed */
+    const int error = arm();
+    if (error < 0) {
+        gate.closed.store(0);
+        futex_wake(gate.closed, INT32_MAX);
+        if (!refused_ || causes_ != before) {
+            hs_event event = news_of(HS_EVENT_CAUSES_CHANGED, asked_ns);
+            event.count = -error;
+            event_text(event, "torch refused the callback");
+            event_push(event);
+        }
+        refused_ = true;
+        return;
+    }
+    refused_ = false;
+    closing_ = closing;
+    asked_ns_ = asked_ns;
+    closed_ns_ = mono_ns();
+    tick_ns_ = kTickMin_ns;
+    hushed_until_ns_ = closed_ns_ + kHush_ns;
+    first_told_ = false;
+    looks_.clear();
+    gate.closes.fetch_add(1);
+    gate.closed_mono_ns.store(closed_ns_);
+    gate.state.store(HS_STATE_PARKING);
+    event_push(news_of(HS_EVENT_GATE_CLOSED, asked_ns_));
+}
+
+void Watcher::open(int64_t asked_ns) noexcept {
+    const int held = slots_held(closing_);
+    gate.closed.store(0);
+    hs_event event = event_of(HS_EVENT_GATE_OPENED);
+    futex_wake(gate.closed, INT32_MAX);
+    disarm(); /* last: a thread that reaches the callback meanwhile sees an open gate */
+    gate.closed_mono_ns.store(0);
+    gate.state.store(HS_STATE_RUNNING);
+    event.value_ns = asked_ns;
+    event.held = held;
+    event.passed = gate.passed.load();
+    event.causes = causes_;
+    event_push(event);
+    hushed_until_ns_ = held > 0 ? event.mono_ns + kHush_ns : 0;
+}
+
+/* A closed gate whose callback is gone holds nobody who is not held already. Only "no callback at all" can be seen
+ * through torch's interface; clearGlobalCallbacks(), the one call that takes ours away, leaves exactly that. */
+void Watcher::keep_callback() noexcept {
+    if (!is_closed() || arming().any()) return;
+    hs_event event = news_of(HS_EVENT_CALLBACK_LOST, 0);
+    disarm();
+    const int error = arm();
+    event.count = error < 0 ? -error : 0;
+    event_push(event);
+}
+
+/* --- held, parked, released --------------------------------------------------------------------------------- */
+
+void Watcher::tell_held() noexcept {
+    const bool parked = gate.state.load() == HS_STATE_PARKED;
+    for (bool first = !first_told_;; first = false) {
+        Slot *next = nullptr;
+        for (Slot *slot = slots_first(); slot != nullptr; slot = slot->next) {
+            const bool news = slot->held.load() == closing_ && slot->tid.load() != 0 && slot->reported != closing_;
+            if (news && (next == nullptr || slot->since_ns.load() < next->since_ns.load())) next = slot;
+        }
+        if (next == nullptr) return;
+        next->reported = closing_;
+        if (!first && !parked) continue;
+        hs_event event = news_of(first && !parked ? HS_EVENT_FIRST_HELD : HS_EVENT_LATE_HELD, asked_ns_);
+        event.mono_ns = next->since_ns.load();
+        event.tid = next->tid.load();
+        event.phase = next->phase.load();
+        slot_text(*next, event.text);
+        first_told_ = true;
+        hushed_until_ns_ = 0;
+        event_push(event);
+    }
+}
+
+void Watcher::tell_release() noexcept {
+    const uint32_t closing = release.ready.load();
+    if (closing == released_) return;
+    released_ = closing;
+    hushed_until_ns_ = 0;
+    hs_event event = event_of(HS_EVENT_FIRST_RELEASED);
+    event.mono_ns = release.mono_ns.load();
+    event.tid = release.tid.load();
+    event_push(event);
+}
+
+void Watcher::judge_parked() noexcept {
+    Verdict verdict;
+    try {
+        verdict = judge();
+    } catch (...) { /* out of memory: try again at the next tick */
+        return;
+    }
+    gate.quiet.store(verdict.quiet);
+    if (!verdict.parked) return;
+    tell_held();
+    gate.state.store(HS_STATE_PARKED);
+    hs_event event = news_of(HS_EVENT_PARKED, asked_ns_);
+    event.mono_ns = std::max(verdict.at_ns, closed_ns_);
+    event.held = verdict.held;
+    event_push(event);
+}
+
+Verdict Watcher::judge() {
+    Verdict verdict;
+    std::vector<pid_t> tids = autograd_threads();
+    tids.push_back(getpid());
+    for (Slot *slot = slots_first(); slot != nullptr; slot = slot->next) {
+        const pid_t tid = slot->tid.load();
+        if (tid == 0) continue;
+        if (slot->held.load() == closing_) {
+            ++verdict.held;
+            verdict.at_ns = std::max(verdict.at_ns, slot->since_ns.load());
+            tids.erase(std::remove(tids.begin(), tids.end(), tid), tids.end());
+        } else if (slot->captured.load() == closing_) {
+            verdict.parked = false; /* it captures, or has since; held at the next operator after the capture */
+        } else if (std::find(tids.begin(), tids.end(), tid) == tids.end()) {
+            tids.push_back(tid);
+        }
+    }
+    for (const pid_t tid : tids) judge_sleeper(tid, verdict);
+    return verdict;
+}
+
+void Watcher::judge_sleeper(pid_t tid, Verdict &verdict) {
+    const Activity activity = thread_activity(tid);
+    if (activity.state == Activity::GONE) return;
+    const int64_t now = mono_ns();
+    Look &first = looks_[tid];
+    const int64_t age = now - first.at_ns;
+    if (activity.state != Activity::ASLEEP) {
+        first = Look{};
+        verdict.parked = false;
+    } else if (first.at_ns == 0 || first.ran != activity.ran || age > kLookMax_ns) {
+        first = Look{now, activity.ran};
+        verdict.parked = false;
+    } else if (age < kLookMin_ns) {
+        verdict.parked = false;
+    } else {
+        ++verdict.quiet;
+        verdict.at_ns = std::max(verdict.at_ns, first.at_ns);
+        first.at_ns = std::max(first.at_ns, now - kLookMax_ns);
+    }
+}
+
+/* --- Ctrl-Z ------------------------------------------------------------------------------------------------- */
+
+/* The shell waits for its job to stop: parked is not enough. The signal goes to this very thread, so that the whole
+ * process stops before the call returns; when it returns we were continued, whatever SIGCONT's handler does. */
+void Watcher::stop_for_terminal() noexcept {
+    if (!(causes_ & HS_CAUSE_TERMINAL)) return;
+    const bool waited = gate.state.load() != HS_STATE_PARKING || mono_ns() - closed_ns_ >= kTerminalBound_ns;
+    if (!waited) return;
+    const int64_t ctrl_z_ns = signals.pause[3].load();
+    if (signals.resume[3].load() >= ctrl_z_ns) return; /* continued in the meantime */
+    event_push(news_of(HS_EVENT_TERMINAL_STOP, ctrl_z_ns));
+    events_announce();
+    syscall(SYS_tgkill, getpid(), thread_id(), SIGSTOP);
+    wish_raise(signals.resume[3], ctrl_z_ns);
+    bell_ring(); /* look again at once */
+}
+
+} // namespace
+
+void *watcher_main(void *) noexcept {
+    pthread_setname_np(pthread_self(), "hs_gate");
+    Watcher().run();
+    return nullptr;
+}
+
+} // namespace hs

@@ -1,0 +1,253 @@
+"""The native gate as Python sees it: :class:`NativeGate`, on top of the binding."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hydroslurm.errors import AlreadyInstalled, GateError, GateSelfTestFailed, InstallError
+from hydroslurm.runtime.gate import binding, build, compiler
+from hydroslurm.runtime.gate.protocol import (
+    Action,
+    Cause,
+    GateEvent,
+    GateEventKind,
+    GateStatus,
+    SignalOutcome,
+    SignalRule,
+    Trace,
+)
+
+_READ_AT_ONCE = 64
+
+
+class NativeGate:
+    """Every operator of every training thread is a point where the rank can be held.
+
+    There is one gate per process, whatever the number of these objects. All methods may be called
+    from any thread. The contract is that of ``native/gate.h``.
+    """
+
+    name = "native"
+    granularity = (
+        "every operator; one compiled region, or one replay of a CUDA graph, counts as one"
+    )
+
+    def __init__(self, library: Path | None = None) -> None:
+        """Load the gate; build it when there is none for this torch yet (ten seconds, once).
+
+        Raises:
+            NoCompiler: it has to be built, and there is no C++ compiler.
+            GateSelfTestFailed: it does not see the operators of this torch.
+            GateError: it can neither be built nor loaded.
+        """
+        self.path, self._library = (library, binding.bind(library)) if library else _load()
+        self._event_fd = -1
+        self._check_sees_operators()
+
+    def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
+        """Start the watcher and install the handlers; on failure nothing is left behind.
+
+        Raises:
+            AlreadyInstalled: it runs in this process.
+            InstallError: the table is bad, or a handler could not be installed.
+        """
+        table = (binding.Signal * len(rules))(*[binding.signal_line(rule) for rule in rules])
+        event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        result = self._library.hs_gate_start(table, len(rules), event_fd)
+        if result < 0:
+            os.close(event_fd)
+            if result == -errno.EALREADY:
+                raise AlreadyInstalled("the gate runs in this process already; stop it first")
+            bad = [
+                f"signal {line.signo}: {os.strerror(-line.result)}"
+                for line in table
+                if line.result < 0
+            ]
+            raise InstallError(
+                f"the gate was not started: {'; '.join(bad) or os.strerror(-result)}"
+            )
+        self._close_event_fd()
+        self._event_fd = event_fd
+        return {line.signo: SignalOutcome(line.result) for line in table}
+
+    def stop(self) -> int:
+        """Open, disarm, end the watcher, restore. Returns how many handlers others had replaced.
+
+        A thread that is in :meth:`wait_events` wakes up; what is left to read stays readable.
+        """
+        replaced = int(self._library.hs_gate_stop())
+        self.wake()
+        return replaced
+
+    def request(self, action: Action, causes: Cause) -> None:
+        """Ask for a pause, a resume or a stop from inside the process. Returns at once.
+
+        Raises:
+            InstallError: the gate does not run in this process, or the request makes no sense.
+        """
+        result = self._library.hs_gate_request(action, causes)
+        if result < 0:
+            raise InstallError(
+                f"the gate refuses {action.name} for {causes.names()}: {os.strerror(-result)}"
+                + (" (it was not started in this process)" if result == -errno.ESRCH else "")
+            )
+
+    def status(self) -> GateStatus:
+        """The gate at this moment."""
+        now = binding.Status()
+        self._library.hs_gate_status(ctypes.byref(now))
+        return binding.gate_status(now)
+
+    def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
+        """Block until there are events, :meth:`wake` was called or the time is over.
+
+        Oldest first, maybe none. For one thread at a time. The GIL is given up while waiting.
+        """
+        if self._event_fd >= 0:
+            poller = select.poll()
+            poller.register(self._event_fd, select.POLLIN)
+            poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000)))
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event_fd)
+        return self._read_all()
+
+    def wake(self) -> None:
+        """Make a blocked :meth:`wait_events` return."""
+        if self._event_fd >= 0:
+            os.eventfd_write(self._event_fd, 1)
+
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Within it the calling thread is never held. Nests."""
+        before = self._library.hs_gate_exempt(1)
+        try:
+            yield
+        finally:
+            self._library.hs_gate_exempt(before)
+
+    def check_handlers(self) -> int:
+        """How many of our handlers were replaced by others; one HANDLER_REPLACED event each."""
+        return int(self._library.hs_gate_check_handlers())
+
+    @contextlib.contextmanager
+    def trace(self, keep: int) -> Iterator[Trace]:
+        """Count every operator of the process and write down the first ``keep``.
+
+        Holds nobody. What it yields is filled in when the block ends.
+
+        Raises:
+            GateError: another trace is on.
+        """
+        result = self._library.hs_gate_trace_start(keep)
+        if result < 0:
+            raise GateError(f"operators cannot be traced: {os.strerror(-result)}")
+        trace = Trace()
+        try:
+            yield trace
+        finally:
+            kept = (binding.Traced * keep)()
+            n = self._library.hs_gate_trace_stop(kept, keep)
+            trace.count = self._library.hs_gate_trace_count()
+            trace.operators = tuple(binding.operator(one) for one in kept[:n])
+
+    def _check_sees_operators(self) -> None:
+        """The self-test of every load: takes microseconds, and holds nobody."""
+        import torch
+
+        with self.trace(1) as trace:
+            torch.empty(1).add_(1)
+        if trace.count < 1:
+            raise GateSelfTestFailed(
+                f"the gate {self.path} does not see the operators of torch {torch.__version__}; "
+                "was it built without record_function, or was that switched off by "
+                "torch.autograd._enable_record_function(False)?"
+            )
+
+    def _read_all(self) -> list[GateEvent]:
+        events: list[GateEvent] = []
+        rows = (binding.Event * _READ_AT_ONCE)()
+        while True:
+            n = self._library.hs_gate_read(rows, _READ_AT_ONCE)
+            events += [binding.gate_event(row) for row in rows[:n]]
+            if n < _READ_AT_ONCE:
+                return events
+
+    def _close_event_fd(self) -> None:
+        if self._event_fd >= 0:
+            os.close(self._event_fd)
+            self._event_fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_event_fd", -1) >= 0 and not sys.is_finalizing():
+            self._library.hs_gate_stop()
+            self._close_event_fd()
+
+
+def _load() -> tuple[Path, ctypes.CDLL]:
+    """Find or build the library, and load it.
+
+    One that is whole and still cannot be loaded (built on another machine of a shared home) is
+    built again, once.
+    """
+    torch = compiler.installed_torch()
+    found = build.ensure(os.environ, torch=torch)
+    try:
+        return found.path, binding.bind(found.path)
+    except GateError:
+        if found.built_s is not None or found.origin != "cache":
+            raise
+        found = build.build(found.path.parent.parent, environ=os.environ, torch=torch)
+        return found.path, binding.bind(found.path)
+    finally:
+        if found.origin == "private":
+            shutil.rmtree(found.path.parent.parent, ignore_errors=True)
+
+
+def self_test(library: Path) -> None:
+    """Hold this thread at an operator and let it go again; for a process of its own.
+
+    Raises:
+        GateError: it does not hold, does not let go, or changes a result.
+    """
+    import torch
+
+    gate = NativeGate(library)
+    gate.start([])
+    gate.request(Action.PAUSE, Cause.API)
+    seen: list[GateEventKind] = []
+    # asleep while it starts the helper, this thread may count as parked before it is held
+    held = {GateEventKind.FIRST_HELD, GateEventKind.LATE_HELD}
+
+    def read_until(done: Callable[[], bool]) -> None:
+        while not done():
+            seen.extend(event.kind for event in gate.wait_events(1.0))
+
+    def resume_when_held() -> None:
+        read_until(lambda: GateEventKind.PARKED in seen and not held.isdisjoint(seen))
+        gate.request(Action.RESUME, Cause.API)
+
+    read_until(lambda: GateEventKind.GATE_CLOSED in seen)
+    helper = threading.Thread(target=resume_when_held)
+    helper.start()
+    total = torch.ones(3, requires_grad=True).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    helper.join()
+    read_until(lambda: GateEventKind.FIRST_RELEASED in seen)
+    gate.stop()
+    if GateEventKind.GATE_OPENED not in seen or float(total.detach()) != 3.0:
+        raise GateSelfTestFailed(
+            f"saw {seen}, and {float(total.detach())} for the sum of three ones"
+        )
+
+
+if __name__ == "__main__":
+    self_test(Path(sys.argv[1]))
