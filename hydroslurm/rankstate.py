@@ -18,8 +18,8 @@ class RankState:
 
     Attributes:
         rank: global rank.
-        state: ``running``, ``parking`` (the gate is closed), ``parked``, ``stopping``, ``ended``, or
-            ``killed``, which only somebody who asked Slurm can know.
+        state: ``running``, ``parking`` (the gate is closed), ``parked``, ``stopping``, ``ended``,
+            or ``killed``, which only somebody who asked Slurm can know.
         since_epoch_ns: when it entered that state.
         causes: why it is held; empty while running.
         step: training step, None when the rank never told.
