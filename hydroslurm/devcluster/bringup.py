@@ -14,6 +14,7 @@ from hydroslurm.devcluster.config import (
     CLUSTER_NAME,
     Place,
     Ports,
+    cgroup_conf,
     plugstack_conf,
     slurm_conf,
     slurmdbd_conf,
@@ -21,7 +22,7 @@ from hydroslurm.devcluster.config import (
 from hydroslurm.devcluster.control import Control
 from hydroslurm.devcluster.daemons import Daemon, start
 from hydroslurm.devcluster.layout import Layout
-from hydroslurm.devcluster.programs import Programs, system_tables_sql
+from hydroslurm.devcluster.programs import Programs, slurm_release, system_tables_sql
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
@@ -106,6 +107,7 @@ class Bringup:
             "LC_ALL": "C.UTF-8",
             "SLURM_CONF": str(self._base / "conf/slurm.conf"),
             "MYSQL_UNIX_PORT": str(self._base / "run/mysql.sock"),
+            "TMPDIR": str(self._base / "state/tmp"),
             CLUSTER_ENV: str(self.layout.root),
             **({"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}),
             **more,
@@ -114,9 +116,15 @@ class Bringup:
     def _write_files(self) -> None:
         _write(self.layout.slurm_conf, slurm_conf(self.spec, self.place, self.ports))
         _write(self.layout.slurmdbd_conf, slurmdbd_conf(self.place, self.ports))
+        _write(self.layout.cgroup_conf, cgroup_conf(slurm_release(self.programs)))
         _write(self.layout.plugstack_conf, plugstack_conf())
         _write(self.layout.munge_key, os.urandom(128))
-        for name in ("slurmctld", "mysql", *(f"slurmd-{node}" for node in self.spec.node_names)):
+        for name in (
+            "slurmctld",
+            "mysql",
+            "tmp",
+            *(f"slurmd-{node}" for node in self.spec.node_names),
+        ):
             (self.layout.state / name).mkdir(mode=0o700)
 
     def _compile_loopback(self) -> Daemon:
@@ -151,7 +159,9 @@ class Bringup:
     def _mariadb(self) -> list[str]:
         # as root the server wants to be told that this is meant
         as_root = ["--user=root"] if os.geteuid() == 0 else []
-        return [*_MARIADB, *as_root, f"--datadir={self._base}/state/mysql"]
+        # a folder of its own for temporary files: a server that starts removes those of others
+        private = [f"--datadir={self._base}/state/mysql", f"--tmpdir={self._base}/state/tmp"]
+        return [*_MARIADB, *as_root, *private]
 
     def _register(self) -> None:
         """Register cluster, account and user, in one go: sacctmgr takes half a second each time.

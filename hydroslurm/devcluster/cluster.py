@@ -309,7 +309,9 @@ def _abandon(supervisor: subprocess.Popen[bytes]) -> None:
         supervisor.stdin.close()
     deadline = time.monotonic() + _DOWN_LIMIT_S
     while (left_s := deadline - time.monotonic()) > 0:
-        if not _readable(supervisor.stdout, left_s) or not os.read(supervisor.stdout.fileno(), 4096):
+        if not _readable(supervisor.stdout, left_s):
+            break
+        if not os.read(supervisor.stdout.fileno(), 4096):
             break
     _close_pipes(supervisor)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -181,6 +181,20 @@ StorageLoc=slurm
 """
 
 
+def cgroup_conf(release: tuple[int, int]) -> str:
+    """cgroup.conf that keeps slurmd off the machine's cgroups, which nothing here uses.
+
+    slurmd loads a cgroup plugin all the same, and by its own choice (autodetect) ends where no
+    cgroup file system is mounted, as in many containers, or where an ordinary user cannot ask
+    systemd for a scope. The v1 plugin starts anywhere; ``disabled`` is known from 23.11 on.
+    """
+    plugin = "disabled" if release >= (23, 11) else "cgroup/v1"
+    return f"""\
+# {WARNING}.
+CgroupPlugin={plugin}
+"""
+
+
 def plugstack_conf() -> str:
     """plugstack.conf without a plugin: the place to name a SPANK plugin later."""
     return f"""\

@@ -75,6 +75,10 @@ class Layout:
         return self.conf / "plugstack.conf"
 
     @property
+    def cgroup_conf(self) -> Path:
+        return self.conf / "cgroup.conf"
+
+    @property
     def munge_key(self) -> Path:
         return self.conf / "munge.key"
 

@@ -13,6 +13,7 @@ import os
 import pwd
 import signal
 import sys
+import traceback
 from dataclasses import replace
 
 from hydroslurm.devcluster import ports as tcp
@@ -54,6 +55,10 @@ def main() -> None:
     except ClusterError as error:
         _log(str(error))
         _tell({"error": str(error)})
+    except Exception as error:
+        # a temporary folder and its log are gone by now, so the caller is the one to be told
+        _log(traceback.format_exc())
+        _tell({"error": f"the cluster's supervisor failed: {error!r}. {traceback.format_exc()}"})
 
 
 def _serve(request: Request, layout: Layout, control: Control) -> None:
