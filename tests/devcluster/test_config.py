@@ -1,0 +1,109 @@
+"""The text of the configuration files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.devcluster import ClusterSpec
+from hydroslurm.devcluster.config import (
+    Place,
+    Ports,
+    cgroup_conf,
+    plugstack_conf,
+    slurm_conf,
+    slurmdbd_conf,
+)
+
+PLACE = Place(base=Path("/t/x/c"), hostname="host7.example.org", user="ada", memory_mb=2048)
+PORTS = Ports(slurmctld=5001, slurmdbd=5002, slurmd=(5003, 5004))
+
+
+def _settings(text: str) -> dict[str, str]:
+    """The lines of a configuration by their first word; partitions and nodes by their names."""
+    rows = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return {
+        row.split()[0] if row.startswith(("Partition", "Node")) else row.partition("=")[0]: row
+        for row in rows
+    }
+
+
+@pytest.mark.parametrize("profile", ["pause", "requeue"])
+def test_everything_is_loopback_private_and_in_the_folder(profile: str) -> None:
+    """Every address is the loopback's, every path is below the cluster's own folder."""
+    spec = ClusterSpec(nodes=2, cpus_per_node=3, profile=profile)  # type: ignore[arg-type]
+    settings = _settings(slurm_conf(spec, PLACE, PORTS))
+    assert settings["SlurmctldHost"] == "SlurmctldHost=host7(127.0.0.1)"
+    assert settings["SlurmctldPort"] == "SlurmctldPort=5001"
+    assert settings["AccountingStorageHost"] == "AccountingStorageHost=127.0.0.1"
+    assert settings["AuthInfo"] == "AuthInfo=socket=/t/x/c/run/munge.sock,cred_expire=5"
+    assert settings["SlurmUser"] == "SlurmUser=ada"
+    for name, port in (("n1", 5003), ("n2", 5004)):
+        assert settings[f"NodeName={name}"] == (
+            f"NodeName={name} NodeHostname=host7 NodeAddr=127.0.0.1 Port={port} CPUs=3 "
+            "RealMemory=2048 State=UNKNOWN"
+        )
+    for line in settings.values():
+        for word in line.partition("=")[2].replace("socket=", "").split(","):
+            assert not word.startswith("/") or word.startswith(("/t/x/c/", "/bin/true"))
+
+
+def test_profile_pause_suspends_and_does_not_slice_time() -> None:
+    """Gang scheduling between the partitions, one job at a time within each of them."""
+    settings = _settings(slurm_conf(ClusterSpec(nodes=2), PLACE, PORTS))
+    assert settings["PreemptMode"] == "PreemptMode=SUSPEND,GANG"
+    low, urgent = settings["PartitionName=low"], settings["PartitionName=urgent"]
+    assert "Default=YES" in low
+    assert low.endswith("PriorityTier=1 OverSubscribe=FORCE:1 PreemptMode=SUSPEND")
+    assert urgent.endswith("PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF")
+    assert "Nodes=n1,n2" in low
+    assert "Nodes=n1,n2" in urgent
+    assert "GraceTime" not in low
+
+
+def test_profile_requeue_requeues_after_the_grace() -> None:
+    """The grace and KillWait of the spec are in the configuration."""
+    spec = ClusterSpec(nodes=2, profile="requeue", grace_s=9, kill_wait_s=6)
+    settings = _settings(slurm_conf(spec, PLACE, PORTS))
+    assert settings["PreemptMode"] == "PreemptMode=REQUEUE"
+    assert settings["KillWait"] == "KillWait=6"
+    low = settings["PartitionName=low"]
+    assert low.endswith("PreemptMode=REQUEUE GraceTime=9")
+    assert settings["PartitionName=urgent"].endswith("PriorityTier=10 PreemptMode=OFF")
+
+
+@pytest.mark.parametrize(
+    ("hostname", "host"),
+    [("a-b_1", "a-b_1"), ("a.b.c", "a"), ("(none)", "localhost"), ("", "localhost")],
+)
+def test_an_odd_hostname_does_no_harm(hostname: str, host: str) -> None:
+    """A name that slurm.conf could not hold becomes localhost, which Slurm replaces by its own."""
+    place = Place(base=Path("/t"), hostname=hostname, user="ada", memory_mb=1)
+    text = slurm_conf(ClusterSpec(nodes=2), place, PORTS)
+    assert f"SlurmctldHost={host}(127.0.0.1)\n" in text
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    """The first line of each file warns whoever opens it."""
+    spec = ClusterSpec(nodes=2)
+    for text in (slurm_conf(spec, PLACE, PORTS), slurmdbd_conf(PLACE, PORTS), plugstack_conf()):
+        assert text.startswith("# FOR TRYING AND TESTING ONLY, NOT FOR PRODUCTION")
+    assert all(line.startswith("#") for line in plugstack_conf().splitlines())
+
+
+def test_slurmdbd_reaches_its_database_by_socket_only() -> None:
+    """No password, no port of a database, its own port on the loopback interface."""
+    settings = _settings(slurmdbd_conf(PLACE, PORTS))
+    assert settings["DbdAddr"] == "DbdAddr=127.0.0.1"
+    assert settings["DbdPort"] == "DbdPort=5002"
+    assert settings["StorageHost"] == "StorageHost=localhost"
+    assert not {"StoragePort", "StoragePass"} & settings.keys()
+
+
+@pytest.mark.parametrize(
+    ("release", "plugin"), [((22, 5), "cgroup/v1"), ((23, 2), "cgroup/v1"), ((25, 11), "disabled")]
+)
+def test_no_cgroup_file_system_is_needed(release: tuple[int, int], plugin: str) -> None:
+    """slurmd is given a cgroup plugin that starts in a container without cgroups."""
+    assert f"CgroupPlugin={plugin}\n" in cgroup_conf(release)

@@ -1,0 +1,245 @@
+"""From up to down, and every other way to the end: nothing is left running, and no file outside."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from processes import Child, child, wait_until
+
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.devcluster.layout import Layout
+from hydroslurm.devcluster.pytest_plugin import require_slurm
+from hydroslurm.devcluster.running import Running
+from hydroslurm.errors import ClusterError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from traces import links_to, processes_of, system_files
+
+pytestmark = pytest.mark.slurm
+
+# A job that ignores SIGTERM and leaves a child behind that has detached itself from everything.
+JOB = "trap '' TERM; setsid sleep 611 & srun sleep 612; sleep 613"
+
+# Its arguments: a folder, or "" for a temporary one; what to run in a job, or "".
+CALLER = """\
+import os, sys, time
+from pathlib import Path
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+folder = Path(sys.argv[1]) if sys.argv[1] else None
+with DevCluster.up(ClusterSpec(nodes=1, directory=folder)) as cluster:
+    cluster.run(["sbatch", "-o", "/dev/null", "--wrap", sys.argv[2]])
+    while "1.0" not in cluster.run(["squeue", "-s", "-h", "-o", "%i"], check=False).stdout:
+        time.sleep(0.05)
+    if sys.argv[3:] == ["fork"] and os.fork() == 0:
+        os.close(1), os.close(2)
+        time.sleep(600)
+    print("up", cluster.directory, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _slurm() -> Iterator[None]:
+    require_slurm()
+    before = system_files()
+    yield
+    assert system_files() <= before
+
+
+def nothing_is_left(folder: Path) -> None:
+    """Wait until no process and no link of a cluster is there."""
+    wait_until(lambda: not processes_of(str(folder)), f"the end of {processes_of(str(folder))}")
+    assert links_to(folder) == []
+
+
+def submit_job(cluster: DevCluster) -> str:
+    """Submit JOB."""
+    return cluster.run(["sbatch", "--parsable", "-o", "/dev/null", "--wrap", JOB]).stdout.strip()
+
+
+def wait_for_step(cluster: DevCluster, job: str) -> None:
+    """Wait until the srun of a job has started its job step."""
+    step = ["squeue", "-s", "-h", "-j", job, "-o", "%i"]
+    wait_until(lambda: f"{job}.0" in cluster.run(step, check=False).stdout, "the job step")
+
+
+@pytest.mark.slow
+def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
+    """In a deep folder with an odd name: jobs run, also one suspended at the end; `down` ends all
+    of them, keeps the logs, may be called twice, and the folder can be used again."""
+    folder = tmp_path / "a name, with #blanks" / ("deep" * 30)
+    spec = ClusterSpec(nodes=2, directory=folder)
+    cluster = DevCluster.up(spec)
+    try:
+        jobs = [submit_job(cluster), submit_job(cluster)]
+        for job in jobs:
+            wait_for_step(cluster, job)
+        cluster.run(["scontrol", "suspend", jobs[1]])
+        with pytest.raises(ClusterError, match="a cluster is already up in"):
+            DevCluster.up(spec)
+        assert all(daemon.alive for daemon in cluster.status().daemons)
+        assert links_to(folder)
+    finally:
+        cluster.down()
+    cluster.down()
+    nothing_is_left(folder)
+    assert sorted(entry.name for entry in folder.iterdir()) == [
+        "THIS-IS-FOR-TESTING-ONLY",
+        "lock",
+        "log",
+    ]
+    assert "Allocate JobId=2" in Layout(folder).log("slurmctld").read_text()
+    with pytest.raises(ClusterError, match="no cluster is up in"):
+        DevCluster.attach(folder)
+    with DevCluster.up(spec) as again:
+        assert [node.state for node in again.status().nodes] == ["idle", "idle"]
+
+
+def test_two_clusters_side_by_side() -> None:
+    """Started at the same moment, each has its own key, ports and jobs; the end of one does not
+    disturb the other, and a temporary folder goes with its cluster."""
+    specs = [ClusterSpec(nodes=1), ClusterSpec(nodes=1, profile="requeue")]
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        starting = [pool.submit(DevCluster.up, spec) for spec in specs]
+        first, second = [stack.enter_context(one.result()) for one in starting]
+        keys = [c.directory / "conf" / "munge.key" for c in (first, second)]
+        assert keys[0].read_bytes() != keys[1].read_bytes()
+        for cluster, mode in ((first, "GANG,SUSPEND"), (second, "REQUEUE")):
+            assert mode in cluster.run(["scontrol", "show", "config"]).stdout
+            assert cluster.run(["srun", "echo", "here"]).stdout == "here\n"
+        second.down()
+        nothing_is_left(second.directory)
+        assert not second.directory.exists()
+        assert first.run(["srun", "echo", "still"]).stdout == "still\n"
+    assert not first.directory.exists()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "Ctrl-C"])
+def test_the_end_of_the_caller_is_the_end_of_all(how: str, tmp_path: Path) -> None:
+    """A caller that meets Ctrl-C with its whole process group, or is killed while a child that it
+    forked lives on and holds its pipes, leaves no process, no job and no folder behind."""
+    forked = ["fork"] if how == "SIGKILL" else []
+    with child(CALLER, tmp_path, "", JOB, *forked, prefix=("setsid",)) as caller:
+        folder = Path(caller.expect("up "))
+        try:
+            if how == "SIGKILL":
+                caller.signal(signal.SIGKILL)
+            else:
+                os.killpg(caller.pid, signal.SIGINT)
+            assert caller.wait() == (-signal.SIGKILL if how == "SIGKILL" else -signal.SIGINT)
+            nothing_is_left(folder)
+            wait_until(lambda: not folder.exists(), "the temporary folder to go")
+        finally:
+            if forked:
+                os.killpg(caller.pid, signal.SIGKILL)
+
+
+def test_ctrl_c_while_starting(tmp_path: Path) -> None:
+    """Ctrl-C while the daemons are being started ends those that have been."""
+    folder = tmp_path / "c"
+    with child(CALLER, tmp_path, str(folder), JOB, prefix=("setsid",)) as caller:
+        wait_until((folder / "log" / "mariadbd.log").exists, "the first daemons")
+        os.killpg(caller.pid, signal.SIGINT)
+        assert caller.wait() == -signal.SIGINT
+    nothing_is_left(folder)
+    assert not (folder / "cluster.json").exists()
+
+
+def test_a_killed_supervisor_is_cleaned_up_after(tmp_path: Path) -> None:
+    """When the supervisor is killed its daemons die; `down` finds and ends the jobs, and spares a
+    shell that only points at the cluster."""
+    cluster = DevCluster.up(ClusterSpec(nodes=1, directory=tmp_path / "c"), detach=True)
+    shell = Child("print('ready', flush=True); input()", tmp_path, environ=cluster.environ())
+    try:
+        shell.expect("ready")
+        wait_for_step(cluster, submit_job(cluster))
+        running = Running.read(Layout(cluster.directory))
+        assert running is not None
+        running.supervisor.send(signal.SIGKILL)
+        wait_until(lambda: not any(p.alive for _, p in running.daemons), "the daemons to die")
+        assert processes_of("slurmstepd"), "the job outlives the daemons"
+        cluster.down()
+        assert [line.split()[0] for line in processes_of(str(tmp_path / "c"))] == [str(shell.pid)]
+    finally:
+        cluster.down()
+        shell.close()
+    nothing_is_left(tmp_path / "c")
+
+
+def test_a_daemon_that_dies_at_the_start_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the daemon and has its own last lines; nothing is left running."""
+    broken = tmp_path / "slurm.conf"
+    broken.write_text("NoSuchKey=1\n")
+    line = f'[ "$1" = -V ] && exec {{real}} -V; exec {{real}} -D -f {broken}'
+    _on_path(tmp_path, "slurmctld", line, monkeypatch)
+    with pytest.raises(ClusterError) as caught:
+        DevCluster.up(ClusterSpec(nodes=1, directory=tmp_path / "c"))
+    words = str(caught.value)
+    assert words.startswith("slurmctld ended while the cluster was starting, exit status 1")
+    assert "unrecognized key: NoSuchKey" in words
+    nothing_is_left(tmp_path / "c")
+    assert (tmp_path / "c" / "log" / "slurmctld.console.log").exists()
+
+
+def test_a_taken_port_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that another program listens on is named by the daemon's own lines."""
+    thief = tmp_path / "thief.py"
+    thief.write_text(
+        "import os, re, socket, sys, time\n"
+        "port = re.search(r'DbdPort=(\\d+)', open(sys.argv[1]).read())[1]\n"
+        "s = socket.socket()\n"
+        "s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "s.bind(('127.0.0.1', int(port)))\n"
+        "s.listen()\n"
+        "if os.fork() == 0:\n"
+        "    time.sleep(600)\n"
+        "os.execv(sys.argv[2], sys.argv[2:])\n"
+    )
+    python, script = shlex.quote(sys.executable), shlex.quote(str(thief))
+    conf = '"${{SLURM_CONF%/*}}/slurmdbd.conf"'
+    _on_path(tmp_path, "slurmdbd", f'exec {python} {script} {conf} {{real}} "$@"', monkeypatch)
+    with pytest.raises(ClusterError, match=r"(?s)slurmdbd ended .*Address already in use"):
+        DevCluster.up(ClusterSpec(nodes=1, directory=tmp_path / "c"))
+    nothing_is_left(tmp_path / "c")
+
+
+def test_a_missing_program_is_named_and_no_folder_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing but the places of daemons on PATH, `up` names what else it needs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"sinfo \(Debian package slurm-client\)"):
+        DevCluster.up(ClusterSpec(nodes=1, directory=tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
+
+
+def _on_path(folder: Path, name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a program before the real one on PATH; ``{real}`` in its line is the real one's path."""
+    places = [*os.environ["PATH"].split(":"), "/usr/sbin"]
+    real = next(p for place in places if (p := Path(place) / name).exists())
+    program = folder / "bin" / name
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{line.format(real=real)}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def test_a_dead_daemon_shows_in_the_status() -> None:
+    """The cluster stays up for its logs to be read, and says which daemon is dead."""
+    with DevCluster.up(ClusterSpec(nodes=1)) as cluster:
+        (node,) = (d for d in cluster.status().daemons if d.name == "slurmd-n1")
+        os.kill(node.pid, signal.SIGKILL)
+        wait_until(
+            lambda: [d.name for d in cluster.status().daemons if not d.alive] == ["slurmd-n1"],
+            "the dead daemon in the status",
+        )

@@ -1,0 +1,165 @@
+"""Folders, ports, programs and processes, each without a cluster."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+
+from hydroslurm.devcluster import ports, processes, programs
+from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
+from hydroslurm.devcluster.pytest_plugin import require_slurm
+from hydroslurm.errors import ClusterError
+
+
+def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
+    """A folder with strangers in it is refused, and nothing in it is ever removed."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "thesis.tex").write_text("years of work")
+    layout = Layout.at(tmp_path)
+    with pytest.raises(ClusterError, match="is not empty and not a dev cluster's folder"):
+        layout.create()
+    layout.remove_state()
+    layout.remove_all()
+    assert (tmp_path / "state" / "thesis.tex").exists()
+
+
+def test_removing_the_state_keeps_the_logs(tmp_path: Path) -> None:
+    """After the end only the logs, the lock and the notice are there, and the folder can be used
+    again."""
+    layout = Layout.at(tmp_path / "new" / "deep")
+    layout.create()
+    layout.log("slurmctld").write_text("it was fine\n")
+    layout.slurm_conf.write_text("x")
+    layout.remove_state()
+    assert sorted(p.name for p in layout.root.iterdir()) == [layout.marker.name, "log"]
+    layout.create()
+    assert layout.log("slurmctld").read_text() == "it was fine\n"
+    assert layout.root.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_folder_is_one_cluster(tmp_path: Path) -> None:
+    """The lock of a folder is held once, and the message says what can be done."""
+    layout = Layout.at(tmp_path)
+    with (
+        locked(layout),
+        pytest.raises(ClusterError, match=r"already up in .*hydroslurm cluster down --dir"),
+        locked(layout),
+    ):
+        pass
+    with locked(layout):
+        pass
+
+
+def test_a_deep_folder_gets_a_short_name(tmp_path: Path) -> None:
+    """However deep and odd the folder and TMPDIR are, sockets fit; only our own link is removed."""
+    deep = tmp_path / ("d e,e#p" * 20)
+    deep.mkdir()
+    link = make_link(deep, temporary=deep)
+    try:
+        assert len(str(link)) + 60 <= 107
+        assert link.resolve() == deep.resolve()
+        assert link.parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        remove_link(link)
+    assert not link.parent.exists()
+    stranger = tmp_path / "link"
+    stranger.symlink_to(deep)
+    remove_link(stranger)
+    assert stranger.is_symlink()
+
+
+def test_reserved_ports_are_ours_until_a_daemon_takes_them() -> None:
+    """No two reservations share a port, nobody else gets one, and a daemon with SO_REUSEADDR can
+    listen on it meanwhile."""
+    first, second = ports.reserve(20), ports.reserve(20)
+    try:
+        numbers = first.ports.all + second.ports.all
+        assert len(set(numbers)) == len(numbers) == 44
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", first.ports.slurmctld))
+        with socket.socket() as daemon:
+            daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            daemon.bind(("127.0.0.1", first.ports.slurmctld))
+            assert not ports.listening(first.ports.slurmctld)
+            daemon.listen()
+            assert ports.listening(first.ports.slurmctld)
+    finally:
+        first.release()
+        second.release()
+
+
+@pytest.mark.parametrize(("address", "exposed"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_listener_beyond_loopback_is_seen(address: str, exposed: bool) -> None:
+    """A port counts as open to others exactly when it listens on another address than loopback."""
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert ports.open_to_others([port]) == ([port] if exposed else [])
+
+
+def test_missing_programs_are_named_with_package_and_command(tmp_path: Path) -> None:
+    """The message has the program, its Debian package and the command that installs it."""
+    with pytest.raises(ClusterError) as caught:
+        programs.find_programs(str(tmp_path))
+    words = str(caught.value)
+    assert "slurmctld (Debian package slurmctld)" in words
+    assert "a C compiler (Debian package g++)" in words
+    assert "sudo apt-get install -y --no-install-recommends g++ mariadb-server-core munge" in words
+
+
+def test_daemons_are_looked_for_beyond_an_ordinary_path() -> None:
+    """The places of daemons come after what PATH names, each once."""
+    path = programs.search_path("/opt/bin:/usr/sbin").split(":")
+    assert path[:2] == ["/opt/bin", "/usr/sbin"]
+    assert sorted(path[2:]) == ["/sbin", "/usr/local/sbin"]
+
+
+def test_a_process_is_not_mistaken_for_a_later_one() -> None:
+    """A ProcessId of a process that has ended is not alive, and signalling it does nothing, even if
+    its number lives."""
+    me = processes.ProcessId.of(os.getpid())
+    assert me is not None
+    assert me.alive
+    former = processes.ProcessId(os.getpid(), me.start_ticks - 1)
+    assert not former.alive
+    former.send(9)  # would end the tests
+
+
+def test_descendants_reach_through_generations() -> None:
+    """Children of children are found and ended, with the environment they were started with."""
+    code = "import subprocess, sys; subprocess.run(['sleep', '600'])"
+    mark = {"HYDROSLURM_TEST_MARK": str(os.getpid())}
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **mark})
+    try:
+        wait_until(lambda: processes.descendants(parent.pid), "the grandchild")
+        below = processes.descendants(parent.pid)
+        found = processes.with_environment(lambda environ: mark.items() <= environ.items())
+        assert {p.pid for p in found} == {parent.pid, *below}
+        processes.end(found)
+        assert not any(p.alive for p in found)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+@pytest.mark.parametrize(
+    ("required", "outcome"), [("", pytest.skip.Exception), ("1", pytest.fail.Exception)]
+)
+def test_without_slurm_tests_are_skipped_or_fail(
+    required: str,
+    outcome: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is missing is named, and a machine that must have Slurm does not pass without it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HYDROSLURM_REQUIRE_SLURM", required)
+    with pytest.raises(outcome, match=r"a real Slurm is needed; not found: .*slurm-client"):
+        require_slurm()

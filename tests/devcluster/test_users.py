@@ -1,0 +1,133 @@
+"""As another user, on another host name, and from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hydroslurm
+from hydroslurm.devcluster.pytest_plugin import require_slurm
+
+sys.path.insert(0, str(Path(__file__).parent))
+from traces import links_to, processes_of
+
+pytestmark = pytest.mark.slurm
+
+PACKAGE_PARENT = Path(hydroslurm.__file__).parent.parent
+
+TRY = """\
+import os
+from pathlib import Path
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+with DevCluster.up(ClusterSpec(nodes=2, directory=Path("c").absolute())) as cluster:
+    both = ["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"]
+    print(*sorted(cluster.run(both).stdout.split()))
+    job = cluster.run(["sbatch", "--parsable", "-o", "/dev/null", "--wrap", "srun sleep 600"])
+    cluster.run(["scontrol", "show", "job", job.stdout.strip()])
+    print(os.uname().nodename, os.geteuid())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _slurm() -> None:
+    require_slurm()
+
+
+def _run(argv: list[str], folder: Path, **environ: str) -> str:
+    """Run a program to its end; its output, with that of a failure in the test's own message."""
+    done = subprocess.run(
+        argv,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE_PARENT), **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _only_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+
+
+@pytest.fixture
+def folder_of_nobody() -> Iterator[Path]:
+    """A folder that nobody owns and can reach."""
+    _only_root()
+    nobody = pwd.getpwnam("nobody")
+    folder = Path(tempfile.mkdtemp(prefix="nobody-", dir="/tmp"))
+    os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_an_ordinary_user_can_do_it(folder_of_nobody: Path) -> None:
+    """With no privileges at all, and no home: all daemons are the user's, and all are gone."""
+    uid = pwd.getpwnam("nobody").pw_uid
+    as_nobody = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+    # the interpreter of these tests may lie in a folder that only its owner can reach
+    python = next(
+        p
+        for p in (sys.executable, "/usr/bin/python3")
+        if subprocess.run([*as_nobody, "env", p, "-c", ""], check=False).returncode == 0
+    )
+    path = "/usr/bin:/bin"
+    out = _run([*as_nobody, python, "-c", TRY], folder_of_nobody, HOME="/nonexistent", PATH=path)
+    assert out == f"n1 n2\n{os.uname().nodename} {uid}\n"
+    owners = {p.stat().st_uid for p in folder_of_nobody.rglob("*")}
+    assert owners == {uid}
+    assert processes_of(str(folder_of_nobody)) == []
+    assert links_to(folder_of_nobody / "c") == []
+
+
+def test_a_host_name_that_does_not_resolve_does_no_harm(tmp_path: Path) -> None:
+    """On a host whose own name no resolver knows, everything works by the loopback address."""
+    _only_root()
+    code = "import socket; socket.sethostname('no-such-host-7'); exec(open('try.py').read())"
+    (tmp_path / "try.py").write_text(TRY)
+    out = _run(["unshare", "--uts", sys.executable, "-c", code], tmp_path)
+    assert out == "n1 n2\nno-such-host-7 0\n"
+    assert processes_of(str(tmp_path)) == []
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    """`up` returns and the cluster lives on, `env` leads a shell to it, `status` shows it, `down`
+    ends it; with none up, `status` fails with a line that says so."""
+    hydroslurm_program = [sys.executable, "-c", "import hydroslurm.cli.cluster as c; c.app()"]
+
+    def cluster(*arguments: str) -> str:
+        return _run([*hydroslurm_program, *arguments], tmp_path)
+
+    said = cluster("up", "--nodes", "1", "--cpus", "2", "--profile", "requeue")
+    try:
+        assert "FOR TRYING AND TESTING ONLY, NOT FOR PRODUCTION" in said
+        assert "hydroslurm cluster down\n" in said
+        status = json.loads(cluster("status", "--json"))
+        assert status["profile"] == "requeue"
+        assert status["directory"] == str(tmp_path / ".hydroslurm" / "cluster")
+        assert [node["state"] for node in status["nodes"]] == ["idle"]
+        assert "slurmctld    runs" in cluster("status")
+        script = f"{cluster('env')}\nsinfo -h -p low -o '%N %c'"
+        assert _run(["sh", "-c", script], tmp_path) == "n1 2\n"
+    finally:
+        ended = cluster("down")
+    assert ended == f"down: {tmp_path}/.hydroslurm/cluster\n"
+    assert cluster("down").startswith("nothing is up: ")
+    assert processes_of(str(tmp_path)) == []
+    failed = subprocess.run(
+        [*hydroslurm_program, "status"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 1
+    assert "no cluster is up in" in failed.stderr

@@ -1,0 +1,58 @@
+"""What a cluster may leave behind, looked for without the package's own help."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def processes_of(mark: str) -> list[str]:
+    """Every living process whose command line, first environment or working directory mentions
+    ``mark``, in words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            text = (entry / "cmdline").read_bytes() + b"\0" + (entry / "environ").read_bytes()
+            text += bytes((entry / "cwd").readlink())
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z" and mark.encode() in text:
+            found.append(f"{entry.name} {state} {text[:120]!r}")
+    return found
+
+
+def links_to(folder: Path) -> list[Path]:
+    """Every link that leads to a cluster's folder, in the temporary folders."""
+    places = {Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")}
+    return [
+        link
+        for place in places
+        if place.is_dir()
+        for private in place.iterdir()
+        if (link := private / "c").is_symlink() and _target(link) == str(folder)
+    ]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:  # another cluster that is just ending
+        return ""
+
+
+def system_files() -> set[str]:
+    """What lies where Slurm, munge and MariaDB keep their files unless told otherwise."""
+    places = ("/run", "/run/munge", "/run/mysqld", "/var/spool", "/var/log", "/var/lib", "/var/tmp")
+    names = {f"{place}/{name}" for place in places for name in _names(place)}
+    return {n for n in names if any(w in n for w in ("slurm", "munge", "mysql", "mariadb"))}
+
+
+def _names(place: str) -> list[str]:
+    try:
+        return [entry.name for entry in Path(place).iterdir()]
+    except OSError:
+        return []
