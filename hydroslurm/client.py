@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _ask(pid: int, verb: Verb, timeout_s: float, environ: Mapping[str, str] | None) -> Answer:
     entry = _entry(pid, environ)
     if entry is None:
+        _caught(pid)
         raise TargetError(
             f"process {pid} has not announced itself to this user: hydroslurm is not installed in "
             "it, or it runs as another user "
@@ -136,7 +137,12 @@ def _send(pid: int, signo: int) -> None:
 
 
 def _listens(pid: int, signo: int) -> bool:
-    """Whether the process catches or ignores a signal, from the masks in /proc/PID/status.
+    """Whether the process has a handler for a signal; raises as :func:`_caught`."""
+    return bool(_caught(pid) >> (signo - 1) & 1)
+
+
+def _caught(pid: int) -> int:
+    """The signals that a process has handlers for, as the kernel's mask: bit 0 is signal 1.
 
     Raises:
         TargetError: no such process.
@@ -145,12 +151,8 @@ def _listens(pid: int, signo: int) -> bool:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         raise TargetError(f"there is no process {pid}") from None
-    masks = {
-        name: int(value, 16)
-        for name, _, value in (line.partition(":") for line in lines)
-        if name in ("SigCgt",)
-    }
-    return bool(masks["SigCgt"] >> (signo - 1) & 1)
+    (mask,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return int(mask, 16)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
     if rank.step is not None:
         words.append(f"step {rank.step}")
     if rank.park_us is not None:
-        words.append(f"{rank.pauses} pauses, last parked in {rank.park_us:.0f} us")
+        pauses = "1 pause" if rank.pauses == 1 else f"{rank.pauses} pauses"
+        words.append(f"{pauses}, last parked in {rank.park_us:.0f} us")
     return ", ".join(words)
 
 

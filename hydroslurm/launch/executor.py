@@ -97,7 +97,8 @@ class Executor(SlurmExecutor):
         """
         if not module and not Path(script).is_file():
             raise UsageError(
-                f"there is no script {script!r}; give the path of a Python file, or use module=True"
+                f"there is no script {script!r}; give the path of a Python file, or say that it is "
+                "a module (-m, or module=True)"
             )
         target = script if module else str(Path(script).absolute())
         job = self.submit(Script(target, tuple(arguments), is_module=module))

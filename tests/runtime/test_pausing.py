@@ -199,6 +199,8 @@ def test_a_process_that_is_gone_is_an_error(tmp_path: Path) -> None:
         ended.wait()
         with pytest.raises(TargetError, match="no process"):
             client.send_signal(ended.pid, "pause")
+        with pytest.raises(TargetError, match="no process"):
+            client.pause(ended.pid)
 
 
 def test_the_module_speaks_as_its_users_know_it(
