@@ -228,7 +228,9 @@ void Watcher::close(uint32_t before) noexcept {
     gate.closes.fetch_add(1);
     gate.closed_mono_ns.store(closed_ns_);
     gate.state.store(HS_STATE_PARKING);
-    event_push(news_of(HS_EVENT_GATE_CLOSED, asked_ns_));
+    hs_event event = news_of(HS_EVENT_GATE_CLOSED, asked_ns_);
+    event.mono_ns = closed_ns_;
+    event_push(event);
 }
 
 void Watcher::open(int64_t asked_ns) noexcept {
@@ -272,7 +274,7 @@ void Watcher::tell_held() noexcept {
         next->reported = closing_;
         if (!first && !parked) continue;
         hs_event event = news_of(first && !parked ? HS_EVENT_FIRST_HELD : HS_EVENT_LATE_HELD, asked_ns_);
-        event.mono_ns = next->since_ns.load();
+        event.mono_ns = std::max(next->since_ns.load(), closed_ns_); /* it may get there before arm() has returned */
         event.tid = next->tid.load();
         event.phase = next->phase.load();
         slot_text(*next, event.text);

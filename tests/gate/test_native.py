@@ -1,0 +1,368 @@
+"""The native gate against real torch, in this process: who is held where, and nothing changes."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from hydroslurm.errors import AlreadyInstalled, GateError, InstallError
+from hydroslurm.runtime.gate.native_gate import NativeGate
+from hydroslurm.runtime.gate.protocol import (
+    Action,
+    Cause,
+    GateEvent,
+    GateEventKind,
+    GateState,
+    Phase,
+    SignalOutcome,
+    SignalRule,
+)
+
+T = TypeVar("T")
+K = GateEventKind
+LIMIT_S = 30.0
+RULES = (
+    SignalRule(signal.SIGUSR1, Action.PAUSE, Cause.USER),
+    SignalRule(signal.SIGUSR2, Action.RESUME, Cause.USER),
+)
+
+
+class Rank:
+    """A started gate, and every event that it has reported."""
+
+    def __init__(self, gate: NativeGate) -> None:
+        self.gate = gate
+        self.events: list[GateEvent] = []
+
+    def pause(self) -> None:
+        self.gate.request(Action.PAUSE, Cause.API)
+
+    def resume(self) -> None:
+        self.gate.request(Action.RESUME, Cause.API)
+
+    def kinds(self) -> list[GateEventKind]:
+        return [event.kind for event in self.events]
+
+    def until(self, kind: GateEventKind, n: int = 1) -> GateEvent:
+        """The n-th event of a kind, waited for. Every wait is bounded: a hang must not be ours."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.kinds().count(kind) < n:
+            self.events += self.gate.wait_events(1.0)
+            assert time.monotonic() < deadline, f"no {kind.name}; saw {self.kinds()}"
+        return [event for event in self.events if event.kind is kind][n - 1]
+
+    def drive(self, work: Callable[[], object], script: Callable[[], T]) -> T:
+        """Do work in this, the main, thread for as long as a script runs in another."""
+
+        def scripted() -> T:
+            try:
+                return script()
+            finally:
+                self.resume()
+
+        with ThreadPoolExecutor(1) as pool:
+            running: Future[T] = pool.submit(scripted)
+            while not running.done():
+                work()
+            return running.result()
+
+
+@pytest.fixture(scope="module")
+def gate() -> NativeGate:
+    torch.set_num_threads(1)
+    return NativeGate()
+
+
+@pytest.fixture
+def rank(gate: NativeGate) -> Iterator[Rank]:
+    gate.start(RULES)
+    yield Rank(gate)
+    gate.stop()
+    gate.wait_events(0)
+
+
+def _small_step() -> None:
+    x = torch.ones(8, 8, requires_grad=True)
+    (x @ x).relu().sum().backward()
+
+
+def test_main_thread_parks_and_goes_on(rank: Rank) -> None:
+    """A pause tells, in order: asked, closed, first operator held, parked; a resume: opened, and
+    the first thread that runs again."""
+
+    def script() -> None:
+        rank.pause()
+        rank.until(K.PARKED)
+        assert rank.gate.status().state is GateState.PARKED
+        assert rank.gate.status().held == 1
+        rank.resume()
+        rank.until(K.FIRST_RELEASED)
+
+    rank.drive(_small_step, script)
+    assert rank.kinds() == [
+        K.SIGNAL_RECEIVED,
+        K.GATE_CLOSED,
+        K.FIRST_HELD,
+        K.PARKED,
+        K.SIGNAL_RECEIVED,
+        K.GATE_OPENED,
+        K.FIRST_RELEASED,
+    ]
+    stamps = [event.mono_ns for event in rank.events]
+    assert stamps == sorted(stamps)
+    held = rank.events[2]
+    assert held.text
+    assert held.tid == threading.main_thread().native_id
+    assert rank.gate.status().armed is False
+
+
+def _gradients(steps: int) -> str:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    digest = hashlib.sha256()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            digest.update(parameter.grad.numpy().tobytes() + parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_gradients_are_bit_identical(rank: Rank) -> None:
+    """Gradients and weights over many steps have the same bits with and without 500 pauses."""
+    expected = _gradients(60)
+    results: list[str] = []
+
+    def script() -> None:
+        for n in range(1, 501):
+            rank.pause()
+            rank.until(K.PARKED, n)
+            rank.resume()
+            rank.until(K.GATE_OPENED, n)
+        while not results:
+            threading.Event().wait(0.001)
+
+    rank.drive(lambda: results.append(_gradients(60)), script)
+    assert results
+    assert set(results) == {expected}
+    assert rank.kinds().count(K.FIRST_HELD) > 400
+
+
+class PythonNode(torch.autograd.Function):
+    """A node of the graph that is written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return grad[0:8].detach()
+
+
+X = torch.ones(8, 8, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: X[1:3],
+        lambda: torch.tensor([1.0, 2.0]),
+        lambda: X.detach(),
+        lambda: X.tolist(),
+        lambda: PythonNode.apply(X).sum().backward(),  # type: ignore[no-untyped-call]
+    ],
+    ids=["slice", "tensor", "detach", "tolist", "python-node"],
+)
+def test_gil_is_given_up(rank: Rank, work: Callable[[], object]) -> None:
+    """An operator that is reached with the GIL held parks without hanging other Python threads."""
+
+    def script() -> int:
+        for n in range(1, 21):
+            rank.pause()
+            rank.until(K.PARKED, n)  # which needs the GIL, as all that this thread does
+            rank.resume()
+            rank.until(K.GATE_OPENED, n)
+        return sum(event.held for event in rank.events if event.kind is K.PARKED)
+
+    assert rank.drive(work, script) >= 15
+
+
+def test_python_threads_are_held_and_exempt_ones_pass(rank: Rank) -> None:
+    """A user's thread is held like the main one; within exempt() it passes and is counted."""
+    counts = {"user": 0, "saver": 0}
+    end = threading.Event()
+
+    def user() -> None:
+        while not end.is_set():
+            torch.ones(2).add_(1)
+            counts["user"] += 1
+
+    def saver() -> None:
+        with rank.gate.exempt(), rank.gate.exempt():
+            pass
+        with rank.gate.exempt():
+            while not end.is_set():
+                torch.ones(2).add_(1)
+                counts["saver"] += 1
+
+    threads = [threading.Thread(target=user), threading.Thread(target=saver)]
+
+    def script() -> None:
+        for thread in threads:
+            thread.start()
+        while not (counts["user"] and counts["saver"]):
+            threading.Event().wait(0.001)
+        rank.pause()
+        rank.until(K.PARKED)
+        while rank.gate.status().held < 2:  # nobody knew of this thread before its first hold
+            threading.Event().wait(0.001)
+        user_at, saver_at = counts["user"], counts["saver"]
+        while counts["saver"] < saver_at + 100:
+            threading.Event().wait(0.001)
+        assert counts["user"] == user_at
+        rank.resume()
+        assert rank.until(K.GATE_OPENED).passed >= 100
+        rank.pause()
+        parked = rank.until(K.PARKED, 2)
+        assert parked.held + parked.quiet == 2
+        end.set()
+
+    try:
+        rank.drive(_small_step, script)
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join(LIMIT_S)
+
+
+def test_operators_of_one_step_are_many(gate: NativeGate) -> None:
+    """A trace counts and names every operator, and tells backward from forward; it holds nobody."""
+    model = torch.nn.Linear(4, 4)
+    loss = model(torch.ones(2, 4)).relu().sum()
+    with gate.trace(1000) as forward:
+        model(torch.ones(2, 4)).relu().sum()
+    with gate.trace(1000) as backward:
+        torch.autograd.backward(loss)
+    names = [one.name for one in forward.operators]
+    assert {"aten::linear", "aten::addmm", "aten::relu", "aten::sum"} <= set(names)
+    assert forward.count == len(names)
+    assert {one.phase for one in forward.operators} == {Phase.FORWARD}
+    inside = {one.name: one.phase for one in backward.operators}
+    assert inside["ReluBackward0"] is Phase.BACKWARD
+    assert inside["aten::threshold_backward"] is Phase.BACKWARD
+    assert {one.tid for one in backward.operators} == {threading.get_native_id()}
+
+
+def test_trace_keeps_what_was_asked_for(gate: NativeGate) -> None:
+    """Only the first operators are written down, the others are counted; two traces are refused."""
+    with gate.trace(2) as trace:
+        for _ in range(5):
+            torch.ones(1)
+        with pytest.raises(GateError, match="busy"), gate.trace(1):
+            pass
+    assert len(trace.operators) == 2
+    assert trace.count >= 5
+    stamps = [one.mono_ns for one in trace.operators]
+    assert stamps == sorted(stamps)
+    with gate.trace(0) as nothing:
+        pass
+    assert (nothing.count, nothing.operators) == (0, ())
+
+
+def test_cleared_callbacks_are_noticed(rank: Rank) -> None:
+    """When somebody clears torch's callbacks during a pause, ours comes back, and that is told."""
+
+    def script() -> None:
+        rank.pause()
+        rank.until(K.PARKED)
+        torch._C._autograd._clear_callbacks()  # type: ignore[attr-defined]
+        rank.until(K.CALLBACK_LOST)
+        assert rank.gate.status().armed
+
+    rank.drive(_small_step, script)
+
+
+def test_profiler_and_gate_coexist(rank: Rank) -> None:
+    """torch's own profiler, which uses the same mechanism, works through a pause."""
+
+    def script() -> None:
+        rank.pause()
+        rank.until(K.PARKED)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        rank.drive(_small_step, script)
+    assert "aten::mm" in {row.key for row in profile.key_averages()}
+
+
+def test_starts_from_another_thread(gate: NativeGate) -> None:
+    """Started from any thread, it hears signals all the same; a second start is refused."""
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(gate.start, RULES).result()
+    assert set(outcome.values()) == {SignalOutcome.INSTALLED}
+    try:
+        with pytest.raises(AlreadyInstalled):
+            gate.start(RULES)
+        rank = Rank(gate)
+
+        def script() -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            assert rank.until(K.PARKED).causes == Cause.USER
+            signal.raise_signal(signal.SIGUSR2)
+            rank.until(K.GATE_OPENED)
+
+        rank.drive(_small_step, script)
+    finally:
+        gate.stop()
+        gate.wait_events(0)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_bad_tables_are_refused(gate: NativeGate) -> None:
+    """A table that cannot be installed is refused with the signal's number, and nothing runs."""
+    twice = (RULES[0], SignalRule(signal.SIGUSR1, Action.RESUME, Cause.USER))
+    with pytest.raises(InstallError, match=f"signal {signal.SIGUSR1:d}: Invalid argument"):
+        gate.start(twice)
+    with pytest.raises(InstallError, match=f"signal {signal.SIGKILL:d}"):
+        gate.start((SignalRule(signal.SIGKILL, Action.PAUSE, Cause.USER),))
+    with pytest.raises(InstallError, match="not started in this process"):
+        gate.request(Action.PAUSE, Cause.API)
+    assert gate.stop() == 0
+
+
+def test_waiting_is_bounded_and_can_be_woken(rank: Rank) -> None:
+    """wait_events() returns with nothing when the time is over, and at once when it is woken."""
+    assert rank.gate.wait_events(0.01) == []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(rank.gate.wait_events, LIMIT_S)
+        rank.gate.wake()
+        assert waiting.result(LIMIT_S) == []
+
+
+def test_stop_lets_everybody_go(gate: NativeGate) -> None:
+    """A gate that is stopped while it holds the main thread releases it."""
+    gate.start(RULES)
+    rank = Rank(gate)
+
+    def script() -> None:
+        rank.pause()
+        rank.until(K.FIRST_HELD)
+        gate.stop()
+        gate.start(RULES)
+
+    rank.drive(_small_step, script)
+    gate.stop()
+    gate.wait_events(0)

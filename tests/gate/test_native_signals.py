@@ -1,0 +1,359 @@
+"""The native gate in processes of its own: real signals, children, collectives, exits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import Child, child, wait_until
+
+from hydroslurm.runtime.gate.native_gate import NativeGate
+
+PRELUDE = """
+import os, signal, sys, threading, time
+import torch
+from hydroslurm.runtime.gate.native_gate import NativeGate
+from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind as K, SignalRule
+
+def print(*words):  # whole lines, from several threads
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+torch.set_num_threads(1)
+RULES = (
+    SignalRule(signal.SIGTSTP, Action.PAUSE, Cause.SLURM),
+    SignalRule(signal.SIGCONT, Action.RESUME, Cause.SLURM | Cause.TERMINAL),
+    SignalRule(signal.SIGUSR1, Action.PAUSE, Cause.USER),
+    SignalRule(signal.SIGUSR2, Action.RESUME, Cause.USER),
+    SignalRule(signal.SIGTERM, Action.STOP, only_if_handled=True),
+)
+gate = NativeGate()
+
+def tell():
+    while True:
+        for event in gate.wait_events(None):
+            print(event.kind.name, event.signo, event.phase.name, event.text)
+
+def start(rules=RULES):
+    outcome = gate.start(rules)
+    threading.Thread(target=tell, daemon=True).start()
+    return outcome
+
+def step():
+    x = torch.ones(16, 16, requires_grad=True)
+    (x @ x).relu().sum().backward()
+"""
+
+TRAIN = """
+start()
+print("ready")
+while True:
+    step()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    """Build once, here and not in a child that a test waits for."""
+    NativeGate()
+
+
+def program(code: str) -> str:
+    return PRELUDE + textwrap.dedent(code)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Child]:
+    with child(program(TRAIN), tmp_path) as started:
+        started.expect("ready")
+        yield started
+
+
+def pause(rank: Child, signo: int = signal.SIGUSR1) -> None:
+    rank.signal(signo)
+    rank.expect("PARKED")
+
+
+def resume(rank: Child, signo: int = signal.SIGUSR2) -> None:
+    rank.signal(signo)
+    rank.expect("FIRST_RELEASED")
+
+
+def said(rank: Child, start: str, n: int = 1) -> None:
+    """Wait for the n-th such line, wherever it stands: two threads of the child write."""
+    wait_until(
+        lambda: sum(line.startswith(start) for line in rank.lines) >= n, f"{start} in {rank}"
+    )
+
+
+BACKWARD = """
+start()
+torch.manual_seed(0)
+weights = [(torch.randn(384, 384) / 16).requires_grad_() for _ in range(8)]
+x = torch.randn(384, 384)
+def loss(n):
+    out = x
+    for i in range(n):
+        out = torch.tanh(out @ weights[i % 8])
+    return out
+started = time.monotonic()
+loss(20).sum().backward()
+n = max(40, int(20 * 1.5 / (time.monotonic() - started)))  # a backward of a second or more
+for weight in weights:
+    weight.grad = None
+out = loss(n)
+out.register_hook(lambda grad: print("inside", n))
+out.sum().backward()
+paused = [weight.grad.clone() for weight in weights]
+assert all(grad.isfinite().all() and grad.abs().max() > 0 for grad in paused)
+for weight in weights:
+    weight.grad = None
+loss(n).sum().backward()
+print("same", all(torch.equal(a, w.grad) for a, w in zip(paused, weights)))
+"""
+
+
+def test_parks_inside_a_long_backward(tmp_path: Path) -> None:
+    """SIGUSR1 during one long C++ backward parks the rank inside it, three times over; the
+    gradients have the bits of a backward that was never paused."""
+    with child(program(BACKWARD), tmp_path) as rank:
+        rank.expect("inside")
+        for _ in range(3):
+            rank.signal(signal.SIGUSR1)
+            assert " BACKWARD " in rank.expect("FIRST_HELD")
+            rank.expect("PARKED")
+            resume(rank)
+        assert rank.expect("same") == "True"
+        assert rank.wait() == 0
+
+
+def test_sigcont_ends_slurms_pause_only(train: Child) -> None:
+    """SIGTSTP parks and SIGCONT continues; a person's pause stays through both, and through the
+    SIGSTOP and SIGCONT of a suspension, after which the clocks have jumped."""
+    pause(train, signal.SIGTSTP)
+    resume(train, signal.SIGCONT)
+    pause(train)
+    for signo in (signal.SIGTSTP, signal.SIGCONT):
+        train.signal(signo)
+        train.expect("CAUSES_CHANGED")
+    train.signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, train.pid, os.WSTOPPED)
+    train.signal(signal.SIGCONT)
+    train.expect(f"SIGNAL_RECEIVED {signal.SIGCONT:d}")
+    seen = len(train.lines)
+    resume(train)
+    assert not any(line.startswith("GATE_OPENED") for line in train.lines[:seen][-3:])
+
+
+def test_python_handler_runs_while_parked(tmp_path: Path) -> None:
+    """A stop signal opens the gate, so that a Python handler that was there before us runs in a
+    main thread that was parked; a pause signal calls the old handler, too."""
+    code = """
+    class Leave(BaseException):
+        pass
+    def leave(signo, frame):
+        raise Leave
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGUSR1, lambda signo, frame: print("old", signo))
+    start()
+    print("ready")
+    try:
+        while True:
+            step()
+    except Leave:
+        print("left")
+        sys.stdin.readline()
+    """
+    with child(program(code), tmp_path) as rank:
+        rank.expect("ready")
+        pause(rank)
+        resume(rank)
+        said(rank, "old")
+        pause(rank)
+        rank.signal(signal.SIGTERM)
+        said(rank, "left")
+        said(rank, "STOP_REQUESTED")
+        said(rank, "GATE_OPENED", 2)
+
+
+def test_later_handler_is_noticed_and_left(tmp_path: Path) -> None:
+    """signal.signal() by the user after us is reported at the next check, and survives our stop;
+    what was there before us comes back."""
+    code = """
+    mine = lambda *_: None
+    signal.signal(signal.SIGUSR2, mine)
+    gate.start(RULES)
+    signal.signal(signal.SIGUSR1, mine)
+    print("replaced", gate.check_handlers(), gate.stop())
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    print("alive", signal.getsignal(signal.SIGUSR2) is mine)
+    """
+    with child(program(code), tmp_path) as rank:
+        assert rank.expect("replaced") == "1 1"
+        assert rank.expect("alive") == "True"
+        assert rank.wait() == 0
+
+
+def test_ignored_signal_is_left_alone(tmp_path: Path) -> None:
+    """Started with SIGUSR1 ignored, as under nohup: it stays ignored, and the rank runs on."""
+    code = """
+    outcome = start()
+    print("outcome", [outcome[s].name for s in (signal.SIGUSR1, signal.SIGUSR2)])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    step()
+    print("status", gate.status().closes)
+    """
+    prefix = ("sh", "-c", 'trap "" USR1; exec "$@"', "sh")
+    with child(program(code), tmp_path, prefix=prefix) as rank:
+        assert rank.expect("outcome") == "['LEFT_ALONE', 'INSTALLED']"
+        assert rank.expect("status") == "0"
+
+
+LOADER = """
+start()
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)).add(1)
+loader = torch.utils.data.DataLoader(Items(), num_workers=2, multiprocessing_context="fork")
+batches = iter(loader)
+next(batches)
+print("workers", *(w.pid for w in batches._workers))
+for line in sys.stdin:
+    print("batch", float(next(batches).sum()))
+"""
+
+
+def test_forked_workers_neither_act_nor_die(tmp_path: Path) -> None:
+    """Pause signals to forked DataLoader workers do nothing to them: the next batches come, in
+    order; and the workers end with their loader, which sends them SIGTERM."""
+    with child(program(LOADER), tmp_path) as rank:
+        workers = [int(pid) for pid in rank.expect("workers").split()]
+        for signo in (signal.SIGUSR1, signal.SIGTSTP, signal.SIGUSR1):
+            for pid in workers:
+                os.kill(pid, signo)
+        for n in range(1, 12):
+            rank.say("next")
+            assert float(rank.expect("batch")) == 4.0 * (n + 1)
+        assert rank.process.stdin is not None
+        rank.process.stdin.close()
+        assert rank.wait() == 0
+        assert not any(line.startswith("SIGNAL_RECEIVED") for line in rank.lines)
+
+
+GLOO = """
+import torch.distributed as dist
+n = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=n, world_size=2)
+start()
+print("ready")
+parts = [torch.zeros(4096) for _ in range(2)]
+for round in range(3):
+    sys.stdin.readline()
+    work = dist.all_gather(parts, torch.full((4096,), float(n + 1)), async_op=True)
+    print("issued")
+    if n == 1:
+        work.wait()
+        print("gathered", float(sum(part.sum() for part in parts)))
+    else:
+        while "go on" not in sys.stdin.readline():
+            pass
+        step()
+        work.wait()
+        print("gathered", float(sum(part.sum() for part in parts)))
+sys.stdin.readline()
+"""
+
+
+def test_collective_in_flight_ends_while_held(tmp_path: Path) -> None:
+    """gloo's own threads pass: with one rank held at an operator, the all_gather that it issued
+    before ends for its peer."""
+    store = str(tmp_path / "store")
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        folder.mkdir()
+    code = program(GLOO)
+    with child(code, folders[0], "0", store) as zero, child(code, folders[1], "1", store) as one:
+        zero.expect("ready")
+        one.expect("ready")
+        for n in range(1, 4):
+            zero.say("issue")
+            zero.expect("issued")
+            pause(zero)  # quiet: it waits for a line
+            zero.say("go on")
+            zero.expect("LATE_HELD")
+            one.say("issue")
+            assert one.expect("gathered") == str(4096.0 * 3)
+            assert sum(line.startswith("FIRST_RELEASED") for line in zero.lines) == n - 1
+            resume(zero)
+            said(zero, f"gathered {4096.0 * 3}", n)
+
+
+def test_exit_while_a_daemon_thread_is_held(tmp_path: Path) -> None:
+    """An interpreter that ends while the gate is closed and holds a daemon thread ends cleanly.
+    (One that runs is another matter: torch itself aborts when such a thread comes back to Python.)
+    """
+    code = """
+    start()
+    def user():
+        while True:
+            torch.ones(4)[1:2].add_(1)
+    threading.Thread(target=user, daemon=True).start()
+    gate.request(Action.PAUSE, Cause.API)
+    while not gate.status().held:
+        time.sleep(0.001)
+    sys.exit(5)
+    """
+    with child(program(code), tmp_path) as rank:
+        assert rank.wait() == 5, str(rank)
+
+
+def test_quiet_main_thread_counts_as_parked(tmp_path: Path) -> None:
+    """A rank whose main thread waits for input, issuing nothing, is parked; it is held when it
+    comes back, and told as late."""
+    code = """
+    start()
+    print("ready")
+    sys.stdin.readline()
+    step()
+    print("stepped")
+    sys.stdin.readline()
+    """
+    with child(program(code), tmp_path) as rank:
+        rank.expect("ready")
+        pause(rank)
+        rank.say("go on")
+        rank.expect("LATE_HELD")
+        resume(rank)
+        rank.say("leave")
+        assert rank.wait() == 0
+        assert "stepped" in rank.lines
+        assert not any(line.startswith("FIRST_HELD") for line in rank.lines)
+
+
+def test_forked_child_of_a_paused_rank_runs(tmp_path: Path) -> None:
+    """A child forked while the gate is closed issues operators at once, and takes the inherited
+    callback away with its first one."""
+    code = """
+    start()
+    gate.request(Action.PAUSE, Cause.API)
+    while not gate.status().armed:
+        time.sleep(0.001)
+    pid = os.fork()
+    if pid == 0:
+        step()
+        with gate.trace(0) as trace:
+            step()
+        os._exit(0 if trace.count > 5 and not gate.status().armed else 1)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    print("closed", gate.status().closed_mono_ns > 0)
+    """
+    with child(program(code), tmp_path) as rank:
+        assert rank.expect("child") == "0"
+        assert rank.expect("closed") == "True"

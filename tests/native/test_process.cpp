@@ -1,0 +1,318 @@
+/* Handlers of others, forked children, what a pause must not break. */
+#include <fcntl.h>
+#include <stdio.h>
+
+#include "harness.h"
+
+static std::atomic<int> plain_calls{0}, info_calls{0};
+static void plain_handler(int) { ++plain_calls; }
+static void info_handler(int, siginfo_t *info, void *) { info_calls += info != nullptr ? 1 : 100; }
+
+static struct sigaction installed(int signo) {
+    struct sigaction now;
+    CHECK_EQ(sigaction(signo, nullptr, &now), 0);
+    return now;
+}
+
+static void install(int signo, void (*handler)(int), int flags = 0) {
+    struct sigaction action = {};
+    action.sa_handler = handler;
+    action.sa_flags = flags;
+    CHECK_EQ(sigaction(signo, &action, nullptr), 0);
+}
+
+static void install_info(int signo, void (*handler)(int, siginfo_t *, void *), int flags = 0) {
+    struct sigaction action = {};
+    action.sa_sigaction = handler;
+    action.sa_flags = SA_SIGINFO | flags;
+    CHECK_EQ(sigaction(signo, &action, nullptr), 0);
+}
+
+/* Handlers that were there before are called, of both kinds, and put back as they were. */
+TEST(handlers_are_chained_and_restored) {
+    install(SIGUSR1, plain_handler);
+    install_info(SIGUSR2, info_handler, SA_RESTART);
+    start_usual();
+    CHECK(!(installed(SIGUSR1).sa_flags & SA_RESTART));
+    CHECK(installed(SIGUSR2).sa_flags & SA_RESTART);
+    for (int i = 0; i < 5; ++i) {
+        raise(SIGUSR1);
+        raise(SIGUSR2);
+    }
+    CHECK_EQ(plain_calls.load(), 5);
+    CHECK_EQ(info_calls.load(), 5);
+    CHECK_EQ(hs_gate_stop(), 0);
+    CHECK(installed(SIGUSR1).sa_handler == plain_handler);
+    CHECK(installed(SIGUSR2).sa_sigaction == info_handler);
+    CHECK((installed(SIGUSR2).sa_flags & (SA_SIGINFO | SA_RESTART)) == (SA_SIGINFO | SA_RESTART));
+    CHECK(installed(SIGTERM).sa_handler == SIG_DFL);
+}
+
+/* A line that asks for it does not call the old handler, and restores it all the same. */
+TEST(no_chain) {
+    install(SIGUSR1, plain_handler);
+    std::vector<hs_signal> table = {line(SIGUSR1, HS_ACTION_PAUSE, HS_CAUSE_USER, HS_SIGNAL_NO_CHAIN)};
+    CHECK_EQ(start(table), 0);
+    raise(SIGUSR1);
+    until_event(HS_EVENT_GATE_CLOSED);
+    CHECK_EQ(plain_calls.load(), 0);
+    hs_gate_stop();
+    CHECK(installed(SIGUSR1).sa_handler == plain_handler);
+}
+
+/* A handler put over ours is reported, and left alone by stop. */
+TEST(replaced_handler_is_reported) {
+    start_usual();
+    CHECK_EQ(hs_gate_check_handlers(), 0);
+    install(SIGUSR1, plain_handler);
+    CHECK_EQ(hs_gate_check_handlers(), 1);
+    CHECK_EQ(until_event(HS_EVENT_HANDLER_REPLACED).signo, SIGUSR1);
+    CHECK_EQ(hs_gate_stop(), 1);
+    CHECK(installed(SIGUSR1).sa_handler == plain_handler);
+}
+
+static struct sigaction saved_by_other;
+static void other_that_chains(int signo, siginfo_t *info, void *context) {
+    ++info_calls;
+    saved_by_other.sa_sigaction(signo, info, context);
+}
+
+/* Somebody who saved our address may call it after a stop, and after the next start, without going round in circles. */
+TEST(chain_that_leads_back_ends) {
+    install(SIGUSR1, plain_handler);
+    start_usual();
+    saved_by_other = installed(SIGUSR1);
+    install_info(SIGUSR1, other_that_chains);
+    CHECK_EQ(hs_gate_stop(), 1);
+    raise(SIGUSR1);
+    CHECK_EQ(info_calls.load(), 1);
+    CHECK_EQ(plain_calls.load(), 1);
+    start_usual();
+    raise(SIGUSR1);
+    CHECK_EQ(info_calls.load(), 2);
+    until_event(HS_EVENT_GATE_CLOSED);
+    hs_gate_stop();
+    std::vector<hs_signal> another = {line(SIGUSR2, HS_ACTION_PAUSE, HS_CAUSE_USER)};
+    CHECK_EQ(start(another), 0);
+    raise(SIGUSR1);
+    CHECK_EQ(info_calls.load(), 3);
+    hs_gate_stop();
+}
+
+/* An ignored signal (nohup) is left alone unless asked for; a default one is left alone when the line says so. */
+TEST(ignored_and_default_are_left_alone) {
+    install(SIGUSR1, SIG_IGN);
+    install(SIGUSR2, SIG_IGN);
+    std::vector<hs_signal> table = {
+        line(SIGUSR1, HS_ACTION_PAUSE, HS_CAUSE_USER), line(SIGUSR2, HS_ACTION_RESUME, HS_CAUSE_USER, HS_SIGNAL_EVEN_IF_IGNORED),
+        line(SIGTERM, HS_ACTION_STOP, 0, HS_SIGNAL_ONLY_IF_HANDLED), line(SIGTSTP, HS_ACTION_PAUSE, HS_CAUSE_SLURM, HS_SIGNAL_ONLY_IF_HANDLED)};
+    CHECK_EQ(start(table), 0);
+    CHECK_EQ(table[0].result, 1);
+    CHECK_EQ(table[1].result, 0);
+    CHECK_EQ(table[2].result, 1);
+    CHECK_EQ(table[3].result, 1);
+    CHECK(installed(SIGUSR1).sa_handler == SIG_IGN);
+    CHECK(installed(SIGTERM).sa_handler == SIG_DFL);
+    raise(SIGUSR1);
+    raise(SIGUSR2);
+    until_event(HS_EVENT_SIGNAL_RECEIVED);
+    CHECK_EQ(hs_gate_stop(), 0);
+    CHECK(installed(SIGUSR2).sa_handler == SIG_IGN);
+}
+
+/* A handler leaves errno as it was. */
+TEST(errno_is_kept) {
+    install(SIGUSR1, [](int) { errno = ENOENT; });
+    start_usual();
+    for (const int signo : {SIGUSR1, SIGUSR2}) {
+        errno = 77;
+        raise(signo);
+        CHECK_EQ(errno, 77);
+    }
+    hs_gate_stop();
+}
+
+/* Waits until the thread sleeps in a system call, so that a signal meets it there. */
+[[maybe_unused]] static void until_asleep(pid_t tid) {
+    until([tid] { return hs::thread_activity(tid).state == hs::Activity::ASLEEP; });
+}
+
+[[maybe_unused]] static int read_through_signal() {
+    int ends[2];
+    CHECK_EQ(pipe(ends), 0);
+    const pthread_t reader = pthread_self();
+    const pid_t tid = hs::thread_id();
+    std::thread sender([&] {
+        until_asleep(tid);
+        pthread_kill(reader, SIGUSR1);
+        until_event(HS_EVENT_SIGNAL_RECEIVED);
+        until_asleep(tid);
+        CHECK_EQ(write(ends[1], "x", 1), 1);
+    });
+    char byte;
+    const ssize_t n = read(ends[0], &byte, 1);
+    const int result = n == 1 ? 0 : errno;
+    sender.join();
+    close(ends[0]);
+    close(ends[1]);
+    return result;
+}
+
+#ifndef __SANITIZE_THREAD__ /* which delivers signals late, at a moment of its own choice */
+/* A pause does not interrupt the program's system calls. */
+TEST(calls_are_restarted) {
+    start_usual();
+    CHECK_EQ(read_through_signal(), 0);
+    hs_gate_stop();
+}
+
+/* Where a handler is chained that interrupted calls before, it still does (Python's own are such). */
+TEST(chained_handler_still_interrupts) {
+    install(SIGUSR1, plain_handler);
+    start_usual();
+    CHECK_EQ(read_through_signal(), EINTR);
+    hs_gate_stop();
+}
+
+#endif
+
+/* The watcher takes no signal of the process. */
+TEST(watcher_blocks_signals) {
+    start_usual();
+    pid_t watcher = 0;
+    until([&] {
+        for (pid_t tid = getpid(); tid < getpid() + 1000 && watcher == 0; ++tid) {
+            char comm[16];
+            hs::thread_name(tid, comm);
+            if (strcmp(comm, "hs_gate") == 0) watcher = tid;
+        }
+        return watcher != 0;
+    });
+    char path[64], text[4096];
+    snprintf(path, sizeof path, "/proc/self/task/%d/status", watcher);
+    const int fd = open(path, O_RDONLY);
+    const ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[n > 0 ? n : 0] = '\0';
+    const char *blocked = strstr(text, "SigBlk:");
+    CHECK(blocked != nullptr);
+    const unsigned long long mask = strtoull(blocked + 7, nullptr, 16);
+    for (const int signo : {SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT, SIGTERM, SIGINT}) CHECK(mask >> (signo - 1) & 1);
+    hs_gate_stop();
+}
+
+static int exit_of(pid_t child) {
+    int how = 0;
+    CHECK_EQ(waitpid(child, &how, 0), child);
+    return WIFSIGNALED(how) ? -WTERMSIG(how) : WEXITSTATUS(how);
+}
+
+/* A child forked while the gate is closed is not held, takes the callback away, and does not act on the signals. */
+TEST(forked_child_is_open) {
+    start_usual();
+    raise(SIGUSR1);
+    until_event(HS_EVENT_GATE_CLOSED);
+    const pid_t child = fork_child();
+    if (child == 0) {
+        raise(SIGUSR1);
+        raise(SIGTSTP);
+        CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), -ESRCH);
+        CHECK(fake.armed.load());
+        fake_operator(); /* would hang if it were held */
+        CHECK(!fake.armed.load());
+        CHECK_EQ(status().causes, 0);
+        CHECK_EQ(hs_gate_stop(), 0);
+        read_events();
+        _exit(0);
+    }
+    CHECK_EQ(exit_of(child), 0);
+    CHECK(status().closed_mono_ns != 0);
+    CHECK(fake.armed.load());
+    hs_gate_stop();
+}
+
+#ifndef __SANITIZE_THREAD__ /* which may put a signal off for ever in a child that waits for it */
+/* A stop signal does in a child what it did before we came: it ends it, or calls the old handler. */
+TEST(stop_signal_in_a_child) {
+    start_usual();
+    pid_t child = fork_child();
+    if (child == 0)
+        for (;;) pause();
+    CHECK_EQ(kill(child, SIGTERM), 0);
+    CHECK_EQ(exit_of(child), -SIGTERM);
+    CHECK_EQ(status().state, HS_STATE_RUNNING);
+    hs_gate_stop();
+
+    install(SIGTERM, [](int) { _exit(42); });
+    start_usual();
+    child = fork_child();
+    if (child == 0)
+        for (;;) pause();
+    CHECK_EQ(kill(child, SIGTERM), 0);
+    CHECK_EQ(exit_of(child), 42);
+    hs_gate_stop();
+}
+
+/* Ctrl-C ends a pause of the rank, and means in a child what it meant before we came. */
+TEST(interrupt_in_a_child) {
+    install(SIGINT, [](int) { _exit(43); });
+    std::vector<hs_signal> table = {line(SIGINT, HS_ACTION_RESUME, HS_CAUSE_API, HS_SIGNAL_ONLY_IF_HANDLED)};
+    CHECK_EQ(start(table), 0);
+    const pid_t child = fork_child();
+    if (child == 0)
+        for (;;) pause();
+    CHECK_EQ(kill(child, SIGINT), 0);
+    CHECK_EQ(exit_of(child), 43);
+    hs_gate_stop();
+}
+#endif
+
+#ifndef SANITIZED
+/* A forked child may have a gate of its own; what it restores is what the parent had found. */
+TEST(forked_child_starts_its_own) {
+    install(SIGUSR1, plain_handler);
+    start_usual();
+    const pid_t child = fork_child();
+    if (child == 0) {
+        start_usual();
+        raise(SIGUSR1);
+        until_event(HS_EVENT_GATE_CLOSED);
+        CHECK_EQ(plain_calls.load(), 1);
+        CHECK_EQ(hs_gate_stop(), 0);
+        CHECK(installed(SIGUSR1).sa_handler == plain_handler);
+        CHECK(installed(SIGTERM).sa_handler == SIG_DFL);
+        _exit(0);
+    }
+    CHECK_EQ(exit_of(child), 0);
+    CHECK_EQ(status().causes, 0);
+    hs_gate_stop();
+}
+
+/* Forking while the gate opens and closes never leaves a child with a lock taken. */
+TEST(fork_in_mid_arming) {
+    start_usual();
+    std::atomic<bool> end{false};
+    std::thread pauser([&] {
+        while (!end.load()) {
+            hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API);
+            hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_API);
+        }
+    });
+    for (int i = 0; i < 100; ++i) {
+        const pid_t child = fork_child();
+        if (child == 0) {
+            fake_operator();
+            std::vector<hs_signal> none;
+            CHECK_EQ(start(none), 0);
+            hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API);
+            until_event(HS_EVENT_GATE_CLOSED);
+            CHECK_EQ(hs_gate_stop(), 0);
+            _exit(0);
+        }
+        CHECK_EQ(exit_of(child), 0);
+    }
+    end.store(true);
+    pauser.join();
+    hs_gate_stop();
+}
+#endif

@@ -1,0 +1,244 @@
+/* Arguments, latches, causes. */
+#include <fcntl.h>
+#include <sys/eventfd.h>
+
+#include "harness.h"
+
+/* Every wrong argument is refused with the errno that gate.h names, and leaves nothing behind. */
+TEST(bad_arguments) {
+    CHECK_EQ(hs_gate_start(nullptr, 1, -1), -EINVAL);
+    CHECK_EQ(hs_gate_start(nullptr, -1, -1), -EINVAL);
+    const std::vector<hs_signal> bad = {
+        line(SIGUSR1, 0, HS_CAUSE_USER),  line(SIGUSR1, 4, HS_CAUSE_USER), line(SIGKILL, HS_ACTION_PAUSE, HS_CAUSE_USER),
+        line(SIGSTOP, HS_ACTION_PAUSE, HS_CAUSE_USER), line(0, HS_ACTION_PAUSE, HS_CAUSE_USER), line(65, HS_ACTION_PAUSE, HS_CAUSE_USER),
+        line(SIGUSR1, HS_ACTION_PAUSE, 0), line(SIGUSR1, HS_ACTION_RESUME, 16), line(-1, HS_ACTION_STOP, 0)};
+    for (const hs_signal &one : bad) {
+        std::vector<hs_signal> table = {line(SIGUSR2, HS_ACTION_RESUME, HS_CAUSE_USER), one};
+        CHECK_EQ(start(table), -EINVAL);
+        CHECK_EQ(table[0].result, 0);
+        CHECK_EQ(table[1].result, -EINVAL);
+    }
+    std::vector<hs_signal> twice = {line(SIGUSR1, HS_ACTION_PAUSE, HS_CAUSE_USER), line(SIGUSR1, HS_ACTION_RESUME, HS_CAUSE_USER)};
+    CHECK_EQ(start(twice), -EINVAL);
+    CHECK_EQ(twice[1].result, -EINVAL);
+    std::vector<hs_signal> many(33, line(SIGUSR1, HS_ACTION_PAUSE, HS_CAUSE_USER));
+    CHECK_EQ(start(many), -EINVAL);
+
+    struct sigaction now;
+    sigaction(SIGUSR2, nullptr, &now);
+    CHECK(now.sa_handler == SIG_DFL);
+    CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), -ESRCH);
+    CHECK_EQ(hs_gate_status(nullptr), -EINVAL);
+    CHECK_EQ(hs_gate_read(nullptr, 1), -EINVAL);
+    CHECK_EQ(hs_gate_read(nullptr, -1), -EINVAL);
+    CHECK_EQ(hs_gate_read(nullptr, 0), 0);
+    CHECK_EQ(hs_gate_stop(), 0);
+    CHECK_EQ(hs_gate_check_handlers(), 0);
+    CHECK_EQ(hs_gate_trace_start(-1), -EINVAL);
+    CHECK_EQ(hs_gate_trace_start(2'000'000'000), -EINVAL);
+    CHECK_EQ(hs_gate_trace_stop(nullptr, 0), -EINVAL);
+    CHECK_EQ(hs_gate_abi(), HS_GATE_ABI);
+}
+
+/* Requests that make no sense are refused while the gate runs, too. */
+TEST(bad_requests) {
+    start_usual();
+    CHECK_EQ(hs_gate_request(0, HS_CAUSE_API), -EINVAL);
+    CHECK_EQ(hs_gate_request(4, HS_CAUSE_API), -EINVAL);
+    CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, 0), -EINVAL);
+    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, 16), -EINVAL);
+    CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_TERMINAL), -EINVAL);
+    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_TERMINAL), 0);
+    CHECK_EQ(hs_gate_stop(), 0);
+}
+
+/* A second start is refused; after a stop it works again. */
+TEST(start_twice) {
+    for (int i = 0; i < 20; ++i) {
+        start_usual();
+        std::vector<hs_signal> table = usual_table();
+        CHECK_EQ(start(table), -EALREADY);
+        CHECK_EQ(hs_gate_stop(), 0);
+    }
+}
+
+/* When a handler cannot be installed, those before it are taken back and the gate does not run. */
+TEST(start_fails_whole) {
+    std::vector<hs_signal> table = {line(SIGUSR1, HS_ACTION_PAUSE, HS_CAUSE_USER), line(32, HS_ACTION_PAUSE, HS_CAUSE_USER)};
+    CHECK_EQ(start(table), -EINVAL); /* 32 is glibc's own: sigaction refuses it */
+    CHECK_EQ(table[1].result, -EINVAL);
+    struct sigaction now;
+    sigaction(SIGUSR1, nullptr, &now);
+    CHECK(now.sa_handler == SIG_DFL);
+    CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), -ESRCH);
+    start_usual();
+    CHECK_EQ(hs_gate_stop(), 0);
+}
+
+/* 10,000 signals in any order end in the state that the last pause and the last resume of each cause ask for. */
+TEST(latch_orders) {
+    start_usual();
+    const int signals[] = {SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT};
+    unsigned random = 12345;
+    for (int round = 0; round < 20; ++round) {
+        uint32_t wanted = 0;
+        for (int i = 0; i < 500; ++i) {
+            random = random * 1103515245u + 12345u;
+            const int which = static_cast<int>(random >> 16) % 4;
+            raise(signals[which]); /* its handler has run when this returns */
+            const uint32_t bit = which < 2 ? HS_CAUSE_USER : HS_CAUSE_SLURM;
+            wanted = which % 2 == 0 ? wanted | bit : wanted & ~bit;
+            if (i % 50 == 0) read_events();
+        }
+        until([&] {
+            const hs_status now = status();
+            return now.causes == wanted && (now.closed_mono_ns != 0) == (wanted != 0);
+        });
+    }
+    hs_gate_stop();
+    read_events();
+    int64_t received = 0;
+    for (const hs_event &event : seen())
+        if (event.kind == HS_EVENT_SIGNAL_RECEIVED) received += event.count;
+    CHECK_EQ(received, 10'000);
+    CHECK_EQ(count_of(HS_EVENT_DROPPED), 0);
+    CHECK(!fake.armed.load());
+}
+
+/* Signals sent by several threads at once lose none of the last ones. */
+TEST(signals_from_many_threads) {
+    start_usual();
+    std::vector<std::thread> senders;
+    for (int t = 0; t < 4; ++t)
+        senders.emplace_back([t] {
+            for (int i = 0; i < 1000; ++i) kill(getpid(), (i + t) % 2 ? SIGUSR1 : SIGUSR2);
+        });
+    for (std::thread &sender : senders) sender.join();
+    int looks = 0;
+    until([&] { return ++looks == 5; }); /* ThreadSanitizer puts signals off until the thread sleeps */
+    raise(SIGUSR2);
+    until([] { return status().causes == 0 && status().closed_mono_ns == 0; });
+    raise(SIGUSR1);
+    until([] { return status().causes == HS_CAUSE_USER && status().closed_mono_ns != 0; });
+    hs_gate_stop();
+}
+
+/* SIGCONT takes away Slurm's cause only: a person's pause stays. */
+TEST(causes_are_a_set) {
+    start_usual();
+    raise(SIGTSTP);
+    raise(SIGUSR1);
+    CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), 0);
+    until([] { return status().causes == (HS_CAUSE_SLURM | HS_CAUSE_USER | HS_CAUSE_API); });
+    raise(SIGCONT);
+    until([] { return status().causes == (HS_CAUSE_USER | HS_CAUSE_API); });
+    CHECK(status().closed_mono_ns != 0);
+    raise(SIGUSR2);
+    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_API), 0);
+    until_event(HS_EVENT_GATE_OPENED);
+    CHECK_EQ(status().causes, 0);
+    CHECK_EQ(status().state, HS_STATE_RUNNING);
+    CHECK(count_of(HS_EVENT_CAUSES_CHANGED) >= 1);
+    hs_gate_stop();
+}
+
+/* A pause and its resume that both came before the watcher woke are still told. */
+TEST(short_pause_is_told) {
+    start_usual();
+    raise(SIGUSR1);
+    raise(SIGUSR2);
+    until([] {
+        read_events();
+        int64_t n = 0;
+        for (const hs_event &event : seen()) n += event.kind == HS_EVENT_SIGNAL_RECEIVED ? event.count : 0;
+        return n == 2;
+    });
+    until([] { return status().closed_mono_ns == 0; });
+    hs_gate_stop();
+}
+
+/* The sender of a signal is told; a request has none, and signal number 0. */
+TEST(sender_and_stamp) {
+    start_usual();
+    const int64_t before = hs::mono_ns();
+    raise(SIGUSR1);
+    const hs_event &signal = until_event(HS_EVENT_SIGNAL_RECEIVED);
+    CHECK_EQ(signal.signo, SIGUSR1);
+    CHECK_EQ(signal.sender_pid, getpid());
+    CHECK(signal.mono_ns >= before && signal.mono_ns <= hs::mono_ns());
+    CHECK_EQ(strcmp(signal.text, "pause"), 0);
+    const int64_t stamp = signal.mono_ns;
+    CHECK_EQ(until_event(HS_EVENT_GATE_CLOSED).value_ns, stamp);
+    hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_USER);
+    const hs_event &request = until_event(HS_EVENT_SIGNAL_RECEIVED, 2);
+    CHECK_EQ(request.signo, 0);
+    CHECK_EQ(request.sender_pid, 0);
+    CHECK_EQ(strcmp(request.text, "resume"), 0);
+    hs_gate_stop();
+}
+
+/* The eventfd becomes readable when there is an event. */
+TEST(event_fd_is_written) {
+    const int fd = eventfd(0, EFD_CLOEXEC);
+    std::vector<hs_signal> table = usual_table();
+    CHECK_EQ(start(table, fd), 0);
+    raise(SIGUSR1);
+    uint64_t n = 0;
+    CHECK_EQ(read(fd, &n, sizeof n), 8); /* blocks until it is written */
+    read_events();
+    CHECK(!seen().empty());
+    hs_gate_stop();
+    close(fd);
+}
+
+/* A reader that never comes costs the newest events, which are counted. */
+TEST(full_queue_counts_what_it_drops) {
+    start_usual();
+    signal(SIGUSR1, SIG_IGN); /* replaced: one event per check */
+    for (int i = 0; i < 3000; ++i) CHECK_EQ(hs_gate_check_handlers(), 1);
+    read_events();
+    CHECK_EQ(static_cast<int64_t>(seen().size()), 2049);
+    CHECK_EQ(seen().back().kind, HS_EVENT_DROPPED);
+    CHECK_EQ(seen().back().count, 3000 - 2048);
+    CHECK_EQ(hs_gate_stop(), 1);
+}
+
+/* A stop opens the gate and keeps it open; only a new start obeys a pause again. */
+TEST(stop_wins) {
+    start_usual();
+    raise(SIGUSR1);
+    until_event(HS_EVENT_GATE_CLOSED);
+    raise(SIGTERM);
+    const hs_event &stop = until_event(HS_EVENT_STOP_REQUESTED);
+    CHECK_EQ(stop.signo, SIGTERM);
+    until_event(HS_EVENT_GATE_OPENED);
+    until([] { return status().state == HS_STATE_STOPPING; });
+    raise(SIGTSTP);
+    until([] { return status().causes == (HS_CAUSE_USER | HS_CAUSE_SLURM); });
+    CHECK_EQ(status().closed_mono_ns, 0);
+    raise(SIGUSR2);
+    raise(SIGCONT);
+    until([] { return status().causes == 0; });
+    CHECK_EQ(status().state, HS_STATE_STOPPING);
+    hs_gate_stop();
+    start_usual();
+    raise(SIGUSR1);
+    until_event(HS_EVENT_GATE_CLOSED, 2);
+    hs_gate_stop();
+}
+
+/* What torch refuses is told, and tried again. */
+TEST(refused_callback) {
+    fake.hold_error.store(-ENOMEM);
+    start_usual();
+    raise(SIGUSR1);
+    const hs_event &refused = until_event(HS_EVENT_CAUSES_CHANGED);
+    CHECK_EQ(refused.count, ENOMEM);
+    CHECK(refused.text[0] != '\0');
+    CHECK_EQ(status().closed_mono_ns, 0);
+    fake_operator(); /* nobody is held by a gate that could not be closed */
+    fake.hold_error.store(0);
+    until_event(HS_EVENT_GATE_CLOSED);
+    CHECK_EQ(count_of(HS_EVENT_CAUSES_CHANGED), 1);
+    hs_gate_stop();
+}
