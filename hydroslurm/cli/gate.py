@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,7 +67,7 @@ def info(as_json: AsJson = False) -> None:
         "site_dir": os.environ.get(compiler.SITE_DIR_ENV),
     }
     try:
-        facts["compiler"] = compiler.find_compiler(os.environ)
+        facts["compiler"] = shlex.join(compiler.find_compiler(os.environ))
     except NoCompiler:
         facts["compiler"] = None
     usable = bool(found or facts["compiler"])

@@ -121,6 +121,16 @@ void futex_wait(Word &word, uint32_t seen, int64_t timeout_ns) noexcept {
 
 void futex_wake(Word &word, int n) noexcept { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, n, nullptr, nullptr, 0); }
 
+bool gate_open(uint32_t closing) noexcept {
+    uint32_t last = gate.opening.load();
+    if (closing == 0 || last == closing || !gate.opening.compare_exchange_strong(last, closing)) return false;
+    gate.let_go.store(slots_held(closing));
+    gate.opened_mono_ns.store(mono_ns());
+    gate.closed.store(0);
+    futex_wake(gate.closed, INT32_MAX);
+    return true;
+}
+
 int arm() noexcept {
     pthread_mutex_lock(&gate.arming);
     const int error = arming().hold_on();

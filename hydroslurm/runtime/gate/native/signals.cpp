@@ -22,6 +22,14 @@ int64_t unique_stamp_ns() noexcept {
     return stamp;
 }
 
+/* A pause that comes in this very moment is not lost: the watcher closes again. */
+bool may_open() noexcept {
+    if (signals.stop.load() != 0) return true;
+    for (int bit = 0; bit < kCauses; ++bit)
+        if (signals.pause[bit].load() > signals.resume[bit].load()) return false;
+    return true;
+}
+
 void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
     const int64_t stamp_ns = unique_stamp_ns();
     latch.stamp_ns.store(stamp_ns);
@@ -33,7 +41,8 @@ void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
         for (int bit = 0; bit < kCauses; ++bit)
             if (causes >> bit & 1) wish_raise(wishes[bit], stamp_ns);
     }
-    latch.count.fetch_add(1); /* last: the watcher looks at the rest when it sees this one move */
+    latch.count.fetch_add(1); /* after the rest: the watcher looks at that when it sees this one move */
+    if (action != HS_ACTION_PAUSE && may_open()) gate_open(gate.closed.load());
     bell_ring();
 }
 
