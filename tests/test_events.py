@@ -43,7 +43,8 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     log.append(Event(EventKind.INSTALLED, 1, 1))
     assert log.path is not None
     with log.path.open("ab") as file:
-        file.write(b'{"v":1,"kind":"par\n{"v":99}\n\xff\xfe\n[1,2]\n{"v":1,"kind":"parked","mono_ns":Infinity}\n')
+        file.write(b'{"v":1,"kind":"par\n{"v":99}\n\xff\xfe\n[1,2]\n')
+        file.write(b'{"v":1,"kind":"parked","mono_ns":Infinity}\n')
     log.append(Event(EventKind.PARKED, 2, 2, data={"park_us": 50.0}))
     with log.path.open("ab") as file:
         file.write(b'{"v":1,"kind":"resumed","mono_')

@@ -87,6 +87,4 @@ def test_cuda_is_never_initialised_for_it(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(sys.modules, "torch", _torch(synchronize, initialized=False))
     assert device.used_devices() == ()
-    assert not device.drain_in_background(
-        lambda _: None, limit_s=1, exempt=contextlib.nullcontext
-    )
+    assert not device.drain_in_background(lambda _: None, limit_s=1, exempt=contextlib.nullcontext)
