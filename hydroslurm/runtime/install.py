@@ -90,26 +90,36 @@ def install(
                 "hydroslurm.uninstall() first"
             )
         _require_torch()
-        from hydroslurm.runtime.gate import open_gate
-
-        identity = _identity(environ)
-        base = _registry_base(environ)
-        folder = _run_folder(run_dir, environ, base)
-        log = EventLog(folder.rank_events(identity.rank) if folder else None)
-        with contextlib.ExitStack() as undo:
-            controller = Controller(
-                gate=open_gate(gate, model=model), plan=plan, log=log, identity=identity
-            )
-            shield = SpawnShield(plan.pausing())
-            shield.install()
-            undo.callback(shield.uninstall)
-            controller.start()
-            undo.callback(controller.stop)
-            _announce(base, identity, log, plan)
-            undo.pop_all()
-        _installed = _Installed(os.getpid(), controller, shield, base)
+        _installed = _set_up(run_dir, plan, gate, model, environ)
         atexit.register(_uninstall_at_exit)
-        return controller
+        return _installed.controller
+
+
+def _set_up(
+    run_dir: str | os.PathLike[str] | None,
+    plan: SignalPlan,
+    gate: GateKind,
+    model: torch.nn.Module | None,
+    environ: Mapping[str, str],
+) -> _Installed:
+    """Everything that :func:`install` puts in place, or nothing of it."""
+    from hydroslurm.runtime.gate import open_gate
+
+    identity = _identity(environ)
+    base = _registry_base(environ)
+    folder = _run_folder(run_dir, environ, base)
+    log = EventLog(folder.rank_events(identity.rank) if folder else None)
+    with contextlib.ExitStack() as undo:
+        opened = open_gate(gate, model=model)
+        controller = Controller(gate=opened, plan=plan, log=log, identity=identity)
+        shield = SpawnShield(plan.pausing())
+        shield.install()
+        undo.callback(shield.uninstall)
+        controller.start()
+        undo.callback(controller.stop)
+        _announce(base, identity, log, plan)
+        undo.pop_all()
+    return _Installed(os.getpid(), controller, shield, base)
 
 
 def uninstall() -> int:
