@@ -297,12 +297,17 @@ def test_dataloader_workers_live_through_pauses(tmp_path: Path, method: str) -> 
             def __len__(self): return 200
             def __getitem__(self, i): return torch.full((4,), float(i))
 
+        def children(pid):
+            found = []
+            try:  # threads and processes come and go while they are looked at
+                for task in Path(f"/proc/{{pid}}/task").iterdir():
+                    found += [int(one) for one in (task / "children").read_text().split()]
+            except OSError:
+                pass
+            return found
+
         def descendants(pid):
-            out = []
-            for task in Path(f"/proc/{{pid}}/task").iterdir():
-                for one in (task / "children").read_text().split():
-                    out += [int(one), *descendants(int(one))]
-            return out
+            return [one for child in children(pid) for one in (child, *descendants(child))]
 
         def storm(stop):
             rounds = 0
