@@ -73,7 +73,17 @@ def folder_of_nobody() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_an_ordinary_user_can_do_it(folder_of_nobody: Path) -> None:
+@pytest.fixture
+def package_for_all() -> Iterator[Path]:
+    """A copy of the package where everybody can read it: the checkout may lie in a private home."""
+    folder = Path(tempfile.mkdtemp(prefix="package-", dir="/tmp"))
+    folder.chmod(0o755)
+    shutil.copytree(PACKAGE_PARENT / "hydroslurm", folder / "hydroslurm")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_an_ordinary_user_can_do_it(folder_of_nobody: Path, package_for_all: Path) -> None:
     """With no privileges at all, and no home: all daemons are the user's, and all are gone."""
     uid = pwd.getpwnam("nobody").pw_uid
     as_nobody = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
@@ -83,8 +93,13 @@ def test_an_ordinary_user_can_do_it(folder_of_nobody: Path) -> None:
         for p in (sys.executable, "/usr/bin/python3")
         if subprocess.run([*as_nobody, "env", p, "-c", ""], check=False).returncode == 0
     )
-    path = "/usr/bin:/bin"
-    out = _run([*as_nobody, python, "-c", TRY], folder_of_nobody, HOME="/nonexistent", PATH=path)
+    out = _run(
+        [*as_nobody, python, "-c", TRY],
+        folder_of_nobody,
+        HOME="/nonexistent",
+        PATH="/usr/bin:/bin",
+        PYTHONPATH=str(package_for_all),
+    )
     assert out == f"n1 n2\n{os.uname().nodename} {uid}\n"
     owners = {p.stat().st_uid for p in folder_of_nobody.rglob("*")}
     assert owners == {uid}
