@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.events import Event, EventKind
+from hydroslurm.rankstate import latest
 
 _POLL_S = 0.002
 
@@ -40,12 +41,12 @@ class EventTail:
     is whole."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
     def new(self) -> list[Event]:
         try:
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
@@ -64,25 +65,32 @@ class EventTail:
 Judge = Callable[[Event], "Answer | None"]
 
 
-def judge_pause(event: Event) -> Answer | None:
-    """The answer that an event gives to a pause, or None when it gives none yet."""
-    if event.kind is EventKind.PARKED:
-        park_us = float(event.data["park_us"])
-        asleep = "" if event.data.get("held") else ", it was waiting and issues nothing"
-        return Answer(event.rank, True, park_us, f"parked after {park_us:.0f} us{asleep}")
-    if event.kind is EventKind.CAUSES_CHANGED and event.data.get("causes"):
-        return Answer(
-            event.rank, True, None, f"held already; causes now: {', '.join(event.data['causes'])}"
-        )
-    return _judge_ending(event)
+class JudgePause:
+    """The answers to a pause. A rank that is held already says so at once, one that is still on its
+    way to be parked when it has arrived."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, event: Event) -> Answer | None:
+        if event.kind is EventKind.PARKED:
+            park_us = float(event.data["park_us"])
+            asleep = "" if event.data.get("held") else ", it was waiting and issues nothing"
+            return Answer(event.rank, True, park_us, f"parked after {park_us:.0f} us{asleep}")
+        if event.kind is EventKind.CAUSES_CHANGED and event.data.get("causes"):
+            now = latest(self._path)
+            if now is not None and now.state == "parked":
+                words = f"held already; causes now: {', '.join(now.causes)}"
+                return Answer(event.rank, True, None, words)
+        return _judge_ending(event)
 
 
 class JudgeResume:
     """The answers to a resume: opened, and then the first operator that runs again, when one was
     held."""
 
-    def __init__(self) -> None:
-        self._opened: Event | None = None
+    def __init__(self, path: Path) -> None:
+        """``path`` is not read: the events say it all."""
 
     def __call__(self, event: Event) -> Answer | None:
         if event.kind is EventKind.FIRST_OPERATOR_RELEASED:
@@ -107,11 +115,11 @@ def _judge_ending(event: Event) -> Answer | None:
 
 
 def wait_for_answers(
-    tails: Mapping[int, EventTail], judge: Callable[[], Judge], *, timeout_s: float
+    tails: Mapping[int, EventTail], judge: Callable[[Path], Judge], *, timeout_s: float
 ) -> dict[int, Answer]:
     """Read on until every rank has answered or the time is over; ranks that did not answer are
     absent."""
-    judges = {rank: judge() for rank in tails}
+    judges = {rank: judge(tail.path) for rank, tail in tails.items()}
     answers: dict[int, Answer] = {}
     deadline = time.monotonic() + timeout_s
     while True:

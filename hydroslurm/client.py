@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from hydroslurm import registry
-from hydroslurm.ack import Answer, EventTail, JudgeResume, judge_pause, wait_for_answers
+from hydroslurm.ack import Answer, EventTail, JudgePause, JudgeResume, wait_for_answers
 from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
 from hydroslurm.runtime.signals import SignalPlan, signal_name
 
@@ -87,7 +87,7 @@ def _ask(pid: int, verb: Verb, timeout_s: float, environ: Mapping[str, str] | No
     _send(pid, _signal_for(verb, entry))
     answers = wait_for_answers(
         {entry.rank: tail},
-        lambda: judge_pause if verb == "pause" else JudgeResume(),
+        JudgePause if verb == "pause" else JudgeResume,
         timeout_s=timeout_s,
     )
     if entry.rank not in answers:

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "events": BASE,
     "registry": BASE,
     "rankstate": BASE | {"events"},
-    "ack": BASE | {"events"},
+    "ack": BASE | {"events", "rankstate"},
     "client": BASE | {"ack", "registry", "runtime.signals"},
     "runtime": BASE | {"events", "rundir", "registry", "slurm.allocation", "slurm.policy"},
     "slurm": BASE,

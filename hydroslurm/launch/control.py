@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydroslurm import rundir
-from hydroslurm.ack import Answer, EventTail, Judge, JudgeResume, judge_pause, wait_for_answers
+from hydroslurm.ack import Answer, EventTail, Judge, JudgePause, JudgeResume, wait_for_answers
 from hydroslurm.errors import NoSuchJob, NotPermitted, TargetError, WrongJobState
 from hydroslurm.rankstate import RankState, latest
 from hydroslurm.rundir import RunDir
@@ -97,7 +97,7 @@ def pause_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> J
                 "Slurm goes on counting the job as running"
             )
 
-    return _ask(job, act, lambda: judge_pause, timeout_s)
+    return _ask(job, act, JudgePause, timeout_s)
 
 
 def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
@@ -116,7 +116,7 @@ def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> 
 
 
 def _ask(
-    job: Job, act: Callable[[], str], judge: Callable[[], Judge], timeout_s: float
+    job: Job, act: Callable[[], str], judge: Callable[[Path], Judge], timeout_s: float
 ) -> JobAnswer:
     run = run_dir_of(job)
     alive = {

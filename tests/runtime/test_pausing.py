@@ -140,9 +140,12 @@ def test_ten_thousand_signals_end_in_the_last_ones_state(rank: Child, tmp_path: 
     """A storm of pauses and resumes neither kills nor wedges: the last one counts."""
     for signo in itertools.islice(itertools.cycle((signal.SIGUSR1, signal.SIGUSR2)), 10_000):
         rank.signal(signo)
-    answer = client.pause(rank.pid)
-    assert answer.done
-    assert latest(RunDir(tmp_path / "run").rank_events(0)).state == "parked"
+    # what is pending together is delivered lowest number first, so let the storm arrive before
+    caught = Path(f"/proc/{rank.pid}/status")
+    wait_until(lambda: "ShdPnd:\t0000000000000000" in caught.read_text(), "no signal is pending")
+    assert client.pause(rank.pid).done
+    path = RunDir(tmp_path / "run").rank_events(0)
+    wait_until(lambda: latest(path).state == "parked", "the last signal, a pause, is in force")
     assert client.resume(rank.pid).done
     assert rank.process.poll() is None
 
