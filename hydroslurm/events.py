@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,22 @@ class EventKind(str, Enum):
     CALLBACK_LOST = "callback_lost"
     HANDLER_REPLACED = "handler_replaced"
     EVENTS_DROPPED = "events_dropped"
+    # of a Run: what was trained, saved, and why it left
+    LIFE_BEGAN = "life_began"
+    FIRST_STEP = "first_step"
+    SAFE_POINT = "safe_point"
+    STOP_REASON = "stop_reason"
+    SAVE_STARTED = "save_started"
+    SAVE_STAGED = "save_staged"
+    SAVE_COMMITTED = "save_committed"
+    SAVE_FAILED = "save_failed"
+    SAVE_SKIPPED = "save_skipped"
+    SAVE_ABANDONED = "save_abandoned"
+    REQUEUE_ASKED = "requeue_asked"
+    REQUEUED = "requeued"
+    REQUEUE_FAILED = "requeue_failed"
+    RUN_FINISHED = "run_finished"
+    LIFE_ENDED = "life_ended"
 
 
 @dataclass(frozen=True)
@@ -119,7 +136,8 @@ class Event:
 class EventLog:
     """Appends events to one file; a write that fails costs one warning and never the training.
 
-    Opened at the first event. Used by one thread, the controller's.
+    Opened at the first event. May be used from any thread: the lock is held for one write, never
+    across an operator of torch's, so that no thread is parked with it.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -127,6 +145,7 @@ class EventLog:
         self.path = path
         self._fd: int | None = None
         self._broken = path is None
+        self._lock = threading.Lock()
 
     @property
     def working(self) -> bool:
@@ -135,6 +154,16 @@ class EventLog:
 
     def append(self, event: Event) -> None:
         """Write one line; after the first failure do nothing."""
+        with self._lock:
+            self._append(event)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+    def _append(self, event: Event) -> None:
         if self._broken or self.path is None:
             return
         try:
@@ -152,13 +181,8 @@ class EventLog:
                 "training goes on and pausing still works, but this run's latencies will not be in "
                 "its report",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
 
 def read_events(path: Path, *, offset: int = 0) -> Iterator[Event]:

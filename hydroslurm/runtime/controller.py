@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from hydroslurm.runtime.gate.protocol import (
     Cause,
     Gate,
     GateEvent,
+    GateEventKind,
     GateState,
     GateStatus,
     SignalOutcome,
@@ -48,12 +50,30 @@ class Identity:
     host: str
 
 
+@dataclass(frozen=True)
+class StopRequest:
+    """The first request to save and leave.
+
+    Attributes:
+        signal: ``SIGTERM`` ...; None when the program asked by itself.
+        sender_pid: 0 when not known. Slurm's signals come from slurmstepd.
+        mono_ns, epoch_ns: when the handler ran.
+    """
+
+    signal: str | None
+    sender_pid: int
+    mono_ns: int
+    epoch_ns: int
+
+
 class Controller:
     """Pauses and resumes this process. Made by :func:`hydroslurm.install`; one per process.
 
     Attributes:
         step: the training step, for the events; set it from the training loop (an attribute write,
             nothing more).
+        stop_request: the first request to save and leave, None before; to be read at a safe point.
+            Only there once the stops were claimed, or somebody else handles them.
         skipped: signals of the plan that were left alone, and why.
     """
 
@@ -61,6 +81,7 @@ class Controller:
         self.gate = gate
         self.plan = plan
         self.step: int | None = None
+        self.stop_request: StopRequest | None = None
         self.skipped: dict[str, str] = {}
         self._log = log
         self._identity = identity
@@ -70,6 +91,8 @@ class Controller:
         self._running = threading.Event()
         self._running.set()
         self._leaving = False
+        self._stop_lock = threading.Lock()
+        self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
         self._thread = threading.Thread(
             target=self._loop, name="hydroslurm-controller", daemon=True
@@ -161,6 +184,45 @@ class Controller:
         pause."""
         return self.gate.exempt()
 
+    def claim_stops(self, on_stop: Callable[[StopRequest], None] | None = None) -> None:
+        """Take SIGTERM and the warning signal over: from now on they mean "save and leave" to the
+        caller, who reads :attr:`stop_request`; no other handler of theirs is called.
+
+        A stop opens the gate for good: what is parked goes on to its safe point. SIGTERM does not
+        end the process any more, so only claim what you answer for. Main thread only with the
+        module-hook gate.
+
+        Args:
+            on_stop: called once, at the first stop: in the controller's thread, or at once if that
+                has been. It must not block.
+
+        Raises:
+            InstallError: the handlers could not be put in place.
+        """
+        if on_stop is not None:
+            self._listen(on_stop)
+        self.gate.claim(Action.STOP)
+
+    def release_stops(self) -> None:
+        """Take :meth:`claim_stops` back."""
+        self._on_stop.clear()
+        self.gate.unclaim(Action.STOP)
+
+    def request_stop(self) -> None:
+        """Ask this process to save and leave, as a signal would."""
+        self.gate.request(Action.STOP, Cause(0))
+
+    def record(
+        self,
+        kind: EventKind,
+        data: Mapping[str, object],
+        *,
+        mono_ns: int | None = None,
+        epoch_ns: int | None = None,
+    ) -> None:
+        """Write an event of the caller's into this rank's log; from any thread."""
+        self._write(kind, dict(data), mono_ns=mono_ns, epoch_ns=epoch_ns)
+
     def _request(
         self,
         action: Action,
@@ -198,7 +260,32 @@ class Controller:
         for seen in events:
             record = self._recorder.record(seen)
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
+            if seen.kind is GateEventKind.STOP_REQUESTED:
+                self._note_stop(seen)
             self._follow(record.kind)
+
+    def _listen(self, on_stop: Callable[[StopRequest], None]) -> None:
+        with self._stop_lock:
+            self._on_stop.append(on_stop)
+            request = self.stop_request
+        if request is not None:
+            on_stop(request)
+
+    def _note_stop(self, seen: GateEvent) -> None:
+        if self.stop_request is not None:
+            return
+        mono_ns = seen.value_ns or seen.mono_ns
+        request = StopRequest(
+            signal=signal_name(seen.signo) if seen.signo else None,
+            sender_pid=seen.sender_pid,
+            mono_ns=mono_ns,
+            epoch_ns=seen.epoch_ns - (seen.mono_ns - mono_ns),
+        )
+        with self._stop_lock:
+            self.stop_request = request
+            listeners = tuple(self._on_stop)
+        for listener in listeners:
+            listener(request)
 
     def _follow(self, kind: EventKind) -> None:
         if kind is EventKind.PARKED:

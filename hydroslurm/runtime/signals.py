@@ -46,7 +46,9 @@ class SignalPlan:
         user_pause: ``scancel --signal=USR1``, ``hydroslurm pause --pid``.
         user_resume: the way back from ``user_pause``.
         stop: save and leave. Taken only where somebody has a handler: the default action needs no
-            help from us.
+            help from us. A ``Run`` takes it over, whether handled or not.
+        warning: the same, sent ahead of a time limit (``sbatch --signal=URG@120``). SIGURG, because
+            USR1 and USR2 are taken, and a process that does not know it ignores it.
         interrupt: Ctrl-C. Ends every pause, so that Python gets to run its own handler.
         even_if_ignored: listen also to signals that were ignored when the process started.
     """
@@ -56,6 +58,7 @@ class SignalPlan:
     user_pause: int | None = int(signal.SIGUSR1)
     user_resume: int | None = int(signal.SIGUSR2)
     stop: int | None = int(signal.SIGTERM)
+    warning: int | None = int(signal.SIGURG)
     interrupt: int | None = int(signal.SIGINT)
     even_if_ignored: bool = False
 
@@ -82,6 +85,7 @@ class SignalPlan:
             (self.user_pause, Action.PAUSE, Cause.USER, False),
             (self.user_resume, Action.RESUME, Cause.USER, False),
             (self.stop, Action.STOP, Cause(0), True),
+            (self.warning, Action.STOP, Cause(0), True),
             (self.interrupt, Action.RESUME, everything, True),
         )
         return tuple(
@@ -95,6 +99,10 @@ class SignalPlan:
             for signo, action, causes, only_if_handled in table
             if signo is not None
         )
+
+    def stopping(self) -> frozenset[int]:
+        """The signals that ask a rank to save and leave."""
+        return frozenset(signo for signo in (self.stop, self.warning) if signo is not None)
 
     def pausing(self) -> frozenset[int]:
         """The signals whose default action would stop or kill a child that was meant no harm."""

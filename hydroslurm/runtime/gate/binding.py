@@ -97,6 +97,7 @@ def bind(path: Path) -> ctypes.CDLL:
             ("request", ctypes.c_int, [ctypes.c_int, ctypes.c_uint32]),
             ("status", ctypes.c_int, [ctypes.POINTER(Status)]),
             ("read", ctypes.c_int, [ctypes.POINTER(Event), ctypes.c_int]),
+            ("claim", ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
             ("exempt", ctypes.c_int, [ctypes.c_int]),
             ("check_handlers", ctypes.c_int, []),
             ("trace_start", ctypes.c_int, [ctypes.c_int]),

@@ -23,6 +23,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,6 +44,7 @@ class SignalPipe:
         self._replaced: dict[int, Handler] = {}
         # outlives restore(): a handler that replaced ours may still call it
         self._after: dict[int, Handler] = {}
+        self._claimed: dict[int, Handler] = {}
         self._handler = self._on_signal  # one object, so that it can be recognised
         self._pid = os.getpid()
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
@@ -76,6 +78,41 @@ class SignalPipe:
         installed = [s for s, result in outcomes.items() if result is SignalOutcome.INSTALLED]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, installed)
         return outcomes
+
+    def claim(self, rules: Sequence[SignalRule]) -> int:
+        """Take the signals of these rules over, those of others included; chain none of them.
+
+        Raises:
+            InstallError: not the main thread.
+        """
+        _require_main_thread("take signals over")
+        listening = 0
+        for rule in rules:
+            if signal.getsignal(rule.signo) != self._handler:
+                alone = replace(rule, only_if_handled=False, chain=False)
+                if self._install(alone) is SignalOutcome.LEFT_ALONE:
+                    continue
+                self._listening = True
+            self._claimed[rule.signo] = self._after.pop(rule.signo, None)
+            listening += 1
+        return listening
+
+    def unclaim(self, rules: Sequence[SignalRule]) -> None:
+        """Take :meth:`claim` back.
+
+        Raises:
+            InstallError: not the main thread.
+        """
+        _require_main_thread("give signals back")
+        for rule in rules:
+            after = self._claimed.pop(rule.signo, None)
+            previous = self._replaced.get(rule.signo)
+            if after is not None:
+                self._after[rule.signo] = after
+            elif rule.only_if_handled and previous is signal.SIG_DFL:
+                if signal.getsignal(rule.signo) == self._handler:
+                    signal.signal(rule.signo, previous)
+                del self._replaced[rule.signo]
 
     def restore(self) -> int:
         """Put back what is still ours. Returns how many handlers somebody else had replaced.
@@ -173,6 +210,15 @@ class SignalPipe:
         current = signal.set_wakeup_fd(new_fd)
         if current != self._write_fd:
             signal.set_wakeup_fd(current)
+
+
+def _require_main_thread(what: str) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise InstallError(
+            f"the module-hook gate can {what} in the main thread only (CPython's rule), and this "
+            f"is {threading.current_thread().name!r}. Call from the main thread, or get the native "
+            "gate (install g++)"
+        )
 
 
 def runs(arrived: bytes) -> Iterator[tuple[int, int]]:

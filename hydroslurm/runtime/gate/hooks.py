@@ -169,6 +169,14 @@ class HooksGate:
         self._requests.put(_Request(action, causes, time.monotonic_ns()))
         self._nudge()
 
+    def claim(self, action: Action) -> int:
+        """As in the protocol; in the main thread only."""
+        return self._started_pipe("take signals over").claim(self._rules_for(action))
+
+    def unclaim(self, action: Action) -> None:
+        """As in the protocol; in the main thread only."""
+        self._started_pipe("give signals back").unclaim(self._rules_for(action))
+
     def status(self) -> GateStatus:
         return GateStatus(
             state=self._state,
@@ -312,6 +320,14 @@ class HooksGate:
         self._apply(_Request(Action.RESUME, Cause.TERMINAL, time.monotonic_ns()))
 
     # --- small things ---------------------------------------------------------------------------
+
+    def _started_pipe(self, what: str) -> SignalPipe:
+        if self._pipe is None:
+            raise InstallError(f"the gate cannot {what}: it was not started in this process")
+        return self._pipe
+
+    def _rules_for(self, action: Action) -> list[SignalRule]:
+        return [rule for rule in self._rules.values() if rule.action is action]
 
     def _nudge(self) -> None:
         if (pipe := self._pipe) is not None:

@@ -101,6 +101,18 @@ class NativeGate:
                 + (" (it was not started in this process)" if result == -errno.ESRCH else "")
             )
 
+    def claim(self, action: Action) -> int:
+        """Listen to all signals of an action and chain none of them; returns how many.
+
+        Raises:
+            InstallError: the gate does not run in this process.
+        """
+        return self._claim(action, 1)
+
+    def unclaim(self, action: Action) -> None:
+        """Take :meth:`claim` back."""
+        self._claim(action, 0)
+
     def status(self) -> GateStatus:
         """The gate at this moment."""
         now = binding.Status()
@@ -158,6 +170,15 @@ class NativeGate:
             n = self._library.hs_gate_trace_stop(kept, keep)
             trace.count = self._library.hs_gate_trace_count()
             trace.operators = tuple(binding.operator(one) for one in kept[:n])
+
+    def _claim(self, action: Action, on: int) -> int:
+        result = int(self._library.hs_gate_claim(action, on))
+        if result < 0:
+            raise InstallError(
+                f"the signals for {action.name} cannot be taken over: {os.strerror(-result)}"
+                + (" (the gate was not started in this process)" if result == -errno.ESRCH else "")
+            )
+        return result
 
     def _check_sees_operators(self) -> None:
         """The self-test of every load: takes microseconds, and holds nobody."""

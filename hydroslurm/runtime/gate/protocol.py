@@ -190,6 +190,17 @@ class Gate(Protocol):
         """Ask for a pause, a resume or a stop from inside the process. Returns at once."""
         ...
 
+    def claim(self, action: Action) -> int:
+        """Listen to every signal of the table that has this action, those included that were left
+        alone because nobody handled them, and call no old handler: the caller answers for what
+        follows. A handler that somebody put over ours since is replaced. Returns how many signals
+        are listened to."""
+        ...
+
+    def unclaim(self, action: Action) -> None:
+        """Take :meth:`claim` back: chain again, and leave to the default what had it before."""
+        ...
+
     def status(self) -> GateStatus: ...
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:

@@ -171,6 +171,14 @@ int hs_gate_stop(void) {
     return replaced;
 }
 
+int hs_gate_claim(int action, int on) {
+    if (action < HS_ACTION_PAUSE || action > HS_ACTION_STOP) return -EINVAL;
+    pthread_mutex_lock(&lifecycle);
+    const int result = gate.owner.load() == getpid() ? signals_claim(action, on != 0) : -ESRCH;
+    pthread_mutex_unlock(&lifecycle);
+    return result;
+}
+
 int hs_gate_check_handlers(void) {
     pthread_mutex_lock(&lifecycle);
     const int replaced = gate.owner.load() == getpid() ? signals_replaced() : 0;

@@ -35,7 +35,7 @@
 extern "C" {
 #endif
 
-#define HS_GATE_ABI 1
+#define HS_GATE_ABI 2
 
 /* What a signal asks for. */
 enum hs_action {
@@ -146,6 +146,13 @@ HS_API int hs_gate_read(struct hs_event *out, int n);
 
 /* 1: operators of the calling thread always pass (and are counted); 0: the rule applies. Returns the old value. */
 HS_API int hs_gate_exempt(int on);
+
+/* on: listen to every signal of the table that has this action, also to those that were left alone because nobody
+ * handled them, and call no old handler any more: whoever claims them answers for what follows. A handler that
+ * somebody put over ours since is replaced. What is ignored stays ignored, unless the line says otherwise.
+ * off: as hs_gate_start() had left them. Returns how many signals are listened to (off: 0).
+ * -ESRCH: not running in this process. -EINVAL: unknown action. */
+HS_API int hs_gate_claim(int action, int on);
 
 /* Compare the installed handlers with ours; HS_EVENT_HANDLER_REPLACED for each that differs. Returns their number. */
 HS_API int hs_gate_check_handlers(void);

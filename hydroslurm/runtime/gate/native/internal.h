@@ -74,7 +74,8 @@ struct Line {
     int signo;
     int action;
     uint32_t causes;
-    uint32_t flags;
+    std::atomic<uint32_t> flags; /* the handler reads them while hs_gate_claim() changes them */
+    uint32_t wanted_flags;       /* as hs_gate_start() was given them */
     bool installed;
     struct sigaction previous;
     std::atomic<pid_t> chaining; /* thread that is inside `previous`, to cut a chain that leads back to us */
@@ -95,6 +96,7 @@ extern Signals signals;
 int signals_check(hs_signal *table, int n) noexcept;
 int signals_prepare(hs_signal *table, int n) noexcept; /* before the watcher starts, which reads the lines */
 int signals_install(hs_signal *table, int n) noexcept; /* all or nothing */
+int signals_claim(int action, bool on) noexcept;      /* see hs_gate_claim() */
 int signals_restore() noexcept;                        /* returns how many were not ours any more */
 int signals_replaced() noexcept;                       /* the same without restoring; an event for each */
 void signals_clear_latches() noexcept;

@@ -82,10 +82,10 @@ void on_signal(int signo, siginfo_t *info, void *context) noexcept {
     const pid_t owner = gate.owner.load();
     if (owner == getpid()) {
         latch(line.latch, line.action, causes_of(line, info), info->si_code <= 0 ? info->si_pid : 0);
-        if (!(line.flags & HS_SIGNAL_NO_CHAIN)) chain(line, signo, info, context);
+        if (!(line.flags.load() & HS_SIGNAL_NO_CHAIN)) chain(line, signo, info, context);
     } else if (owner == 0) {
         chain(line, signo, info, context); /* stopped, and called by somebody who had saved our address */
-    } else if (line.action == HS_ACTION_STOP || (line.flags & HS_SIGNAL_ONLY_IF_HANDLED)) {
+    } else if (line.action == HS_ACTION_STOP || (line.wanted_flags & HS_SIGNAL_ONLY_IF_HANDLED)) {
         /* A forked child, or one between vfork and exec: a pause is not meant for it, an end (or Ctrl-C) is. */
         if (line.previous.sa_handler == SIG_DFL)
             default_action(signo);
@@ -99,24 +99,24 @@ bool is_ours(const struct sigaction &action) noexcept {
     return (action.sa_flags & SA_SIGINFO) && action.sa_sigaction == on_signal;
 }
 
-bool leave_alone(const hs_signal &wanted, const struct sigaction &previous) noexcept {
-    if (previous.sa_handler == SIG_IGN) return !(wanted.flags & HS_SIGNAL_EVEN_IF_IGNORED);
-    return previous.sa_handler == SIG_DFL && (wanted.flags & HS_SIGNAL_ONLY_IF_HANDLED);
+bool leave_alone(uint32_t flags, const struct sigaction &previous) noexcept {
+    if (previous.sa_handler == SIG_IGN) return !(flags & HS_SIGNAL_EVEN_IF_IGNORED);
+    return previous.sa_handler == SIG_DFL && (flags & HS_SIGNAL_ONLY_IF_HANDLED);
 }
 
 /* All of our signals are blocked in each of our handlers. Without that a resume that comes right behind its pause would
  * get its frame on top of the pause's, run first, and the rank would stay paused. */
-struct sigaction action_for(const hs_signal *table, int n, const Line &line) noexcept {
+struct sigaction action_for(const Line &line) noexcept {
     struct sigaction action = {};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
     const struct sigaction &previous = line.previous;
-    const bool chained = !(line.flags & HS_SIGNAL_NO_CHAIN) && previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN;
+    const bool chained = !(line.wanted_flags & HS_SIGNAL_NO_CHAIN) && previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN;
     if (chained) {
         action.sa_mask = previous.sa_mask;
         action.sa_flags = SA_SIGINFO | (previous.sa_flags & (SA_RESTART | SA_ONSTACK));
     }
-    for (int i = 0; i < n; ++i) sigaddset(&action.sa_mask, table[i].signo);
+    for (int i = 0; i < signals.n; ++i) sigaddset(&action.sa_mask, signals.lines[i].signo);
     return action;
 }
 
@@ -125,11 +125,12 @@ int prepare_line(Line &line, const hs_signal &wanted) noexcept {
     line.signo = wanted.signo;
     line.action = wanted.action;
     line.causes = wanted.causes;
-    line.flags = wanted.flags;
+    line.flags.store(wanted.flags);
+    line.wanted_flags = wanted.flags;
     line.installed = false;
     line.chaining.store(0);
     if (sigaction(wanted.signo, nullptr, &line.previous) != 0) return -errno;
-    return leave_alone(wanted, line.previous) ? 1 : 0;
+    return leave_alone(wanted.flags, line.previous) ? 1 : 0;
 }
 
 } // namespace
@@ -163,7 +164,7 @@ int signals_prepare(hs_signal *table, int n) noexcept {
         if (table[i].result < 0) return table[i].result;
         if (table[i].result == 0) line_of[table[i].signo].store(static_cast<uint8_t>(i + 1));
     }
-    signals.n = n;
+    signals.n = n; /* last: the table is whole */
     return 0;
 }
 
@@ -172,7 +173,7 @@ int signals_install(hs_signal *table, int n) noexcept {
     sigemptyset(&ours);
     for (int i = 0; i < n; ++i) {
         if (table[i].result != 0) continue;
-        const struct sigaction action = action_for(table, n, signals.lines[i]);
+        const struct sigaction action = action_for(signals.lines[i]);
         if (sigaction(table[i].signo, &action, nullptr) != 0) {
             table[i].result = -errno;
             signals_restore();
@@ -183,6 +184,50 @@ int signals_install(hs_signal *table, int n) noexcept {
     }
     pthread_sigmask(SIG_UNBLOCK, &ours, nullptr);
     return 0;
+}
+
+/* What claim took, because nobody else wanted it, goes back to the default; the rest chains again. */
+static void unclaim_line(Line &line) noexcept {
+    line.flags.store(line.wanted_flags);
+    if (!line.installed || line.previous.sa_handler != SIG_DFL || !(line.wanted_flags & HS_SIGNAL_ONLY_IF_HANDLED)) return;
+    struct sigaction now;
+    if (sigaction(line.signo, nullptr, &now) == 0 && is_ours(now)) sigaction(line.signo, &line.previous, nullptr);
+    line.installed = false;
+}
+
+/* -errno; 1: we listen to it; 0: it is ignored, and stays so. */
+static int claim_line(Line &line, uint8_t index) noexcept {
+    line.flags.store(line.wanted_flags | HS_SIGNAL_NO_CHAIN);
+    struct sigaction now;
+    if (sigaction(line.signo, nullptr, &now) != 0) return -errno;
+    if (is_ours(now)) return 1;
+    if (leave_alone(line.wanted_flags & ~HS_SIGNAL_ONLY_IF_HANDLED, now)) return 0;
+    line.previous = now;
+    line_of[line.signo].store(index);
+    const struct sigaction action = action_for(line);
+    if (sigaction(line.signo, &action, nullptr) != 0) return -errno;
+    line.installed = true;
+    sigset_t one;
+    sigemptyset(&one);
+    sigaddset(&one, line.signo);
+    pthread_sigmask(SIG_UNBLOCK, &one, nullptr);
+    return 1;
+}
+
+int signals_claim(int action, bool on) noexcept {
+    int listening = 0;
+    for (int i = 0; i < signals.n; ++i) {
+        Line &line = signals.lines[i];
+        if (line.action != action) continue;
+        if (!on) {
+            unclaim_line(line);
+            continue;
+        }
+        const int result = claim_line(line, static_cast<uint8_t>(i + 1));
+        if (result < 0) return result;
+        listening += result;
+    }
+    return listening;
 }
 
 int signals_restore() noexcept {
