@@ -20,6 +20,15 @@
     |   `-- UnreadableOutput       Slurm printed what no known release prints
     |-- LaunchError                a job could not be submitted
     |-- RunFolderError             a run folder that is not one, or that cannot be written
+    |-- CheckpointError            a checkpoint could not be written, found, trusted or applied
+    |   |-- CheckpointMissing      there is none that is committed
+    |   |-- CheckpointCorrupt      a file of it is gone, cut off or changed
+    |   |-- CheckpointTooNew       of a newer hydroslurm, in a form that this one cannot read
+    |   |-- StateMismatch          of other classes: names the keys that differ
+    |   |-- UnsavableState         only pickling could save what it holds
+    |   |-- SaveFailed             disk full ...; what was committed before is whole
+    |   `-- SaveAbandoned          given up on purpose, for one that can still be in time
+    |-- RunEnded                   a budget is spent, or lives pass without progress
     `-- ClusterError               the dev cluster could not be started, reached or stopped
     UsageError (ValueError)        the caller's own mistake: a wrong argument or value
 
@@ -112,6 +121,42 @@ class LaunchError(HydroslurmError):
 
 class RunFolderError(HydroslurmError):
     """A folder that is not a run folder, or one that cannot be written."""
+
+
+class CheckpointError(HydroslurmError):
+    """A checkpoint could not be written, found, trusted or applied."""
+
+
+class CheckpointMissing(CheckpointError):
+    """There is no committed checkpoint where one was asked for."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A file of a committed checkpoint is gone, cut off, or not what was written."""
+
+
+class CheckpointTooNew(CheckpointError):
+    """The checkpoint was written by a newer hydroslurm in a form that this one cannot read."""
+
+
+class StateMismatch(CheckpointError):
+    """The checkpoint does not fit the objects it is to be loaded into; names the keys."""
+
+
+class UnsavableState(CheckpointError):
+    """The state holds an object that could be saved by pickling only, which is never done."""
+
+
+class SaveFailed(CheckpointError):
+    """A save failed on the way to its commit; what was committed before is whole."""
+
+
+class SaveAbandoned(CheckpointError):
+    """A save was given up on purpose, before its commit."""
+
+
+class RunEnded(HydroslurmError):
+    """The run must not go on: a budget is spent, or lives pass without progress."""
 
 
 class ClusterError(HydroslurmError):

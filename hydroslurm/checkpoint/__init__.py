@@ -1,0 +1,1 @@
+"""What survives a stop: the state of a run as files that exist completely or not at all."""

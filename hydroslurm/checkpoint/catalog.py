@@ -1,0 +1,111 @@
+"""Which checkpoints a folder has, and which of them may go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.checkpoint import folders, manifest
+from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.parts import read_whole
+from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError
+
+STOP = "stop"
+"""The kind of checkpoint that retention counts apart: periodic saves that follow a preemption must
+not push out the emergency one at once, nor a series of preemptions all the periodic ones."""
+
+LEAST_KEPT = 2
+"""One to load, and one to fall back to."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint, by its manifest. Whether its files are good, verifying tells."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def epoch(self) -> int:
+        return self.manifest.epoch
+
+    @property
+    def kind(self) -> str:
+        return self.manifest.kind
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A folder that has a checkpoint's name, and no manifest that can be read."""
+
+    path: Path
+    step: int
+    error: CheckpointError
+
+
+def look(directory: Path, *, storage: Storage) -> list[Checkpoint | Problem]:
+    """Everything that is named like a committed checkpoint, oldest first. Reads manifests only.
+
+    Raises:
+        CheckpointError: the folder cannot be listed; one that does not exist is empty.
+    """
+    try:
+        names = storage.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be listed: {error.strerror}") from error
+    steps = sorted((step, name) for name in names if (step := folders.step_of(name)) is not None)
+    return [_at(directory / name, step, storage) for step, name in steps]
+
+
+def read_manifest(path: Path, *, storage: Storage) -> Manifest:
+    """The manifest of a checkpoint's folder.
+
+    Raises:
+        CheckpointCorrupt: gone, unreadable, or not what was written.
+        CheckpointTooNew: of a newer schema.
+    """
+    file = path / manifest.NAME
+    try:
+        text = read_whole(file, storage=storage).decode()
+    except FileNotFoundError as error:
+        raise CheckpointCorrupt(f"{path} has no {manifest.NAME}: it was never committed") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointCorrupt(f"{file} cannot be read: {error}") from error
+    return Manifest.from_json(text, where=file)
+
+
+def beyond(
+    checkpoints: Sequence[Checkpoint], *, keep: int, keep_stop: int
+) -> tuple[Checkpoint, ...]:
+    """Those that retention gives up, oldest first, of ``checkpoints`` in the same order.
+
+    The last ``keep`` of all kinds but "stop" stay, the last ``keep_stop`` of that one, and at least
+    the last two of all.
+    """
+    stops = [one for one in checkpoints if one.kind == STOP]
+    others = [one for one in checkpoints if one.kind != STOP]
+    kept = others[-keep:] + (stops[-keep_stop:] if keep_stop else [])
+    rest = [one for one in checkpoints if one not in kept]
+    while rest and len(kept) < LEAST_KEPT:
+        kept.append(rest.pop())
+    return tuple(rest)
+
+
+def _at(path: Path, step: int, storage: Storage) -> Checkpoint | Problem:
+    try:
+        found = read_manifest(path, storage=storage)
+    except CheckpointError as error:
+        return Problem(path, step, error)
+    if found.step != step:
+        return Problem(
+            path, step, CheckpointCorrupt(f"{path} holds step {found.step}: it was renamed")
+        )
+    return Checkpoint(path, found)

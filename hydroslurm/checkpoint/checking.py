@@ -1,0 +1,78 @@
+"""Whether a checkpoint is what was written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from hydroslurm.checkpoint import manifest
+from hydroslurm.checkpoint.catalog import Checkpoint, read_manifest
+from hydroslurm.checkpoint.parts import check_file
+from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError
+
+
+class Checker:
+    """Verifies checkpoints, and remembers which ones were good.
+
+    What this process has written or verified is not read again to answer :meth:`is_good`, on which
+    a stop waits; :meth:`verify` always reads.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._good: set[tuple[Path, int]] = set()
+
+    def verify(self, checkpoint: Checkpoint, *, cancel: threading.Event | None = None) -> None:
+        """Read all of it.
+
+        Raises:
+            CheckpointCorrupt: names the first file that is not what was written.
+            CheckpointTooNew: its manifest is one from the future by now.
+            SaveAbandoned: ``cancel`` was set.
+        """
+        self._good.discard(_key(checkpoint))
+        if read_manifest(checkpoint.path, storage=self._storage) != checkpoint.manifest:
+            raise CheckpointCorrupt(
+                f"{checkpoint.path / manifest.NAME} is not the one that was there before"
+            )
+        for name, entry in checkpoint.manifest.files.items():
+            check_file(checkpoint.path / name, entry, storage=self._storage, cancel=cancel)
+        self.trust(checkpoint)
+
+    def glance(self, checkpoint: Checkpoint) -> None:
+        """Look at the sizes only.
+
+        Raises:
+            CheckpointCorrupt: names the first file that is gone, or of another size.
+        """
+        for name, entry in checkpoint.manifest.files.items():
+            path = checkpoint.path / name
+            try:
+                fd = self._storage.open(path)
+                size_bytes = self._storage.size(fd)
+                self._storage.close(fd)
+            except OSError as error:
+                raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from error
+            if size_bytes != entry.size_bytes:
+                raise CheckpointCorrupt(
+                    f"{path} has {size_bytes} bytes; {entry.size_bytes} were written"
+                )
+
+    def trust(self, checkpoint: Checkpoint) -> None:
+        """Remember as good what was just written."""
+        self._good.add(_key(checkpoint))
+
+    def is_good(self, checkpoint: Checkpoint) -> bool:
+        """Whether it verifies, or did before."""
+        if _key(checkpoint) in self._good:
+            return True
+        try:
+            self.verify(checkpoint)
+        except CheckpointError:
+            return False
+        return True
+
+
+def _key(checkpoint: Checkpoint) -> tuple[Path, int]:
+    return checkpoint.path, checkpoint.manifest.created_epoch_ns

@@ -1,0 +1,290 @@
+"""What is still worth saving before a deadline. Pure: seconds and steps in, a choice and a
+sentence for people out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+SAFETY = 1.5
+"""How much longer than expected a save is allowed to take before it no longer counts as fitting.
+The disk is busiest at the very moment when a whole node is preempted."""
+
+
+class Action(str, Enum):
+    """What to do with the time that is left. The value is the word in events and messages."""
+
+    NOTHING = "nothing"
+    """The state of this very step is committed."""
+    FULL = "full"
+    """Save on the durable tier."""
+    WAIT_THEN_FULL = "wait_then_full"
+    """Let the save in flight finish, then save on the durable tier."""
+    ABANDON_THEN_FULL = "abandon_then_full"
+    """Give the save in flight up, and save on the durable tier."""
+    FAST_ONLY = "fast_only"
+    """Save on the fast tier; the durable one is not expected to be in time."""
+    WAIT_ONLY = "wait_only"
+    """Let the save in flight finish; no other is expected to be in time."""
+    KEEP = "keep"
+    """Nothing is expected to be in time: what is committed stays."""
+
+
+class Before(str, Enum):
+    """What happens to the save in flight before the durable save of a stop begins."""
+
+    NONE = "none"
+    """There is none."""
+    WAIT = "wait"
+    """It is waited for, ``Choice.patience_s`` at the longest."""
+    ABANDON = "abandon"
+    """It is given up at once."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """The save that is under way.
+
+    Attributes:
+        step: whose state it writes.
+        remaining_s: how long it still needs, as expected (see :func:`remaining_s`).
+    """
+
+    step: int
+    remaining_s: float
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known when a stop has reached its safe point.
+
+    Attributes:
+        step: training steps completed.
+        left_s: seconds until the deadline; below zero when it has passed.
+        durable_s: what a save on the durable tier is expected to take.
+        fast_s: the same for the fast tier; None when there is none.
+        in_flight: the save under way.
+        committed_step: newest step on the durable tier; None when nothing is.
+    """
+
+    step: int
+    left_s: float
+    durable_s: float
+    fast_s: float | None = None
+    in_flight: InFlight | None = None
+    committed_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do, in the order of the attributes.
+
+    Whatever the action, a durable save of this step is tried at the end (except for NOTHING, and
+    where the save in flight is one): an estimate may be wrong, and a save that is killed costs
+    nothing.
+
+    Attributes:
+        action: which case this is.
+        fast_first: write on the fast tier before all else.
+        before: what becomes of the save in flight.
+        patience_s: with ``WAIT``, how long; after that it is given up if ``give_up``, else the stop
+            goes on being late.
+        give_up: the save in flight is given up when patience ends.
+        steps_at_risk: what is lost if the durable tier gets no more than is expected to be in time.
+        reason: one sentence for people.
+    """
+
+    action: Action
+    fast_first: bool
+    before: Before
+    patience_s: float
+    give_up: bool
+    steps_at_risk: int
+    reason: str
+
+
+def choose(now: Situation, *, safety: float = SAFETY) -> Choice:
+    """The most that is expected to be committed in time.
+
+    In order: a durable save of this step, after the one in flight if there is time for both
+    (finished work is insurance), else instead of it; this step on the fast tier; the older step in
+    flight; what is committed already.
+    """
+    if now.committed_step == now.step:
+        return _choice(now, Action.NOTHING, f"step {now.step} is committed already")
+    if now.in_flight is not None and now.in_flight.step == now.step:
+        return _flight_of_this_step(now, safety)
+    full_s = now.durable_s * safety
+    flight_s = 0.0 if now.in_flight is None else now.in_flight.remaining_s * safety
+    if flight_s + full_s <= now.left_s:
+        return _full(now, safety)
+    if full_s <= now.left_s:
+        return _abandon(now, safety)
+    if _fast_fits(now, safety):
+        return _fast_only(now, flight_fits=flight_s <= now.left_s)
+    if now.in_flight is not None and flight_s <= now.left_s:
+        return _wait_only(now, now.in_flight)
+    return _keep(now)
+
+
+def remaining_s(*, expected_s: float, elapsed_s: float) -> float:
+    """What a save under way still needs. One that is late is given a quarter of its age again."""
+    return max(expected_s - elapsed_s, elapsed_s / 4)
+
+
+def _full(now: Situation, safety: float) -> Choice:
+    flight = now.in_flight
+    if flight is None:
+        reason = (
+            f"a full save needs about {now.durable_s:.1f} s of the {now.left_s:.1f} s that are left"
+        )
+        return _choice(
+            now, Action.FULL, reason, at_risk=0, fast_first=_both_fit(now, safety, flight_s=0.0)
+        )
+    reason = (
+        f"the save of step {flight.step} needs about {flight.remaining_s:.1f} s more, and a full "
+        f"save {now.durable_s:.1f} s: both fit into {now.left_s:.1f} s"
+    )
+    return _choice(
+        now,
+        Action.WAIT_THEN_FULL,
+        reason,
+        at_risk=0,
+        before=Before.WAIT,
+        patience_s=now.left_s - now.durable_s * safety,
+        give_up=True,
+        fast_first=_both_fit(now, safety, flight_s=flight.remaining_s),
+    )
+
+
+def _abandon(now: Situation, safety: float) -> Choice:
+    assert now.in_flight is not None
+    reason = (
+        f"{now.left_s:.1f} s are enough for a full save ({now.durable_s:.1f} s), but not for the "
+        f"save of step {now.in_flight.step} before it ({now.in_flight.remaining_s:.1f} s more)"
+    )
+    return _choice(
+        now,
+        Action.ABANDON_THEN_FULL,
+        reason,
+        at_risk=0,
+        before=Before.ABANDON,
+        fast_first=_both_fit(now, safety, flight_s=0.0),
+    )
+
+
+def _fast_only(now: Situation, *, flight_fits: bool) -> Choice:
+    flight = now.in_flight
+    risk = _at_risk(now, flight.step if flight is not None and flight_fits else None)
+    before = Before.NONE
+    if flight is not None:
+        before = Before.WAIT if flight_fits else Before.ABANDON
+    reason = (
+        f"a full save needs about {now.durable_s:.1f} s and {max(0.0, now.left_s):.1f} s are left; "
+        f"the fast tier needs {now.fast_s:.1f} s. If the job goes on elsewhere, {_steps(risk)}"
+    )
+    return _choice(
+        now,
+        Action.FAST_ONLY,
+        reason,
+        at_risk=risk,
+        fast_first=True,
+        before=before,
+        patience_s=max(0.0, now.left_s),
+    )
+
+
+def _wait_only(now: Situation, flight: InFlight) -> Choice:
+    risk = _at_risk(now, flight.step)
+    reason = (
+        f"a full save needs about {now.durable_s:.1f} s and {now.left_s:.1f} s are left; the save "
+        f"of step {flight.step} can still be in time, with it {_steps(risk)}"
+    )
+    return _choice(
+        now,
+        Action.WAIT_ONLY,
+        reason,
+        at_risk=risk,
+        before=Before.WAIT,
+        patience_s=now.left_s,
+    )
+
+
+def _flight_of_this_step(now: Situation, safety: float) -> Choice:
+    """The save in flight is the one that the stop would make: it is never given up."""
+    assert now.in_flight is not None
+    if now.in_flight.remaining_s * safety <= now.left_s:
+        action, risk, end = Action.WAIT_ONLY, 0, "is in time"
+    else:
+        action, risk, end = Action.KEEP, _at_risk(now, None), "may be late"
+    reason = (
+        f"the save in flight is of this very step {now.step}: it needs about "
+        f"{now.in_flight.remaining_s:.1f} s more of {max(0.0, now.left_s):.1f} s, and {end}"
+    )
+    return _choice(
+        now,
+        action,
+        reason,
+        at_risk=risk,
+        before=Before.WAIT,
+        patience_s=max(0.0, now.left_s),
+    )
+
+
+def _keep(now: Situation) -> Choice:
+    """Nothing fits. What is nearest to its end is tried nevertheless."""
+    risk = _at_risk(now, None)
+    kept = "nothing is" if now.committed_step is None else f"step {now.committed_step} is"
+    reason = (
+        f"a full save needs about {now.durable_s:.1f} s and {max(0.0, now.left_s):.1f} s are left: "
+        f"{kept} committed, and {_steps(risk)} unless the save is faster than expected"
+    )
+    before = Before.NONE
+    if now.in_flight is not None:
+        sooner = now.in_flight.remaining_s < now.durable_s
+        before = Before.WAIT if sooner else Before.ABANDON
+    return _choice(
+        now,
+        Action.KEEP,
+        reason,
+        at_risk=risk,
+        before=before,
+        patience_s=max(0.0, now.left_s),
+    )
+
+
+def _choice(
+    now: Situation,
+    action: Action,
+    reason: str,
+    *,
+    at_risk: int = 0,
+    fast_first: bool = False,
+    before: Before = Before.NONE,
+    patience_s: float = 0.0,
+    give_up: bool = False,
+) -> Choice:
+    if now.in_flight is None:
+        before, patience_s = Before.NONE, 0.0
+    return Choice(action, fast_first, before, patience_s, give_up, at_risk, reason)
+
+
+def _fast_fits(now: Situation, safety: float) -> bool:
+    return now.fast_s is not None and now.fast_s * safety <= now.left_s
+
+
+def _both_fit(now: Situation, safety: float, *, flight_s: float) -> bool:
+    """Whether the fast tier can come first without pushing the durable save over the deadline."""
+    if now.fast_s is None:
+        return False
+    return (now.fast_s + flight_s + now.durable_s) * safety <= now.left_s
+
+
+def _at_risk(now: Situation, flight_step: int | None) -> int:
+    """Steps since the newest that will be durable; all of them when none will be."""
+    steps = [step for step in (now.committed_step, flight_step) if step is not None]
+    return now.step - max(steps, default=0)
+
+
+def _steps(count: int) -> str:
+    return "1 step is lost" if count == 1 else f"{count} steps are lost"

@@ -1,0 +1,100 @@
+"""How long a save will take: from how long others took."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from hydroslurm.checkpoint.store import Checkpoint
+
+Source = Literal["this life", "earlier lives", "assumed"]
+
+SAMPLES = 5
+"""How many of the last saves are looked at; the slowest of them counts."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one save on one tier is expected to take.
+
+    Attributes:
+        seconds: how long.
+        source: measured in this life or in earlier ones, or assumed because nothing was measured.
+    """
+
+    seconds: float
+    source: Source
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What saving a state of this size is expected to take.
+
+    Attributes:
+        state_bytes: the size; 0 when no state has been seen yet.
+        durable: on the durable tier.
+        fast: on the fast tier; None when there is none.
+    """
+
+    state_bytes: int
+    durable: Expected
+    fast: Expected | None
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """Stands in until something is measured: meant to be slower than what is found.
+
+    Attributes:
+        fixed_s: what a save of nothing takes.
+        bytes_per_s: what the tier takes in.
+    """
+
+    fixed_s: float
+    bytes_per_s: float
+
+
+DURABLE_ASSUMED = Assumption(fixed_s=1.0, bytes_per_s=100e6)
+"""One job's share of a busy network file system."""
+FAST_ASSUMED = Assumption(fixed_s=0.1, bytes_per_s=500e6)
+"""A node's SSD; memory is faster."""
+
+
+class Pace:
+    """The last saves on one tier."""
+
+    def __init__(self, assumption: Assumption, earlier: Iterable[Checkpoint] = ()) -> None:
+        """``earlier``: what former lives committed, oldest first."""
+        self._assumption = assumption
+        self._earlier = deque(
+            ((found.manifest.save_s, found.manifest.state_bytes) for found in earlier),
+            maxlen=SAMPLES,
+        )
+        self._seen: deque[tuple[float, int]] = deque(maxlen=SAMPLES)
+
+    def add(self, seconds: float, *, state_bytes: int) -> None:
+        """One more save of this life."""
+        self._seen.append((seconds, state_bytes))
+
+    def expect(self, state_bytes: int) -> Expected:
+        """What a state of this size will take.
+
+        The slowest of the last saves counts. A larger state takes longer in proportion, or for the
+        further bytes at the assumed pace, whichever is less: most of a tiny save does not depend on
+        its size. A smaller one is not expected to be faster, for the same reason.
+        """
+        assumed = self._assumption
+        source: Source = "this life" if self._seen else "earlier lives"
+        samples = tuple(self._seen) or tuple(self._earlier)
+        if not samples:
+            return Expected(assumed.fixed_s + state_bytes / assumed.bytes_per_s, "assumed")
+        slowest = max(
+            min(
+                seconds * max(1.0, state_bytes / max(1, size)),
+                seconds + max(0, state_bytes - size) / assumed.bytes_per_s,
+            )
+            for seconds, size in samples
+        )
+        return Expected(slowest, source)

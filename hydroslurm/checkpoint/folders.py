@@ -1,0 +1,95 @@
+"""The names in a checkpoints folder, and which leftovers may be removed.
+
+step-000001234/                               committed: the only name that is ever believed
+.tmp-step-000001234.<place>.<pid>.<random>/   being written, or left by a save that was killed
+.old-step-000001234.<place>.<pid>.<random>/   being removed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import zlib
+from pathlib import Path
+
+STALE_S = 3600.0
+"""After so long without a write, a save of another node is dead. A live one writes a chunk every
+few milliseconds; an hour is more than a hung file server is waited for."""
+
+_STEP = re.compile(r"step-(\d{9,})")
+_LEFTOVER = re.compile(r"\.(tmp|old)-step-\d{9,}\.([0-9a-f]{8})\.(\d+)\.[0-9a-f]+")
+
+
+def of_step(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:09d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a committed folder's name, None for all other names."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def temporary(directory: Path, step: int) -> Path:
+    """A name for a save; no other save of any process has the same one."""
+    return _mine(directory, "tmp", f"step-{step:09d}")
+
+
+def condemned(path: Path) -> Path:
+    """What a folder is called while its files are removed."""
+    return _mine(path.parent, "old", path.name)
+
+
+def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
+    """Whether nobody works on a ``.tmp-`` or ``.old-`` folder any more.
+
+    A process of this machine is asked for by its number; of one elsewhere the age decides.
+
+    Raises:
+        OSError: it cannot be looked at; FileNotFoundError when somebody else removed it.
+    """
+    match = _LEFTOVER.fullmatch(path.name)
+    if match is None:
+        return False
+    if match[2] == place():
+        return int(match[3]) != os.getpid() and not _is_alive(int(match[3]))
+    newest_epoch_s = max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
+    return now_epoch_s - newest_epoch_s > STALE_S
+
+
+def place() -> str:
+    """Within what a process number means one process: this boot of this host, this namespace.
+
+    Two containers can share a host name, and one node can be back after a crash.
+    """
+    parts = [socket.gethostname()]
+    for read in (_boot_id, _pid_namespace):
+        try:
+            parts.append(read())
+        except OSError:  # no /proc here
+            parts.append("")
+    return f"{zlib.crc32(' '.join(parts).encode()):08x}"
+
+
+def _mine(directory: Path, what: str, name: str) -> Path:
+    return directory / f".{what}-{name}.{place()}.{os.getpid()}.{secrets.token_hex(4)}"
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's process: the number was given out again, or it is a save
+        return True
+    return True

@@ -1,0 +1,113 @@
+"""Files of torch's distributed checkpoint -> tensors on the CPU; nothing is unpickled freely.
+
+DCP keeps its index in a pickle. It is read by an unpickler that knows the dozen classes such an
+index consists of, and refuses every other name. Tensors are read by ``torch.load`` with
+``weights_only=True``. DCP's third kind of content, pickled objects, is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+
+from hydroslurm.checkpoint.parts import read_whole
+from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.writer import METADATA
+from hydroslurm.errors import CheckpointCorrupt
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        dcp.Metadata,
+        dcp.MetadataIndex,
+        dcp.TensorStorageMetadata,
+        dcp.TensorProperties,
+        dcp.ChunkStorageMetadata,
+        dcp._MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        torch.Size,
+    )
+}
+
+
+def read_metadata(folder: Path, *, storage: Storage) -> dcp.Metadata:
+    """DCP's index of a checkpoint.
+
+    Raises:
+        CheckpointCorrupt: it is gone, is no such index, or names anything else than its classes.
+    """
+    path = folder / METADATA
+    try:
+        found = _Unpickler(io.BytesIO(read_whole(path, storage=storage))).load()
+    except Exception as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dcp.Metadata):
+        raise CheckpointCorrupt(f"{path} is not an index of DCP, but a {type(found).__name__}")
+    return found
+
+
+def read_tensors(
+    folder: Path, *, storage: Storage, only: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint folder, on the CPU.
+
+    Args:
+        only: their keys; all of them when None.
+
+    Raises:
+        CheckpointCorrupt: a key that is not there, or files that do not hold what they should.
+    """
+    metadata = read_metadata(folder, storage=storage)
+    keys = metadata.state_dict_metadata if only is None else only
+    try:
+        tensors = {key: _empty(metadata.state_dict_metadata[key]) for key in keys}
+        _fill(tensors, folder, metadata)
+    except KeyError as error:
+        raise CheckpointCorrupt(f"{folder} has no tensor {error}") from error
+    except Exception as error:
+        raise CheckpointCorrupt(f"the tensors of {folder} cannot be read: {error}") from error
+    return tensors
+
+
+def _empty(found: dcp.STORAGE_TYPES) -> torch.Tensor:
+    if not isinstance(found, dcp.TensorStorageMetadata):
+        raise TypeError(f"{type(found).__name__} in the place of a tensor")
+    return torch.empty(found.size, dtype=found.properties.dtype)
+
+
+def _fill(tensors: dict[str, torch.Tensor], folder: Path, metadata: dcp.Metadata) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plans = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plans[0]), planner).wait()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows DCP's classes and torch's dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = _CLASSES.get((module, name))
+        if known is not None:
+            return known
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of DCP needs")
+
+
+def _layout(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"layout {name!r}")
+    return torch.strided

@@ -1,0 +1,160 @@
+"""The random number generators of a process as a value that can be saved without pickling.
+
+Covered are the *global* generators: ``random``, ``numpy.random`` (the legacy one), torch's on the
+CPU, and torch's on every device of an accelerator that is initialised. Generators that a program
+made for itself (``torch.Generator``, ``numpy.random.default_rng``) are its own to save; the ones
+that a DataLoader holds are saved with its position (``hydroslurm.data``).
+
+Large integers go into int64 tensors, because tensors and plain values are all that a checkpoint
+may hold.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+from hydroslurm.errors import StateMismatch, UnsavableState
+
+FORMAT = 1
+
+
+def capture() -> dict[str, Any]:
+    """Read the state of every global generator; draws nothing.
+
+    Raises:
+        UnsavableState: numpy's global generator was replaced by one that is not MT19937.
+    """
+    return {
+        "format": FORMAT,
+        "python": _capture_python(),
+        "numpy": _capture_numpy(),
+        "torch": torch.get_rng_state(),
+        "devices": {
+            f"{kind}:{index}": module.get_rng_state(index).cpu()
+            for kind, module in _initialised()
+            for index in range(module.device_count())
+        },
+    }
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Put every global generator back to what :func:`capture` saw.
+
+    Warns when a device of the state is not here, and when one that is in use here is not in the
+    state: its random numbers will then differ from those of an uninterrupted run.
+
+    Raises:
+        StateMismatch: the state is not one of :func:`capture`, or is in a newer form.
+    """
+    _check(state)
+    _restore_python(state["python"])
+    _restore_numpy(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    _restore_devices(state["devices"])
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    wanted = {"format", "python", "numpy", "torch", "devices"}
+    if missing := wanted - set(state):
+        raise StateMismatch(
+            f"a saved RNG state must have the keys {sorted(wanted)}, this one lacks "
+            f"{sorted(missing)}; it was not made by hydroslurm.checkpoint.rng.capture()"
+        )
+    if state["format"] != FORMAT:
+        raise StateMismatch(
+            f"the saved RNG state has format {state['format']}, this hydroslurm reads {FORMAT}; "
+            "use the hydroslurm that wrote it"
+        )
+
+
+def _capture_python() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    return {
+        "version": version,
+        "state": torch.tensor(internal, dtype=torch.int64),
+        "gauss": gauss,
+    }
+
+
+def _restore_python(state: Mapping[str, Any]) -> None:
+    random.setstate((state["version"], tuple(state["state"].tolist()), state["gauss"]))
+
+
+def _capture_numpy() -> dict[str, Any]:
+    state: Mapping[str, Any] = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        raise UnsavableState(
+            f"numpy's global generator is {state['bit_generator']}, put there by "
+            "numpy.random.set_bit_generator(); only its default, MT19937, can be saved"
+        )
+    return {
+        "bit_generator": "MT19937",
+        "key": torch.from_numpy(state["state"]["key"].astype(numpy.int64)),
+        "pos": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "gauss": float(state["gauss"]),
+    }
+
+
+def _restore_numpy(state: Mapping[str, Any]) -> None:
+    key = state["key"].cpu().numpy().astype(numpy.uint32)
+    numpy.random.set_state(
+        (state["bit_generator"], key, state["pos"], state["has_gauss"], state["gauss"])
+    )
+
+
+def _initialised() -> Iterator[tuple[str, ModuleType]]:
+    """The kinds of accelerator that this process already uses. One that is not initialised has
+    drawn nothing, and asking it would initialise it."""
+    for kind, module in _present():
+        if module.is_initialized():
+            yield kind, module
+
+
+def _present() -> Iterator[tuple[str, Any]]:
+    if torch.cuda.is_available():
+        yield "cuda", torch.cuda
+    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+    if accelerator is None or not accelerator.is_available():
+        return
+    kind = accelerator.current_accelerator().type
+    module = getattr(torch, kind, None)
+    # a backend from outside torch need not have all of the four
+    needed = ("is_initialized", "device_count", "get_rng_state", "set_rng_state")
+    if kind != "cuda" and all(hasattr(module, name) for name in needed):
+        yield kind, module
+
+
+def _restore_devices(states: Mapping[str, torch.Tensor]) -> None:
+    here = {
+        f"{kind}:{index}": (module, index)
+        for kind, module in _present()
+        for index in range(module.device_count())
+    }
+    for name in states.keys() & here.keys():
+        module, index = here[name]
+        module.set_rng_state(states[name].cpu(), index)
+    in_use = {name for name, (module, _) in here.items() if module.is_initialized()}
+    _warn_of_strangers(sorted(states.keys() - here.keys()), sorted(in_use - states.keys()))
+
+
+def _warn_of_strangers(not_here: list[str], not_saved: list[str]) -> None:
+    if not_here:
+        warnings.warn(
+            f"the saved RNG state is also for {', '.join(not_here)}, which this process cannot "
+            "see; the run goes on, but its random numbers will differ from an uninterrupted run's",
+            stacklevel=4,
+        )
+    if not_saved:
+        warnings.warn(
+            f"the saved RNG state has nothing for {', '.join(not_saved)}, in use here; the run "
+            "goes on, but its random numbers will differ from an uninterrupted run's",
+            stacklevel=4,
+        )

@@ -1,0 +1,123 @@
+"""Every I/O call that a save or a load makes, and nothing else.
+
+One method is one call that can fail or be the last one of a killed process. The tests replace this
+object by one that fails or kills at the n-th call, which is how the commit rule is proved; so no
+other module of this room opens, writes, renames or removes a file by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+FILE_MODE = 0o666
+"""Before the umask: who may read a checkpoint is decided by the folder that it lies in."""
+
+
+class Storage(Protocol):
+    """A file system as a save uses it. Paths are absolute or relative to the working directory;
+    numbers are file descriptors. Every method raises OSError and leaves cleaning up to its caller.
+    """
+
+    def mkdir(self, path: Path) -> None:
+        """Make one folder; FileExistsError when there is one."""
+
+    def create(self, path: Path) -> int:
+        """Make a file for writing; FileExistsError when there is one."""
+
+    def write(self, fd: int, data: memoryview) -> None:
+        """Append all of ``data``."""
+
+    def write_back(self, fd: int, *, offset: int, size_bytes: int) -> None:
+        """Let the disk begin with what was written; returns at once, and promises nothing."""
+
+    def fsync(self, fd: int) -> None:
+        """Wait until everything written is on the disk."""
+
+    def close(self, fd: int) -> None:
+        """Give the descriptor back."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; replaces a file or an empty folder, and nothing else."""
+
+    def fsync_dir(self, path: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+
+    def rmdir(self, path: Path) -> None:
+        """Remove an empty folder."""
+
+    def listdir(self, path: Path) -> list[str]:
+        """The names in a folder, sorted."""
+
+    def open(self, path: Path) -> int:
+        """Open a file for reading."""
+
+    def size(self, fd: int) -> int:
+        """Of an open file, in bytes."""
+
+    def read(self, fd: int, into: memoryview, *, offset: int) -> int:
+        """Read up to ``len(into)`` bytes; 0 at the end of the file."""
+
+
+class LocalStorage:
+    """The mounted file systems of this machine, parallel and network ones included.
+
+    On NFS, ``listdir`` opens the folder, and close-to-open consistency makes the client ask the
+    server then: a checkpoint that another node committed before is seen.
+    """
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+
+    def write(self, fd: int, data: memoryview) -> None:
+        while data:
+            # a full disk can take a part first, and say so at the next call only
+            data = data[os.write(fd, data) :]
+
+    def write_back(self, fd: int, *, offset: int, size_bytes: int) -> None:
+        # Without this the disk idles until fsync, and then the CPU does: on ext4 over NVMe 500 MB
+        # took 0.29 to 0.6 s as write + fsync and 0.22 to 0.26 s so. Linux begins the write-back of
+        # dirty pages in DONTNEED before it looks which clean ones it can drop
+        # (mm/fadvise.c: generic_fadvise), which is sync_file_range without leaving Python.
+        os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def fsync_dir(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def rmdir(self, path: Path) -> None:
+        path.rmdir()
+
+    def listdir(self, path: Path) -> list[str]:
+        return sorted(entry.name for entry in path.iterdir())
+
+    def open(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, into: memoryview, *, offset: int) -> int:
+        return os.preadv(fd, [into], offset)

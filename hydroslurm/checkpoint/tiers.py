@@ -1,0 +1,114 @@
+"""The two places a checkpoint can be in, and what each of them promises."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hydroslurm.checkpoint.folders import step_of
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError
+
+
+class Tier(str, Enum):
+    """Where a checkpoint lies. The value is the word in events and messages."""
+
+    DURABLE = "durable"
+    FAST = "fast"
+
+    @property
+    def promise(self) -> str:
+        """What a commit there survives, in words."""
+        return _PROMISES[self]
+
+
+_PROMISES = {
+    Tier.DURABLE: "survives whatever its file system survives, on any node that mounts it",
+    Tier.FAST: (
+        "survives the death of the process, and a requeue to the same node for as long as its "
+        "folder lives there; /dev/shm goes with a reboot, and with the job where the site gives "
+        "each job its own. It counts as the job's memory"
+    ),
+}
+
+FAST_KEEP = 1
+"""Checkpoints of each kind that stay on the fast tier, two in all at least as in every store. It
+is there to be quick and is small, and older states are on the durable one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint and the store that can load it."""
+
+    tier: Tier
+    store: CheckpointStore
+    checkpoint: Checkpoint
+
+
+def newest_over(*, durable: CheckpointStore, fast: CheckpointStore | None = None) -> Found | None:
+    """The newest committed checkpoint of both tiers that is whole, or None when there is none.
+
+    Of the same step on both, the fast one: it loads sooner. One that is not whole costs a
+    RuntimeWarning that names it and what is used instead. The fast folder must belong to this run
+    alone: what lies there is taken for its own.
+
+    Raises:
+        CheckpointCorrupt: there are some, and none is whole: starting over must be a decision.
+    """
+    stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
+    found = [
+        Found(tier, store, checkpoint)
+        for tier, store in stores.items()
+        for checkpoint in _committed(tier, store)
+    ]
+    found.sort(key=lambda one: (one.checkpoint.manifest.step, one.tier is Tier.FAST), reverse=True)
+    unreadable = {path: error for store in stores.values() for path, error in _unreadable(store)}
+    broken: list[str] = []
+    for one in found:
+        try:
+            one.store.verify(one.checkpoint)
+        except (CheckpointError, OSError) as error:
+            broken.append(f"{one.checkpoint.path} ({error})")
+            continue
+        newer = [path for path in unreadable if (step_of(path.name) or 0) >= one.checkpoint.step]
+        broken += [f"{path} ({unreadable[path]})" for path in newer]
+        _warn(broken, f"continues from {one.checkpoint.path}")
+        return one
+    broken += [f"{path} ({error})" for path, error in unreadable.items()]
+    if broken:
+        raise CheckpointCorrupt(
+            f"no checkpoint of this run can be loaded: {', '.join(broken)}. Remove the folders to "
+            "start from the beginning"
+        )
+    return None
+
+
+def _committed(tier: Tier, store: CheckpointStore) -> tuple[Checkpoint, ...]:
+    """A fast tier that cannot be read is as good as an empty one; a durable one is not."""
+    try:
+        return store.committed()
+    except (CheckpointError, OSError) as error:
+        if tier is Tier.DURABLE:
+            raise
+        _warn([f"the fast tier ({error})"], "looks at the durable one only")
+        return ()
+
+
+def _unreadable(store: CheckpointStore) -> Iterable[tuple[Path, CheckpointError]]:
+    """Folders named like a checkpoint whose manifest is gone or damaged."""
+    try:
+        return store.problems().items()
+    except OSError:
+        return ()
+
+
+def _warn(broken: list[str], instead: str) -> None:
+    if broken:
+        warnings.warn(
+            f"hydroslurm cannot use {', '.join(broken)}; the run {instead}",
+            RuntimeWarning,
+            stacklevel=3,
+        )

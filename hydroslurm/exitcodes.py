@@ -1,0 +1,14 @@
+"""The exit statuses that mean something to a batch script."""
+
+from __future__ import annotations
+
+RUN_AGAIN = 75
+"""Saved, not finished: the same command continues. sysexits' EX_TEMPFAIL. A batch script turns it
+into a requeue where the rank could not do that itself."""
+
+MUST_NOT_RUN_AGAIN = 93
+"""A budget is spent, or lives pass without progress: a requeue would not help. The number that
+NVIDIA's resiliency extension ends with in the same case."""
+
+CANCELLED = 143
+"""Ended by a person, saved: 128 + SIGTERM, as a shell would say it."""

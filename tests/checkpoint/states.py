@@ -1,0 +1,61 @@
+"""States that tell their step, and the check that one came back bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+
+
+def state_of(step: int, *, width: int = 48) -> State:
+    """A small training's state at a step; the same step gives the same bits."""
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(width, width, generator=generator)
+    return State(
+        shared={
+            "model": {"weight": weight, "bias": weight[0].clone(), "tied": weight},
+            "optimizer": {
+                "state": {0: {"step": torch.tensor(float(step)), "exp_avg": weight * 2}},
+                "param_groups": [{"lr": 0.1 / (step + 1), "betas": (0.9, 0.999), "params": [0]}],
+            },
+        },
+        own={
+            "rng": {"python": random.Random(step).getstate(), "torch": generator.get_state()},
+            "position": {"epoch": step // 3, "batch": step, "seen": np.arange(step)},
+        },
+    )
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two trees are equal in types, keys, order and bits."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return (
+            left.dtype == right.dtype and left.shape == right.shape and _bits(left) == _bits(right)
+        )
+    if isinstance(left, np.ndarray):
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and (left.tobytes() == right.tobytes())
+        )
+    if isinstance(left, dict):
+        return same(list(left), list(right)) and same(list(left.values()), list(right.values()))
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def holds(store: CheckpointStore, checkpoint: Checkpoint, step: int) -> bool:
+    """Whether a checkpoint has the state of a step, bit for bit."""
+    loaded, wanted = store.load(checkpoint), state_of(step)
+    return same(loaded.shared, wanted.shared) and same(loaded.own, wanted.own)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

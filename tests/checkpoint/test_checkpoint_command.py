@@ -1,0 +1,137 @@
+"""``hydroslurm checkpoint ls|verify|export``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.states import same, state_of
+from typer.testing import CliRunner
+
+from hydroslurm.checkpoint.export import export
+from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.cli.checkpoint import checkpoint_app
+from hydroslurm.errors import CheckpointMissing, UsageError
+from hydroslurm.rundir import RunDir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """A run with a good, a torn, a damaged and a future checkpoint, of steps 1 to 4."""
+    run = RunDir(tmp_path / "run").create()
+    store = CheckpointStore(run.checkpoints)
+    for step in (1, 2, 3, 4):
+        store.write(state_of(step), step=step, epoch=1, kind="stop" if step == 1 else "periodic")
+    folders = sorted(run.checkpoints.iterdir())
+    (folders[1] / "manifest.json").unlink()
+    data = bytearray((folders[2] / "__0_0.distcp").read_bytes())
+    data[2000] ^= 1
+    (folders[2] / "__0_0.distcp").write_bytes(data)
+    text = (folders[3] / "manifest.json").read_text()
+    (folders[3] / "manifest.json").write_text(text.replace('"schema": 1', '"schema": 2'))
+    return run
+
+
+def call(*arguments: object, status: int = 0) -> str:
+    done = CliRunner().invoke(checkpoint_app, [str(argument) for argument in arguments])
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def test_ls(run_dir: RunDir) -> None:
+    """Each checkpoint has a line with what it is; a run folder and its checkpoints are the same."""
+    table = call("ls", run_dir.root).splitlines()
+    assert table == call("ls", run_dir.checkpoints).splitlines()
+    assert table[0].split()[:3] == ["step", "epoch", "kind"]
+    assert table[1].split()[:3] == ["1", "1", "stop"]
+    assert [line.rsplit("  ", 1)[1].strip() for line in table[1:]] == [
+        "whole",
+        "torn",
+        "whole",
+        "too new",
+    ]
+    assert call("ls", run_dir.logs).splitlines()[-1] == "none"
+
+
+def test_ls_as_json(run_dir: RunDir) -> None:
+    """The same for programs; with --verify the files are read, too."""
+    rows = json.loads(call("ls", run_dir.root, "--json", "--verify"))
+    assert [(row["step"], row["state"]) for row in rows] == [
+        (1, "whole"),
+        (2, "torn"),
+        (3, "torn"),
+        (4, "too new"),
+    ]
+    assert rows[0]["size_bytes"] > 1000
+    assert "__0_0.distcp" in rows[2]["reason"]
+
+
+def test_verify(run_dir: RunDir) -> None:
+    """Exit status 1 when anything is wrong, 0 for one that is good; each reason is printed."""
+    said = call("verify", run_dir.root, status=1)
+    assert "step-000000001: whole" in said
+    assert "__0_0.distcp has checksum" in said
+    assert "4 checkpoints, 3 of them cannot be loaded" in said
+    good = run_dir.checkpoints / "step-000000001"
+    assert "1 checkpoints, 0 of them" in call("verify", good)
+    call("verify", run_dir.checkpoints / "step-000000003", status=1)
+
+
+def test_verify_of_nothing(tmp_path: Path) -> None:
+    """No checkpoint at all is not a success, and no folder is an error."""
+    call("verify", tmp_path, status=1)
+    done = CliRunner().invoke(checkpoint_app, ["verify", str(tmp_path / "gone")])
+    assert isinstance(done.exception, CheckpointMissing)
+
+
+def test_export(run_dir: RunDir, tmp_path: Path) -> None:
+    """The newest good one goes into a file that torch.load reads with weights_only."""
+    out = tmp_path / "model.pt"
+    with pytest.warns(RuntimeWarning, match="going back"):
+        assert "step 1 of" in call("export", run_dir.root, "--out", out, "--only", "model")
+    assert same(torch.load(out, weights_only=True), state_of(1).shared["model"])
+    one = run_dir.checkpoints / "step-000000001"
+    call("export", one, "--out", out)
+    assert same(torch.load(out, weights_only=True), dict(state_of(1).shared))
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.pt"]
+
+
+def test_export_refusals(run_dir: RunDir, tmp_path: Path) -> None:
+    """An unknown suffix, a damaged checkpoint and values that need unpickling are refused, and
+    leave no file."""
+    store = CheckpointStore(run_dir.checkpoints)
+    good = store.committed()[0]
+    with pytest.raises(UsageError, match=r"none of \.pt"):
+        export(good, tmp_path / "model.bin")
+    with pytest.raises(UsageError, match="weights_only"):
+        export(good, tmp_path / "rng.pt", only=["position"])
+    with pytest.raises(CheckpointMissing, match="it has model"):
+        export(good, tmp_path / "x.pt", only=["ema"])
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_export_as_safetensors(tmp_path: Path) -> None:
+    """Nested tensors get dotted names; what is no tensor is refused by name."""
+    pytest.importorskip("safetensors", reason="the package safetensors is not installed")
+    from safetensors.torch import load_file
+
+    store = CheckpointStore(tmp_path / "c")
+    weight = torch.randn(3, 3)
+    model = {"weight": weight, "tied": weight, "turned": weight.t(), "inner": {"a": weight[0]}}
+    done = store.write(State({"model": model, "lr": 0.1}, {}), step=1, kind="manual")
+    found = load_file(export(done, tmp_path / "m.safetensors", only=["model"]))
+    assert set(found) == {"weight", "tied", "turned", "inner.a"}
+    assert torch.equal(found["turned"], weight.t())
+    with pytest.raises(UsageError, match="lr is a float"):
+        export(done, tmp_path / "m.safetensors")
+
+
+def test_safetensors_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package, the message says what to install or to choose."""
+    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    store = CheckpointStore(tmp_path / "c")
+    done = store.write(State({"model": {}}, {}), step=1, kind="manual")
+    with pytest.raises(UsageError, match="pip install safetensors"):
+        export(done, tmp_path / "m.safetensors")

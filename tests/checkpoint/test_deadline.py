@@ -1,0 +1,168 @@
+"""What is chosen before a deadline: never less than what fits, and never nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydroslurm.checkpoint.deadline import (
+    Action,
+    Before,
+    Choice,
+    InFlight,
+    Situation,
+    choose,
+    remaining_s,
+)
+
+SECONDS = (0.0, 0.5, 1.0, 3.0, 10.0, 60.0)
+ALL = [
+    Situation(
+        step=100,
+        left_s=left_s,
+        durable_s=durable_s,
+        fast_s=fast_s,
+        in_flight=in_flight,
+        committed_step=committed_step,
+    )
+    for left_s, durable_s, fast_s, in_flight, committed_step in itertools.product(
+        (-5.0, *SECONDS),
+        SECONDS[1:],
+        (None, 0.5, 10.0),
+        (None, *(InFlight(step, s) for step in (90, 100) for s in SECONDS)),
+        (None, 80, 100),
+    )
+]
+
+
+def _fits(seconds: float, now: Situation) -> bool:
+    return seconds * 1.5 <= now.left_s
+
+
+@pytest.mark.parametrize(
+    ("now", "action", "at_risk"),
+    [
+        (Situation(7, 30.0, 2.0), Action.FULL, 0),
+        (Situation(7, 2.0, 2.0), Action.KEEP, 7),
+        (Situation(7, 2.0, 2.0, committed_step=5), Action.KEEP, 2),
+        (Situation(7, 2.0, 2.0, fast_s=0.1, committed_step=5), Action.FAST_ONLY, 2),
+        (Situation(7, 2.0, 2.0, committed_step=7), Action.NOTHING, 0),
+        (Situation(7, 30.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_THEN_FULL, 0),
+        (Situation(7, 5.0, 2.0, in_flight=InFlight(6, 4.0)), Action.ABANDON_THEN_FULL, 0),
+        (Situation(7, 2.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_ONLY, 1),
+        (Situation(7, 2.0, 2.0, fast_s=0.1, in_flight=InFlight(6, 1.0)), Action.FAST_ONLY, 1),
+        (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 1.0)), Action.WAIT_ONLY, 0),
+        (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 8.0), committed_step=3), Action.KEEP, 4),
+    ],
+)
+def test_the_table(now: Situation, action: Action, at_risk: int) -> None:
+    """One line per case: what is done, and how many steps that leaves at risk."""
+    choice = choose(now)
+    assert (choice.action, choice.steps_at_risk) == (action, at_risk)
+
+
+def test_a_durable_save_is_chosen_whenever_it_fits() -> None:
+    """No situation in which this step could be committed durably ends with anything less."""
+    for now in ALL:
+        choice = choose(now)
+        ours = now.in_flight is not None and now.in_flight.step == now.step
+        fits = _fits(now.in_flight.remaining_s if ours and now.in_flight else now.durable_s, now)
+        if now.committed_step == now.step or fits:
+            assert choice.steps_at_risk == 0, (now, choice)
+        else:
+            assert choice.steps_at_risk > 0, (now, choice)
+
+
+def test_the_save_of_this_very_step_is_never_given_up() -> None:
+    """Whatever the estimates say, the save in flight of the same step goes on."""
+    for now in ALL:
+        if now.in_flight is None or now.in_flight.step != now.step:
+            continue
+        choice = choose(now)
+        assert choice.before is not Before.ABANDON
+        assert not choice.give_up
+
+
+def test_one_in_flight_is_given_up_only_for_one_of_this_step() -> None:
+    """Giving up an older save must buy a save of this step, or follow from there being no hope for
+    the older one either."""
+    for now in ALL:
+        choice = choose(now)
+        if choice.before is Before.ABANDON:
+            assert now.in_flight is not None
+            assert (
+                choice.steps_at_risk == 0
+                or not _fits(now.in_flight.remaining_s, now)
+                or choice.action is Action.KEEP
+            )
+
+
+def test_waiting_leaves_time_for_the_full_save() -> None:
+    """While the save in flight is waited for, the time of the full save stays untouched."""
+    for now in ALL:
+        choice = choose(now)
+        if choice.action is Action.WAIT_THEN_FULL:
+            assert choice.give_up
+            assert choice.patience_s + now.durable_s * 1.5 <= now.left_s + 1e-9
+
+
+def test_the_fast_tier_does_not_cost_the_durable_one() -> None:
+    """The fast tier comes first only where both fit, or where the durable one does not anyway."""
+    for now in ALL:
+        choice = choose(now)
+        if choice.fast_first:
+            assert now.fast_s is not None
+            both = _fits(now.fast_s + now.durable_s, now)
+            assert both or choice.action is Action.FAST_ONLY
+
+
+def test_every_choice_has_its_sentence() -> None:
+    """A person reads why, with the seconds that were compared; no sentence is shared by mistake."""
+    sentences: dict[Action, str] = {}
+    for now in ALL:
+        choice = choose(now)
+        assert len(choice.reason) > 20
+        assert "None" not in choice.reason
+        sentences.setdefault(choice.action, choice.reason)
+    assert len(set(sentences.values())) == len(Action)
+
+
+@given(
+    left_s=st.floats(0, 1000),
+    more_s=st.floats(0, 1000),
+    durable_s=st.floats(0.001, 1000),
+    fast_s=st.none() | st.floats(0.001, 1000),
+    flight=st.none() | st.builds(InFlight, st.integers(1, 100), st.floats(0, 1000)),
+    committed=st.none() | st.integers(0, 100),
+)
+def test_more_time_never_loses_more(
+    left_s: float,
+    more_s: float,
+    durable_s: float,
+    fast_s: float | None,
+    flight: InFlight | None,
+    committed: int | None,
+) -> None:
+    """With a later deadline as many steps are at risk, or fewer; waiting is never for negative or
+    endless time."""
+
+    def at(seconds: float) -> Choice:
+        return choose(Situation(100, seconds, durable_s, fast_s, flight, committed))
+
+    sooner, later = at(left_s), at(left_s + more_s)
+    assert later.steps_at_risk <= sooner.steps_at_risk
+    for choice in (sooner, later):
+        assert 0 <= choice.patience_s < math.inf
+        assert (flight is None) <= (choice.before is Before.NONE)
+
+
+def test_a_late_save_is_not_expected_at_once() -> None:
+    """What remains never becomes nothing: a save that is late by its own length gets a quarter of
+    its age more."""
+    assert remaining_s(expected_s=8.0, elapsed_s=0.0) == 8.0
+    assert remaining_s(expected_s=8.0, elapsed_s=4.0) == 4.0
+    assert remaining_s(expected_s=8.0, elapsed_s=16.0) == 4.0

@@ -1,0 +1,178 @@
+"""I/O calls that fail: a clear error, and what was committed before loads."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from checkpoint.faulty import NUMBERS, CountingStorage, failing
+from checkpoint.states import holds, state_of
+
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.errors import CheckpointCorrupt, SaveFailed
+
+LIMIT = 500
+"""More than the calls of any save here."""
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for-good"])
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+def test_failure_at_every_call(quick_folder: Path, number: int, for_good: bool) -> None:
+    """Whichever call of a save fails, once or from then on: SaveFailed says so, the state before
+    or the new one loads, no descriptor stays open, and the next save works."""
+    folder = quick_folder / "checkpoints"
+    good = CheckpointStore(folder)
+    good.write(state_of(0), step=0, kind="periodic")
+    open_before = _open_files()
+    for at in range(1, LIMIT):
+        storage = failing(at, number, for_good=for_good)
+        store = CheckpointStore(folder, storage=storage, chunk_bytes=16384)
+        said = None
+        try:
+            store.write(state_of(at), step=at, kind="periodic")
+        except SaveFailed as error:
+            said = str(error)
+        assert said is None or f"step {at} could not be saved" in said
+        found = CheckpointStore(folder).newest_good()
+        assert found is not None
+        assert found.step == at or (said and found.step == at - 1)
+        assert holds(good, found, found.step)
+        assert _open_files() == open_before
+        if len(storage.calls) < at:
+            return
+        good.write(state_of(at), step=at, kind="periodic")
+        good.prune(keep=1)
+    pytest.fail(f"a save makes more than {LIMIT} calls")
+
+
+def test_a_failing_prune_costs_a_warning(tmp_path: Path) -> None:
+    """Old checkpoints that cannot be removed do not end a training, and no half of one is left
+    under its name."""
+    for at in range(1, LIMIT):
+        folder = tmp_path / str(at)
+        for step in range(3):
+            CheckpointStore(folder).write(state_of(step), step=step, kind="periodic")
+        storage = failing(at, errno.EACCES, for_good=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            CheckpointStore(folder, storage=storage).prune(keep=1)
+        for one in CheckpointStore(folder).committed():
+            CheckpointStore(folder).verify(one)
+        assert len(CheckpointStore(folder).committed()) >= 2
+        if len(storage.calls) < at:
+            assert not caught
+            return
+        # a failing read makes a checkpoint look bad for once, which keeps more of them
+        assert len(caught) <= 1
+    pytest.fail(f"pruning makes more than {LIMIT} calls")
+
+
+def test_the_write_back_hint_may_fail(tmp_path: Path) -> None:
+    """A file system that does not know the hint gets its checkpoints all the same."""
+
+    def before(n: int, name: str) -> None:
+        if name == "write_back":
+            raise OSError(errno.EINVAL, "no such advice here")
+
+    store = CheckpointStore(tmp_path, storage=CountingStorage(before))
+    assert holds(store, store.write(state_of(1), step=1, kind="periodic"), 1)
+
+
+def test_unreadable_files_are_corrupt(tmp_path: Path) -> None:
+    """An error of the disk while reading is told as a checkpoint that cannot be trusted."""
+    done = CheckpointStore(tmp_path).write(state_of(1), step=1, kind="periodic")
+    said: list[str] = []
+    for at in range(1, LIMIT):
+        storage = failing(at, errno.EIO, for_good=False)
+        store = CheckpointStore(tmp_path, storage=storage)
+        try:
+            store.verify(done)
+        except CheckpointCorrupt as error:
+            said.append(str(error))
+        if len(storage.calls) < at:
+            break
+    assert len(said) >= 10
+    assert all(str(done.path) in one for one in said)
+
+
+def test_file_size_limit(tmp_path: Path) -> None:
+    """A real limit of the kernel, met in the middle of a file, is a failed save."""
+    store = CheckpointStore(tmp_path)
+    store.write(state_of(1), step=1, kind="periodic")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+        with pytest.raises(SaveFailed, match="File too large"):
+            store.write(state_of(2), step=2, kind="periodic")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """A file system that is really full fails the save, keeps what is there, and has its space
+    back."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs takes root and a namespace that allows it")
+    try:
+        store = CheckpointStore(disk / "checkpoints")
+        for step in range(20):
+            try:
+                store.write(state_of(step), step=step, kind="periodic")
+            except SaveFailed as error:
+                said = str(error)
+                break
+        else:
+            pytest.fail("200 kB held 20 checkpoints")
+        assert "No space left on device" in said
+        found = store.newest_good()
+        assert found is not None
+        assert found.step == step - 1
+        assert holds(store, found, found.step)
+        store.prune(keep=1, keep_stop=0)
+        store.write(state_of(20, width=24), step=20, kind="periodic")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_read_only_folder(quick_folder: Path) -> None:
+    """An ordinary user without the right to write is told which folder it is."""
+    store = CheckpointStore(quick_folder / "c")
+    done = store.write(state_of(1), step=1, kind="periodic")
+    code = (
+        "import os, sys, pathlib\n"
+        "from hydroslurm.checkpoint.store import CheckpointStore, State\n"
+        "store = CheckpointStore(pathlib.Path(sys.argv[1]))\n"
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
+        "store.write(State({'a': 1}, {}), step=2, kind='stop')\n"
+    )
+    quick_folder.chmod(0o755)
+    (quick_folder / "c").chmod(0o555)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, str(quick_folder / "c")],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    finally:
+        (quick_folder / "c").chmod(0o755)
+    assert "SaveFailed: step 2 could not be saved to " in ended.stderr
+    assert "Permission denied" in ended.stderr
+    assert holds(store, done, 1)
+
+
+def _open_files() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}

@@ -1,0 +1,117 @@
+"""The commit marker: read back as written, from the future, and damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import hydroslurm
+from hydroslurm.checkpoint import manifest
+from hydroslurm.checkpoint.manifest import FileEntry, Manifest, WrittenBy
+from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew
+
+ONE = Manifest(
+    step=12,
+    epoch=3,
+    kind="stop",
+    created_epoch_ns=1_700_000_000_123_456_789,
+    save_s=0.25,
+    state_bytes=400,
+    files={"shared.json": FileEntry(2, "a3bb189e")},
+    written_by=WrittenBy(job_id=7, restart_count=2, host="n1", argv=("train.py", "é")),
+    meta={"loss": 1e-17, "note": "é\ud800"},
+)
+
+
+def test_round_trip() -> None:
+    """A manifest comes back equal, and is one JSON object that other programs read."""
+    text = ONE.to_json()
+    assert Manifest.from_json(text, where=Path("m")) == ONE
+    assert json.loads(text)["step"] == 12
+    assert ONE.size_bytes == 2
+
+
+@pytest.mark.parametrize("honest", [True, False], ids=["its-own-checksum", "edited-by-hand"])
+def test_from_the_future(honest: bool) -> None:
+    """A newer schema is told with both versions, and what to install."""
+    body = json.loads(ONE.to_json())
+    body["schema"] = 2
+    body["written_by"]["hydroslurm"] = "9.1"
+    body["shards"] = {"of": "another age"}
+    if honest:
+        del body["checksum"]
+        text = json.dumps(body, indent=1) + "\n"
+        body["checksum"] = manifest.checksum(text.encode())
+    wanted = re.escape(f"hydroslurm 9.1; hydroslurm {hydroslurm.__version__} reads up to schema 1")
+    with pytest.raises(CheckpointTooNew, match=wanted):
+        Manifest.from_json(json.dumps(body, indent=1) + "\n", where=Path("m"))
+
+
+def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
+    """It is a problem with a reason, the one before is taken, and retention leaves it alone."""
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        done = store.write(State({"a": step}, {}), step=step, kind="periodic")
+    file = done.path / manifest.NAME
+    file.write_text(file.read_text().replace('"schema": 1', '"schema": 7'))
+    assert isinstance(store.problems()[done.path], CheckpointTooNew)
+    with pytest.raises(CheckpointTooNew):
+        store.verify(done)
+    with pytest.warns(RuntimeWarning, match="of schema 7.*going back to .*step-000000002"):
+        found = store.newest_good()
+    assert found is not None
+    assert found.step == 2
+    store.prune(keep=1)
+    assert done.path.is_dir()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", '{"checksum": "0", "schema": "x"}', "\x00"]
+)
+def test_what_is_no_manifest(text: str) -> None:
+    """Anything else is named as damaged, whatever it is."""
+    with pytest.raises(CheckpointCorrupt, match=r"^here/manifest\.json"):
+        Manifest.from_json(text, where=Path("here/manifest.json"))
+
+
+def test_files_lie_in_the_folder() -> None:
+    """A manifest cannot make anyone read outside of its folder."""
+    body = json.loads(ONE.to_json())
+    del body["checksum"]
+    body["files"]["../../etc/passwd"] = {"size_bytes": 1, "checksum": "0"}
+    text = json.dumps(body, indent=1) + "\n"
+    body["checksum"] = manifest.checksum(text.encode())
+    with pytest.raises(CheckpointCorrupt, match="lie in its folder"):
+        Manifest.from_json(json.dumps(body, indent=1) + "\n", where=Path("m"))
+
+
+def test_who_wrote_it(tmp_path: Path) -> None:
+    """The job, the script's hash and the commit of the working directory are found."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    subprocess.run([*git[:5], "init", "-q", str(tmp_path)], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    inner = tmp_path / "deep"
+    inner.mkdir()
+    found = manifest.written_by(
+        {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "3"},
+        argv=[str(script), "--lr", "1"],
+        work_dir=inner,
+        torch_version="2.13",
+    )
+    assert (found.job_id, found.restart_count) == (42, 3)
+    assert found.script_sha256 == hashlib.sha256(b"pass\n").hexdigest()
+    assert found.git_commit == commit.stdout.strip()
+    assert manifest.git_commit(Path("/")) is None
+    subprocess.run([*git, "pack-refs", "--all"], check=True)
+    assert manifest.git_commit(inner) == commit.stdout.strip()
+    subprocess.run([*git, "checkout", "-q", "--detach"], check=True)
+    assert manifest.git_commit(inner) == commit.stdout.strip()

@@ -1,0 +1,200 @@
+"""States come back as exactly what they were, or are refused by name."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import random
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint.states import same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydroslurm.checkpoint.skeleton import join, split, tensor_keys
+from hydroslurm.errors import CheckpointCorrupt, UnsavableState
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def there_and_back(tree: Any) -> Any:
+    skeleton, tensors = split(tree, prefix="extra")
+    return join(json.loads(json.dumps(skeleton, allow_nan=False)), tensors)
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=-(2**20000), max_value=2**20000)
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["$tensor", "$", "$dict", "a.b", "a[0]", ""])
+    | st.binary(max_size=20)
+    | st.complex_numbers()
+    | st.sampled_from([torch.float32, torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])])
+    | st.sampled_from([np.float32(1.5), np.int64(-1), np.bool_(True), np.datetime64("2020-01-01")])
+    | st.builds(range, st.integers(0, 5), st.integers(0, 5))
+)
+KEYS = st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())
+TENSORS = st.builds(
+    lambda shape, dtype, seed: torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    ),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
+    st.integers(0, 9),
+)
+ARRAYS = st.builds(
+    lambda shape, kind: np.arange(math.prod(shape)).reshape(shape).astype(kind),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(["f4", ">i8", "U3", "S2", "?", "c16", "M8[s]"]),
+)
+TREES = st.recursive(
+    SCALARS | TENSORS | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(KEYS, inner, max_size=3).map(lambda d: defaultdict(list, d))
+        | st.lists(inner, max_size=3).map(lambda v: deque(v, maxlen=3))
+        | st.sets(st.integers(), max_size=4)
+        | st.frozensets(st.text(), max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TREES)
+def test_round_trip(tree: Any) -> None:
+    """Any tree of the types that can be saved comes back equal, in types, order and bits."""
+    assert equal(there_and_back(tree), tree)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """:func:`same`, for the types that only these tests use."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (float, complex)) and not isinstance(left, np.generic):
+        return [struct.pack(">d", x) for x in (left.real, left.imag)] == [
+            struct.pack(">d", x) for x in (right.real, right.imag)
+        ]
+    if isinstance(left, (list, tuple, deque)):
+        limits = getattr(left, "maxlen", None), getattr(right, "maxlen", None)
+        return len(left) == len(right) and limits[0] == limits[1] and all(map(equal, left, right))
+    if isinstance(left, dict):
+        return equal(list(left), list(right)) and equal(list(left.values()), list(right.values()))
+    return same(left, right)
+
+
+def test_state_of_real_objects_comes_back() -> None:
+    """What torch's optimizers and schedulers and Python's and numpy's generators give out."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.BatchNorm2d(4))
+    model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    schedulers = (
+        torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]),
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    )
+    tree = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedulers": [one.state_dict() for one in schedulers],
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "pcg": np.random.default_rng(3).bit_generator.state,
+        "torch": torch.get_rng_state(),
+        "counter": Counter("abca"),
+    }
+    back = there_and_back(tree)
+    assert same(back, tree)
+    assert back["model"]._metadata == model.state_dict()._metadata
+    first = back["optimizer"]["state"][0]["exp_avg"]
+    assert first.stride() == optimizer.state_dict()["state"][0]["exp_avg"].stride()
+
+
+def test_the_same_memory_is_kept_once() -> None:
+    """Tied weights are one tensor in the file; another view of them is not lost."""
+    weight = torch.randn(4, 4)
+    tree = {"a": weight, "b": weight.detach(), "c": weight.t(), "d": weight[1:]}
+    skeleton, tensors = split(tree, prefix="model")
+    assert len(tensors) == 3
+    assert tensor_keys(skeleton) == set(tensors)
+    assert same(join(skeleton, tensors), tree)
+
+
+def test_keys_that_look_alike_are_told_apart() -> None:
+    """A dot in a name does not make two tensors one."""
+    tree = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+    assert same(there_and_back(tree), tree)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        object(),
+        lambda: None,
+        Path("here"),
+        Point(1, 2),
+        Colour.RED,
+        np.array([object()]),
+        np.zeros(2, [("a", "i4")]),
+        torch.randn(3, 3).to_sparse(),
+        torch.empty(2, device="meta"),
+        defaultdict(lambda: 1),
+        type("Text", (str,), {})("a"),
+        random.Random(1),
+    ],
+    ids=lambda bad: type(bad).__name__,
+)
+def test_unsavable_is_named(bad: object) -> None:
+    """The first object that only pickle could save is refused with its place and its type."""
+    with pytest.raises(UnsavableState, match=r"^extra\.sampler\.queue\[3\] is a "):
+        split({"sampler": {"queue": [0, 1, 2, bad]}}, prefix="extra")
+
+
+def test_cycles_and_depth_are_refused() -> None:
+    """A state that contains itself, or goes too deep, is an error and not a crash."""
+    ring: list[Any] = []
+    ring.append({"again": ring})
+    with pytest.raises(UnsavableState, match=r"extra\[0\]\.again contains itself"):
+        split(ring, prefix="extra")
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(UnsavableState, match="too deeply"):
+        split(deep, prefix="extra")
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        {"$import": "os.system"},
+        {"$tensor": "gone"},
+        {"$dtype": "load"},
+        {"$numpy": ["O", "AAAAAAAAAAA="]},
+        {"$defaultdict": ["eval", []]},
+        {"$tuple": 3},
+    ],
+)
+def test_a_foreign_tag_is_refused(skeleton: Any) -> None:
+    """A skeleton chooses among known types; what is not in the table is a damaged checkpoint."""
+    with pytest.raises(CheckpointCorrupt):
+        join(skeleton, {})

@@ -1,0 +1,163 @@
+"""The copy of the state: exact, independent, in memory that is kept."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from hydroslurm.checkpoint.staging import Staging, state_bytes
+from hydroslurm.checkpoint.store import State
+from hydroslurm.errors import UnsavableState
+
+
+def _state(**own: Any) -> State:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    shared = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return State(shared=shared, own=own)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+def test_the_copy_is_what_was_there_and_stays_so() -> None:
+    """Equal in every value, dtype and type of container, and untouched by what training does
+    next."""
+    state = _state(rng=torch.get_rng_state(), counters=[1, 2.5, None, "x"], where=(3, {"a": b"b"}))
+    before = [tensor.clone() for tensor in _tensors(dict(state.shared))]
+    copied = Staging().copy(state)
+    for tensor in _tensors(dict(state.shared)):
+        tensor.fill_(7)
+    state.own["counters"].append("later")
+    after = _tensors(dict(copied.shared))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after, strict=True))
+    assert type(copied.shared["model"]) is OrderedDict
+    assert copied.shared["model"]._metadata == state.shared["model"]._metadata
+    assert copied.own["counters"] == [1, 2.5, None, "x"]
+    assert copied.own["where"] == (3, {"a": b"b"})
+    assert torch.equal(copied.own["rng"], state.own["rng"])
+
+
+def test_memory_is_kept_and_used_again() -> None:
+    """The second copy of the same state allocates nothing and lies where the first did."""
+    staging = Staging()
+    state = _state()
+    first = [tensor.data_ptr() for tensor in _tensors(dict(staging.copy(state).shared))]
+    held_bytes = staging.reserved_bytes
+    second = [tensor.data_ptr() for tensor in _tensors(dict(staging.copy(state).shared))]
+    assert (first, held_bytes) == (second, staging.reserved_bytes)
+
+
+def test_reserving_gets_all_the_memory_in_advance() -> None:
+    """After reserve() a copy needs no further memory; a state of a few bytes takes little."""
+    staging = Staging()
+    state = _state()
+    staging.reserve(state)
+    held_bytes = staging.reserved_bytes
+    assert 0 < held_bytes < 2**20
+    staging.copy(state)
+    assert staging.reserved_bytes == held_bytes
+
+
+def test_a_state_may_change_its_shapes() -> None:
+    """Tensors that grow, shrink, appear, and are larger than a piece of memory are copied right."""
+    staging = Staging()
+    for sizes in ((5, 1000), (1000, 5, 70000), (3,), (0, 1, 2**20), ()):
+        state = State(shared={"t": [torch.randn(size) for size in sizes]}, own={})
+        copied = staging.copy(state)
+        pairs = zip(state.shared["t"], copied.shared["t"], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        assert staging.copied_bytes == state_bytes(state) == 4 * sum(sizes)
+
+
+def test_tied_tensors_stay_tied() -> None:
+    """Two names of one memory are one tensor in the copy, and count once."""
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    state = State(shared={"a": {"w": weight.detach()}, "b": {"w": weight.detach()}}, own={})
+    copied = Staging().copy(state)
+    assert copied.shared["a"]["w"] is copied.shared["b"]["w"]
+    assert state_bytes(state) == 64
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 6).t(),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(10)[2:7],
+        torch.randn(10)[::3],
+        torch.randn(1).expand(5),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.tensor([True, False]),
+        torch.randn(7).to(torch.bfloat16),
+        torch.tensor(3),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.stride()}",
+)
+def test_views_and_kinds(tensor: torch.Tensor) -> None:
+    """Whatever a tensor looks like, the copy has its values, its own small memory, and its order of
+    dimensions where it is dense."""
+    copied = Staging().copy(State(shared={"t": {"x": tensor}}, own={})).shared["t"]["x"]
+    assert torch.equal(copied, tensor.resolve_conj())
+    # what torch.save writes is the memory behind a tensor, all of it
+    assert copied.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    if tensor.is_contiguous(memory_format=torch.channels_last) and tensor.dim() == 4:
+        assert copied.stride() == tensor.stride()
+
+
+def test_what_cannot_be_saved_is_refused_at_once() -> None:
+    """The caller hears of an object that cannot be saved where it hands it over."""
+    with pytest.raises(UnsavableState, match=r"own\.thing"):
+        Staging().copy(State(shared={}, own={"thing": object()}))
+
+
+def test_a_fork_does_not_make_the_next_copy_dear() -> None:
+    """Children do not inherit the memory of the copies, so that it is never copy-on-write."""
+    staging = Staging()
+    state = State(shared={"t": {"x": torch.zeros(2**20)}}, own={})
+    copied = staging.copy(state).shared["t"]["x"]
+    flags = _vm_flags(copied.data_ptr())
+    assert "dc" in flags, f"no MADV_DONTFORK on the copy: {flags}"
+
+
+def _vm_flags(address: int) -> list[str]:
+    inside = False
+    with open(f"/proc/{os.getpid()}/smaps") as smaps:  # noqa: PTH123 - a path of the kernel
+        for line in smaps:
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                begin, end = (int(part, 16) for part in first.split("-"))
+                inside = begin <= address < end
+            elif inside and first == "VmFlags:":
+                return line.split()[1:]
+    raise AssertionError("the address is not mapped")
+
+
+@pytest.mark.gpu
+def test_from_a_gpu_through_pinned_memory() -> None:
+    """A CUDA state arrives on the host, in pinned memory, and later changes on the device do not
+    reach it."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    wide = torch.randn(2**20, device="cuda")
+    state = State(shared={"t": {"x": wide, "y": wide[:1000]}}, own={"n": torch.ones(3)})
+    wanted = wide.cpu()
+    staging = Staging()
+    for _ in range(2):
+        copied = staging.copy(state)
+        wide.add_(1)
+        assert copied.shared["t"]["x"].is_pinned()
+        assert torch.equal(copied.shared["t"]["x"], wanted)
+        assert torch.equal(copied.shared["t"]["y"], wanted[:1000])
+        wanted = wide.cpu()

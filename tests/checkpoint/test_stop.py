@@ -1,0 +1,243 @@
+"""Saves before a deadline: what is committed when the caller gets control back, and afterwards."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint.disks import BrokenDisk, HeldDisk, SlowRemoval
+from checkpoint.test_saver import state_of, steps, value_at
+
+from hydroslurm.checkpoint.deadline import Action
+from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.tiers import Tier
+
+
+def expect(saver: Saver, tier: Tier, *, seconds: float) -> None:
+    """As if a save had taken so long."""
+    saver._committer._pace[tier].add(seconds, state_bytes=4000)
+
+
+def in_s(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def test_with_time_enough_the_stop_is_durable(tmp_path: Path) -> None:
+    """The state is committed as a stop, nothing is at risk, and the choice is in words."""
+    store = CheckpointStore(tmp_path)
+    saver = Saver(store)
+    saved = saver.save_by(
+        lambda: state_of(5.0), step=5, epoch=1, deadline_mono_s=in_s(600), meta={"why": "test"}
+    )
+    assert (saved.tier, saved.choice, saved.steps_at_risk) == (Tier.DURABLE, Action.FULL, 0)
+    assert not saved.still_writing
+    assert saved.reason.startswith("step 5 is committed; a full save needs about 1.0 s of the")
+    assert saved.checkpoint is not None
+    assert (saved.checkpoint.kind, saved.checkpoint.manifest.meta) == ("stop", {"why": "test"})
+    assert value_at(store, 5) == (5.0, 5.0)
+
+
+def test_one_under_way_is_waited_for_when_both_fit(tmp_path: Path) -> None:
+    """The periodic save is committed first, then the stop's."""
+    disk, told = HeldDisk(4), list[SaveEvent]()
+    store = CheckpointStore(tmp_path, storage=disk)
+
+    def tell(event: SaveEvent) -> None:
+        told.append(event)
+        if event.save_kind == "stop" and event.kind is SaveEventKind.STARTED:
+            disk.let_go.set()
+
+    saver = Saver(store, tell=tell)
+    saver.start(state_of(4.0), step=4)
+    assert disk.reached.wait(60)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
+    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_THEN_FULL)
+    committed = [event.step for event in told if event.kind is SaveEventKind.COMMITTED]
+    assert committed == [4, 5]
+
+
+def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
+    """The stop is committed beside a save that a hung disk holds; when that comes back it ends
+    without a commit, and is told as given up and not as failed."""
+    disk, told = HeldDisk(4), list[SaveEvent]()
+    store = CheckpointStore(tmp_path, storage=disk)
+    saver = Saver(store, tell=told.append)
+    expect(saver, Tier.DURABLE, seconds=20.0)  # each of the two; 1.5 times that has to fit
+    saver.start(state_of(4.0), step=4)
+    assert disk.reached.wait(60)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(40))
+    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.ABANDON_THEN_FULL)
+    disk.let_go.set()
+    saver.close()
+    assert steps(store) == [5]
+    assert value_at(store, 5) == (5.0, 5.0)
+    assert [event.step for event in told if event.kind is SaveEventKind.ABANDONED] == [4]
+
+
+def test_one_that_takes_longer_than_it_should_is_given_up_in_time(tmp_path: Path) -> None:
+    """A save that was to be waited for and hangs does not cost the stop its own save."""
+    disk = HeldDisk(4)
+    store = CheckpointStore(tmp_path, storage=disk)
+    saver = Saver(store)
+    expect(saver, Tier.DURABLE, seconds=0.01)
+    saver.start(state_of(4.0), step=4)
+    expect(saver, Tier.DURABLE, seconds=20.0)  # leaves 2 s for the one under way
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(32))
+    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_THEN_FULL)
+    disk.let_go.set()
+    saver.close()
+    assert steps(store) == [5]
+
+
+def test_the_save_of_this_step_is_the_stop(tmp_path: Path) -> None:
+    """A periodic save of the very step is waited for, and not made again."""
+    disk, told = HeldDisk(5), list[SaveEvent]()
+    store = CheckpointStore(tmp_path, storage=disk)
+
+    def tell(event: SaveEvent) -> None:
+        told.append(event)
+        if event.save_kind == "stop":
+            disk.let_go.set()
+
+    saver = Saver(store, tell=tell)
+    saver.start(state_of(5.0), step=5)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
+    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_ONLY)
+    assert sum(event.kind is SaveEventKind.COMMITTED for event in told) == 1
+
+
+def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None:
+    """What is durable is told at once; the removal of older checkpoints comes after, and is waited
+    for by close()."""
+    disk = SlowRemoval()
+    store = CheckpointStore(tmp_path, storage=disk)
+    for step in (1, 2, 3):
+        store.write(state_of(step), step=step, kind="stop")
+    saver = Saver(store, keep=1, keep_stop=1)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
+    assert (saved.tier, saved.still_writing) == (Tier.DURABLE, False)
+    assert not saver.wait(timeout_s=0)
+    disk.let_go.set()
+    saver.close()
+    assert steps(store) == [3, 5]
+
+
+def test_a_committed_step_is_not_saved_again(tmp_path: Path) -> None:
+    """Neither one of this life nor the one that the run continued from, and the state is as good as
+    durable."""
+    store = CheckpointStore(tmp_path)
+    saver = Saver(store)
+    saver.save(state_of(5.0), step=5)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1))
+    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.NOTHING)
+    later = Saver(store)
+    later.continues_from(store.committed()[-1])
+    assert later.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1)).tier is Tier.DURABLE
+
+
+def test_the_caller_has_control_at_the_deadline(tmp_path: Path) -> None:
+    """With a disk that hangs the stop comes back, says what is kept and lost, and the save goes on:
+    it is committed with the state of the stop when the disk does."""
+    disk = HeldDisk(5)
+    store = CheckpointStore(tmp_path, storage=disk)
+    saver = Saver(store)
+    saver.save(state_of(3.0), step=3)
+    state = state_of(5.0)
+    saved = saver.save_by(state, step=5, deadline_mono_s=in_s(-1))
+    assert (saved.tier, saved.choice, saved.still_writing) == (None, Action.KEEP, True)
+    assert saved.steps_at_risk == 2
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.step == 3
+    assert "step 3 is committed, and 2 steps are lost" in saved.reason
+    state.shared["model"]["w"].zero_()
+    disk.let_go.set()
+    assert saver.wait(timeout_s=60)
+    assert value_at(store, 5) == (5.0, 5.0)
+
+
+def test_a_late_stop_follows_what_is_under_way(tmp_path: Path) -> None:
+    """When nothing fits, the older save goes on, the stop's comes after it, and neither disturbs
+    the other's copy."""
+    disk = HeldDisk(4)
+    store = CheckpointStore(tmp_path, storage=disk)
+    saver = Saver(store)
+    saver.start(state_of(4.0), step=4)
+    assert disk.reached.wait(60)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(0))
+    assert (saved.tier, saved.choice, saved.still_writing) == (None, Action.KEEP, True)
+    disk.let_go.set()
+    saver.close()
+    assert [value_at(store, step)[0] for step in (4, 5)] == [4.0, 5.0]
+
+
+def test_the_fast_tier_when_the_durable_one_is_too_slow(tmp_path: Path) -> None:
+    """The step is committed on the fast tier before the deadline, and copied on when the durable
+    one can."""
+    disk = HeldDisk(5)
+    durable = CheckpointStore(tmp_path / "durable", storage=disk)
+    fast = CheckpointStore(tmp_path / "fast")
+    saver = Saver(durable, fast=fast)
+    saver.save(state_of(3.0), step=3)
+    expect(saver, Tier.DURABLE, seconds=600.0)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(2))
+    assert (saved.tier, saved.choice, saved.still_writing) == (Tier.FAST, Action.FAST_ONLY, True)
+    assert saved.steps_at_risk == 2
+    assert "survives the death of the process" in saved.reason
+    assert steps(fast)[-1] == 5
+    disk.let_go.set()
+    saver.close()
+    assert value_at(durable, 5) == (5.0, 5.0)
+
+
+def test_both_tiers_when_there_is_time(tmp_path: Path) -> None:
+    """With time enough a stop is on both."""
+    durable, fast = CheckpointStore(tmp_path / "durable"), CheckpointStore(tmp_path / "fast")
+    saver = Saver(durable, fast=fast)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
+    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.FULL)
+    assert steps(durable) == steps(fast) == [5]
+
+
+@pytest.mark.parametrize("broken_fast", [False, True])
+def test_a_failure_is_told_and_not_raised(tmp_path: Path, broken_fast: bool) -> None:
+    """A full disk at a stop leaves the caller its grace: what is kept is said, poll does not repeat
+    it, and a full fast tier does not keep the durable one from being written."""
+    durable = CheckpointStore(tmp_path / "durable", storage=None if broken_fast else BrokenDisk(5))
+    fast = CheckpointStore(tmp_path / "fast", storage=BrokenDisk(5)) if broken_fast else None
+    saver = Saver(durable, fast=fast)
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
+    if broken_fast:
+        assert saved.tier is Tier.DURABLE
+        with pytest.warns(RuntimeWarning, match="fast tier did not take"):
+            saver.close()
+    else:
+        assert (saved.tier, saved.checkpoint, saved.steps_at_risk) == (None, None, 5)
+        assert "the save failed" in saved.reason
+        assert "No space left" in saved.reason
+        saver.close()
+
+
+def test_a_state_that_cannot_be_had_costs_no_save_under_way(tmp_path: Path) -> None:
+    """An error in state_dict() is raised after the save under way was waited for."""
+    store = CheckpointStore(tmp_path)
+    saver = Saver(store)
+    saver.start(state_of(4.0), step=4)
+
+    def broken() -> None:
+        raise KeyError("momentum")
+
+    with pytest.raises(KeyError, match="momentum"):
+        saver.save_by(broken, step=5, deadline_mono_s=in_s(600))  # type: ignore[arg-type]
+    assert steps(store) == [4]
+
+
+def test_a_deadline_may_be_for_ever(tmp_path: Path) -> None:
+    """No deadline is math.inf, which no wait may overflow on."""
+    saved = Saver(CheckpointStore(tmp_path)).save_by(
+        state_of(1.0), step=1, deadline_mono_s=math.inf
+    )
+    assert saved.tier is Tier.DURABLE

@@ -1,0 +1,99 @@
+"""The order of fsyncs: what is left after a power cut at every call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoint.faulty import PowerCut, PowerCutStorage
+from checkpoint.states import holds, state_of
+
+from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.store import CheckpointStore
+
+CUTS = 400
+"""More than the calls of any save here."""
+
+
+def saves(folder: Path, storage: PowerCutStorage) -> None:
+    store = CheckpointStore(folder, storage=storage)
+    store.write(state_of(2), step=2, kind="periodic")
+    store.prune(keep=1)
+
+
+def first_saves(folder: Path, storage: PowerCutStorage) -> None:
+    CheckpointStore(folder / "new" / "deep", storage=storage).write(
+        state_of(2), step=2, kind="periodic"
+    )
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["names-lost", "contents-lost"])
+def test_power_cut_at_every_call(quick_folder: Path, names: bool) -> None:
+    """Without power from any call on, an old or the new state loads, and what write() returned is
+    never lost."""
+    before = quick_folder / "before"
+    for step in (0, 1):
+        CheckpointStore(before).write(state_of(step), step=step, kind="periodic")
+    for cut in range(1, CUTS):
+        folder = shutil.copytree(before, quick_folder / str(cut))
+        storage = PowerCutStorage(cut)
+        survived = cut_short(lambda folder=folder, storage=storage: saves(folder, storage))
+        storage.lose(folder, names=names)
+        store = CheckpointStore(folder)
+        found = store.newest_good()
+        assert found is not None, f"nothing loads after call {cut}"
+        assert found.step == 2 or (found.step == 1 and not survived)
+        assert holds(store, found, found.step)
+        if survived:
+            return
+    pytest.fail(f"a save makes more than {CUTS} calls")
+
+
+def test_first_save_survives_a_power_cut_in_new_folders(tmp_path: Path) -> None:
+    """The folders above the first checkpoint are durable when write() returns."""
+    storage = PowerCutStorage(CUTS)
+    assert cut_short(lambda: first_saves(tmp_path, storage))
+    storage.lose(tmp_path, names=True)
+    store = CheckpointStore(tmp_path / "new" / "deep")
+    found = store.newest_good()
+    assert found is not None
+    assert holds(store, found, 2)
+
+
+@pytest.mark.parametrize("deaf", ["fsync", "fsync_dir"])
+def test_power_cut_finds_a_missing_fsync(tmp_path: Path, deaf: str) -> None:
+    """The simulation has teeth: a save whose fsyncs do nothing is lost."""
+    CheckpointStore(tmp_path).write(state_of(1), step=1, kind="periodic")
+    storage = PowerCutStorage(CUTS, deaf=frozenset([deaf]))
+    assert cut_short(lambda: saves(tmp_path, storage))
+    storage.lose(tmp_path, names=True)
+    if deaf == "fsync":
+        with pytest.warns(RuntimeWarning, match="step-000000002"):
+            found = CheckpointStore(tmp_path).newest_good()
+    else:
+        found = CheckpointStore(tmp_path).newest_good()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_short_write_is_continued(tmp_path: Path) -> None:
+    """A pipe takes a part of the data at a time, as a signal can make a file do; all arrives."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    data = os.urandom(1 << 14)
+    LocalStorage().write(write_end, memoryview(data))
+    assert os.read(read_end, 1 << 16) == data
+    os.close(read_end)
+    os.close(write_end)
+
+
+def cut_short(work: Callable[[], None]) -> bool:
+    """Whether the work came to its end."""
+    try:
+        work()
+    except PowerCut:
+        return False
+    return True

@@ -1,0 +1,411 @@
+"""Writing, finding, trusting, loading and retaining checkpoints."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint.faulty import CountingStorage
+from checkpoint.states import holds, same, state_of
+
+from hydroslurm.checkpoint import folders, layout
+from hydroslurm.checkpoint.reader import read_metadata, read_tensors
+from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.errors import (
+    CheckpointCorrupt,
+    CheckpointMissing,
+    SaveAbandoned,
+    SaveFailed,
+    StateMismatch,
+    UnsavableState,
+    UsageError,
+)
+
+FILES = (".metadata", "__0_0.distcp", "manifest.json", "rank-00000.json", "shared.json")
+
+
+def saved(folder: Path, *steps: int, kind: str = "periodic") -> CheckpointStore:
+    store = CheckpointStore(folder)
+    for step in steps:
+        store.write(state_of(step), step=step, kind=kind)
+    return store
+
+
+def steps_of(store: CheckpointStore) -> list[int]:
+    return [one.step for one in store.committed()]
+
+
+def test_a_state_comes_back(tmp_path: Path) -> None:
+    """What was written is loaded bit for bit, by another store, with what the manifest says."""
+    done = CheckpointStore(tmp_path).write(
+        state_of(7), step=7, epoch=2, kind="stop", meta={"loss": 0.5}
+    )
+    assert sorted(path.name for path in done.path.iterdir()) == sorted(FILES)
+    (found,) = CheckpointStore(tmp_path).committed()
+    assert found == done
+    assert (found.step, found.epoch, found.kind) == (7, 2, "stop")
+    assert found.manifest.meta == {"loss": 0.5}
+    assert found.manifest.state_bytes == sum(
+        tensor.nbytes for tensor in read_tensors(done.path, storage=LocalStorage()).values()
+    )
+    assert holds(CheckpointStore(tmp_path), found, 7)
+
+
+def test_views_and_odd_tensors_come_back(tmp_path: Path) -> None:
+    """A view is saved without the memory around it; empty, scalar and strided tensors stay so."""
+    big = torch.arange(1_000_000)
+    odd = {
+        "slice": big[10:20],
+        "every_third": big[:30:3],
+        "turned": torch.randn(3, 5).t(),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "expanded": torch.ones(1).expand(4),
+        "half": torch.randn(3).bfloat16(),
+    }
+    store = CheckpointStore(tmp_path)
+    done = store.write(State(shared=odd, own={}), step=1, kind="manual")
+    assert same(dict(store.load(done).shared), odd)
+    assert done.manifest.size_bytes < 100_000
+
+
+def test_a_step_is_written_once(tmp_path: Path) -> None:
+    """A step that is committed and whole is returned as it is; a damaged one is replaced."""
+    store = saved(tmp_path, 3)
+    first = store.committed()[0]
+    assert store.write(state_of(99), step=3, kind="stop") == first
+    (first.path / "shared.json").write_text("{}")
+    again = CheckpointStore(tmp_path).write(state_of(3), step=3, kind="stop")
+    assert again.kind == "stop"
+    assert holds(store, again, 3)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == [
+        "step-000000003"
+    ]
+
+
+def _write_at_once(folder: str, barrier: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    barrier.wait()
+    done = CheckpointStore(Path(folder)).write(state_of(5), step=5, kind="periodic")
+    results.put(done.manifest.created_epoch_ns)
+
+
+def test_two_processes_write_the_same_step(tmp_path: Path) -> None:
+    """Both come back with the one checkpoint that is there in the end, and it is whole."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    arguments = (str(tmp_path), barrier, results)
+    writers = [context.Process(target=_write_at_once, args=arguments) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    created = {results.get(timeout=100) for _ in writers}
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    store = CheckpointStore(tmp_path)
+    (found,) = store.committed()
+    assert created == {found.manifest.created_epoch_ns}
+    assert holds(store, found, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000005"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "grown"])
+def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+    """A changed bit, a lost end, a lost file or more bytes in any file: verify names it, and the
+    newest good one is the one before, with one warning that names both."""
+    store = saved(tmp_path, 1, 2)
+    newest = store.committed()[-1]
+    file = newest.path / name
+    data = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    else:
+        data[len(data) // 2] ^= 1 << (len(name) % 8) if damage == "flip" else 0
+        file.write_bytes(data[:-1] if damage == "cut" else data + b"x" * (damage == "grown"))
+    with pytest.raises(CheckpointCorrupt, match=re.escape(name)):
+        store.verify(newest)
+    with pytest.raises(CheckpointCorrupt):
+        store.load(newest)
+    with pytest.warns(RuntimeWarning, match="going back") as caught:
+        found = CheckpointStore(tmp_path).newest_good()
+    assert found is not None
+    assert found.step == 1
+    assert len(caught) == 1
+    assert str(newest.path) in str(caught[0].message)
+    assert str(found.path) in str(caught[0].message)
+    assert holds(store, found, 1)
+
+
+def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+    """No single changed byte of a manifest goes unnoticed."""
+    store = saved(tmp_path, 1)
+    checkpoint = store.committed()[0]
+    file = checkpoint.path / "manifest.json"
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 7):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert CheckpointStore(tmp_path).committed() == ()
+        assert list(store.problems()) == [checkpoint.path]
+
+
+def test_nothing_good_is_an_error_and_nothing_at_all_is_none(tmp_path: Path) -> None:
+    """A run starts over only where there never was a checkpoint."""
+    assert CheckpointStore(tmp_path / "none").newest_good() is None
+    store = saved(tmp_path, 1)
+    (tmp_path / "step-000000001" / "shared.json").unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"shared\.json"):
+        store.newest_good()
+
+
+def test_leftovers_are_never_believed(tmp_path: Path) -> None:
+    """A complete folder without its final name is no checkpoint, and is in nobody's way."""
+    store = saved(tmp_path, 1, 2)
+    shutil.copytree(store.committed()[1].path, folders.temporary(tmp_path, 3))
+    assert steps_of(store) == [1, 2]
+    store.write(state_of(3), step=3, kind="periodic")
+    assert steps_of(store) == [1, 2, 3]
+
+
+def test_only_dead_leftovers_are_removed(tmp_path: Path) -> None:
+    """A save of this process or of another node may be going on; one of a dead process is not."""
+    store = saved(tmp_path, 1)
+    mine = folders.temporary(tmp_path, 2)
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    dead = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{gone}."))
+    elsewhere = mine.with_name(mine.name.replace(folders.place(), "00000000"))
+    old = mine.with_name(mine.name.replace(folders.place(), "00000001"))
+    foreign = tmp_path / ".tmp-of-somebody"
+    for path in (mine, dead, elsewhere, old, foreign):
+        path.mkdir()
+    (old / "part").touch()
+    for path in (old / "part", old):
+        os.utime(path, (1e9, 1e9))
+    store.prune(keep=1)
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == {
+        mine.name,
+        elsewhere.name,
+        foreign.name,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kinds", "keep", "keep_stop", "left"),
+    [
+        ("pppp", 2, 2, [2, 3]),
+        ("pppp", 1, 2, [2, 3]),
+        ("psps", 2, 2, [0, 1, 2, 3]),
+        ("sssp", 2, 2, [1, 2, 3]),
+        ("ssspppp", 2, 1, [2, 5, 6]),
+        ("sss", 3, 0, [1, 2]),
+        ("pmem", 2, 2, [2, 3]),
+    ],
+)
+def test_retention(tmp_path: Path, kinds: str, keep: int, keep_stop: int, left: list[int]) -> None:
+    """Stops are counted apart from the others, and two are kept in any case."""
+    names = {"p": "periodic", "s": "stop", "m": "manual", "e": "epoch"}
+    store = CheckpointStore(tmp_path)
+    for step, kind in enumerate(kinds):
+        store.write(State({"a": step}, {}), step=step, kind=names[kind])
+    removed = store.prune(keep=keep, keep_stop=keep_stop)
+    assert steps_of(store) == left
+    assert [folders.step_of(path.name) for path in removed] == [
+        step for step in range(len(kinds)) if step not in left
+    ]
+
+
+def test_the_newest_good_one_is_not_retired(tmp_path: Path) -> None:
+    """When all newer ones are damaged, the old good one stays whatever the numbers say."""
+    saved(tmp_path, 1, 2, 3)
+    for step in (2, 3):
+        (tmp_path / f"step-{step:09d}" / "shared.json").write_text("{}")
+    store = CheckpointStore(tmp_path)
+    store.prune(keep=1)
+    assert 1 in steps_of(store)
+    with pytest.warns(RuntimeWarning, match="step-000000003"):
+        found = store.newest_good()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_wrong_numbers_for_retention(tmp_path: Path) -> None:
+    """Keeping nothing is refused."""
+    with pytest.raises(UsageError, match="keep=0"):
+        CheckpointStore(tmp_path).prune(keep=0)
+
+
+def test_a_part_can_be_loaded(tmp_path: Path) -> None:
+    """Only what is named is read, and an unknown name is answered with those there are."""
+    store = saved(tmp_path, 4)
+    checkpoint = store.committed()[0]
+    part = store.load(checkpoint, only=["model", "position"])
+    assert same(dict(part.shared), {"model": state_of(4).shared["model"]})
+    assert list(part.own) == ["position"]
+    with pytest.raises(CheckpointMissing, match="no modle; it has model, optimizer, rng, position"):
+        store.load(checkpoint, only=["modle"])
+
+
+def test_adopting_copies_and_verifies(tmp_path: Path) -> None:
+    """A checkpoint of the fast tier is the same in the durable one; a damaged one is refused."""
+    fast, durable = saved(tmp_path / "fast", 1, 2), CheckpointStore(tmp_path / "durable")
+    first, second = fast.committed()
+    assert durable.adopt(first).manifest == first.manifest
+    assert holds(durable, durable.committed()[0], 1)
+    (second.path / "shared.json").write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match=r"fast.*shared\.json"):
+        durable.adopt(second)
+    assert [path.name for path in (tmp_path / "durable").iterdir()] == ["step-000000001"]
+
+
+@pytest.mark.parametrize("way", ["write", "adopt"])
+def test_a_save_can_be_abandoned(tmp_path: Path, way: str) -> None:
+    """Setting ``cancel`` half-way ends the save, and nothing of it is left."""
+    source = saved(tmp_path / "fast", 2).committed()[0]
+    folder = tmp_path / "durable"
+    saved(folder, 1)
+    cancel = threading.Event()
+
+    def before(n: int, name: str) -> None:
+        if name == "write":
+            cancel.set()
+
+    store = CheckpointStore(folder, storage=CountingStorage(before), chunk_bytes=1024)
+    doing = {
+        "write": lambda: store.write(state_of(2), step=2, kind="stop", cancel=cancel),
+        "adopt": lambda: store.adopt(source, cancel=cancel),
+    }[way]
+    with pytest.raises(SaveAbandoned, match="step-000000002"):
+        doing()
+    assert [path.name for path in folder.iterdir()] == ["step-000000001"]
+
+
+def test_an_unsavable_state_touches_nothing(tmp_path: Path) -> None:
+    """What cannot be saved is refused before the first I/O call."""
+    storage = CountingStorage()
+    with pytest.raises(UnsavableState, match=r"shared\.sampler\.hook is a "):
+        CheckpointStore(tmp_path / "c", storage=storage).write(
+            State({"sampler": {"hook": print}}, {}), step=1, kind="manual"
+        )
+    assert storage.calls == []
+
+
+def test_dcp_reads_it_too(tmp_path: Path) -> None:
+    """Torch's own reader loads the tensors: the format is not ours alone."""
+    store = saved(tmp_path, 6)
+    path = store.committed()[0].path
+    weight = torch.zeros(48, 48)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
+        dcp.load(
+            {"shared/model.weight": weight}, storage_reader=dcp.FileSystemReader(path), no_dist=True
+        )
+    assert torch.equal(weight, state_of(6).shared["model"]["weight"])
+
+
+class _Evil:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self._path,))
+
+
+def test_a_malicious_index_runs_nothing(tmp_path: Path) -> None:
+    """A pickle in the place of DCP's index is refused before anything in it is called."""
+    path = saved(tmp_path, 1).committed()[0].path
+    trap = tmp_path / "sprung"
+    (path / ".metadata").write_bytes(pickle.dumps({"state": _Evil(trap)}))
+    with pytest.raises(CheckpointCorrupt, match="which no index of DCP needs"):
+        read_metadata(path, storage=LocalStorage())
+    assert not trap.exists()
+
+
+def test_a_pickled_object_in_the_place_of_a_tensor_runs_nothing(tmp_path: Path) -> None:
+    """Neither DCP's bytes items nor a pickle where a tensor should be are unpickled."""
+    path = saved(tmp_path, 1).committed()[0].path
+    trap = tmp_path / "sprung"
+    index = read_metadata(path, storage=LocalStorage())
+    evil = pickle.dumps(_Evil(trap))
+    for place, info in index.storage_data.items():
+        if place.fqn == "shared/model.weight":
+            data = bytearray((path / info.relative_path).read_bytes())
+            data[info.offset : info.offset + len(evil)] = evil
+            (path / info.relative_path).write_bytes(data)
+    with pytest.raises(CheckpointCorrupt):
+        read_tensors(path, storage=LocalStorage())
+    index.state_dict_metadata["shared/model.weight"] = dcp.metadata.BytesStorageMetadata()
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointCorrupt):
+        read_tensors(path, storage=LocalStorage())
+    assert not trap.exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """Something else in the place of the folder is a clear error that names it."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveFailed, match=r"step 1 could not be saved to .*file"):
+        saved(tmp_path / "file", 1)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    """meta that is no JSON, a name that is a tag, more than one rank: all before any writing."""
+    store = CheckpointStore(tmp_path / "c")
+    with pytest.raises(UsageError, match="plain JSON"):
+        store.write(State({}, {}), step=1, kind="manual", meta={"a": object()})
+    with pytest.raises(UsageError, match="begin with"):
+        store.write(State({"$tensor": 1}, {}), step=1, kind="manual")
+    with pytest.raises(UsageError, match="world_size=2"):
+        CheckpointStore(tmp_path, world_size=2).write(State({}, {}), step=1, kind="manual")
+    assert not store.directory.exists()
+
+
+def test_a_rank_that_took_no_part_has_nothing_of_its_own(tmp_path: Path) -> None:
+    """A run that comes back with more ranks gets what is shared."""
+    checkpoint = saved(tmp_path, 1).committed()[0]
+    state = CheckpointStore(tmp_path, rank=3).load(checkpoint)
+    assert set(state.shared) == {"model", "optimizer"}
+    assert state.own == {}
+
+
+def test_a_renamed_folder_is_a_problem(tmp_path: Path) -> None:
+    """A folder that was given another step's name is not taken for that step."""
+    store = saved(tmp_path, 1)
+    (tmp_path / "step-000000001").rename(tmp_path / "step-000000009")
+    assert store.committed() == ()
+    assert "holds step 1" in str(store.problems()[tmp_path / "step-000000009"])
+
+
+def test_other_layouts_are_named() -> None:
+    """Missing, unexpected and reshaped keys are named, the first few of them, and counted."""
+    saved_state = {f"old.{n}": torch.zeros(1) for n in range(8)} | {"head": torch.zeros(3, 2)}
+    target = {"new": torch.zeros(1), "head": torch.zeros(2, 2)}
+    with pytest.raises(StateMismatch) as caught:
+        layout.check_layout("model", saved_state, target)
+    message = str(caught.value)
+    assert "only the checkpoint has 'old.0'" in message
+    assert "and 3 more" in message
+    assert "the checkpoint lacks 'new'" in message
+    assert "'head' is [3, 2] in the checkpoint and [2, 2] here" in message
+    layout.check_layout("model", target, dict(target))
+
+
+def test_a_checkpoint_is_a_value(tmp_path: Path) -> None:
+    """Two listings give equal checkpoints, so that they can be compared and kept in sets' keys."""
+    store = saved(tmp_path, 1)
+    first, again = store.committed()[0], CheckpointStore(tmp_path).committed()[0]
+    assert isinstance(first, Checkpoint)
+    assert first == again
