@@ -1,0 +1,168 @@
+"""``hydroslurm checkpoint ls|verify|export``: what a run has saved, and whether it is good."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
+
+checkpoint_app = typer.Typer(no_args_is_help=True)
+
+Where = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_OR_CHECKPOINT",
+        help="A run folder, its checkpoints folder, or one checkpoint.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+Check = Annotated[bool, typer.Option("--verify", help="Read all files too, as verify does.")]
+Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="model.pt or model.safetensors")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="NAME", help="Only that, such as model. Can be repeated."),
+]
+
+
+@checkpoint_app.command("ls")
+def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run, oldest first: manifests are read, sizes are looked at."""
+    store, names = _open(where)
+    rows = _rows(store, names, verify=verify)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    form = "{:>10} {:>6} {:9} {:>10} {:>10} {:>8}  {}"
+    typer.echo(form.format("step", "epoch", "kind", "age", "size", "save", "state"))
+    for row in rows:
+        typer.echo(
+            form.format(
+                row["step"],
+                _or_dash(row.get("epoch")),
+                _or_dash(row.get("kind")),
+                _age(row["age_s"]) if "age_s" in row else "-",
+                _size(row["size_bytes"]) if "size_bytes" in row else "-",
+                f"{row['save_s']:.2f} s" if "save_s" in row else "-",
+                row["state"],
+            )
+        )
+    if not rows:
+        typer.echo("none")
+
+
+@checkpoint_app.command("verify")
+def verify(where: Where, as_json: AsJson = False) -> None:
+    """Read every file and compare it with its checksum. Exit status 1: something is wrong."""
+    store, names = _open(where)
+    rows = _rows(store, names, verify=True)
+    bad = [row for row in rows if row["state"] != "whole"]
+    if as_json:
+        typer.echo(json.dumps(rows))
+    else:
+        for row in rows:
+            typer.echo(f"{row['path']}: {row['state']}{_because(row)}")
+        typer.echo(f"{len(rows)} checkpoints, {len(bad)} of them cannot be loaded")
+    if bad or not rows:
+        raise typer.Exit(1)
+
+
+@checkpoint_app.command("export")
+def export(where: Where, out: Out, only: Only = None) -> None:
+    """Write the newest good checkpoint, or the one named, into one file for other programs."""
+    from hydroslurm.checkpoint.export import export as write_file
+    from hydroslurm.errors import CheckpointMissing
+
+    store, names = _open(where)
+    if names is None:
+        chosen = store.newest_good()
+    else:
+        chosen = next((one for one in store.committed() if one.path.name in names), None)
+    if chosen is None:
+        raise CheckpointMissing(f"{where} has no committed checkpoint to export")
+    write_file(chosen, out, only=only)
+    typer.echo(f"{out}: step {chosen.step} of {chosen.path}")
+
+
+def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
+    """The store, and the one folder in it that is meant; None when all are."""
+    from hydroslurm.checkpoint import folders
+    from hydroslurm.checkpoint.store import CheckpointStore
+    from hydroslurm.errors import CheckpointMissing
+    from hydroslurm.rundir import RunDir
+
+    where = where.absolute()
+    if not where.is_dir():
+        raise CheckpointMissing(f"{where} is no folder; a run folder or a checkpoint is wanted")
+    if folders.step_of(where.name) is not None:
+        return CheckpointStore(where.parent), frozenset([where.name])
+    inner = RunDir(where).checkpoints
+    return CheckpointStore(inner if inner.is_dir() else where), None
+
+
+def _rows(
+    store: CheckpointStore, names: frozenset[str] | None, *, verify: bool
+) -> list[dict[str, Any]]:
+    rows = [_row(store, one, verify=verify) for one in store.committed()]
+    for path, error in store.problems().items():
+        step = int(path.name.removeprefix("step-"))
+        rows.append({"path": str(path), "step": step, **_verdict(error)})
+    wanted = [row for row in rows if names is None or Path(row["path"]).name in names]
+    return sorted(wanted, key=lambda row: int(row["step"]))
+
+
+def _row(store: CheckpointStore, one: Checkpoint, *, verify: bool) -> dict[str, Any]:
+    from hydroslurm.errors import CheckpointError
+
+    verdict = {"state": "whole"}
+    try:
+        if verify:
+            store.verify(one)
+        else:
+            store.glance(one)
+    except CheckpointError as error:
+        verdict = _verdict(error)
+    return {
+        "path": str(one.path),
+        "step": one.step,
+        "epoch": one.epoch,
+        "kind": one.kind,
+        "age_s": round(time.time() - one.manifest.created_epoch_ns / 1e9, 3),
+        "size_bytes": one.manifest.size_bytes,
+        "save_s": one.manifest.save_s,
+        **verdict,
+    }
+
+
+def _verdict(error: Exception) -> dict[str, str]:
+    from hydroslurm.errors import CheckpointTooNew
+
+    state = "too new" if isinstance(error, CheckpointTooNew) else "torn"
+    return {"state": state, "reason": str(error)}
+
+
+def _because(row: dict[str, Any]) -> str:
+    return f" ({row['reason']})" if "reason" in row else ""
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value
+
+
+def _age(seconds: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, length in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= length:
+            return f"{size_bytes / length:.1f} {unit}"
+    return f"{size_bytes} B"

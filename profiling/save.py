@@ -1,0 +1,219 @@
+"""What saving costs: the disk, the training and the grace.
+
+Interleaved in one process, medians over the rounds; before each measurement the disk is synced:
+
+    save_ratio_to_disk        plain write + fsync of the same bytes / our committed save
+    torch_save_ratio_to_disk  the same / torch.save + fsync, without checksums, fsynced folders
+                              or a commit
+    stall_ratio_to_memcpy     how long an asynchronous save holds the training / copying the same
+                              tensors into ones that are there already
+    stop_to_durable_ms        from the wish to stop to the committed checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Options, finish, percentile
+
+from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.staging import state_bytes
+from hydroslurm.checkpoint.store import CheckpointStore, State
+
+PIECE_BYTES = 8 << 20
+GRACE_S = 600.0
+
+
+def state_of(size_bytes: int) -> State:
+    """A transformer's parameters with Adam's state: one large tensor, many middling ones, and more
+    that are tiny than both together."""
+    wide = size_bytes > 100e6
+    hidden, words = (512, 16384) if wide else (64, 4096)
+    layers = max(1, round((size_bytes / 12 - words * hidden) / (12 * hidden * hidden)))
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (words, hidden)}
+    for layer in range(layers):
+        for name, shape in {
+            "attention": (3 * hidden, hidden),
+            "out": (hidden, hidden),
+            "up": (4 * hidden, hidden),
+            "down": (hidden, 4 * hidden),
+            "norm1": (hidden,),
+            "norm2": (hidden,),
+            "bias_up": (4 * hidden,),
+            "bias_down": (hidden,),
+        }.items():
+            shapes[f"layer{layer}.{name}"] = shape
+    model = {name: torch.randn(shape) for name, shape in shapes.items()}
+    moments = {
+        index: {"step": torch.tensor(1.0), "exp_avg": torch.randn(s), "exp_avg_sq": torch.randn(s)}
+        for index, s in enumerate(shapes.values())
+    }
+    return State(shared={"model": model, "optimizer": {"state": moments}}, own={"step": 1})
+
+
+class Bench:
+    """One state, one folder, and the things that are timed."""
+
+    def __init__(self, state: State, folder: Path) -> None:
+        self.state = state
+        self.folder = folder
+        self.size_bytes = state_bytes(state)
+        self._plain = memoryview(
+            torch.randint(0, 256, (self.size_bytes,), dtype=torch.uint8).numpy()
+        )
+        self._tensors = _tensors(state.shared)
+        self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
+        self._store = CheckpointStore(folder / "store")
+        self._saver = Saver(CheckpointStore(folder / "saver"))
+        self._step = 0
+
+    def disk(self) -> float:
+        """Write the same number of bytes and fsync."""
+        path = self.folder / "plain"
+        begin = time.perf_counter()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        for start in range(0, self.size_bytes, PIECE_BYTES):
+            os.write(fd, self._plain[start : start + PIECE_BYTES])
+        os.fsync(fd)
+        os.close(fd)
+        took = time.perf_counter() - begin
+        path.unlink()
+        return took
+
+    def ours(self) -> float:
+        """A committed checkpoint."""
+        begin = time.perf_counter()
+        checkpoint = self._store.write(self.state, step=self._next(), kind="manual")
+        took = time.perf_counter() - begin
+        shutil.rmtree(checkpoint.path)
+        return took
+
+    def torch_save(self) -> float:
+        """torch.save of the same state, and fsync."""
+        path = self.folder / "torch.pt"
+        begin = time.perf_counter()
+        with path.open("xb") as file:
+            torch.save({"shared": self.state.shared, "own": self.state.own}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        took = time.perf_counter() - begin
+        path.unlink()
+        return took
+
+    def memcpy(self) -> float:
+        """Copy every tensor into one that is there."""
+        begin = time.perf_counter()
+        for copy, tensor in zip(self._copies, self._tensors, strict=True):
+            copy.copy_(tensor)
+        return time.perf_counter() - begin
+
+    def stall(self) -> float:
+        """What a periodic save takes from the training."""
+        begin = time.perf_counter()
+        self._saver.start(self.state, step=self._next())
+        took = time.perf_counter() - begin
+        self._saver.wait()
+        self._saver.poll()
+        return took
+
+    def stop(self) -> float:
+        """A save for a stop, until it is committed."""
+        begin = time.perf_counter()
+        saved = self._saver.save_by(
+            self.state, step=self._next(), deadline_mono_s=time.monotonic() + GRACE_S
+        )
+        took = time.perf_counter() - begin
+        assert saved.tier == "durable", saved.reason
+        return took
+
+    def close(self) -> None:
+        self._saver.close()
+
+    def _next(self) -> int:
+        self._step += 1
+        return self._step
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [tensor for value in tree.values() for tensor in _tensors(value)]
+    return []
+
+
+def interleaved(arms: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each arm in each round. Each round begins with the next arm; the first round warms
+    up (fresh memory, fresh blocks of the disk) and is not kept."""
+    seen: dict[str, list[float]] = {name: [] for name in arms}
+    for index in range(repeats + 1):
+        first = index % len(arms)
+        for name in [*list(arms)[first:], *list(arms)[:first]]:
+            os.sync()
+            took = arms[name]()
+            if index:
+                seen[name].append(took)
+    return seen
+
+
+def ratio(seen: Mapping[str, list[float]], over: str, under: str) -> float:
+    return statistics.median(a / b for a, b in zip(seen[over], seen[under], strict=True))
+
+
+def measure(bench: Bench, *, repeats: int) -> dict[str, float]:
+    memory = interleaved({"stall": bench.stall, "memcpy": bench.memcpy}, repeats=repeats)
+    disk = interleaved(
+        {"ours": bench.ours, "disk": bench.disk, "torch": bench.torch_save, "stop": bench.stop},
+        repeats=repeats,
+    )
+    bench.close()
+    return {
+        "state_bytes": bench.size_bytes,
+        "save_ratio_to_disk": ratio(disk, "disk", "ours"),
+        "torch_save_ratio_to_disk": ratio(disk, "disk", "torch"),
+        "stall_ratio_to_memcpy": ratio(memory, "stall", "memcpy"),
+        "stop_to_durable_ms": 1e3 * statistics.median(disk["stop"]),
+        "stop_to_durable_ms_max": 1e3 * max(disk["stop"]),
+        "save_ms": 1e3 * statistics.median(disk["ours"]),
+        "disk_ms": 1e3 * statistics.median(disk["disk"]),
+        "disk_ms_p99": 1e3 * percentile(disk["disk"], 99),
+        "torch_save_ms": 1e3 * statistics.median(disk["torch"]),
+        "stall_ms": 1e3 * statistics.median(memory["stall"]),
+        "memcpy_ms": 1e3 * statistics.median(memory["memcpy"]),
+        "repeats": repeats,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What saving costs.")
+    parser.add_argument(
+        "--quick", action="store_true", help="small and few: to see that it runs, not how fast"
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--bytes", type=float, default=512e6, help="about so large a state")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write; the folder for temporary files by default"
+    )
+    arguments = parser.parse_args()
+    warnings.simplefilter("error")
+    size_bytes = 16e6 if arguments.quick else arguments.bytes
+    repeats = 2 if arguments.quick else arguments.repeats
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+        result = measure(Bench(state_of(int(size_bytes)), Path(folder)), repeats=repeats)
+    chosen = Options(quick=arguments.quick, json_only=arguments.json)
+    finish(chosen, "save: what a checkpoint costs", result)
+
+
+if __name__ == "__main__":
+    main()
