@@ -51,6 +51,7 @@ class NativeGate:
         """
         self.path, self._library = (library, binding.bind(library)) if library else _load()
         self._event_fd = -1
+        self._started = False
         self._check_sees_operators()
 
     def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
@@ -76,7 +77,7 @@ class NativeGate:
                 f"the gate was not started: {'; '.join(bad) or os.strerror(-result)}"
             )
         self._close_event_fd()
-        self._event_fd = event_fd
+        self._event_fd, self._started = event_fd, True
         return {line.signo: SignalOutcome(line.result) for line in table}
 
     def stop(self) -> int:
@@ -84,6 +85,7 @@ class NativeGate:
 
         A thread that is in :meth:`wait_events` wakes up; what is left to read stays readable.
         """
+        self._started = False
         replaced = int(self._library.hs_gate_stop())
         self.wake()
         return replaced
@@ -209,7 +211,8 @@ class NativeGate:
 
     def __del__(self) -> None:
         if getattr(self, "_event_fd", -1) >= 0 and not sys.is_finalizing():
-            self._library.hs_gate_stop()
+            if self._started:  # there is one gate per process: another object may run it by now
+                self._library.hs_gate_stop()
             self._close_event_fd()
 
 
