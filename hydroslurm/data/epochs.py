@@ -1,0 +1,172 @@
+"""What the three ways to hold a position share: counting, naming the epoch, generators, values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from hydroslurm.data.sampler import ResumableSampler
+from hydroslurm.errors import StateMismatch, UnsavableState
+
+FORMAT = 1
+_PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+
+
+@dataclass
+class Progress:
+    """How far one epoch is. ``batches`` were handed to the training loop; those that workers have
+    fetched ahead are not counted. ``finished``: the loop was told that there are no more."""
+
+    epoch: int = 0
+    batches: int = 0
+    begun: bool = False
+    finished: bool = False
+
+    def state_dict(self, strategy: str) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "strategy": strategy,
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "begun": self.begun,
+            "finished": self.finished,
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], *, strategy: str) -> Progress:
+        """Read a state back.
+
+        Raises:
+            StateMismatch: it was made by another strategy, or in a newer form.
+        """
+        if state.get("strategy") != strategy or state.get("format") != FORMAT:
+            raise StateMismatch(
+                f"the saved data position is of kind {state.get('strategy')!r} (format "
+                f"{state.get('format')!r}), the loader of now wants {strategy!r} (format {FORMAT});"
+                " give it the kind of loader and sampler that it had, or begin a new run"
+            )
+        return cls(
+            epoch=int(state["epoch"]),
+            batches=int(state["batches"]),
+            begun=bool(state["begun"]),
+            finished=bool(state["finished"]),
+        )
+
+
+class CountedBatches(Iterator[Any]):
+    """Hands on batches and counts them in a :class:`Progress`."""
+
+    def __init__(self, batches: Iterator[Any], progress: Progress) -> None:
+        self._batches: Iterator[Any] | None = batches
+        self._progress = progress
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._progress.finished = True
+            self._batches = None  # lets go of the loader's iterator, and so of its workers
+            raise
+        self._progress.batches += 1
+        return batch
+
+
+class LaterBatches(Iterator[Any]):
+    """Makes its iterator when the first batch is asked for."""
+
+    def __init__(self, begin: Any) -> None:
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin()
+        return next(self._batches)
+
+
+def announce(loader: Any, epoch: int) -> None:
+    """Tell a loader's samplers and data set which epoch begins, where they want to know."""
+    for part in (*_samplers(loader), getattr(loader, "dataset", None)):
+        if isinstance(part, ResumableSampler):
+            part.start_epoch(epoch)
+        elif callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def generators(loader: Any) -> dict[str, torch.Generator]:
+    """The private torch generators that a loader and its samplers draw from, by their place."""
+    holders = {"loader": loader}
+    holders |= {f"sampler {n}": sampler for n, sampler in enumerate(_samplers(loader))}
+    found = {place: getattr(holder, "generator", None) for place, holder in holders.items()}
+    return {place: g for place, g in found.items() if isinstance(g, torch.Generator)}
+
+
+def generator_states(loader: Any) -> dict[str, torch.Tensor]:
+    return {place: generator.get_state() for place, generator in generators(loader).items()}
+
+
+def set_generator_states(loader: Any, states: Mapping[str, torch.Tensor]) -> None:
+    """Put a loader's generators back.
+
+    Raises:
+        StateMismatch: the loader holds generators in other places than it did.
+    """
+    here = generators(loader)
+    if here.keys() != states.keys():
+        raise StateMismatch(
+            f"the loader had generators of its own at {sorted(states)} and now has them at "
+            f"{sorted(here)}; build it as before"
+        )
+    for place, state in states.items():
+        here[place].set_state(state)
+
+
+def forget_iterator(loader: Any) -> None:
+    """Let persistent workers go, so that the next iterator starts new ones."""
+    if getattr(loader, "persistent_workers", False):
+        with contextlib.suppress(AttributeError):
+            loader._iterator = None
+
+
+def plain(value: Any, *, place: str) -> Any:
+    """A copy that holds plain values and tensors only.
+
+    Raises:
+        UnsavableState: there is something else in it; names the place and the type.
+    """
+    if isinstance(value, numpy.generic):
+        value = value.item()
+    if value is None or type(value) in _PLAIN:
+        return value
+    for kind in _PLAIN:  # of a subclass, which would need pickling, the plain value
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: plain(inner, place=f"{place}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        copied = [plain(inner, place=f"{place}[{n}]") for n, inner in enumerate(value)]
+        return copied if isinstance(value, list) else tuple(copied)
+    raise UnsavableState(
+        f"the state of the data loader holds a {type(value).__qualname__} at {place}; only plain "
+        "values and tensors can be saved: change the state_dict() of the data set or sampler"
+    )
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """The samplers of a loader, outermost first, each once."""
+    found: list[Any] = []
+    for name in ("batch_sampler", "sampler"):
+        part = getattr(loader, name, None)
+        while part is not None and not any(part is other for other in found):
+            found.append(part)
+            part = getattr(part, "sampler", None)
+    return found

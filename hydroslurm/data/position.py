@@ -1,0 +1,83 @@
+"""Where a training loop is in its data, in the middle of an epoch, with workers.
+
+Three strategies behind one interface; :func:`position_of` chooses:
+
+=========== ====================================== ===========================================
+name        for                                    a resume costs
+=========== ====================================== ===========================================
+"stateful"  a loader with state_dict and           nothing (torchdata's StatefulDataLoader)
+            load_state_dict
+"sampler"   a plain DataLoader whose sampler is a  nothing: the order is computed, not replayed
+            :class:`ResumableSampler`
+"replay"    anything else that can be iterated     the batches of the epoch so far once more
+=========== ====================================== ===========================================
+
+Bit for bit: the batches after a resume are those of an uninterrupted run. Random augmentation:
+without workers always (it draws from the global generators, which the session restores after the
+iterator exists); with workers by "replay" always, by the other two if the data set is a
+:class:`~hydroslurm.data.seeding.SeededDataset` (workers start anew there). Not covered: a loader
+whose choice *which* samples come draws from the global generators between batches.
+
+Making an iterator draws: DataLoader takes a base seed for its workers from ``loader.generator``, or
+else from torch's global generator (persistent workers: once, not in each epoch), RandomSampler a
+seed or a permutation from its own, or else from the global one, when its first batch is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
+
+from hydroslurm.data.replay import ReplayPosition
+from hydroslurm.data.skipping import SamplerPosition, index_plan
+from hydroslurm.data.stateful import StatefulPosition
+from hydroslurm.errors import UsageError
+
+
+class LoaderPosition(Protocol):
+    """The position of one training loop in one loader."""
+
+    name: str
+
+    def begin_epoch(self, epoch: int) -> Iterator[Any]:
+        """Start an epoch; tells the samplers and the data set which one it is."""
+
+    def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        """Go on after the last batch that was handed out. The caller restores the global RNG
+        *after* this and before the first ``next()``.
+
+        A state from before the first epoch gives an iterator that begins the epoch with its first
+        ``next()``; one from after an epoch's last batch gives an iterator that is at its end.
+
+        Raises:
+            StateMismatch: the loader is not built as it was.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position between two batches: each batch that was handed out counts as used.
+        Plain values and tensors only; ``epoch`` and ``batches`` are in it."""
+
+
+def position_of(loader: Any, *, shield: Collection[int] = ()) -> LoaderPosition:
+    """The cheapest exact way to hold a position in this loader.
+
+    Workers that it starts survive the signals in ``shield``
+    (:func:`hydroslurm.data.workers.iterate`).
+
+    Raises:
+        UsageError: the loader hands out batches in the order in which workers finish
+            (``in_order=False``), so that nobody can say which ones were used; or it cannot be
+            iterated.
+    """
+    if not hasattr(loader, "__iter__"):
+        raise UsageError(f"a loader that can be iterated is wanted, not {type(loader).__name__}")
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        raise UsageError(
+            "a DataLoader with in_order=False gives batches as workers finish them, which differs "
+            "from run to run and cannot be resumed; leave in_order at True"
+        )
+    if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")):
+        return StatefulPosition(loader, shield=shield)
+    if (plan := index_plan(loader)) is not None:
+        return SamplerPosition(loader, plan, shield=shield)
+    return ReplayPosition(loader, shield=shield)

@@ -1,0 +1,182 @@
+"""An order of samples that can be taken up at any point, by any number of ranks.
+
+There is one permutation per epoch, a pure function of (seed, epoch, length), for all ranks
+together; rank r of w takes the positions c+r, c+r+w, c+r+2w ... after the c samples that all ranks
+have consumed. So *epoch* and *c* are the whole state, and they do not depend on the number of
+ranks: a run may stop with three and come back with two (Horovod's ElasticSampler has the idea).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+from torch.utils.data import Sampler
+
+from hydroslurm.data.seeding import derive
+from hydroslurm.errors import StateMismatch, UsageError
+
+_CHUNK = 4096
+
+
+class SampleIndex(int):
+    """An index into the data set that knows the epoch it is for, and its place in its order.
+
+    An ``int`` in every other respect; both survive the way to a DataLoader worker.
+    """
+
+    epoch: int
+    position: int
+
+    def __new__(cls, index: int, epoch: int, position: int) -> SampleIndex:
+        self = super().__new__(cls, index)
+        self.epoch = epoch
+        self.position = position
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleIndex, (int(self), self.epoch, self.position)
+
+
+@dataclass
+class _Pass:
+    """One way through the rest of an epoch."""
+
+    epoch: int
+    start: int
+    yielded: int = 0
+
+
+class ResumableSampler(Sampler[int]):
+    """The samples of one rank, in an order that can be resumed anywhere.
+
+    Args:
+        data: the data set, or its length.
+        shuffle: a permutation for each epoch; else the order of the data set.
+        seed: with the epoch and the length, all that the order depends on. The same on all ranks.
+        rank, world_size: whose samples these are.
+        drop_last: what happens when the samples (left) cannot be divided by the ranks. As in
+            torch's DistributedSampler: ``True`` leaves out the last few, ``False`` (the default)
+            repeats the first few of the epoch's order, so that all ranks have equally many.
+            With one rank neither happens.
+
+    The global generators are neither read nor changed. Never shared between threads.
+
+    A loop of one's own calls ``set_epoch(epoch)`` before each epoch, as with DistributedSampler;
+    ``hydroslurm.data.position_of(loader)`` does it itself.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        self.length = data if isinstance(data, int) else len(data)
+        if self.length < 0:
+            raise UsageError(f"a length of at least 0 is wanted, not {self.length}")
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank must be in 0..world_size-1, not {rank} of {world_size}")
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._start = 0
+        self._latest: _Pass | None = None
+
+    def __len__(self) -> int:
+        """The samples of this rank in a whole epoch, also when the epoch is resumed in its
+        middle: progress bars and schedulers want a number that stays. See :meth:`left`."""
+        return self.left(0)
+
+    def left(self, consumed: int) -> int:
+        """The samples of this rank once all ranks together have consumed so many."""
+        left = max(0, self.length - consumed)
+        return left // self.world_size if self.drop_last else -(-left // self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iterator is for. From its start, unless it is the epoch
+        that :meth:`load_state_dict` has named and that was not finished since."""
+        if epoch != self.epoch:
+            self.epoch, self._start, self._latest = epoch, 0, None
+
+    def start_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iterator is for, from its start in any case."""
+        self.epoch, self._start, self._latest = epoch, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iterator is: the epoch, and the samples that all ranks have consumed.
+
+        It counts what *left the sampler*. A plain DataLoader with workers fetches ahead, so its
+        position is ``position_of(loader).state_dict()`` and not this; torchdata's
+        StatefulDataLoader asks for this with every batch and keeps the right one.
+        """
+        latest = self._latest or _Pass(self.epoch, self._start)
+        return self.state_at(latest.epoch, latest.start + latest.yielded * self.world_size)
+
+    def state_at(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """The state in which all ranks together have consumed so many samples of an epoch."""
+        return {
+            "epoch": epoch,
+            "consumed": min(consumed, self.length),
+            "seed": self.seed,
+            "length": self.length,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iterator go on from a state; the number of ranks may be another.
+
+        Raises:
+            StateMismatch: the order was another one: other seed, length or shuffle.
+        """
+        differing = [
+            f"{name} was {state.get(name)!r} and is {getattr(self, name)!r}"
+            for name in ("length", "seed", "shuffle")
+            if state.get(name) != getattr(self, name)
+        ]
+        if differing:
+            raise StateMismatch(
+                "the saved position belongs to another order of samples: "
+                f"{', '.join(differing)}; give the sampler what it had, or begin a new run"
+            )
+        self.start_epoch(int(state["epoch"]))
+        self._start = int(state["consumed"])
+
+    def __iter__(self) -> Iterator[int]:
+        # DataLoader makes two iterators and uses the second; so nothing may be used up here,
+        # and the state follows the one that was made last
+        self._latest = _Pass(self.epoch, self._start)
+        return self._indexes(self._latest)
+
+    def _indexes(self, this: _Pass) -> Iterator[SampleIndex]:
+        order = self._order(this.epoch)
+        count = self.left(this.start)
+        first = this.start + self.rank
+        for chunk in range(0, count, _CHUNK):
+            steps = numpy.arange(chunk, min(chunk + _CHUNK, count))
+            positions = first + steps * self.world_size
+            indexes = positions % self.length
+            if order is not None:
+                indexes = order[indexes]
+            for index, position in zip(indexes.tolist(), positions.tolist(), strict=True):
+                this.yielded += 1
+                yield SampleIndex(index, this.epoch, position)
+        if self.epoch == this.epoch:
+            self._start = 0
+
+    def _order(self, epoch: int) -> Any:
+        """The epoch's permutation. From numpy's legacy generator, because its stream alone is
+        promised never to change (NEP 19): a run may come back with another torch."""
+        if not self.shuffle:
+            return None
+        words = numpy.frombuffer(derive("order", self.seed, epoch, self.length), dtype="<u4")
+        return numpy.random.RandomState(words).permutation(self.length)

@@ -1,0 +1,207 @@
+"""One order for all ranks, that can be taken up anywhere and by any number of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
+
+from hydroslurm.checkpoint import rng
+from hydroslurm.data import ResumableSampler, SampleIndex, position_of
+from hydroslurm.errors import StateMismatch, UsageError
+
+lengths = st.integers(0, 200)
+worlds = st.integers(1, 7)
+seeds = st.integers(0, 2**63)
+
+
+def ranks(length: int, world: int, state: Any = None, **options: Any) -> list[ResumableSampler]:
+    made = [ResumableSampler(length, rank=r, world_size=world, **options) for r in range(world)]
+    for sampler in made:
+        if state is not None:
+            sampler.load_state_dict(state)
+    return made
+
+
+def interleaved(samplers: list[ResumableSampler], steps: int | None = None) -> list[int]:
+    """What all ranks see, step by step."""
+    each = [itertools.islice(sampler, steps) for sampler in samplers]
+    return [index for step in zip(*each, strict=True) for index in step]
+
+
+@given(length=lengths, seed=seeds, epoch=st.integers(0, 10**6), world=worlds)
+def test_every_sample_once(length: int, seed: int, epoch: int, world: int) -> None:
+    """With any number of ranks it is the order of one rank, plus repeats of its first few."""
+    (one,) = ranks(length, 1, seed=seed)
+    one.set_epoch(epoch)
+    order = list(one)
+    assert sorted(order) == list(range(length))
+    samplers = ranks(length, world, seed=seed)
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+        assert len(sampler) == -(-length // world)
+    assert interleaved(samplers) == order + list(
+        itertools.islice(itertools.cycle(order), -length % world)
+    )
+
+
+@given(length=lengths, parts=st.lists(st.tuples(worlds, st.integers(0, 30)), max_size=5))
+def test_ranks_that_come_and_go(length: int, parts: list[tuple[int, int]]) -> None:
+    """Three ranks, then two, then four ...: together they see the order once, as one would."""
+    seen: list[int] = []
+    state = None
+    for world, steps in parts:
+        samplers = ranks(length, world, state)
+        seen += interleaved(samplers, steps)
+        (state,) = ({json.dumps(sampler.state_dict()) for sampler in samplers},)
+        assert len(state) == 1, "the state must be the same on all ranks"
+        state = json.loads(state.pop())
+    seen += interleaved(ranks(length, 1, state))
+    whole = list(ResumableSampler(length))
+    # only a part that came to the very end can have repeated some, to give all ranks equally many
+    assert seen[:length] == whole
+    assert len(seen) - length < max([world for world, _ in parts], default=1)
+
+
+@given(
+    length=lengths,
+    world=worlds,
+    offset=st.integers(0, 250),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+)
+def test_resumed_at_any_offset(
+    length: int, world: int, offset: int, drop_last: bool, shuffle: bool
+) -> None:
+    """From any offset come the rest of the order, equally many for each rank."""
+    options: dict[str, Any] = {"drop_last": drop_last, "shuffle": shuffle}
+    whole = list(ResumableSampler(length, shuffle=shuffle))
+    state = ResumableSampler(length, shuffle=shuffle).state_at(0, offset)
+    samplers = ranks(length, world, state, **options)
+    rest = whole[min(offset, length) :]
+    seen = interleaved(samplers)
+    assert seen == (
+        rest[: len(rest) // world * world] if drop_last else (rest + whole)[: len(seen)]
+    )
+    assert len(seen) == samplers[0].left(offset) * world
+    assert samplers[0].state_dict()["epoch"] == 0
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@given(length=st.integers(1, 50), world=worlds)
+def test_numbers_as_distributed_sampler_has_them(length: int, world: int, drop_last: bool) -> None:
+    """Padding and dropping follow torch's own rules, seen without a shuffle."""
+    for rank in range(world):
+        theirs = DistributedSampler(
+            range(length),  # type: ignore[arg-type]
+            world,
+            rank,
+            shuffle=False,
+            drop_last=drop_last,
+        )
+        ours = ResumableSampler(
+            length, rank=rank, world_size=world, shuffle=False, drop_last=drop_last
+        )
+        if not drop_last or length >= world:  # theirs fails with fewer samples than ranks
+            assert list(ours) == list(theirs)
+            assert len(ours) == len(theirs)
+
+
+def test_the_order_is_fixed_for_ever() -> None:
+    """A checkpoint of today must find the same order in a later release."""
+    sampler = ResumableSampler(10, seed=7)
+    sampler.set_epoch(2)
+    assert list(sampler) == [6, 4, 5, 8, 0, 9, 7, 3, 1, 2]
+
+
+def test_orders_differ() -> None:
+    """Each epoch and each seed has its own; epoch 1 of seed 0 is not epoch 0 of seed 1."""
+    orders = set()
+    for seed, epoch in itertools.product(range(4), range(4)):
+        sampler = ResumableSampler(50, seed=seed)
+        sampler.set_epoch(epoch)
+        orders.add(tuple(sampler))
+    assert len(orders) == 16
+
+
+def test_global_generators_are_left_alone() -> None:
+    """Neither read nor moved: the order is the sampler's own."""
+    before = rng.capture()
+    first = list(ResumableSampler(100))
+    after = rng.capture()
+    assert torch.equal(before["torch"], after["torch"])
+    assert torch.equal(before["numpy"]["key"], after["numpy"]["key"])
+    assert torch.equal(before["python"]["state"], after["python"]["state"])
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    assert list(ResumableSampler(100)) == first
+
+
+def test_a_loop_of_ones_own() -> None:
+    """Resumed by hand: set_epoch of the same epoch keeps the place, the next one is whole."""
+    sampler = ResumableSampler(10)
+    sampler.set_epoch(3)
+    seen = list(itertools.islice(sampler, 4))
+    again = ResumableSampler(10)
+    again.load_state_dict(sampler.state_dict())
+    again.set_epoch(3)
+    assert sorted(seen + list(again)) == list(range(10))
+    assert len(list(again)) == 10, "an epoch that was finished begins from its start"
+    again.set_epoch(4)
+    assert len(list(again)) == 10
+    again.load_state_dict(sampler.state_dict())
+    again.set_epoch(4)
+    assert len(list(again)) == 10
+
+
+def test_another_order_is_refused() -> None:
+    """All that differs is named."""
+    state = ResumableSampler(10, seed=1).state_dict()
+    with pytest.raises(StateMismatch, match=r"length was 10 and is 12, shuffle was True and is F"):
+        ResumableSampler(12, seed=1, shuffle=False).load_state_dict(state)
+    with pytest.raises(UsageError, match="rank must be in"):
+        ResumableSampler(3, rank=2, world_size=2)
+
+
+def test_an_index_is_an_int() -> None:
+    """For lists, tensors, arrays, JSON and collate; and it keeps what it knows through a pickle."""
+    index = SampleIndex(3, 5, 17)
+    assert list(range(9))[index] == torch.arange(9)[index] == numpy.arange(9)[index] == 3
+    assert (json.dumps([index]), {3: "x"}[index], f"{index:02d}") == ("[3]", "x", "03")
+    assert default_collate([index, index]).tolist() == [3, 3]
+    copy = pickle.loads(pickle.dumps(index))
+    assert (copy, copy.epoch, copy.position) == (3, 5, 17)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    length=st.integers(0, 60),
+    size=st.integers(1, 5),
+    parts=st.lists(st.tuples(worlds, st.integers(0, 6)), min_size=1, max_size=4),
+)
+def test_loaders_that_come_and_go(length: int, size: int, parts: list[tuple[int, int]]) -> None:
+    """The same through DataLoader and its position, in whole batches: 3, then 2, then 4 ranks."""
+    seen: list[int] = []
+    state: Any = None
+    for world, steps in [*parts, (1, 10**6)]:
+        loops = []
+        for rank in range(world):
+            sampler = ResumableSampler(length, rank=rank, world_size=world)
+            position = position_of(DataLoader(range(length), size, sampler=sampler))  # type: ignore[arg-type]
+            batches = position.resume_epoch(state) if state else position.begin_epoch(0)
+            loops.append((position, batches))
+        taken = [list(itertools.islice(batches, steps)) for _, batches in loops]
+        for step in zip(*taken, strict=True):
+            seen += [int(i) for row in zip(*step, strict=True) for i in row]
+        state = loops[0][0].state_dict()
+        assert all(position.state_dict()["sampler"] == state["sampler"] for position, _ in loops)
+    assert seen[:length] == list(ResumableSampler(length))
+    assert len(seen) - length < 7
