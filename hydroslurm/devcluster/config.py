@@ -145,6 +145,16 @@ PreemptMode=SUSPEND,GANG
 PartitionName=low {everywhere} Default=YES PriorityTier=1 OverSubscribe=FORCE:1 PreemptMode=SUSPEND
 PartitionName=urgent {everywhere} PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF
 """
+    if spec.profile == "gang-requeue":
+        return f"""\
+# Seen: GraceTime is ignored. SIGTERM and SIGCONT as soon as the urgent srun was submitted, both
+# again within 10 ms, and SIGKILL after KillWait.
+PreemptType=preempt/partition_prio
+PreemptMode=SUSPEND,GANG
+PartitionName=low {everywhere} Default=YES PriorityTier=1 OverSubscribe=FORCE:1 \
+PreemptMode=REQUEUE GraceTime={spec.grace_s}
+PartitionName=urgent {everywhere} PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF
+"""
     return f"""\
 # Seen with GraceTime=6: SIGTERM and SIGCONT 10 ms after the urgent srun was submitted, both again
 # when slurmctld next looked at its time limits (it does every 30 s), and SIGKILL after KillWait.

@@ -41,6 +41,12 @@ def requeue_cluster() -> Iterator[DevCluster]:
     yield from _cluster(ClusterSpec(nodes=2, profile="requeue", kill_wait_s=5))
 
 
+@pytest.fixture(scope="session")
+def gang_requeue_cluster() -> Iterator[DevCluster]:
+    """A cluster of two nodes whose ``low`` jobs are requeued by gang scheduling, without grace."""
+    yield from _cluster(ClusterSpec(nodes=2, profile="gang-requeue", kill_wait_s=5))
+
+
 def _cluster(spec: ClusterSpec) -> Iterator[DevCluster]:
     require_slurm()
     with DevCluster.up(spec) as cluster:

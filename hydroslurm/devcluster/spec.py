@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from hydroslurm.errors import UsageError
 
-Profile = Literal["pause", "requeue"]
+Profile = Literal["pause", "requeue", "gang-requeue"]
 PROFILES: tuple[Profile, ...] = get_args(Profile)
 
 
@@ -21,10 +21,12 @@ class ClusterSpec:
         nodes: slurmd daemons, n1, n2 ...
         cpus_per_node: CPUs that each node claims, however many the machine has.
         profile: what happens to a job of partition ``low`` when one of ``urgent`` wants its place:
-            ``pause`` (PreemptMode=SUSPEND,GANG) or ``requeue`` (PreemptMode=REQUEUE).
+            ``pause`` (PreemptMode=SUSPEND,GANG), ``requeue`` (PreemptMode=REQUEUE), or
+            ``gang-requeue`` (gang scheduling cluster-wide, and REQUEUE for ``low``).
         directory: the cluster's folder; None makes a temporary one that is removed at the end.
-        grace_s: GraceTime of ``low``; it counts in profile ``requeue`` only. A lower bound: Slurm
-            looks every 30 s whether it is over.
+        grace_s: GraceTime of ``low``; it counts in profile ``requeue`` only (``gang-requeue`` has
+            it in its slurm.conf, and Slurm pays no heed). A lower bound: Slurm looks every 30 s
+            whether it is over.
         kill_wait_s: KillWait, from SIGTERM to SIGKILL. slurmd makes at least 5 of it.
 
     Raises:

@@ -18,8 +18,9 @@ from typing import Protocol
 
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm.commands import CommandClient
+from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.patience import Patience
-from hydroslurm.slurm.values import Config, Job, JobState, Partition
+from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 __all__ = [
     "BACKEND_ENV",
@@ -28,6 +29,7 @@ __all__ = [
     "JobState",
     "Partition",
     "Patience",
+    "Qos",
     "SlurmClient",
     "find_slurm_conf",
     "open_client",
@@ -93,6 +95,12 @@ class SlurmClient(Protocol):
 
     def partitions(self) -> tuple[Partition, ...]:
         """Describe all partitions, hidden ones included."""
+
+    def qoses(self) -> tuple[Qos, ...] | None:
+        """Describe all qualities of service; None when accounting is away or there is none."""
+
+    def batch_script(self, job_id: int) -> str | None:
+        """The batch script as submitted; None for what has none, or is another user's."""
 
     def config(self) -> Config:
         """The controller's configuration."""

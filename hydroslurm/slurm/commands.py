@@ -9,16 +9,18 @@ from typing import TypeVar
 from hydroslurm.errors import (
     ControllerUnreachable,
     NoSuchJob,
+    NotPermitted,
     SlurmError,
     SlurmMissing,
     SlurmTimeout,
     UsageError,
     WrongJobState,
 )
-from hydroslurm.slurm import refusals, sacct_text, scontrol_text, squeue_json
+from hydroslurm.slurm import refusals, sacct_text, sacctmgr_text, scontrol_text, squeue_json
+from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.patience import Patience
 from hydroslurm.slurm.programs import Programs
-from hydroslurm.slurm.values import Config, Job, JobState, Partition
+from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 Result = TypeVar("Result")
 
@@ -74,6 +76,27 @@ class CommandClient:
 
     def partitions(self) -> tuple[Partition, ...]:
         return scontrol_text.read_partitions(self._ask("scontrol", "-a", "-o", "show", "partition"))
+
+    def qoses(self) -> tuple[Qos, ...] | None:
+        columns = f"format={','.join(sacctmgr_text.FIELDS)}"
+        timeout_s = self._patience.call_timeout_s
+        try:
+            # one attempt: without slurmdbd it would be refused for as long as one asks
+            output = self._programs.run(
+                "sacctmgr", "-n", "-P", "show", "qos", columns, timeout_s=timeout_s
+            )
+        except SlurmError:
+            return None
+        return sacctmgr_text.read_qoses(output)
+
+    def batch_script(self, job_id: int) -> str | None:
+        try:
+            script = self._ask(
+                "scontrol", "write", "batch_script", str(checked_job_id(job_id)), "-"
+            )
+        except (NotPermitted, NoSuchJob, WrongJobState):
+            return None
+        return script or None
 
     def config(self) -> Config:
         return scontrol_text.read_config(self._ask("scontrol", "show", "config"))
@@ -174,6 +197,12 @@ class CommandClient:
             except WrongJobState as error:
                 if not (pending_is_success and refusals.ALREADY_PENDING in str(error)):
                     raise
+            except SlurmTimeout as error:
+                # with MessageTimeout=30 scontrol itself looks for an absent controller for 58 s.
+                # What is harmless twice is asked again
+                if pending_is_success:
+                    raise ControllerUnreachable(str(error)) from error
+                raise
             except SlurmError as error:
                 if not refusals.says_nothing(error):
                     raise

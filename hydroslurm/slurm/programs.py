@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ _AMBIENT = re.compile(
     r"(SQUEUE|SCONTROL|SCANCEL|SACCT|SINFO)_|SLURM_(TIME_FORMAT|JSON|YAML|DEBUG_FLAGS)$"
 )
 _COMPLAINT = re.compile(r"\b(error|fatal)\b")
+
+_MEANT_FOR_RANKS = frozenset(
+    {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGURG}
+)
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,7 @@ class Programs:
         command = [self._find(program), *arguments]
         doing = " ".join([program, *arguments])
         try:
-            done = subprocess.run(
-                command,
-                env=self.child_environ(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=timeout_s,
-                check=False,
-            )
+            done = _run_apart(command, self.child_environ(), timeout_s)
         except subprocess.TimeoutExpired as error:
             raise SlurmTimeout(
                 f"{doing}: no answer within {timeout_s:g} s, so it was ended. Whether Slurm acted "
@@ -86,3 +84,33 @@ class Programs:
                 "installed, or use `hydroslurm cluster up`, which brings one up to try things on"
             )
         return found
+
+
+def _run_apart(
+    command: list[str], environ: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[bytes]:
+    """subprocess.run for a child that does not hear the signals of the job that it is part of.
+
+    Under proctrack/linuxproc every process of a job step gets them, and the second SIGTERM of a
+    preemption comes some 20 ms after the first: it killed the very scontrol that asked for the
+    requeue. A blocked mask is inherited through exec; here it is blocked for the start only, so
+    that this process still hears them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _MEANT_FOR_RANKS)
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with process:
+        try:
+            out, complaint = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, complaint)

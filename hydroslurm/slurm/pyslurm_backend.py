@@ -29,32 +29,19 @@ from hydroslurm.errors import (
     UsageError,
     WrongJobState,
 )
-from hydroslurm.slurm import refusals, text
+from hydroslurm.slurm import refusals
 from hydroslurm.slurm.commands import (
     CommandClient,
     check_signallable,
     checked_job_id,
     signal_number,
 )
+from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.patience import Patience
-from hydroslurm.slurm.values import Config, Job, Partition
+from hydroslurm.slurm.pyslurm_values import config_of_pyslurm, job_of_pyslurm, partition_of_pyslurm
+from hydroslurm.slurm.values import Job, Partition, Qos
 
 Result = TypeVar("Result")
-
-CONFIG_NAMES: Mapping[str, str] = {
-    "AuthInfo": "auth_info",
-    "ClusterName": "cluster_name",
-    "JobRequeue": "job_requeue",
-    "KillWait": "kill_wait_time",
-    "MessageTimeout": "message_timeout",
-    "PreemptMode": "preempt_mode",
-    "PreemptParameters": "preempt_parameters",
-    "PreemptType": "preempt_type",
-    "ProctrackType": "proctrack_type",
-    "RequeueExit": "requeue_exit",
-    "SLURM_VERSION": "version",
-}
-"""Slurm's name -> pyslurm's, for what ``config()`` tells with this backend."""
 
 
 class PyslurmClient:
@@ -119,6 +106,13 @@ class PyslurmClient:
                 partition_of_pyslurm(p) for p in self._pyslurm.Partitions.load().values()
             ),
         )
+
+    def qoses(self) -> tuple[Qos, ...] | None:
+        # pyslurm.db would hold a connection to slurmdbd open; this is asked once in a job's life
+        return self._commands.qoses()
+
+    def batch_script(self, job_id: int) -> str | None:
+        return self._commands.batch_script(job_id)
 
     def config(self) -> Config:
         return self._ask(
@@ -219,96 +213,3 @@ class PyslurmClient:
                 ) from error
 
         return self._patience.retry(once, may_repeat=may_repeat)
-
-
-def job_of_pyslurm(job: Any) -> Job:
-    """``pyslurm.Job`` -> Job."""
-    state, flags = text.parse_state(job.state)
-    array_id = _number(job.array_id)
-    return Job(
-        job_id=job.id,
-        state=state,
-        flags=flags,
-        name=job.name or "",
-        user=job.user_name or "",
-        partition=job.partition or "",
-        reason=(job.state_reason or "").replace(" ", "_"),
-        nodes=text.expand_nodes(job.allocated_nodes or ""),
-        n_nodes=_number(job.num_nodes),
-        n_tasks=_number(job.ntasks),
-        n_cpus=_number(job.cpus),
-        submit_epoch_s=_number(job.submit_time),
-        eligible_epoch_s=_number(job.eligible_time),
-        start_epoch_s=_number(job.start_time),
-        end_epoch_s=_number(job.end_time),
-        time_limit_s=_minutes_s(job.time_limit),
-        restart_count=job.requeue_count or 0,
-        preempt_epoch_s=_number(job.preempt_time),
-        suspend_epoch_s=_number(job.suspend_time),
-        pre_suspend_s=job.pre_suspension_time or 0,
-        work_dir=job.working_directory or "",
-        std_out=job.standard_output or "",
-        std_err=job.standard_error or "",
-        comment=job.comment or "",
-        exit_code=job.exit_code,
-        exit_signal=job.exit_code_signal,
-        array_job_id=array_id,
-        # 0 is a task's number, and is also what pyslurm makes None of: "not in an array" is told by
-        # array_id
-        array_task_id=(_number(job.array_task_id) or _first_task(job)) if array_id else None,
-        is_batch=job.is_batch_job,
-        may_requeue=job.is_requeueable,
-        memory_per_node_bytes=_megabytes(job.memory_per_node),
-        memory_per_cpu_bytes=_megabytes(job.memory_per_cpu),
-    )
-
-
-def partition_of_pyslurm(partition: Any) -> Partition:
-    """``pyslurm.Partition`` -> Partition."""
-    return Partition(
-        name=partition.name,
-        state=partition.state,
-        priority_tier=_number(partition.priority_tier) or 0,
-        preempt_mode=partition.preempt_mode or "OFF",
-        grace_time_s=_number(partition.preemption_grace_time) or 0,
-        nodes=text.expand_nodes(partition.nodes or ""),
-        max_time_s=_minutes_s(partition.max_time),
-        is_default=bool(partition.is_default),
-    )
-
-
-def config_of_pyslurm(config: Any) -> Config:
-    """``pyslurm.slurmctld.Config`` -> Config, in the words of ``scontrol show config``."""
-    return Config({name: _as_text(getattr(config, field)) for name, field in CONFIG_NAMES.items()})
-
-
-def _as_text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, Mapping):
-        return ",".join(key if v is True else f"{key}={v}" for key, v in value.items())
-    if isinstance(value, list | tuple):
-        return ",".join(str(each) for each in value)
-    return str(value)
-
-
-def _number(value: Any) -> int | None:
-    """None for nothing and for pyslurm's "UNLIMITED"."""
-    return value if isinstance(value, int) else None
-
-
-def _minutes_s(value: Any) -> int | None:
-    minutes = _number(value)
-    return None if minutes is None else minutes * 60
-
-
-def _megabytes(value: Any) -> int | None:
-    number = _number(value)
-    return number * 2**20 if number else None
-
-
-def _first_task(job: Any) -> int | None:
-    """Task 0, which pyslurm does not tell from "no number"; None for tasks not started."""
-    return None if job.array_tasks_waiting else 0

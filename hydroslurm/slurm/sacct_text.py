@@ -73,6 +73,7 @@ def _job_of_sacct(cells: list[str]) -> Job:
     code, signal = text.parse_exit(cell["ExitCode"])
     array = re.fullmatch(r"(\d+)_(\d+|\[.*\])", cell["JobID"])
     minutes = cell["TimelimitRaw"]
+    by = re.fullmatch(r"CANCELLED by (\d+)", cell["State"])
     return Job(
         job_id=int(cell["JobIDRaw"]),
         state=state,
@@ -93,5 +94,6 @@ def _job_of_sacct(cells: list[str]) -> Job:
         exit_code=code,
         exit_signal=signal,
         array_job_id=int(array[1]) if array else None,
+        cancelled_by_uid=int(by[1]) if by else None,
         array_task_id=int(array[2]) if array and array[2].isdecimal() else None,
     )

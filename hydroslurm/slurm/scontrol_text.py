@@ -8,13 +8,17 @@ from itertools import zip_longest
 
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
-from hydroslurm.slurm.values import Config, Job, Partition
+from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.values import Job, Partition
 
 # Fields of `scontrol show job` that stand on a line of their own and may hold anything, "Key=" and
 # newlines included. From the first of them to StdOut there are no other lines.
 _FREE = re.compile(
     r"   (Command|SubmitLine|WorkDir|(?:Admin|System)?Comment|Extra|StdErr|StdIn|StdOut)=(.*)"
 )
+# what may follow them, and names what a job asked for
+_TAIL = re.compile(r"   (Power|TresPer(?:Job|Node|Socket|Task)|MailUser)=")
+_TRES_PER = ("TresPerJob", "TresPerNode", "TresPerSocket", "TresPerTask")
 _RECORD_START = re.compile(r"\n\s*\n(?=JobId=\d+ [^\n]*\n   (?:UserId|SLUID|HetJobIdSet)=)")
 _FIRST_LINE = re.compile(
     r"JobId=(?P<JobId>\d+) (?:ArrayJobId=(?P<ArrayJobId>\d+) ArrayTaskId=(?P<ArrayTaskId>\S+) )?"
@@ -78,6 +82,10 @@ def _job_fields(block: str) -> dict[str, str]:
             # a comment may hold a line that looks like StdOut; Slurm prints the true one after it
             open_key = free[1]
             fields[open_key] = free[2]
+        elif fields.get("BatchFlag") == "0" and _TAIL.match(line):
+            # srun and salloc have no StdOut, after which the free fields would be over
+            fields.update(_pairs(line.strip()))
+            open_key = ""
         elif open_key not in ("", "JobName", "StdOut") or not line.startswith("   "):
             # more of a field that holds newlines
             if open_key and line.strip():
@@ -136,6 +144,8 @@ def _job_of_fields(fields: Mapping[str, str]) -> Job:
         may_requeue=fields["Requeue"] != "0" if "Requeue" in fields else None,
         memory_per_node_bytes=text.parse_memory_bytes(fields.get("MinMemoryNode", "")),
         memory_per_cpu_bytes=text.parse_memory_bytes(fields.get("MinMemoryCPU", "")),
+        qos=_present(fields.get("QOS", "")),
+        gres=text.join_gres(_present(fields.get(name, "")) for name in _TRES_PER),
     )
 
 
@@ -153,4 +163,10 @@ def _partition_of_fields(fields: Mapping[str, str]) -> Partition:
         nodes=text.expand_nodes(fields.get("Nodes", "")),
         max_time_s=text.parse_duration_s(fields["MaxTime"]),
         is_default=fields["Default"] == "YES",
+        over_time_limit_s=_minutes_s(fields.get("OverTimeLimit", "")),
     )
+
+
+def _minutes_s(value: str) -> int | None:
+    minutes = text.leading_int(value)
+    return None if minutes is None else minutes * 60

@@ -12,6 +12,7 @@ from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
 from hydroslurm.slurm.values import Job
 
+_TRES_PER = ("job", "node", "socket", "task")
 _FILENAME = re.compile(r"%(\d*)([Aajux])")
 
 
@@ -70,6 +71,8 @@ def _job_of_json(row: Mapping[str, Any]) -> Job:
         may_requeue=row.get("requeue"),
         memory_per_node_bytes=_megabytes(row.get("memory_per_node")),
         memory_per_cpu_bytes=_megabytes(row.get("memory_per_cpu")),
+        qos=row.get("qos") or "",
+        gres=text.join_gres(row.get(f"tres_per_{what}") or "" for what in _TRES_PER),
     )
     return _with_files(job, row)
 

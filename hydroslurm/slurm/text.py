@@ -171,6 +171,14 @@ def parse_exit(value: str) -> tuple[int | None, int | None]:
     return (int(code), int(signal)) if code and signal else (None, None)
 
 
+def join_gres(asked: Iterable[str]) -> str:
+    """``gres:gpu:2`` and ``gres/gpu=2,cpu=1`` -> ``gpu:2``, each kind once; what is no GRES is left
+    out."""
+    words = [word for each in asked for word in each.split(",")]
+    names = [re.sub(r"^gres[:/]", "", w).replace("=", ":") for w in words if w.startswith("gres")]
+    return ",".join(dict.fromkeys(names))
+
+
 _RANK = {state: rank for rank, state in enumerate(JobState)}
 _COMPACT = {
     "CG": "COMPLETING",

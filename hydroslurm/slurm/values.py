@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 
 class JobState(str, Enum):
@@ -109,6 +106,9 @@ class Job:
         is_batch: False for what srun or salloc started; those cannot be requeued.
         may_requeue: False for ``--no-requeue``.
         memory_per_node_bytes, memory_per_cpu_bytes: asked for; None when nothing was.
+        qos: empty on a cluster without accounting.
+        gres: generic resources asked for, ``gpu:2``, whatever option they were asked for with.
+        cancelled_by_uid: who cancelled it; only accounting (``history``) knows.
     """
 
     job_id: int
@@ -143,6 +143,9 @@ class Job:
     may_requeue: bool | None = None
     memory_per_node_bytes: int | None = None
     memory_per_cpu_bytes: int | None = None
+    qos: str = ""
+    gres: str = ""
+    cancelled_by_uid: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,7 @@ class Partition:
         preempt_mode: as Slurm prints it, ``OFF``, ``SUSPEND``, ``REQUEUE``, ``CANCEL`` ...
         grace_time_s: the least time between a preempted job's SIGTERM and its SIGKILL.
         max_time_s: None when unlimited.
+        over_time_limit_s: how long a job may pass its time limit here; None: as cluster-wide.
     """
 
     name: str
@@ -164,76 +168,20 @@ class Partition:
     nodes: tuple[str, ...] = ()
     max_time_s: int | None = None
     is_default: bool = False
+    over_time_limit_s: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Config(Mapping[str, str]):
-    """slurm.conf as the controller has it: Slurm's names -> text, empty for Slurm's (null).
+@dataclass(frozen=True, kw_only=True)
+class Qos:
+    """One quality of service, from accounting; it decides where PreemptType=preempt/qos.
 
-    With the pyslurm backend only the names in ``pyslurm_backend.CONFIG_NAMES`` are there.
+    Attributes:
+        grace_time_s: as a partition's, for the jobs of this QOS.
+        preempt_mode: ``REQUEUE``, ``CANCEL`` ...; empty: as cluster-wide.
+        preempts: the names of those whose jobs this one's may preempt.
     """
 
-    entries: Mapping[str, str] = field(repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "entries", MappingProxyType(dict(self.entries)))
-
-    def __getitem__(self, name: str) -> str:
-        return self.entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """The controller's release, (22, 5, 8); (0,) when it is not given."""
-        return tuple(
-            int(part) for part in re.findall(r"\d+", self.get("SLURM_VERSION", "")[:12])
-        ) or (0,)
-
-    @property
-    def cluster_name(self) -> str:
-        return self.get("ClusterName", "")
-
-    @property
-    def preempt_mode(self) -> str:
-        """Cluster-wide, as Slurm prints it: ``GANG,SUSPEND``, ``REQUEUE``, ``OFF`` ..."""
-        return self.get("PreemptMode", "OFF")
-
-    @property
-    def suspend_grace_time_s(self) -> int:
-        """Seconds between SIGTSTP and SIGSTOP of a suspend.
-
-        Slurm 23.11 and later read suspend_grace_time in PreemptParameters; earlier ones always wait
-        2 s (hard-coded in slurmstepd), which is the default too.
-        """
-        found = re.search(r"suspend_grace_time=(\d+)", self.get("PreemptParameters", ""), re.I)
-        return int(found[1]) if found else 2
-
-    @property
-    def kill_wait_s(self) -> int:
-        """Seconds between SIGTERM and SIGKILL of a job that is being ended."""
-        return self._seconds("KillWait", 30)
-
-    @property
-    def message_timeout_s(self) -> int:
-        """Seconds after which Slurm's own programs give up on one message."""
-        return self._seconds("MessageTimeout", 10)
-
-    @property
-    def cred_expire_s(self) -> int:
-        """Life of a credential; a requeued job waits that long, and one more, to start."""
-        found = re.search(r"cred_expire=(\d+)", self.get("AuthInfo", ""))
-        return int(found[1]) if found else 120
-
-    @property
-    def proctrack_type(self) -> str:
-        """``proctrack/cgroup``: signals reach the srun tasks only; others: every process."""
-        return self.get("ProctrackType", "")
-
-    def _seconds(self, name: str, default: int) -> int:
-        found = re.match(r"\d+", self.get(name, ""))
-        return int(found[0]) if found else default
+    name: str
+    grace_time_s: int = 0
+    preempt_mode: str = ""
+    preempts: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ def _settings(text: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("profile", ["pause", "requeue"])
+@pytest.mark.parametrize("profile", ["pause", "requeue", "gang-requeue"])
 def test_everything_is_loopback_private_and_in_the_folder(profile: str) -> None:
     """Every address is the loopback's, every path is below the cluster's own folder."""
     spec = ClusterSpec(nodes=2, cpus_per_node=3, profile=profile)  # type: ignore[arg-type]
@@ -71,6 +71,15 @@ def test_profile_requeue_requeues_after_the_grace() -> None:
     low = settings["PartitionName=low"]
     assert low.endswith("PreemptMode=REQUEUE GraceTime=9")
     assert settings["PartitionName=urgent"].endswith("PriorityTier=10 PreemptMode=OFF")
+
+
+def test_profile_gang_requeue_has_both() -> None:
+    """Gang scheduling between the partitions, and a partition whose jobs are requeued."""
+    settings = _settings(slurm_conf(ClusterSpec(profile="gang-requeue", nodes=2), PLACE, PORTS))
+    assert settings["PreemptMode"] == "PreemptMode=SUSPEND,GANG"
+    low, urgent = settings["PartitionName=low"], settings["PartitionName=urgent"]
+    assert low.endswith("PriorityTier=1 OverSubscribe=FORCE:1 PreemptMode=REQUEUE GraceTime=5")
+    assert urgent.endswith("PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF")
 
 
 @pytest.mark.parametrize(

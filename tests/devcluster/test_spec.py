@@ -17,7 +17,7 @@ from hydroslurm.errors import UsageError
         ({"nodes": 0}, "nodes is 0; it must be a whole number from 1 to 64"),
         ({"nodes": True}, "nodes is True"),
         ({"cpus_per_node": 1.5}, "cpus_per_node is 1.5"),
-        ({"profile": "kill"}, "profile is 'kill'; it must be one of pause, requeue"),
+        ({"profile": "kill"}, "profile is 'kill'; it must be one of pause, requeue, gang-requeue"),
         ({"kill_wait_s": 0}, "kill_wait_s is 0"),
         ({"grace_s": -1}, "grace_s is -1"),
     ],

@@ -324,6 +324,25 @@ def test_config(client: SlurmClient, pause_cluster: DevCluster) -> None:
     assert config.cluster_name
 
 
+def test_qoses(client: SlurmClient) -> None:
+    """The QOS that every cluster with accounting has is described."""
+    normal = {qos.name: qos for qos in client.qoses() or ()}["normal"]
+    assert (normal.grace_time_s, normal.preempt_mode, normal.preempts) == (0, "", ())
+
+
+def test_batch_script(client: SlurmClient, jobs: Jobs, pause_cluster: DevCluster) -> None:
+    """A batch job's script comes back as submitted; what has none gives None."""
+    job_id = jobs.submit("--begin=now+1hour", script=TALKER)
+    assert client.batch_script(job_id) == TALKER
+    allocation = pause_cluster.run(["salloc", "--no-shell", "-n1", "-p", "low"])
+    interactive = int(allocation.stderr.rsplit("allocation ", 1)[1].split()[0])
+    jobs.ids.append(interactive)
+    assert client.batch_script(interactive) is None
+    assert client.batch_script(UNKNOWN_JOB) is None
+    job = client.job(interactive)
+    assert (job.qos, job.gres, job.work_dir) == ("normal", "", str(Path.cwd()))
+
+
 def test_ambient_environment_is_not_read(
     pause_cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,9 +47,9 @@ class Stage:
         path.write_text(f'#!/bin/sh\necho "{program} $*" >> "{self.root}/calls"\n{script}\n')
         path.chmod(0o755)
 
-    def client(self, **environ: str) -> CommandClient:
+    def client(self, *, call_timeout_s: float = 20, **environ: str) -> CommandClient:
         patience = Patience(
-            call_timeout_s=20,
+            call_timeout_s=call_timeout_s,
             give_up_after_s=30,
             monotonic=lambda: self._now_s,
             sleep=self._sleep,
@@ -107,6 +107,21 @@ def test_requeue_retried_and_already_pending_is_success(stage: Stage) -> None:
     )
     stage.client().requeue(5)
     assert stage.calls == ["scontrol requeue 5"] * 2
+
+
+def test_requeue_is_repeated_after_a_time_out(stage: Stage) -> None:
+    """scontrol may look for an absent controller for longer than one call is given; a suspend,
+    which is not harmless twice, is not repeated."""
+    stage.stand_in(
+        "scontrol", f'[ $(wc -l < "{stage.root}/calls") -ge 2 ] && exit 0\nexec sleep 60'
+    )
+    client = stage.client(call_timeout_s=0.5)
+    client.requeue(5)
+    assert stage.calls == ["scontrol requeue 5"] * 2
+    (stage.root / "calls").unlink()
+    with pytest.raises(SlurmTimeout):
+        client.suspend(5)
+    assert stage.calls == ["scontrol suspend 5"]
 
 
 @pytest.mark.parametrize(

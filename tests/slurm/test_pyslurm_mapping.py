@@ -63,6 +63,8 @@ JOB: dict[str, Any] = {
     "is_requeueable": True,
     "memory_per_node": 64000,
     "memory_per_cpu": None,
+    "qos": "normal",
+    "gres_per_node": {"gpu": 1},
 }
 
 
@@ -82,16 +84,22 @@ class StandIn:
         self.slurmctld = SimpleNamespace(
             Config=SimpleNamespace(
                 load=lambda: SimpleNamespace(
+                    accounting_storage_type="accounting_storage/slurmdbd",
                     auth_info=["socket=/x", "cred_expire=5"],
+                    cgroup_config=SimpleNamespace(signal_children_processes=False),
                     cluster_name="c",
+                    job_file_append=True,
                     job_requeue=True,
                     kill_wait_time=30,
                     message_timeout=10,
+                    over_time_limit=2,
                     preempt_mode="GANG,SUSPEND",
                     preempt_parameters={"suspend_grace_time": 7, "youngest_first": True},
                     preempt_type="preempt/partition_prio",
                     proctrack_type="proctrack/cgroup",
                     requeue_exit=None,
+                    scheduler_parameters={"requeue_delay": 9, "bf_continue": True},
+                    slurmctld_parameters=None,
                     version="25.11.7",
                 )
             )
@@ -202,6 +210,9 @@ def test_partitions_and_config(client: PyslurmClient) -> None:
     config = client.config()
     assert config.version == (25, 11, 7)
     assert (config.kill_wait_s, config.cred_expire_s, config.suspend_grace_time_s) == (30, 5, 7)
+    assert (config.job_requeue, config.appends_output, config.has_accounting) == (True, True, True)
+    assert (config.requeue_wait_s, config.over_time_limit_s) == (10, 120)
+    assert (config.gang, config.signals_children, config.send_user_signal) == (True, False, False)
     assert config["PreemptParameters"] == "suspend_grace_time=7,youngest_first"
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import sacct_text, scontrol_text, squeue_json
-from hydroslurm.slurm.values import Config, Job, JobState
+from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.values import Job, JobState
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -53,6 +54,7 @@ def test_one_job_in_full() -> None:
         exit_signal=0,
         is_batch=True,
         may_requeue=True,
+        qos="normal",
     )
 
 

@@ -1,0 +1,114 @@
+"""``hydroslurm doctor [JOBID]``: what this site does to a job, and whether a save fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hydroslurm.doctor.facts import Facts, SaveFacts
+    from hydroslurm.doctor.finding import Finding, Severity
+
+JobId = Annotated[int | None, typer.Argument(metavar="[JOBID]", help="One job; default: a plan.")]
+PartitionName = Annotated[
+    str, typer.Option("--partition", "-p", help="Where a job is planned; default: the default one.")
+]
+QosName = Annotated[str, typer.Option("--qos", "-q", help="The QOS of a planned job.")]
+Run = Annotated[
+    Path | None,
+    typer.Option("--run", help="A run folder: its newest checkpoint tells how long a save takes."),
+]
+SaveS = Annotated[
+    float | None, typer.Option("--save-s", min=0.0, help="How long a save takes, seconds.")
+]
+StateBytes = Annotated[
+    int | None, typer.Option("--state-bytes", min=0, help="The size of the state, for the record.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
+def doctor(
+    job_id: JobId = None,
+    partition: PartitionName = "",
+    qos: QosName = "",
+    run: Run = None,
+    save_s: SaveS = None,
+    state_bytes: StateBytes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say in plain words what a preemption does here, how long each stop leaves, what is risky and
+    which line would change it. Exit status 1: work would be lost; 2: Slurm could not be asked."""
+    from hydroslurm.doctor import answer, findings
+    from hydroslurm.doctor.gather import gather
+    from hydroslurm.errors import HydroslurmError, UsageError
+    from hydroslurm.slurm.client import open_client
+
+    try:
+        save = _save(run, save_s, state_bytes)
+        facts = gather(open_client(), job_id=job_id, partition=partition, qos=qos, save=save)
+    except (HydroslurmError, UsageError) as error:
+        # not the usual 1, which says that work would be lost
+        typer.echo(f"hydroslurm: {error}", err=True)
+        raise typer.Exit(2) from error
+    found = findings.diagnose(facts)
+    if as_json:
+        typer.echo(json.dumps(answer.as_json(facts, found)))
+    else:
+        _print(facts, found)
+    if findings.work_would_be_lost(found):
+        raise typer.Exit(1)
+
+
+def _save(run: Path | None, save_s: float | None, state_bytes: int | None) -> SaveFacts | None:
+    from hydroslurm.doctor.facts import SaveFacts
+    from hydroslurm.doctor.gather import last_save
+    from hydroslurm.errors import UsageError
+
+    if run is not None and save_s is not None:
+        raise UsageError("give either --run or --save-s, not both")
+    if save_s is not None:
+        return SaveFacts(save_s=save_s, state_bytes=state_bytes)
+    if run is None:
+        return None
+    if not run.is_dir():
+        raise UsageError(f"--run {run}: no such folder; wanted the folder of a run")
+    return last_save(run)
+
+
+def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from hydroslurm.doctor.findings import label
+
+    console = Console(highlight=False)
+    console.print(_headline(facts), markup=False)
+    times = Table("stop", "seconds", "because", box=None, pad_edge=False)
+    for kind, left in facts.stops():
+        times.add_row(label(kind), f"{left.seconds:.1f}", left.why)
+    console.print()
+    console.print("At least so long from the first signal to SIGKILL:")
+    console.print(times)
+    console.print()
+    for finding in found:
+        style = _style(finding.severity)
+        console.print(f"[{style}]{finding.severity.value:<5}[/] {finding.title}")
+        for words in filter(None, (finding.explanation, finding.fix and f"-> {finding.fix}")):
+            console.print(Padding(Text(words), (0, 0, 0, 6)))
+
+
+def _headline(facts: Facts) -> str:
+    version = facts.config.get("SLURM_VERSION", "of an unknown release")
+    what = f"job {facts.job.job_id}" if facts.job else "a planned job"
+    qos = f", QOS {facts.qos}" if facts.qos else ""
+    cluster = facts.config.cluster_name
+    return f"{what} in partition {facts.partition.name}{qos} of {cluster} (Slurm {version})"
+
+
+def _style(severity: Severity) -> str:
+    return {"ok": "green", "note": "cyan", "risk": "yellow", "loss": "bold red"}[severity.value]

@@ -1,0 +1,71 @@
+"""What a diagnosis rests on: frozen values, which a test makes by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydroslurm.doctor.script import ScriptOptions
+from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.policy import SitePolicy, StopCase, StopKind, TimeLeft
+from hydroslurm.slurm.preemption import PreemptAction
+from hydroslurm.slurm.values import Job, Partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFacts:
+    """How long a save takes.
+
+    Attributes:
+        save_s: of one whole save, until it is committed.
+        source: where the figure is from, in words.
+    """
+
+    save_s: float
+    state_bytes: int | None = None
+    source: str = "--save-s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """All that is known of one job, or of one that is planned.
+
+    Attributes:
+        qos: that was looked at; empty for none.
+        job: None when it is planned.
+        script: its batch script's options; None where there is no script or it may not be read.
+        save: None when it is not known how long a save takes.
+    """
+
+    config: Config
+    policy: SitePolicy
+    partition: Partition
+    qos: str = ""
+    job: Job | None = None
+    script: ScriptOptions | None = None
+    save: SaveFacts | None = None
+
+    @property
+    def is_preempted_to_stop(self) -> bool:
+        """Whether a preemption ends the processes, rather than pausing them."""
+        return self.policy.action in (PreemptAction.REQUEUE, PreemptAction.CANCEL)
+
+    @property
+    def has_time_limit(self) -> bool:
+        """True for a planned job: what DefaultTime or --time will give it is not known here."""
+        if self.job is None:
+            return True
+        return self.job.end_epoch_s is not None or self.job.time_limit_s is not None
+
+    def stops(self) -> tuple[tuple[StopKind, TimeLeft], ...]:
+        """Every kind of stop that can happen here, with the time that it leaves, in the order of a
+        report."""
+        warning_s = self.script.warning_s if self.script else None
+        cases = [StopCase(kind=StopKind.PREEMPTED)] if self.is_preempted_to_stop else []
+        if self.has_time_limit:
+            warned = StopCase(kind=StopKind.TIME_LIMIT_WARNED, warning_s=warning_s)
+            cases.append(warned if warning_s else StopCase(kind=StopKind.TIME_LIMIT))
+        cases += [
+            StopCase(kind=kind)
+            for kind in (StopKind.REQUEUED, StopKind.CANCELLED, StopKind.NODE_FAILURE)
+        ]
+        return tuple((case.kind, self.policy.time_left_s(case)) for case in cases)

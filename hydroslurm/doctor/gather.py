@@ -1,0 +1,78 @@
+"""Ask Slurm, and look into a run folder, for what a diagnosis rests on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hydroslurm.doctor.facts import Facts, SaveFacts
+from hydroslurm.doctor.script import ScriptOptions, read_script
+from hydroslurm.errors import UsageError
+from hydroslurm.rundir import RunDir
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.policy import find_partition, site_policy
+from hydroslurm.slurm.values import Job
+
+
+def gather(
+    client: SlurmClient,
+    *,
+    job_id: int | None = None,
+    partition: str = "",
+    qos: str = "",
+    save: SaveFacts | None = None,
+    script: ScriptOptions | None = None,
+) -> Facts:
+    """Ask Slurm for one job, or for what a job would meet in a partition.
+
+    Args:
+        partition: "" for the default one; a job brings its own.
+        script: of a planned job; that of an existing one is read from Slurm, where that is allowed.
+
+    Raises:
+        SlurmError: Slurm could not be asked.
+        UsageError: there is no such partition, or both a job and a partition are given.
+    """
+    if job_id is not None and (partition or qos):
+        raise UsageError("give either a job or --partition and --qos: a job has its own")
+    job = None if job_id is None else client.job(job_id)
+    config = client.config()
+    partitions = client.partitions()
+    chosen = find_partition(partitions, job.partition if job else partition)
+    by_qos = config.preempt_type == "preempt/qos"
+    qoses = client.qoses() if by_qos else None
+    name = (job.qos if job else qos) or ("normal" if by_qos else "")
+    policy = site_policy(config, chosen, partitions=partitions, qos=name, qoses=qoses, job=job)
+    return Facts(
+        config=config,
+        policy=policy,
+        partition=chosen,
+        qos=name,
+        job=job,
+        script=_script_of(client, job) if job else script,
+        save=save,
+    )
+
+
+def last_save(run: Path) -> SaveFacts | None:
+    """The time that the newest committed checkpoint of a run took; None when there is none.
+
+    A manifest that cannot be read is passed over: `hydroslurm checkpoint verify` is for that.
+    """
+    folders = sorted(RunDir(run).checkpoints.glob("step-*/manifest.json"), reverse=True)
+    for path in folders:
+        try:
+            row = json.loads(path.read_text())
+            return SaveFacts(
+                save_s=float(row["save_s"]),
+                state_bytes=int(row["state_bytes"]),
+                source=f"the {row['kind']} checkpoint of step {row['step']}",
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _script_of(client: SlurmClient, job: Job) -> ScriptOptions | None:
+    text = None if job.is_batch is False else client.batch_script(job.job_id)
+    return None if text is None else read_script(text)

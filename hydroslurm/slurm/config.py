@@ -1,0 +1,158 @@
+"""slurm.conf as a frozen value. What is read from it decides what happens to a preempted job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, eq=False)
+class Config(Mapping[str, str]):
+    """slurm.conf as the controller has it: Slurm's names -> text, empty for Slurm's (null).
+
+    With the pyslurm backend only the names in ``pyslurm_values.CONFIG_NAMES`` are there.
+    """
+
+    entries: Mapping[str, str] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entries", MappingProxyType(dict(self.entries)))
+
+    def __getitem__(self, name: str) -> str:
+        return self.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The controller's release, (22, 5, 8); (0,) when it is not given."""
+        return tuple(
+            int(part) for part in re.findall(r"\d+", self.get("SLURM_VERSION", "")[:12])
+        ) or (0,)
+
+    @property
+    def cluster_name(self) -> str:
+        return self.get("ClusterName", "")
+
+    @property
+    def preempt_mode(self) -> str:
+        """Cluster-wide, as Slurm prints it: ``GANG,SUSPEND``, ``REQUEUE``, ``OFF`` ..."""
+        return self.get("PreemptMode", "OFF")
+
+    @property
+    def suspend_grace_time_s(self) -> int:
+        """Seconds between SIGTSTP and SIGSTOP of a suspend.
+
+        Slurm 23.11 and later read suspend_grace_time in PreemptParameters; earlier ones always wait
+        2 s (hard-coded in slurmstepd), which is the default too.
+        """
+        found = re.search(r"suspend_grace_time=(\d+)", self.get("PreemptParameters", ""), re.I)
+        return int(found[1]) if found else 2
+
+    @property
+    def kill_wait_s(self) -> int:
+        """Seconds between SIGTERM and SIGKILL of a job that is being ended."""
+        return self._seconds("KillWait", 30)
+
+    @property
+    def message_timeout_s(self) -> int:
+        """Seconds after which Slurm's own programs give up on one message."""
+        return self._seconds("MessageTimeout", 10)
+
+    @property
+    def cred_expire_s(self) -> int:
+        """Life of a credential; a requeued job waits that long, and one more, to start."""
+        found = re.search(r"cred_expire=(\d+)", self.get("AuthInfo", ""))
+        return int(found[1]) if found else 120
+
+    @property
+    def proctrack_type(self) -> str:
+        """``proctrack/cgroup``: signals reach the srun tasks only; others: every process."""
+        return self.get("ProctrackType", "")
+
+    @property
+    def signals_children(self) -> bool:
+        """Whether a signal to a job step reaches every process of it, not its srun tasks only.
+
+        SignalChildrenProcesses of cgroup.conf is told by releases that know it.
+        """
+        if self.get("SignalChildrenProcesses", "").lower() == "yes":
+            return True
+        return self.proctrack_type != "proctrack/cgroup"
+
+    @property
+    def preempt_type(self) -> str:
+        """``preempt/partition_prio``, ``preempt/qos``; empty or ``preempt/none`` for neither."""
+        return self.get("PreemptType", "")
+
+    @property
+    def gang(self) -> bool:
+        """Whether gang scheduling preempts; it pays no heed to GraceTime."""
+        return "GANG" in self.preempt_mode.upper().split(",")
+
+    @property
+    def send_user_signal(self) -> bool:
+        """Whether a preempted job gets its ``--signal`` in place of the first SIGTERM.
+
+        A word of PreemptParameters from 23.02 on, of SlurmctldParameters in 22.05.
+        """
+        newer = self.get("PreemptParameters", "").lower().split(",")
+        older = self.get("SlurmctldParameters", "").lower().split(",")
+        return "send_user_signal" in newer or "preempt_send_user_signal" in older
+
+    @property
+    def job_requeue(self) -> bool:
+        """Whether a batch job may be requeued that says neither --requeue nor --no-requeue."""
+        return self.get("JobRequeue", "1") != "0"
+
+    @property
+    def requeue_exit(self) -> str:
+        """The exit codes of a batch script that requeue it, ``75,130-143``; empty for none."""
+        return self.get("RequeueExit", "")
+
+    @property
+    def requeue_wait_s(self) -> int:
+        """How long a requeued job waits at the least before it may start again.
+
+        The life of a credential and one second more; 25.11 and later read requeue_delay in
+        SchedulerParameters instead, where it is given (batch_requeue_fini in job_mgr.c).
+        """
+        found = re.search(r"requeue_delay=(\d+)", self.get("SchedulerParameters", ""))
+        waits_s = int(found[1]) if found and self.version >= (25, 11) else self.cred_expire_s
+        return waits_s + 1
+
+    @property
+    def over_time_limit_s(self) -> int:
+        """How long a job may pass its time limit; very long for UNLIMITED."""
+        if self.get("OverTimeLimit", "").upper().startswith("UNLIMITED"):
+            return 65535 * 60
+        return self._seconds("OverTimeLimit", 0) * 60
+
+    @property
+    def preempt_exempt_s(self) -> int:
+        """How long a job has run before it can be requeued or cancelled by a preemption."""
+        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", self.get("PreemptExemptTime", ""))
+        days, hours, minutes, seconds = (
+            (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+        )
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    @property
+    def has_accounting(self) -> bool:
+        """Whether there is a slurmdbd, without which sacct and QOS know nothing."""
+        return self.get("AccountingStorageType", "").endswith("/slurmdbd")
+
+    @property
+    def appends_output(self) -> bool:
+        """Whether a requeued job's output is appended without --open-mode."""
+        return self.get("JobFileAppend", "0") != "0"
+
+    def _seconds(self, name: str, default: int) -> int:
+        found = re.match(r"\d+", self.get(name, ""))
+        return int(found[0]) if found else default

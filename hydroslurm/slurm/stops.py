@@ -1,0 +1,261 @@
+"""Why a job was stopped: asked of Slurm, never guessed from the signal.
+
+What 22.05.8 shows while a rank still lives:
+
+    preempted, in its grace   RUNNING, PreemptTime set, EndTime moved to the end of the grace
+    time limit over           COMPLETING, Reason=TimeLimit
+    scancel                   COMPLETING, EndTime now
+    requeued                  COMPLETING, one restart more, EndTime unknown or a time limit away
+    a person's signal         RUNNING, as before
+
+"Requeued" is by an operator, by gang scheduling, or at the end of a grace. slurmctld does not tell
+which any more; accounting does, within 0.2 s: PREEMPTED or REQUEUED. It also knows who cancelled.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import Enum
+
+from hydroslurm.errors import SlurmError
+from hydroslurm.exitcodes import CANCELLED, RUN_AGAIN
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.patience import Patience
+from hydroslurm.slurm.policy import WARNING_EARLY_S, StopCase, StopKind
+from hydroslurm.slurm.values import Job, JobState
+
+IN_GRACE = Patience(call_timeout_s=5.0, give_up_after_s=1.5, first_delay_s=0.1, longest_delay_s=0.5)
+"""For the client that asks inside the grace, where every second is one less for the save."""
+USUAL_WARNING_S = 120.0
+"""A warning that asks for more than this before the time limit has to be named to be recognised."""
+
+
+class StopReason(str, Enum):
+    """Why a rank was told to stop."""
+
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"
+    REQUEUED = "requeued"
+    """The job is in the queue again already: an operator's requeue, or a preemption without grace
+    where accounting could not tell it from one."""
+    NODE_FAILING = "node_failing"
+    ASKED = "asked"
+    """Slurm has no reason: a person sent the signal to a job that goes on."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop(StopCase):
+    """Why, and what is known of the time left (see :class:`StopCase`).
+
+    Attributes:
+        words: one sentence for a person.
+        by_uid: who cancelled it, where accounting told.
+        pending_again: Slurm has put the job back into the queue already.
+        needs_history: accounting may know better, and was not asked or did not answer.
+    """
+
+    reason: StopReason
+    words: str
+    by_uid: int | None = None
+    pending_again: bool = False
+    needs_history: bool = False
+
+
+@dataclass(frozen=True)
+class FollowUp:
+    """What a stop is followed by, once the state is committed.
+
+    Attributes:
+        requeue: ask Slurm to start the job again; "already pending" is success.
+        exit_code: to leave with when all went well.
+        words: the same, for a person.
+    """
+
+    requeue: bool
+    exit_code: int
+    words: str
+
+
+_FOLLOW_UPS = {
+    StopReason.PREEMPTED: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
+    StopReason.TIME_LIMIT: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
+    StopReason.ASKED: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
+    StopReason.UNKNOWN: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
+    StopReason.CANCELLED: FollowUp(False, CANCELLED, "save, leave; the job is not started again"),
+    StopReason.REQUEUED: FollowUp(True, RUN_AGAIN, "save, leave; the job is pending already"),
+    StopReason.NODE_FAILING: FollowUp(True, RUN_AGAIN, "save if it can be done, requeue, leave"),
+}
+
+
+def follow_up(reason: StopReason) -> FollowUp:
+    """What comes after the save.
+
+    A cancelled job must not be requeued: Slurm would do it, as long as the job's processes live
+    (measured), and undo what a person asked for.
+    """
+    return _FOLLOW_UPS[reason]
+
+
+def ask_why(
+    client: SlurmClient,
+    job_id: int,
+    *,
+    warning_s: float | None = None,
+    history_within_s: float = 1.0,
+) -> Stop:
+    """Ask Slurm why this job was just told to stop. Never raises for Slurm's sake.
+
+    Args:
+        client: with :data:`IN_GRACE` for its patience; another one may use up the grace.
+        warning_s: the T of ``--signal=X@T``, if it is known.
+        history_within_s: how long accounting may take to hear of it; it is asked only where
+            slurmctld does not say all.
+    """
+    asked_epoch_s = time.time()
+    try:
+        job = client.job(job_id)
+    except SlurmError as error:
+        words = f"Slurm could not be asked why: {error}"
+        return Stop(kind=StopKind.UNKNOWN, reason=StopReason.UNKNOWN, words=words)
+    stop = why_stopped(job, now_epoch_s=asked_epoch_s, warning_s=warning_s)
+    deadline_s = time.monotonic() + history_within_s
+    while stop.needs_history:
+        life = _last_life(client, job_id)
+        if life is not None:
+            stop = why_stopped(job, now_epoch_s=asked_epoch_s, life=life, warning_s=warning_s)
+        if not stop.needs_history or time.monotonic() > deadline_s:
+            break
+        time.sleep(0.1)
+    return stop
+
+
+def why_stopped(
+    job: Job, *, now_epoch_s: float, life: Job | None = None, warning_s: float | None = None
+) -> Stop:
+    """Read the reason out of what Slurm says. Pure.
+
+    Args:
+        job: as slurmctld described it after the signal.
+        now_epoch_s: when that was, which is taken for the moment of the signal.
+        life: the job's last life as accounting has it; None when that is not known.
+        warning_s: the T of ``--signal=X@T``, if it is known.
+    """
+    to_end_s = None if job.end_epoch_s is None else job.end_epoch_s - now_epoch_s
+    if job.state in (JobState.RUNNING, JobState.SUSPENDED, JobState.SIGNALING):
+        return _why_running(job, to_end_s, warning_s)
+    # the processes are being ended: what counts is the state below COMPLETING
+    told = {job.state, *(JobState[word] for word in job.flags if word in JobState.__members__)}
+    if life is not None:
+        told.add(life.state)
+    if JobState.CANCELLED in told:
+        by_uid = life.cancelled_by_uid if life else None
+        who = "" if by_uid is None else f" by user id {by_uid}"
+        return _ending(StopReason.CANCELLED, f"cancelled{who}", by_uid=by_uid)
+    if JobState.PREEMPTED in told or job.preempt_epoch_s is not None:
+        # it may have been cancelled in its grace: then it shows a PreemptTime too
+        doubtful = life is None and not _is_pending(job)
+        return _ending(
+            StopReason.PREEMPTED,
+            "preempted",
+            pending_again=_is_pending(job),
+            needs_history=doubtful,
+        )
+    if job.reason == "TimeLimit" or {JobState.TIMEOUT, JobState.DEADLINE} & told:
+        return _ending(StopReason.TIME_LIMIT, "its time limit is over")
+    if {JobState.NODE_FAIL, JobState.BOOT_FAIL} & told or job.reason == "NodeDown":
+        pending = _is_pending(job)
+        return _ending(StopReason.NODE_FAILING, "a node of the job failed", pending_again=pending)
+    if _is_pending(job):
+        by_hand = JobState.REQUEUED in told and life is not None
+        words = "requeued by hand" if by_hand else "requeued, by hand or by a preemption"
+        return _ending(StopReason.REQUEUED, words, pending_again=True, needs_history=life is None)
+    words = "it is being ended and is not requeued: cancelled, or its batch script has ended"
+    return _ending(StopReason.CANCELLED, words, needs_history=life is None)
+
+
+def _why_running(job: Job, to_end_s: float | None, warning_s: float | None) -> Stop:
+    if job.preempt_epoch_s is not None:
+        words = f"preempted, with a grace that ends in {to_end_s or 0:.0f} s"
+        return Stop(
+            kind=StopKind.PREEMPTED,
+            reason=StopReason.PREEMPTED,
+            words=words,
+            # no EndTime: nothing is known of the grace
+            to_end_s=0.0 if to_end_s is None else to_end_s,
+        )
+    near_s = (USUAL_WARNING_S if warning_s is None else warning_s) + WARNING_EARLY_S
+    if to_end_s is not None and to_end_s <= near_s:
+        words = f"its time limit ends it in {max(0.0, to_end_s):.0f} s"
+        return Stop(
+            kind=StopKind.TIME_LIMIT_WARNED,
+            reason=StopReason.TIME_LIMIT,
+            words=words,
+            to_end_s=to_end_s,
+        )
+    return Stop(
+        kind=StopKind.ASKED,
+        reason=StopReason.ASKED,
+        words="Slurm has no reason for it: a person sent the signal, or the time limit has been "
+        "extended since",
+        to_end_s=to_end_s,
+    )
+
+
+_KINDS = {
+    StopReason.PREEMPTED: StopKind.PREEMPTED,
+    StopReason.TIME_LIMIT: StopKind.TIME_LIMIT,
+    StopReason.CANCELLED: StopKind.CANCELLED,
+    StopReason.REQUEUED: StopKind.REQUEUED,
+    StopReason.NODE_FAILING: StopKind.UNKNOWN,
+}
+
+
+def _ending(
+    reason: StopReason,
+    words: str,
+    *,
+    by_uid: int | None = None,
+    pending_again: bool = False,
+    needs_history: bool = False,
+) -> Stop:
+    """A stop that Slurm has begun already: KillWait is all that is left."""
+    return Stop(
+        kind=_KINDS[reason],
+        reason=reason,
+        words=words,
+        to_end_s=0.0,
+        by_uid=by_uid,
+        pending_again=pending_again,
+        needs_history=needs_history,
+    )
+
+
+def _is_pending(job: Job) -> bool:
+    """Whether the job has been put back into the queue. While its processes are being ended it
+    shows COMPLETING, and then only its times tell: Slurm computes an EndTime for its next life, a
+    whole time limit after a start, or has none. That of an ended job is when it was ended. (The
+    number of restarts would tell only somebody who knows what it was.)"""
+    if job.state.is_waiting or "PENDING" in job.flags:
+        return True
+    if job.state is not JobState.COMPLETING:
+        return False
+    if job.end_epoch_s is None or job.start_epoch_s is None:
+        return True
+    limit_s = job.time_limit_s
+    return limit_s is not None and job.end_epoch_s - job.start_epoch_s >= limit_s
+
+
+def _last_life(client: SlurmClient, job_id: int) -> Job | None:
+    """The life that has just ended, as accounting has it; None when it does not know yet."""
+    try:
+        lives = client.history(job_id)
+    except SlurmError:
+        return None
+    # the record of a life that has only just begun may still say PENDING, with a start
+    started = [life for life in lives if life.start_epoch_s is not None]
+    if not started or started[-1].state in (JobState.RUNNING, JobState.PENDING):
+        return None
+    return started[-1]

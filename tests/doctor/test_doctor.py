@@ -1,0 +1,139 @@
+"""``hydroslurm doctor`` on a real Slurm of each kind, and where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hydroslurm.cli.doctor import doctor
+from hydroslurm.devcluster import DevCluster
+
+# typer.testing.Result: click itself is not always there to import it from
+Result = Any
+Doctor = Callable[..., Result]
+SCRIPT = "#!/bin/bash\n#SBATCH --signal=URG@30 --open-mode=append\nexec sleep 300\n"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """Run the verb with the environment of a cluster, or with another one."""
+    app = typer.Typer()
+    app.command()(doctor)
+
+    def call(where: DevCluster | dict[str, str], *arguments: str) -> Result:
+        environ = where if isinstance(where, dict) else where.child_environ()
+        for name in os.environ:
+            if name.startswith(("SLURM_", "HYDROSLURM_SLURM")):
+                monkeypatch.delenv(name)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        return CliRunner().invoke(app, list(arguments))
+
+    return call
+
+
+def _json(result: Result) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def _severities(answer: dict[str, Any]) -> dict[str, str]:
+    return {finding["key"]: finding["severity"] for finding in answer["findings"]}
+
+
+@pytest.mark.slurm
+def test_pause(pause_cluster: DevCluster, run: Doctor) -> None:
+    """Where preemption pauses, that is said, and the time limit is what a save has to fit into."""
+    answer = _json(run(pause_cluster, "--json", "--save-s", "0.5"))
+    assert answer["partition"] == "low"
+    assert answer["policy"]["action"] == "pause"
+    assert answer["policy"]["suspend_grace_s"] == 2
+    assert _severities(answer)["gres"] == "note"
+    assert [row["kind"] for row in answer["time_left"]] == [
+        "time_limit", "requeued", "cancelled", "node_failure",
+    ]  # fmt: skip
+    table = run(pause_cluster)
+    assert table.exit_code == 0
+    assert "paused in place" in table.stdout
+    assert "scontrol requeue" in table.stdout
+
+
+@pytest.mark.slurm
+def test_requeue_with_a_running_job(
+    requeue_cluster: DevCluster, run: Doctor, tmp_path: Path
+) -> None:
+    """A real job brings its partition, its time limit and the options of its script; a save that
+    takes longer than grace and KillWait means loss, and exit status 1."""
+    script = tmp_path / "job.sh"
+    script.write_text(SCRIPT)
+    where = ["-p", "low", "-t", "10", "-D", str(tmp_path)]
+    job_id = requeue_cluster.run(["sbatch", "--parsable", *where, str(script)]).stdout.strip()
+    try:
+        short = run(requeue_cluster, job_id, "--json", "--save-s", "1")
+        answer = _json(short)
+        assert (short.exit_code, answer["job_id"]) == (0, int(job_id))
+        assert answer["policy"]["grace_s"] == requeue_cluster.spec.grace_s
+        assert answer["work_would_be_lost"] is False
+        left = {row["kind"]: row["seconds"] for row in answer["time_left"]}
+        assert left["preempted"] > left["requeued"] == left["cancelled"] > 0
+        assert left["time_limit_warned"] > 30
+        assert _severities(answer) == {"preemption": "ok", "save": "ok"}
+        long = run(requeue_cluster, job_id, "--save-s", "100")
+        assert long.exit_code == 1
+        assert "loss" in long.stdout
+        assert "KillWait=" in long.stdout
+    finally:
+        requeue_cluster.run(["scancel", job_id])
+
+
+@pytest.mark.slurm
+def test_gang_requeue(gang_requeue_cluster: DevCluster, run: Doctor, tmp_path: Path) -> None:
+    """Gang scheduling: the grace that is configured is not counted on, and the run folder tells how
+    long a save takes."""
+    manifest = tmp_path / "checkpoints/step-000000007/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"step": 7, "kind": "periodic", "save_s": 6.0, "state_bytes": 1}')
+    result = run(gang_requeue_cluster, "--partition", "low", "--json", "--run", str(tmp_path))
+    answer = _json(result)
+    assert (answer["policy"]["action"], answer["policy"]["gang"]) == ("requeue", True)
+    assert _severities(answer)["gang"] == "risk"
+    # 6 s would fit into grace and KillWait, not into KillWait alone
+    assert (answer["save"]["save_s"], answer["work_would_be_lost"]) == (6.0, True)
+    assert result.exit_code == 1
+    urgent = _json(run(gang_requeue_cluster, "--partition", "urgent", "--json"))
+    assert urgent["policy"]["action"] == "never"
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["67000000"], "Invalid job id"),
+        (["--partition", "nowhere"], "there are: low, urgent"),
+        (["5", "--partition", "low"], "either a job or --partition"),
+        (["--run", "/no/such/folder"], "no such folder"),
+        (["--run", "/", "--save-s", "1"], "either --run or --save-s"),
+    ],
+)
+def test_could_not_ask(
+    pause_cluster: DevCluster, run: Doctor, arguments: list[str], words: str
+) -> None:
+    """A question that cannot be answered ends with 2 and a sentence, never with 1."""
+    result = run(pause_cluster, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_without_slurm(run: Doctor, tmp_path: Path) -> None:
+    """No Slurm on this machine is a clear sentence and status 2."""
+    result = run({"PATH": str(tmp_path)})
+    assert result.exit_code == 2
+    assert "no program scontrol on PATH" in result.stderr
+    assert result.stdout == ""

@@ -1,0 +1,263 @@
+"""The judgement on settings made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.doctor.answer import as_json
+from hydroslurm.doctor.facts import Facts, SaveFacts
+from hydroslurm.doctor.finding import Finding, Severity
+from hydroslurm.doctor.findings import diagnose, work_would_be_lost
+from hydroslurm.doctor.gather import last_save
+from hydroslurm.doctor.script import ScriptOptions, read_script
+from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.policy import site_policy
+from hydroslurm.slurm.values import Job, JobState, Partition
+
+URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1",))
+GOOD = {
+    "SLURM_VERSION": "22.05.8",
+    "ClusterName": "c",
+    "PreemptType": "preempt/partition_prio",
+    "PreemptMode": "REQUEUE",
+    "KillWait": "30 sec",
+    "AuthInfo": "cred_expire=5",
+    "AccountingStorageType": "accounting_storage/slurmdbd",
+    "ProctrackType": "proctrack/linuxproc",
+}
+SCRIPT = ScriptOptions(warning="URG", warning_s=120, appends=True)
+GANG = {"PreemptMode": "GANG,SUSPEND"}
+
+
+def _facts(
+    *,
+    mode: str = "REQUEUE",
+    grace_s: int = 60,
+    job: Job | None = None,
+    script: ScriptOptions | None = SCRIPT,
+    save_s: float | None = 2.0,
+    **settings: str,
+) -> Facts:
+    config = Config({**GOOD, **settings})
+    low = Partition(
+        name="low", preempt_mode=mode, grace_time_s=grace_s, nodes=("n1",), max_time_s=3600
+    )
+    return Facts(
+        config=config,
+        policy=site_policy(config, low, partitions=(low, URGENT), job=job),
+        partition=low,
+        job=job,
+        script=script,
+        save=None if save_s is None else SaveFacts(save_s=save_s),
+    )
+
+
+def _job(**values: bool | str) -> Job:
+    given = {"is_batch": True, "may_requeue": True, "time_limit_s": 600, **values}
+    return Job(job_id=7, state=JobState.RUNNING, partition="low", **given)  # type: ignore[arg-type]
+
+
+def _found(facts: Facts) -> dict[str, Finding]:
+    findings = diagnose(facts)
+    by_key = {finding.key: finding for finding in findings}
+    assert len(by_key) == len(findings), "two findings of one key"
+    assert all(finding.title and finding.explanation.rstrip(")")[-1] == "." for finding in findings)
+    return by_key
+
+
+def test_a_good_site() -> None:
+    """Grace, warning, requeue, accounting, a short save: nothing but good news."""
+    found = _found(_facts(job=_job()))
+    assert {key: finding.severity.value for key, finding in found.items()} == {
+        "preemption": "ok",
+        "save": "ok",
+    }
+    assert "stopped and requeued" in found["preemption"].title
+    assert "urgent" in found["preemption"].explanation
+
+
+@pytest.mark.parametrize(
+    ("save_s", "settings", "severity"),
+    [
+        (2.0, {}, Severity.OK),
+        (20.0, {}, Severity.RISK),
+        # scancel and scontrol requeue leave KillWait only; that is a person's choice
+        (40.0, {}, Severity.RISK),
+        (95.0, {}, Severity.LOSS),
+        (40.0, GANG, Severity.LOSS),
+        (4.8, {**GANG, "KillWait": "1 sec"}, Severity.LOSS),
+        (None, {}, Severity.NOTE),
+    ],
+)
+def test_whether_a_save_fits(
+    save_s: float | None, settings: dict[str, str], severity: Severity
+) -> None:
+    """Against what Slurm does by itself it must fit; twice its time is comfort."""
+    facts = _facts(save_s=save_s, **settings)
+    finding = _found(facts)["save"]
+    assert finding.severity is severity
+    assert work_would_be_lost(diagnose(facts)) is (severity is Severity.LOSS)
+    if severity in (Severity.RISK, Severity.LOSS):
+        assert "KillWait=" in finding.fix
+        assert ("GraceTime=" in finding.fix) is (settings == {})
+
+
+def test_a_time_limit_without_warning_is_what_counts() -> None:
+    """Nothing preempts here, but the time limit comes unannounced, with KillWait behind it."""
+    facts = _facts(mode="OFF", script=ScriptOptions(), save_s=40.0)
+    found = _found(facts)
+    assert found["save"].severity is Severity.LOSS
+    assert found["warning"].severity is Severity.RISK
+    assert found["preemption"].title == "never preempted"
+
+
+def test_what_could_not_be_looked_at_is_not_called_a_loss() -> None:
+    """Without a script to look into, a warning before the time limit may be there or not."""
+    found = _found(_facts(script=None, save_s=40.0))
+    assert found["save"].severity is Severity.RISK
+    assert found["warning"].severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(
+    ("facts", "key", "severity", "fix"),
+    [
+        (_facts(grace_s=0), "grace", Severity.NOTE, "GraceTime="),
+        (_facts(**GANG), "gang", Severity.RISK, "without GANG"),
+        (_facts(grace_s=0, **GANG), "gang", Severity.NOTE, "without GANG"),
+        (_facts(mode="CANCEL"), "preemption", Severity.RISK, "PreemptMode=REQUEUE"),
+        (_facts(JobRequeue="0"), "requeue", Severity.RISK, "--requeue"),
+        (_facts(job=_job(may_requeue=False)), "requeue", Severity.RISK, "--requeue"),
+        (_facts(job=_job(is_batch=False)), "requeue", Severity.NOTE, "sbatch"),
+        (_facts(script=ScriptOptions(appends=True)), "warning", Severity.RISK, "--signal=URG@"),
+        (_facts(script=None), "warning", Severity.NOTE, "--signal=URG@"),
+        (
+            _facts(script=replace(SCRIPT, batch_shell_only=True)),
+            "warning",
+            Severity.RISK,
+            "without B:",
+        ),
+        (_facts(script=replace(SCRIPT, appends=False)), "logs", Severity.NOTE, "--open-mode"),
+        (_facts(AuthInfo=""), "wait", Severity.NOTE, "cred_expire=5"),
+        (_facts(AuthInfo="", SLURM_VERSION="25.11.7"), "wait", Severity.NOTE, "requeue_delay"),
+        (
+            _facts(AccountingStorageType="accounting_storage/none"),
+            "accounting",
+            Severity.NOTE,
+            "slurmdbd",
+        ),
+        (_facts(ProctrackType="proctrack/cgroup"), "reach", Severity.NOTE, "with srun"),
+        (
+            _facts(ProctrackType="proctrack/cgroup", script=replace(SCRIPT, launcher="torchrun")),
+            "reach",
+            Severity.LOSS,
+            "SignalChildrenProcesses",
+        ),
+        (_facts(mode="SUSPEND", **GANG), "gres", Severity.NOTE, "shard"),
+        (_facts(mode="SUSPEND", job=_job(gres="gpu:2"), **GANG), "gres", Severity.RISK, "shard"),
+        (_facts(mode="SUSPEND", **GANG), "paused", Severity.NOTE, "resume"),
+        (_facts(PreemptParameters="send_user_signal"), "user_signal", Severity.OK, ""),
+        (_facts(PreemptType="preempt/qos"), "unknown", Severity.NOTE, ""),
+    ],
+)
+def test_what_is_risky(facts: Facts, key: str, severity: Severity, fix: str) -> None:
+    """Each risk is found, with the line that would change it."""
+    finding = _found(facts)[key]
+    assert finding.severity is severity
+    assert fix in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("facts", "key"),
+    [
+        (_facts(grace_s=0, mode="SUSPEND", **GANG), "grace"),
+        (_facts(mode="SUSPEND", **GANG), "gang"),
+        (_facts(mode="SUSPEND", job=_job(), **GANG), "gres"),
+        (_facts(job=_job(is_batch=False), script=None), "warning"),
+        (_facts(JobFileAppend="1", script=replace(SCRIPT, appends=False)), "logs"),
+        (_facts(JobRequeue="0", AuthInfo=""), "wait"),
+        (
+            _facts(ProctrackType="proctrack/cgroup", SignalChildrenProcesses="yes"),
+            "reach",
+        ),
+    ],
+)
+def test_what_is_not_said(facts: Facts, key: str) -> None:
+    """Where a thing does no harm, nothing is said of it."""
+    assert key not in _found(facts)
+
+
+def test_paused_in_place() -> None:
+    """Under PreemptMode=SUSPEND a preemption stops nothing, and the seconds to park are told."""
+    found = _found(_facts(mode="SUSPEND", PreemptParameters="suspend_grace_time=7", **GANG))
+    assert found["preemption"].title == "paused in place"
+    assert "7 s to park" in found["preemption"].explanation
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("#SBATCH --signal=URG@90", ScriptOptions(warning="URG", warning_s=90)),
+        ("#SBATCH --signal URG@90 --ntasks=2", ScriptOptions(warning="URG", warning_s=90)),
+        ("#SBATCH --signal=USR1", ScriptOptions(warning="USR1", warning_s=60)),
+        (
+            "#SBATCH --signal=B:10@5  # a remark",
+            ScriptOptions(warning="10", warning_s=5, batch_shell_only=True),
+        ),
+        ("#SBATCH --open-mode=append", ScriptOptions(appends=True)),
+        ("##SBATCH --signal=URG@90", ScriptOptions()),
+        ("#SBATCH --comment='no end", ScriptOptions()),
+        ("echo\n#SBATCH --signal=URG@90", ScriptOptions()),
+        ("srun torchrun --nproc-per-node=8 a.py", ScriptOptions(launcher="torchrun")),
+        ("# srun torchrun a.py", ScriptOptions()),
+        (
+            "srun python -m torch.distributed.run a.py",
+            ScriptOptions(launcher="torch.distributed.run"),
+        ),
+    ],
+)
+def test_batch_script(line: str, expected: ScriptOptions) -> None:
+    """Options up to the first command, and what stands between srun and the ranks."""
+    assert read_script(f"#!/bin/bash\n\n{line}\nsrun python a.py\n") == expected
+
+
+def test_last_save(tmp_path: Path) -> None:
+    """The newest committed checkpoint that can be read tells how long a save takes."""
+    assert last_save(tmp_path) is None
+    manifests = {
+        "step-000000010": '{"step": 10, "kind": "periodic", "save_s": 1.5, "state_bytes": 8}',
+        "step-000000020": '{"step": 20, "kind": "stop", "save_s": 2.5, "state_bytes": 9}',
+        "step-000000030": "{",
+        "step-000000040": '{"step": 40, "kind": "stop", "save_s": null, "state_bytes": 9}',
+        ".tmp-step-000000050": '{"step": 50, "kind": "stop", "save_s": 9, "state_bytes": 9}',
+    }
+    for folder, text in manifests.items():
+        path = tmp_path / "checkpoints" / folder / "manifest.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    (tmp_path / "checkpoints/step-000000060").mkdir()
+    save = last_save(tmp_path)
+    assert save == SaveFacts(save_s=2.5, state_bytes=9, source="the stop checkpoint of step 20")
+
+
+def test_json_keeps_its_names() -> None:
+    """Programs find the same names in every release of this version."""
+    facts = _facts(save_s=95.0)
+    answer = as_json(facts, diagnose(facts))
+    assert answer["version"] == 1
+    assert set(answer) == {
+        "version", "cluster", "slurm", "job_id", "partition", "qos", "policy", "time_left",
+        "save", "findings", "work_would_be_lost",
+    }  # fmt: skip
+    assert set(answer["policy"]) == {
+        "action", "gang", "grace_s", "kill_wait_s", "suspend_grace_s", "may_requeue",
+        "requeue_wait_s", "send_user_signal",
+    }  # fmt: skip
+    assert {tuple(sorted(row)) for row in answer["time_left"]} == {("kind", "seconds", "why")}
+    assert {tuple(sorted(row)) for row in answer["findings"]} == {
+        ("explanation", "fix", "key", "severity", "title")
+    }
+    assert answer["save"] == {"save_s": 95.0, "state_bytes": None, "source": "--save-s"}
+    assert answer["work_would_be_lost"] is True

@@ -1,0 +1,209 @@
+"""What a site does to a preempted job, from settings made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hydroslurm.errors import UsageError
+from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.policy import (
+    KILL_COMES_EARLY_S,
+    PreemptAction,
+    SitePolicy,
+    StopCase,
+    StopKind,
+    find_partition,
+    site_policy,
+)
+from hydroslurm.slurm.sacctmgr_text import read_qoses
+from hydroslurm.slurm.values import Job, JobState, Partition, Qos
+
+URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1", "n2"))
+REQUEUE = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE", "KillWait": "30 sec"}
+GANG = {**REQUEUE, "PreemptMode": "GANG,SUSPEND"}
+QOS = {**REQUEUE, "PreemptType": "preempt/qos"}
+
+
+def _low(mode: str = "REQUEUE", *, grace_s: int = 0) -> Partition:
+    return Partition(name="low", preempt_mode=mode, grace_time_s=grace_s, nodes=("n2", "n3"))
+
+
+def _policy(
+    settings: dict[str, str], low: Partition | None = None, job: Job | None = None
+) -> SitePolicy:
+    low = low or _low()
+    return site_policy(Config(settings), low, partitions=(low, URGENT), job=job)
+
+
+def _job(**values: bool | str) -> Job:
+    return Job(job_id=1, state=JobState.RUNNING, partition="low", **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "action"),
+    [
+        (REQUEUE, "REQUEUE", PreemptAction.REQUEUE),
+        (REQUEUE, "CANCEL", PreemptAction.CANCEL),
+        (REQUEUE, "OFF", PreemptAction.NEVER),
+        (GANG, "GANG,SUSPEND", PreemptAction.PAUSE),
+        (GANG, "REQUEUE", PreemptAction.REQUEUE),
+        (GANG, "OFF", PreemptAction.NEVER),
+        ({**REQUEUE, "PreemptMode": "OFF"}, "REQUEUE", PreemptAction.NEVER),
+        ({**REQUEUE, "PreemptType": "preempt/none"}, "REQUEUE", PreemptAction.NEVER),
+        ({**REQUEUE, "PreemptType": ""}, "REQUEUE", PreemptAction.NEVER),
+        ({}, "REQUEUE", PreemptAction.NEVER),
+        ({**REQUEUE, "PreemptMode": "REQUEUE,WITHIN"}, "REQUEUE", PreemptAction.REQUEUE),
+    ],
+)
+def test_the_partition_counts_before_the_cluster(
+    settings: dict[str, str], mode: str, action: PreemptAction
+) -> None:
+    """With preempt/partition_prio the partition's mode holds, where there is preemption at all."""
+    policy = _policy(settings, _low(mode))
+    assert policy.action is action
+    assert policy.action_why
+
+
+def test_nobody_of_a_higher_tier() -> None:
+    """A partition above which there is none on its nodes is never preempted, whatever its mode."""
+    elsewhere = Partition(name="gpu", priority_tier=99, nodes=("n9",))
+    policy = site_policy(
+        Config(REQUEUE), URGENT, partitions=(_low(), URGENT, elsewhere), job=_job()
+    )
+    assert (policy.action, policy.preemptors) == (PreemptAction.NEVER, ())
+    assert "higher PriorityTier" in policy.action_why
+    assert _policy(REQUEUE).preemptors == ("urgent",)
+    alone = site_policy(Config(REQUEUE), _low())
+    assert (alone.action, alone.preemptors) == (PreemptAction.REQUEUE, None)
+
+
+def test_by_qos() -> None:
+    """With preempt/qos the QOS decides mode and grace, and the partition nothing."""
+    qoses = (
+        Qos(name="scavenger", grace_time_s=120, preempt_mode="CANCEL"),
+        Qos(name="normal", grace_time_s=60),
+        Qos(name="high", preempts=("scavenger", "normal")),
+    )
+    low = _low("OFF", grace_s=5)
+
+    def policy(qos: str) -> SitePolicy:
+        return site_policy(Config(QOS), low, qoses=qoses, job=_job(qos=qos))
+
+    assert policy("scavenger").action is PreemptAction.CANCEL
+    assert policy("scavenger").grace_s == 120
+    assert (policy("normal").action, policy("normal").grace_s) == (PreemptAction.REQUEUE, 60)
+    assert policy("normal").preemptors == ("high",)
+    assert policy("high").action is PreemptAction.NEVER
+    assert policy("other").unknown
+    away = site_policy(Config(QOS), low, qos="normal", qoses=None)
+    assert (away.action, away.grace_s) == (PreemptAction.REQUEUE, 0)
+    assert "accounting could not be asked" in away.unknown[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "job", "may", "why"),
+    [
+        (REQUEUE, None, True, "JobRequeue=1"),
+        ({**REQUEUE, "JobRequeue": "0"}, None, False, "JobRequeue=0"),
+        ({**REQUEUE, "JobRequeue": "0"}, _job(is_batch=True, may_requeue=True), True, "Requeue=1"),
+        (REQUEUE, _job(is_batch=True, may_requeue=False), False, "--no-requeue"),
+        (REQUEUE, _job(is_batch=False, may_requeue=True), False, "srun or salloc"),
+    ],
+)
+def test_who_may_be_requeued(
+    settings: dict[str, str], job: Job | None, may: bool, why: str
+) -> None:
+    """Batch jobs that were not submitted with --no-requeue; others are killed by a preemption."""
+    policy = _policy(settings, job=job)
+    assert policy.may_requeue is may
+    assert why in policy.requeue_why
+    assert policy.action is (PreemptAction.REQUEUE if may else PreemptAction.CANCEL)
+
+
+def _seconds(policy: SitePolicy, kind: StopKind, **known: float) -> float:
+    left = policy.time_left_s(StopCase(kind=kind, **known))  # type: ignore[arg-type]
+    assert left.why
+    return left.seconds
+
+
+def test_time_left() -> None:
+    """Each kind of stop has its bound, which rests on KillWait, GraceTime or the time limit."""
+    policy = _policy(REQUEUE, _low(grace_s=60))
+    kill_s = 30 - KILL_COMES_EARLY_S
+    assert policy.kill_after_s == kill_s
+    assert _seconds(policy, StopKind.PREEMPTED) == 59 + kill_s
+    assert _seconds(policy, StopKind.PREEMPTED, to_end_s=12.5) == 12.5 + kill_s
+    # asked late, after the grace: SIGKILL may have been on its way since
+    assert _seconds(policy, StopKind.PREEMPTED, to_end_s=-10.0) == kill_s - 10
+    assert _seconds(policy, StopKind.PREEMPTED, to_end_s=-100.0) == 0
+    for kind in (StopKind.TIME_LIMIT, StopKind.CANCELLED, StopKind.REQUEUED, StopKind.UNKNOWN):
+        assert _seconds(policy, kind) == kill_s
+    assert _seconds(policy, StopKind.TIME_LIMIT_WARNED, warning_s=90) == 90 + kill_s
+    assert _seconds(policy, StopKind.TIME_LIMIT_WARNED, to_end_s=140) == 140 + kill_s
+    assert _seconds(policy, StopKind.TIME_LIMIT_WARNED) == kill_s
+    assert _seconds(policy, StopKind.NODE_FAILURE) == 0
+    assert _seconds(policy, StopKind.ASKED) == math.inf
+    assert _seconds(policy, StopKind.ASKED, to_end_s=1000) == 1000 + kill_s
+
+
+def test_gang_pays_no_heed_to_the_grace() -> None:
+    """KillWait is all there is under gang scheduling, and the sentence says so."""
+    policy = _policy(GANG, _low(grace_s=60))
+    left = policy.time_left_s(StopCase(kind=StopKind.PREEMPTED))
+    assert left.seconds == 30 - KILL_COMES_EARLY_S
+    assert "pays no heed to GraceTime=60 of partition low" in left.why
+
+
+def test_slurmd_waits_five_seconds_at_least() -> None:
+    """KillWait=1 is 5 to slurmd."""
+    policy = _policy({**REQUEUE, "KillWait": "1 sec"})
+    assert policy.kill_wait_s == 5
+    assert policy.kill_after_s == 5 - KILL_COMES_EARLY_S
+
+
+def test_settings_of_slurm_conf() -> None:
+    """What a site sets by words in a list, by minutes or by days is read; defaults are Slurm's."""
+    plain = Config({})
+    assert (plain.job_requeue, plain.send_user_signal, plain.gang) == (True, False, False)
+    assert (plain.over_time_limit_s, plain.preempt_exempt_s, plain.requeue_wait_s) == (0, 0, 121)
+    assert (plain.has_accounting, plain.appends_output, plain.requeue_exit) == (False, False, "")
+    assert Config({"PreemptParameters": "a,send_user_signal"}).send_user_signal
+    assert Config({"SlurmctldParameters": "preempt_send_user_signal"}).send_user_signal
+    assert Config({"OverTimeLimit": "5 min"}).over_time_limit_s == 300
+    assert Config({"OverTimeLimit": "UNLIMITED"}).over_time_limit_s > 86400
+    assert Config({"PreemptExemptTime": "1-00:00:10"}).preempt_exempt_s == 86410
+    assert Config({"PreemptExemptTime": "NOT_SET"}).preempt_exempt_s == 0
+    delay = {"SchedulerParameters": "x=1,requeue_delay=3"}
+    assert Config({**delay, "SLURM_VERSION": "25.11.7"}).requeue_wait_s == 4
+    assert Config({**delay, "SLURM_VERSION": "24.11.1"}).requeue_wait_s == 121
+    cgroup = {"ProctrackType": "proctrack/cgroup"}
+    assert not Config(cgroup).signals_children
+    assert Config({**cgroup, "SignalChildrenProcesses": "yes"}).signals_children
+
+
+def test_over_time_of_the_partition_counts_first() -> None:
+    """OverTimeLimit of a partition stands before the cluster's."""
+    config = Config({**REQUEUE, "OverTimeLimit": "5 min"})
+    assert site_policy(config, _low()).over_time_s == 300
+    own = Partition(name="low", preempt_mode="REQUEUE", over_time_limit_s=60)
+    assert site_policy(config, own).over_time_s == 60
+
+
+def test_find_partition() -> None:
+    """By name, the first of several, the default for none; an unknown one names those there are."""
+    both = (Partition(name="low", is_default=True), URGENT)
+    assert find_partition(both, "").name == "low"
+    assert find_partition(both, "urgent,low").name == "urgent"
+    with pytest.raises(UsageError, match=r"no partition 'x'.*low, urgent"):
+        find_partition(both, "x")
+
+
+def test_qoses_are_read() -> None:
+    """ "cluster" is no mode of its own, GraceTime is a clock, Preempt a list."""
+    output = "normal|00:00:00|cluster|\nhigh|00:02:00|requeue|normal,low\n"
+    assert read_qoses(output) == (
+        Qos(name="normal"),
+        Qos(name="high", grace_time_s=120, preempt_mode="REQUEUE", preempts=("normal", "low")),
+    )

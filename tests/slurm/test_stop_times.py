@@ -1,0 +1,166 @@
+"""A real Slurm leaves at least as long as the policy says, and tells why, for each kind of stop.
+
+Every measured time is from the first signal that a stubborn job step got to the last sign of life
+that it gave; the bound is what the policy computed from what Slurm said at that signal.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+from slurm.victims import Victim, preempt
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.slurm.client import SlurmClient, open_client
+from hydroslurm.slurm.policy import PreemptAction, StopCase, StopKind, read_policy
+from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why
+from hydroslurm.slurm.values import JobState
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+# the task writes a sign of life each 20 ms; a busy machine may be late with one
+LATE_S = 0.2
+
+
+@pytest.fixture
+def victims() -> Iterator[list[Victim]]:
+    """Put a victim in, and it is ended after the test."""
+    started: list[Victim] = []
+    yield started
+    for victim in started:
+        victim.end()
+
+
+def _client(cluster: DevCluster) -> SlurmClient:
+    return open_client(environ=cluster.child_environ(), patience=IN_GRACE)
+
+
+def _ask(victim: Victim, *, after: str = "SIGTERM", limit_s: float = 60.0) -> tuple[Stop, float]:
+    """Why it was told to stop, as asked when it was told, and that moment."""
+    told_at = victim.wait_for(after, limit_s=limit_s)
+    return ask_why(_client(victim.cluster), victim.id), told_at
+
+
+def _check(victim: Victim, stop: Stop, told_at: float, *, limit_s: float = 90.0) -> None:
+    policy = read_policy(_client(victim.cluster), victim.id)
+    left = policy.time_left_s(stop)
+    lived_s = victim.wait_for_kill(limit_s=limit_s) - told_at
+    assert lived_s >= left.seconds - LATE_S, f"{lived_s} s, not {left}"
+    # a bound of zero would hold always
+    assert left.seconds >= policy.kill_after_s - 1
+
+
+def test_grace_and_time_limit(
+    requeue_cluster: DevCluster, tmp_path: Path, victims: list[Victim]
+) -> None:
+    """A preemption with grace leaves GraceTime and KillWait; a warning the rest of the time limit
+    and KillWait; the time limit itself KillWait. A job may requeue itself inside its grace."""
+    cluster = requeue_cluster
+    limited = Victim(cluster, tmp_path / "b", "-t1", "--signal=URG@10", node="n2", cpus=1)
+    stubborn = Victim(cluster, tmp_path / "a", node="n1", cpus=2)
+    clever = Victim(cluster, tmp_path / "c", node="n1", cpus=2, requeues_itself=True)
+    victims += [limited, stubborn, clever]
+    for victim in (stubborn, clever, limited):
+        victim.wait_for("ready")
+    preempt(cluster, node="n1")
+    stop, told_at = _ask(stubborn)
+    assert (stop.reason, stop.kind) == (StopReason.PREEMPTED, StopKind.PREEMPTED)
+    assert not stop.pending_again
+    # asked from inside the job step, in its grace
+    clever.wait_for("requeue-ended-0")
+    job = _client(cluster).job(clever.id)
+    assert job.restart_count == 1
+    assert job.state in (JobState.COMPLETING, JobState.PENDING)
+    _check(stubborn, stop, told_at)
+    policy = read_policy(_client(cluster), stubborn.id)
+    planned = policy.time_left_s(StopCase(kind=StopKind.PREEMPTED))
+    assert stubborn.wait_for_kill() - told_at >= planned.seconds - LATE_S
+    assert planned.seconds > cluster.spec.grace_s
+
+    warned, warned_at = _ask(limited, after="SIGURG", limit_s=90)
+    assert (warned.reason, warned.kind) == (StopReason.TIME_LIMIT, StopKind.TIME_LIMIT_WARNED)
+    over, over_at = _ask(limited, limit_s=150)
+    assert (over.reason, over.kind) == (StopReason.TIME_LIMIT, StopKind.TIME_LIMIT)
+    _check(limited, warned, warned_at)
+    _check(limited, over, over_at)
+
+
+def test_gang(gang_requeue_cluster: DevCluster, tmp_path: Path, victims: list[Victim]) -> None:
+    """Gang scheduling requeues at once, whatever GraceTime says; accounting knows that it was a
+    preemption, and KillWait is what there is."""
+    cluster = gang_requeue_cluster
+    victims.append(Victim(cluster, tmp_path / "a", node="n1", cpus=cluster.spec.cpus_per_node))
+    (victim,) = victims
+    victim.wait_for("ready")
+    preempt(cluster, node="n1")
+    stop, told_at = _ask(victim)
+    assert (stop.reason, stop.pending_again) == (StopReason.PREEMPTED, True)
+    policy = read_policy(_client(cluster), victim.id)
+    assert (policy.action, policy.gang) == (PreemptAction.REQUEUE, True)
+    assert policy.grace_s == cluster.spec.grace_s
+    _check(victim, stop, told_at)
+    lived_s = victim.wait_for_kill() - told_at
+    assert lived_s < policy.kill_wait_s + policy.grace_s, "the grace was given after all"
+
+
+def test_by_a_person(pause_cluster: DevCluster, tmp_path: Path, victims: list[Victim]) -> None:
+    """scancel, scontrol requeue and a signal are told apart; the first two leave KillWait, and who
+    cancelled is known. A pause is all that a preemption does here."""
+    kinds = ("cancel", "requeue", "signal")
+    for number, kind in enumerate(kinds, start=1):
+        victims.append(Victim(pause_cluster, tmp_path / kind, node=f"n{number}", cpus=1))
+    for victim in victims:
+        victim.wait_for("ready")
+    cancelled, requeued, asked = victims
+    pause_cluster.run(["scancel", str(cancelled.id)])
+    pause_cluster.run(["scontrol", "requeue", str(requeued.id)])
+    pause_cluster.run(["scancel", "--signal=TERM", str(asked.id)])
+    stops = [_ask(victim) for victim in victims]
+    assert [stop.reason for stop, _ in stops] == [
+        StopReason.CANCELLED,
+        StopReason.REQUEUED,
+        StopReason.ASKED,
+    ]
+    assert stops[0][0].by_uid == os.getuid()
+    assert [stop.pending_again for stop, _ in stops] == [False, True, False]
+    _check(cancelled, *stops[0])
+    _check(requeued, *stops[1])
+    assert _client(pause_cluster).job(asked.id).state is JobState.RUNNING
+    assert read_policy(_client(pause_cluster), asked.id).action is PreemptAction.PAUSE
+
+
+def test_slurm_requeues_a_cancelled_job_that_still_lives(
+    pause_cluster: DevCluster, tmp_path: Path, victims: list[Victim]
+) -> None:
+    """Slurm would undo a scancel when asked to in time: the reason for asking why first."""
+    victims.append(Victim(pause_cluster, tmp_path / "a", node="n1", cpus=1))
+    victims[0].wait_for("ready")
+    client = _client(pause_cluster)
+    client.cancel(victims[0].id)
+    victims[0].wait_for("SIGTERM")
+    client.requeue(victims[0].id)
+    assert client.job(victims[0].id).restart_count == 1
+
+
+def test_one_task_of_an_array(
+    pause_cluster: DevCluster, tmp_path: Path, victims: list[Victim]
+) -> None:
+    """By its raw id one task is requeued, and its siblings go on."""
+    victims.append(Victim(pause_cluster, tmp_path / "a", "--array=0-1", node="n2", cpus=1))
+    (array,) = victims
+    for task in "01":
+        array.wait_for("ready", task=task)
+    client = _client(pause_cluster)
+    raw = {job.array_task_id: job.job_id for job in client.jobs(ids=[array.id])}
+    client.requeue(raw[0])
+    array.wait_for("SIGTERM", task="0")
+    wait_until(lambda: client.job(raw[0]).restart_count == 1, "one restart")
+    other = client.job(raw[1])
+    assert (other.state, other.restart_count) == (JobState.RUNNING, 0)
+    assert array.heard("SIGTERM", task="1") == []
+    assert array.heard("alive", task="1")[-1] > time.time() - 30

@@ -1,0 +1,172 @@
+"""Why we were stopped, read out of what a real Slurm said while the rank still lived."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.errors import ControllerUnreachable, NoSuchJob
+from hydroslurm.exitcodes import CANCELLED, RUN_AGAIN
+from hydroslurm.slurm import scontrol_text
+from hydroslurm.slurm.commands import CommandClient
+from hydroslurm.slurm.policy import StopKind
+from hydroslurm.slurm.stops import Stop, StopReason, ask_why, follow_up, why_stopped
+from hydroslurm.slurm.values import Job, JobState
+
+RECORDED = Path(__file__).parent / "recorded/22.05/stops"
+
+
+def _job(name: str) -> Job:
+    (job,) = scontrol_text.read_jobs((RECORDED / f"{name}.txt").read_text())
+    return job
+
+
+def _life(state: JobState, **values: int) -> Job:
+    return Job(job_id=1, state=state, start_epoch_s=1795267000, **values)
+
+
+def _why(name: str, *, life: Job | None = None, now_epoch_s: float = 1795267817.5) -> Stop:
+    return why_stopped(_job(name), now_epoch_s=now_epoch_s, life=life)
+
+
+def test_preempted_in_its_grace() -> None:
+    """PreemptTime on a running job: preempted, and EndTime says how long the grace still is."""
+    stop = _why("grace")
+    assert (stop.reason, stop.kind) == (StopReason.PREEMPTED, StopKind.PREEMPTED)
+    assert stop.to_end_s == pytest.approx(5.5)
+    assert not stop.needs_history
+
+
+@pytest.mark.parametrize("name", ["grace_over", "no_grace", "gang", "requeued"])
+def test_back_in_the_queue(name: str) -> None:
+    """A requeue is seen from slurmctld alone; who it was, accounting says; and it is asked."""
+    stop = _why(name)
+    assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
+    assert stop.needs_history
+    by_gang = _why(name, life=_life(JobState.PREEMPTED))
+    assert (by_gang.reason, by_gang.pending_again) == (StopReason.PREEMPTED, True)
+    by_hand = _why(name, life=_life(JobState.REQUEUED))
+    assert (by_hand.reason, by_hand.words) == (StopReason.REQUEUED, "requeued by hand")
+    assert not by_hand.needs_history
+    by_failure = _why(name, life=_life(JobState.NODE_FAIL))
+    assert by_failure.reason is StopReason.NODE_FAILING
+
+
+def test_cancelled() -> None:
+    """A job that is ended and not requeued counts as cancelled; accounting knows by whom."""
+    stop = _why("cancelled")
+    assert (stop.reason, stop.needs_history, stop.by_uid) == (StopReason.CANCELLED, True, None)
+    known = _why("cancelled", life=_life(JobState.CANCELLED, cancelled_by_uid=1000))
+    assert (known.reason, known.by_uid) == (StopReason.CANCELLED, 1000)
+    assert known.words == "cancelled by user id 1000"
+    preempted = _why("cancelled", life=_life(JobState.PREEMPTED))
+    assert (preempted.reason, preempted.pending_again) == (StopReason.PREEMPTED, False)
+
+
+def test_cancelled_in_its_grace() -> None:
+    """A person's scancel counts more than the preemption that came before it."""
+    job = replace(_job("cancelled"), preempt_epoch_s=1795267860)
+    assert why_stopped(job, now_epoch_s=1795267862).needs_history
+    life = _life(JobState.CANCELLED, cancelled_by_uid=7)
+    assert why_stopped(job, now_epoch_s=1795267862, life=life).reason is StopReason.CANCELLED
+
+
+def test_clocks_that_differ_do_not_make_a_cancelled_job_a_requeued_one() -> None:
+    """What tells them apart is a time limit's distance, not this machine's clock."""
+    stop = _why("cancelled", now_epoch_s=1795267862 - 240)
+    assert stop.reason is StopReason.CANCELLED
+
+
+def test_time_limit() -> None:
+    """Over: told by the reason. Near, on a running job: a warning, with the time to its end."""
+    over = _why("time_limit")
+    assert (over.reason, over.kind) == (StopReason.TIME_LIMIT, StopKind.TIME_LIMIT)
+    near = _why("warned", now_epoch_s=1795267993)
+    assert (near.reason, near.kind) == (StopReason.TIME_LIMIT, StopKind.TIME_LIMIT_WARNED)
+    assert near.to_end_s == 50
+
+
+def test_time_limit_extended_meanwhile() -> None:
+    """The same signal, with a limit that has been moved away since: nobody stops the job."""
+    stop = _why("warned", now_epoch_s=1795267993 - 3600)
+    assert (stop.reason, stop.kind) == (StopReason.ASKED, StopKind.ASKED)
+    early = why_stopped(_job("warned"), now_epoch_s=1795267993 - 500, warning_s=600)
+    assert early.reason is StopReason.TIME_LIMIT
+
+
+def test_asked_by_a_person() -> None:
+    """A running job with nothing wrong: somebody sent the signal."""
+    stop = _why("asked")
+    assert (stop.reason, stop.needs_history) == (StopReason.ASKED, False)
+
+
+def test_newer_json_says_it_in_its_flags() -> None:
+    """25.11 gives the base state beside COMPLETING: CANCELLED and NODE_FAIL need no accounting."""
+    job = _job("cancelled")
+    flags = frozenset({"CANCELLED", "COMPLETING"})
+    stop = why_stopped(replace(job, flags=flags), now_epoch_s=0)
+    assert (stop.reason, stop.needs_history) == (StopReason.CANCELLED, False)
+    failed = replace(job, flags=frozenset({"NODE_FAIL", "COMPLETING"}))
+    assert why_stopped(failed, now_epoch_s=0).reason is StopReason.NODE_FAILING
+    waiting = replace(_job("gang"), flags=frozenset({"PENDING", "COMPLETING"}), end_epoch_s=1)
+    assert why_stopped(waiting, now_epoch_s=0).pending_again
+
+
+class Answers(CommandClient):
+    """Stands in for a client whose answers are given: a job or an error, then lives or an error."""
+
+    def __init__(self, job: Job | Exception, *histories: tuple[Job, ...] | Exception) -> None:
+        super().__init__({})
+        self._job, self._histories = job, list(histories)
+
+    def job(self, job_id: int) -> Job:
+        if isinstance(self._job, Exception):
+            raise self._job
+        return self._job
+
+    def history(self, job_id: int) -> tuple[Job, ...]:
+        lives = self._histories.pop(0) if len(self._histories) > 1 else self._histories[0]
+        if isinstance(lives, Exception):
+            raise lives
+        return lives
+
+
+def test_controller_away() -> None:
+    """Slurm that cannot be asked is a reason of its own, with Slurm's words in it."""
+    stop = ask_why(Answers(ControllerUnreachable("nobody there")), 1)
+    assert stop.reason is StopReason.UNKNOWN
+    assert "nobody there" in stop.words
+
+
+def test_accounting_that_is_late_is_asked_again() -> None:
+    """Until it knows of the end of this very life; the record of an earlier one does not count."""
+    earlier = _life(JobState.CANCELLED, cancelled_by_uid=1)
+    running = replace(_life(JobState.RUNNING), start_epoch_s=1795268000)
+    preempted = replace(running, state=JobState.PREEMPTED)
+    late = replace(running, state=JobState.PENDING)
+    client = Answers(
+        _job("gang"),
+        NoSuchJob("not yet"),
+        (earlier, running),
+        (earlier, late),
+        (earlier, preempted),
+    )
+    assert ask_why(client, 1).reason is StopReason.PREEMPTED
+
+
+def test_no_accounting() -> None:
+    """Without it the answer comes all the same, after the time that was allowed for it."""
+    client = Answers(_job("gang"), NoSuchJob("Slurm accounting storage is disabled"))
+    stop = ask_why(client, 1, history_within_s=0.0)
+    assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_only_a_cancelled_job_is_left_ended(reason: StopReason) -> None:
+    """Every reason has its follow-up, and a cancel is the one that is not undone."""
+    follow = follow_up(reason)
+    assert follow.requeue is (reason is not StopReason.CANCELLED)
+    assert follow.exit_code == (CANCELLED if reason is StopReason.CANCELLED else RUN_AGAIN)
+    assert follow.words
