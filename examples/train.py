@@ -107,16 +107,23 @@ def load_data(
     *, batch_size: int, seed: int
 ) -> tuple[DataLoader[tuple[torch.Tensor, ...]], DataLoader[tuple[torch.Tensor, ...]]]:
     """Images of 8 x 8 pixels, four fifths to train with and one fifth to test with."""
+    train_x, train_y, test_x, test_y = digits_tensors(seed=seed)
+    order = torch.Generator().manual_seed(seed)
+    train_loader = DataLoader(
+        TensorDataset(train_x, train_y), batch_size=batch_size, shuffle=True, generator=order
+    )
+    return train_loader, DataLoader(TensorDataset(test_x, test_y), batch_size=512)
+
+
+def digits_tensors(*, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(train images, train labels, test images, test labels); images are [n, 1, 8, 8], 0 to 1."""
     digits = load_digits()
     pixels = digits.images[:, None, :, :].astype("float32") / 16
     train_x, test_x, train_y, test_y = train_test_split(
         pixels, digits.target, test_size=0.2, random_state=seed, stratify=digits.target
     )
-    train_set = TensorDataset(torch.from_numpy(train_x), torch.from_numpy(train_y))
-    test_set = TensorDataset(torch.from_numpy(test_x), torch.from_numpy(test_y))
-    order = torch.Generator().manual_seed(seed)
-    train_loader = DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=order)
-    return train_loader, DataLoader(test_set, batch_size=512)
+    train_x, test_x = torch.from_numpy(train_x), torch.from_numpy(test_x)
+    return train_x, torch.from_numpy(train_y), test_x, torch.from_numpy(test_y)
 
 
 def make_model(*, width: int) -> nn.Sequential:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hydroslurm.client import send_signal
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.launch.executor import Executor
+    from hydroslurm.launch.preemptible import preemptible
     from hydroslurm.runtime.controller import Controller
     from hydroslurm.runtime.engine import Engine, od_execution_wrapper
     from hydroslurm.runtime.install import (
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
         uninstall,
     )
     from hydroslurm.runtime.signals import SignalPlan
+    from hydroslurm.session.lives import Limits
+    from hydroslurm.session.run import Run
+    from hydroslurm.session.suspend import go_suspend, receive_suspend_command
 
 __version__ = "0.1.0"
 
@@ -38,13 +42,18 @@ __all__ = [
     "Engine",
     "Executor",
     "HydroslurmError",
+    "Limits",
+    "Run",
     "SignalPlan",
     "UsageError",
     "controller",
+    "go_suspend",
     "install",
     "installed",
     "is_installed",
     "od_execution_wrapper",
+    "preemptible",
+    "receive_suspend_command",
     "send_signal",
     "set_step",
     "uninstall",
@@ -55,6 +64,7 @@ _HOME = {
     "HydroslurmError": "hydroslurm.errors",
     "UsageError": "hydroslurm.errors",
     "Executor": "hydroslurm.launch.executor",
+    "preemptible": "hydroslurm.launch.preemptible",
     "Controller": "hydroslurm.runtime.controller",
     "Engine": "hydroslurm.runtime.engine",
     "od_execution_wrapper": "hydroslurm.runtime.engine",
@@ -65,6 +75,10 @@ _HOME = {
     "set_step": "hydroslurm.runtime.install",
     "uninstall": "hydroslurm.runtime.install",
     "SignalPlan": "hydroslurm.runtime.signals",
+    "Limits": "hydroslurm.session.lives",
+    "Run": "hydroslurm.session.run",
+    "go_suspend": "hydroslurm.session.suspend",
+    "receive_suspend_command": "hydroslurm.session.suspend",
 }
 
 

@@ -106,6 +106,35 @@ class JudgeResume:
         return _judge_ending(event)
 
 
+class JudgeStop:
+    """The answers to a stop: the save on its way, and whether the job is queued again."""
+
+    def __init__(self, path: Path) -> None:  # noqa: ARG002 - as the other judges
+        """``path`` is not read: the events say it all."""
+        self._asked_ns = 0
+        self._saved = "nothing was left to save"
+
+    def __call__(self, event: Event) -> Answer | None:
+        kind = event.kind
+        if kind is EventKind.STOP_REQUESTED and not self._asked_ns:
+            self._asked_ns = int(event.data.get("requested_mono_ns", event.mono_ns))
+        elif kind is EventKind.SAVE_COMMITTED and event.data.get("tier") == "durable":
+            took_ms = (event.mono_ns - self._asked_ns) / 1e6 if self._asked_ns else 0.0
+            step = event.data.get("checkpoint_step")
+            self._saved = f"step {step} committed {took_ms:.0f} ms after the signal"
+        elif kind is EventKind.REQUEUED:
+            since_us = (event.mono_ns - self._asked_ns) / 1e3 if self._asked_ns else None
+            return Answer(event.rank, True, since_us, f"{self._saved}; requeued")
+        elif kind is EventKind.REQUEUE_FAILED:
+            reason = event.data.get("reason")
+            return Answer(event.rank, False, None, f"{self._saved}; not requeued: {reason}")
+        elif kind is EventKind.RUN_FINISHED:
+            return Answer(event.rank, False, None, "finished its training meanwhile")
+        elif kind is EventKind.UNINSTALLED:
+            return Answer(event.rank, False, None, f"{self._saved}; it has left, not requeued")
+        return None
+
+
 def _judge_ending(event: Event) -> Answer | None:
     if event.kind is EventKind.UNINSTALLED:
         return Answer(event.rank, False, None, "ended before it could answer")

@@ -28,6 +28,7 @@ class RankState:
         restart_count: how often the job had been requeued.
         pauses: how many pauses this life has had.
         park_us: latency of the latest park, microseconds; None before the first.
+        committed_step: newest step that is saved durably; None when nothing is, or nobody tells.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class RankState:
     restart_count: int = 0
     pauses: int = 0
     park_us: float | None = None
+    committed_step: int | None = None
 
 
 _ENTERS = {
@@ -72,7 +74,13 @@ def latest(path: Path) -> RankState | None:
 
 def _after(state: RankState | None, event: Event) -> RankState:
     if state is None or event.kind is EventKind.INSTALLED:
-        state = RankState(rank=event.rank, state="running", since_epoch_ns=event.epoch_ns)
+        committed_step = state.committed_step if state else None
+        state = RankState(
+            rank=event.rank,
+            state="running",
+            since_epoch_ns=event.epoch_ns,
+            committed_step=committed_step,
+        )
     state = replace(
         state,
         step=state.step if event.step is None else event.step,
@@ -86,6 +94,8 @@ def _after(state: RankState | None, event: Event) -> RankState:
         state = replace(state, park_us=float(event.data["park_us"]))
     if isinstance(event.data.get("pause"), int):
         state = replace(state, pauses=event.data["pause"])
+    if event.kind is EventKind.SAVE_COMMITTED and event.data.get("tier") == "durable":
+        state = replace(state, committed_step=event.data.get("checkpoint_step"))
     entered = _ENTERS.get(event.kind)
     # a stop opens the gate: what follows it is the way out, not a return to running
     if entered and not (state.state == "stopping" and entered == "running"):

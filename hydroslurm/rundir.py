@@ -3,6 +3,9 @@
 <run folder>/
   job.sbatch, submission.json  what was submitted (an intent line before sbatch, the id after)
   events/rank-00000.jsonl      everything that happened, both clocks, in order
+  checkpoints/step-000001234/  what was saved; there from its commit on, and not before
+  lives.jsonl                  one line when a life begins, one when it ends, and why
+  finished.json                the training is done: a restart leaves at once
   logs/                        submitit's files and stdout/stderr per task, appended over requeues
   report/                      figures.json, timeline.png
 """
@@ -39,6 +42,18 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.root / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def lives_jsonl(self) -> Path:
+        return self.root / "lives.jsonl"
+
+    @property
+    def finished_json(self) -> Path:
+        return self.root / "finished.json"
 
     @property
     def logs(self) -> Path:

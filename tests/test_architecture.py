@@ -17,6 +17,7 @@ PACKAGE = Path(hydroslurm.__file__).parent
 BASE = {"errors"}
 MAY_IMPORT = {
     "errors": set(),
+    "exitcodes": set(),
     "rundir": BASE,
     "events": BASE,
     "registry": BASE,
@@ -24,10 +25,24 @@ MAY_IMPORT = {
     "ack": BASE | {"events", "rankstate"},
     "client": BASE | {"ack", "registry", "runtime.signals"},
     "runtime": BASE | {"events", "rundir", "registry", "slurm.allocation", "slurm.policy"},
-    "slurm": BASE,
+    "slurm": BASE | {"exitcodes"},
+    "data": BASE | {"checkpoint.rng"},
+    "checkpoint": BASE | {"rundir"},
+    "session": BASE | {"checkpoint", "data", "runtime", "events", "rundir", "exitcodes", "slurm"},
+    "doctor": BASE | {"slurm", "rundir"},
     "devcluster": BASE | {"slurm"},
     "report": BASE | {"events", "rundir", "rankstate"},
-    "launch": BASE | {"slurm", "rundir", "events", "rankstate", "ack", "runtime.install"},
+    "launch": BASE
+    | {
+        "slurm",
+        "rundir",
+        "events",
+        "rankstate",
+        "ack",
+        "exitcodes",
+        "runtime.install",
+        "runtime.signals",
+    },
     "cli": {""},  # everything
     "__init__": {""},
 }

@@ -9,7 +9,9 @@ import sys
 
 import typer
 
+import hydroslurm.cli.checkpoint as checkpoint
 import hydroslurm.cli.cluster as cluster
+import hydroslurm.cli.doctor as doctor
 import hydroslurm.cli.gate as gate
 import hydroslurm.cli.job as job
 import hydroslurm.cli.report as report
@@ -18,8 +20,8 @@ from hydroslurm.errors import HydroslurmError, UsageError
 
 app = typer.Typer(
     name="hydroslurm",
-    help="Make PyTorch training on Slurm preemptible: park it between two operators, "
-    "continue it in place.",
+    help="Make PyTorch training on Slurm preemptible: park it between two operators and continue "
+    "it in place, or save, requeue and go on.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,8 +29,15 @@ app = typer.Typer(
 app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
 app.command("pause")(job.pause)
 app.command("resume")(job.resume)
+app.command("requeue")(job.requeue)
 app.command("status")(job.status)
+app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
+app.add_typer(
+    checkpoint.checkpoint_app,
+    name="checkpoint",
+    help="List, verify and export what a run has saved.",
+)
 app.add_typer(gate.app, name="gate", help="Build and inspect the operator gate.")
 app.add_typer(
     cluster.app,

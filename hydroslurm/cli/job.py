@@ -1,4 +1,4 @@
-"""``hydroslurm pause | resume | status``: one process by its pid, or a whole job."""
+"""``hydroslurm pause | resume | requeue | status``: one process by its pid, or a whole job."""
 
 from __future__ import annotations
 
@@ -45,6 +45,19 @@ def resume(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> Non
     from hydroslurm.slurm.client import open_client
 
     _print_job(resume_job(open_client(), _job(job), timeout_s=timeout_s))
+
+
+def requeue(
+    job_id: Annotated[int, typer.Argument(help="The job.")],
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="How long to wait for the save, seconds.")
+    ] = 60.0,
+) -> None:
+    """Have a job save and go back into the queue; unlike scontrol requeue it is given the time."""
+    from hydroslurm.launch.control import requeue_job
+    from hydroslurm.slurm.client import open_client
+
+    _print_job(requeue_job(open_client(), job_id, timeout_s=timeout_s))
 
 
 def status(
@@ -101,8 +114,8 @@ def _print_job(answer: JobAnswer) -> None:
         typer.echo(f"  rank {one.rank}: {one.words}")
     for rank in answer.silent:
         typer.echo(
-            f"  rank {rank}: no answer in time; it has come to no operator yet (it imports, or is "
-            "inside a long one), or it cannot write its events",
+            f"  rank {rank}: no answer in time; it has come to no operator or step yet (it "
+            "imports, or is inside a long one), or it cannot write its events",
             err=True,
         )
     if answer.silent or not all(one.done for one in answer.answers):
@@ -131,6 +144,8 @@ def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
     words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.state}{causes} since {since_s:.1f} s"]
     if rank.step is not None:
         words.append(f"step {rank.step}")
+    if rank.committed_step is not None:
+        words.append(f"saved to step {rank.committed_step}")
     if rank.park_us is not None:
         pauses = "1 pause" if rank.pauses == 1 else f"{rank.pauses} pauses"
         words.append(f"{pauses}, last parked in {rank.park_us:.0f} us")

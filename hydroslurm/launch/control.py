@@ -7,8 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydroslurm import rundir
-from hydroslurm.ack import Answer, EventTail, Judge, JudgePause, JudgeResume, wait_for_answers
+from hydroslurm.ack import (
+    Answer,
+    EventTail,
+    Judge,
+    JudgePause,
+    JudgeResume,
+    JudgeStop,
+    wait_for_answers,
+)
 from hydroslurm.errors import NoSuchJob, NotPermitted, TargetError, WrongJobState
+from hydroslurm.events import EventKind, read_events
 from hydroslurm.rankstate import RankState, latest
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
@@ -113,6 +122,47 @@ def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> 
         return "scancel --signal=USR2"
 
     return _ask(job, act, JudgeResume, timeout_s)
+
+
+def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) -> JobAnswer:
+    """Have a job save, and be requeued once that is committed; nothing ends it before.
+
+    ``scontrol requeue`` leaves a job KillWait to save in, this all the time that it needs. The
+    ranks are sent the warning signal (SIGURG), which harms no process that does not know it.
+
+    Raises:
+        NoSuchJob, ControllerUnreachable ...: as the client.
+        WrongJobState: the job does not run.
+        TargetError: nobody in it would save.
+    """
+    job = client.job(job_id)
+    if job.state is JobState.SUSPENDED:
+        raise WrongJobState(
+            f"cannot requeue job {job_id} gently: it is SUSPENDED, and a suspended job gets no "
+            "signal. Resume it first (hydroslurm resume --job)"
+        )
+    _must_be(job, JobState.RUNNING, "requeue")
+    run = run_dir_of(job)
+    if not any(_saves(path, job) for path in run.rank_event_files().values()):
+        raise TargetError(
+            f"nobody in job {job_id} would save: its ranks use no hydroslurm.Run, or have not come "
+            f"to it yet ({run.events}). `scontrol requeue {job_id}` starts it again from what it "
+            "has saved itself"
+        )
+
+    def act() -> str:
+        client.signal(job_id, "URG")
+        return "scancel --signal=URG, and a requeue once the state is committed"
+
+    return _ask(job, act, JudgeStop, timeout_s)
+
+
+def _saves(path: Path, job: Job) -> bool:
+    """Whether the rank has a Run in the job's present life."""
+    return any(
+        event.kind is EventKind.LIFE_BEGAN and event.restart_count == job.restart_count
+        for event in read_events(path)
+    )
 
 
 def _ask(

@@ -32,6 +32,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 from hydroslurm import rundir
 from hydroslurm.errors import LaunchError, SlurmMissing, UsageError
 from hydroslurm.launch import submission
+from hydroslurm.launch.batchscript import requeue_lines
 from hydroslurm.launch.rank import InRank, Script
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir
@@ -149,6 +150,7 @@ class Executor(SlurmExecutor):
                 *(self.parameters.get("setup") or []),
                 f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
             ],
+            "teardown": ["status=$?", *(self.parameters.get("teardown") or []), *requeue_lines()],
             "additional_parameters": {
                 **(self.parameters.get("additional_parameters") or {}),
                 "signal": f"{SUBMITIT_SIGNAL}@{self.parameters.get('signal_delay_s', 90)}",

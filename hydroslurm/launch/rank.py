@@ -10,9 +10,11 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from submitit.core.utils import DelayedSubmission
 
 from hydroslurm import rundir
 from hydroslurm.errors import LaunchError
@@ -39,6 +41,19 @@ class InRank:
 
         with installed(run_dir=run):
             return self.function(*args, **kwargs)
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission:
+        """What submitit asks for at its signal; never called once a ``Run`` has taken that over.
+
+        A function with a ``checkpoint`` of its own decides what runs next; any other one is called
+        again as it was.
+        """
+        own = getattr(self.function, "checkpoint", None)
+        if own is None:
+            return DelayedSubmission(self, *args, **kwargs)
+        following: DelayedSubmission = own(*args, **kwargs)
+        following.function = replace(self, function=following.function)
+        return following
 
     def run_dir(self, environ: Mapping[str, str]) -> Path:
         """The run folder of the rank that has this environment."""

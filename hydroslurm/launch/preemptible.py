@@ -1,0 +1,74 @@
+"""``hydroslurm.preemptible(fn)``: for those who stay with submitit's own executor.
+
+    executor = submitit.AutoExecutor("logs")
+    job = executor.submit(hydroslurm.preemptible(train), 3)
+
+submitit 1.5 bypasses SIGTERM and, at its own signal, pickles the callable again, counts every
+signal within limits of 10 minutes or less as a time-out, and lets a second signal requeue a second
+time. Here the function runs with pausing installed and submitit's signal as the warning; the
+:class:`~hydroslurm.session.run.Run` that it makes takes both signals over, so that nothing of
+submitit's runs at them. What is pickled is the function and its arguments, never its state: a
+requeue after a node failure finds the newest checkpoint like any other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import DelayedSubmission
+
+from hydroslurm import rundir
+from hydroslurm.errors import UsageError
+from hydroslurm.runtime.signals import SignalPlan, signal_number
+
+_SUBMITIT_SIGNAL_ENV = "SUBMITIT_PREEMPT_SIGNAL"
+_SUBMITIT_SIGNAL = "USR2"
+
+
+@dataclass(frozen=True)
+class Preemptible:
+    """A callable for submitit, made by :func:`preemptible`."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        environment = submitit.JobEnvironment()
+        run = environment.paths.folder / f"{environment.job_id}_run"
+        os.environ.setdefault(rundir.RUN_DIR_ENV, str(run))
+        from hydroslurm.runtime.install import installed
+
+        with installed(run_dir=Path(os.environ[rundir.RUN_DIR_ENV]), signals=_plan()):
+            return self.function(*args, **kwargs)
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission:
+        """What submitit asks for at its signal, where no Run has taken it over: the same call
+        again."""
+        return DelayedSubmission(self, *args, **kwargs)
+
+
+def preemptible(function: Callable[..., Any]) -> Preemptible:
+    """Wrap a function that uses :class:`hydroslurm.Run`, for ``executor.submit``.
+
+    Its run folder is ``<submitit's folder>/<job id>_run`` unless HYDROSLURM_RUN_DIR names another.
+    Pausing by SIGUSR1 and SIGUSR2 is off, because submitit uses USR2; ``scontrol suspend`` works.
+
+    Raises:
+        UsageError: not callable.
+    """
+    if not callable(function):
+        raise UsageError(
+            f"preemptible() wants a function, got {type(function).__name__}; give it the function "
+            "itself and its arguments to executor.submit()"
+        )
+    return Preemptible(function)
+
+
+def _plan() -> SignalPlan:
+    signo = signal_number(os.environ.get(_SUBMITIT_SIGNAL_ENV, _SUBMITIT_SIGNAL))
+    plan = SignalPlan(user_pause=None, user_resume=None, warning=signo)
+    return plan.with_environment(os.environ)

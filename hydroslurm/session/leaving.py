@@ -1,0 +1,224 @@
+"""Leaving after a stop: why, until when, and whether to come back.
+
+The questions go to Slurm while the training thread is still on its way to the safe point, so that
+their answers cost the save nothing. What Slurm does not answer in time is assumed to be the worst:
+little time, and a job that wants to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hydroslurm.errors import HydroslurmError, SlurmError, WrongJobState
+from hydroslurm.events import EventKind
+from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.runtime.signals import signal_name
+from hydroslurm.session.lives import Ending
+from hydroslurm.session.notice import notice
+from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.slurm.client import open_client
+from hydroslurm.slurm.patience import Patience
+from hydroslurm.slurm.policy import SitePolicy, read_policy
+from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
+
+ANSWER_S = 2.0
+"""How long a save waits for Slurm to say why: more would be taken from the grace."""
+ASSUMED_GRACE_S = 25.0
+"""Taken when the site's policy is not known: KillWait's default of 30 s, and a margin."""
+STALE_AFTER_S = 1.0
+"""After so long a save the reason is asked for again, before the job is requeued."""
+_ENDINGS: dict[StopReason, Ending] = {
+    StopReason.PREEMPTED: "preempted",
+    StopReason.TIME_LIMIT: "time_limit",
+    StopReason.CANCELLED: "cancelled",
+    StopReason.REQUEUED: "requeued",
+}
+
+
+class Departure(SystemExit):
+    """Ends the process on purpose, with a status that says what is to follow."""
+
+    @classmethod
+    def finished(cls) -> Departure:
+        """Nothing is left to do."""
+        return cls(0)
+
+    @classmethod
+    def must_not_run_again(cls) -> Departure:
+        """A requeue would not help."""
+        return cls(MUST_NOT_RUN_AGAIN)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a stop means for this job.
+
+    Attributes:
+        ending: for the run's lives.
+        deadline_mono_s: until when the process certainly lives (``time.monotonic()``); infinite
+            where nobody will kill it.
+        requeue: ask Slurm to start the job again.
+        exit_code: to leave with.
+        words: why, for people.
+    """
+
+    ending: Ending
+    deadline_mono_s: float
+    requeue: bool
+    exit_code: int
+    words: str
+
+
+class Leaver:
+    """Finds out about one process's stop. :meth:`hear` may be called from any thread; the rest
+    belongs to the training thread."""
+
+    def __init__(
+        self,
+        allocation: Allocation | None,
+        controller: Controller,
+        *,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._allocation = allocation
+        self._controller = controller
+        self._environ = dict(environ)
+        self._policy: SitePolicy | None = None
+        self._stop: Stop | None = None
+        self._answered = threading.Event()
+        self._answered_mono_s = 0.0
+        self._heard = threading.Event()
+        self._request: StopRequest | None = None
+        if allocation is not None:
+            threading.Thread(target=self._find_out, name="hydroslurm-policy", daemon=True).start()
+
+    def hear(self, request: StopRequest) -> None:
+        """A stop was asked for: find out why. Returns at once."""
+        self._request = request
+        self._heard.set()
+
+    def orders(self) -> Orders:
+        """What this stop means; waits ``ANSWER_S`` for Slurm at the most."""
+        request = self._request
+        assert request is not None, "orders() before hear()"
+        since = f"{request.signal or 'a request of the program'} received"
+        if self._allocation is None:
+            words = f"{since}, outside of a job: run the same command again to go on"
+            return Orders("asked", math.inf, False, RUN_AGAIN, words)
+        if not self._answered.wait(ANSWER_S):
+            words = f"{since}; Slurm did not say why within {ANSWER_S:g} s"
+            return Orders("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
+        stop = self._stop
+        if stop is None:
+            words = f"{since}; Slurm could not be asked why"
+            return Orders("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
+        follow = follow_up(stop.reason)
+        return Orders(
+            ending=_ENDINGS.get(stop.reason, "asked"),
+            deadline_mono_s=self._deadline(request, stop),
+            requeue=follow.requeue,
+            exit_code=follow.exit_code,
+            words=f"{since}: {stop.words}",
+        )
+
+    def depart(self, orders: Orders) -> Departure:
+        """Have the job started again where that is wanted; the way out is returned, to be raised.
+
+        Never raises: what was saved is saved, and the exit status tells the batch script.
+        """
+        if not orders.requeue or self._allocation is None:
+            return Departure(orders.exit_code)
+        if self._cancelled_meanwhile():
+            notice("the job was cancelled meanwhile: it is saved, and not requeued")
+            return Departure(CANCELLED)
+        job_id = self._allocation.job_id
+        begin_ns = time.monotonic_ns()
+        self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
+        try:
+            self._requeue(job_id, orders.deadline_mono_s)
+        except WrongJobState as error:
+            self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
+            notice(self._cannot_requeue(error))
+        except HydroslurmError as error:
+            self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
+            notice(
+                f"the job could not be requeued: {error}. Leaving with status {RUN_AGAIN}, which "
+                "sbatch/requeue.sbatch turns into a requeue"
+            )
+        else:
+            took_us = (time.monotonic_ns() - begin_ns) / 1e3
+            self._controller.record(EventKind.REQUEUED, {"job_id": job_id, "requeue_us": took_us})
+            notice(f"job {job_id} is requeued and goes on later")
+        return Departure(orders.exit_code)
+
+    # --- with Slurm
+    # --------------------------------------------------------------------------------------------
+
+    def _find_out(self) -> None:
+        """The policy at the start, when there is time; the reason when there is a stop."""
+        assert self._allocation is not None
+        try:
+            client = open_client(environ=self._environ, patience=IN_GRACE)
+            with contextlib.suppress(SlurmError):
+                self._policy = read_policy(client, self._allocation.job_id)
+            self._heard.wait()
+            stop = ask_why(client, self._allocation.job_id, warning_s=self._warning_s())
+            self._stop = stop
+            self._controller.record(
+                EventKind.STOP_REASON, {"reason": stop.reason.value, "words": stop.words}
+            )
+        except HydroslurmError as error:
+            self._controller.record(
+                EventKind.STOP_REASON, {"reason": "unknown", "words": str(error)}
+            )
+        finally:
+            self._answered_mono_s = time.monotonic()
+            self._answered.set()
+
+    def _cancelled_meanwhile(self) -> bool:
+        """Whether a person cancelled the job since the first answer. Slurm requeues a cancelled job
+        as long as its processes live (measured), which would undo what was asked for."""
+        assert self._allocation is not None
+        if time.monotonic() - self._answered_mono_s < STALE_AFTER_S:
+            return False
+        try:
+            client = open_client(environ=self._environ, patience=IN_GRACE)
+        except HydroslurmError:
+            return False
+        again = ask_why(client, self._allocation.job_id, history_within_s=0.5)
+        return again.reason is StopReason.CANCELLED
+
+    def _warning_s(self) -> float | None:
+        """A rank does not know the T of its ``--signal=URG@T``, but nobody else sends SIGURG."""
+        request, warning = self._request, self._controller.plan.warning
+        if request is None or warning is None or request.signal != signal_name(warning):
+            return None
+        return math.inf
+
+    def _requeue(self, job_id: int, deadline_mono_s: float) -> None:
+        left_s = max(5.0, deadline_mono_s - time.monotonic())
+        patience = Patience(give_up_after_s=min(left_s, 120.0))
+        open_client(environ=self._environ, patience=patience).requeue(job_id)
+
+    def _cannot_requeue(self, error: WrongJobState) -> str:
+        if self._policy is not None and not self._policy.is_batch:
+            return (
+                "saved. This allocation was made by srun or salloc, which Slurm cannot requeue: "
+                "run the same command again, with the same directory, to go on"
+            )
+        return f"saved, but Slurm will not start the job again ({error}). Submit it again to go on"
+
+    def _deadline(self, request: StopRequest, stop: Stop) -> float:
+        if self._policy is None:
+            return self._assumed_deadline(request)
+        left = self._policy.time_left_s(stop)
+        return request.mono_ns / 1e9 + left.seconds
+
+    def _assumed_deadline(self, request: StopRequest) -> float:
+        return request.mono_ns / 1e9 + ASSUMED_GRACE_S

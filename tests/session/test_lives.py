@@ -1,0 +1,96 @@
+"""lives.jsonl: what is written, what a kill may tear, and when a run must not go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydroslurm.errors import RunEnded, RunFolderError, UsageError
+from hydroslurm.session.lives import Ledger, LifeRecord, Limits, check_limits
+
+
+def _lives(*endings: tuple[int, str | None]) -> tuple[LifeRecord, ...]:
+    """Lives that began at these steps and ended so."""
+    return tuple(
+        LifeRecord(number, 0, step, ending=ending)
+        for number, (step, ending) in enumerate(endings, 1)
+    )
+
+
+def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
+    """A life without an end stays one that died."""
+    ledger = Ledger(tmp_path / "lives.jsonl")
+    assert ledger.lives() == ()
+    first = ledger.begin(0, now_epoch_ns=5, job_id=7, restart_count=0)
+    ledger.end(first, "preempted", step=12, now_epoch_ns=6)
+    assert ledger.begin(12, now_epoch_ns=7, job_id=7, restart_count=1) == 2
+    assert ledger.lives() == (
+        LifeRecord(1, 5, 0, 7, 0, "preempted", 12),
+        LifeRecord(2, 7, 12, 7, 1, None, None),
+    )
+
+
+@pytest.mark.parametrize("cut", range(2, 60, 7))
+def test_a_torn_line_costs_that_line_only(cut: int, tmp_path: Path) -> None:
+    """A kill in the middle of a write: the line before is read, and the next one is whole."""
+    path = tmp_path / "lives.jsonl"
+    ledger = Ledger(path)
+    ledger.begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
+    ledger.begin(3, now_epoch_ns=2, job_id=None, restart_count=0)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [life.step for life in ledger.lives()] == [0]
+    assert ledger.begin(4, now_epoch_ns=3, job_id=None, restart_count=0) == 2
+    assert [life.step for life in ledger.lives()] == [0, 4]
+
+
+def test_a_folder_in_its_place_is_told(tmp_path: Path) -> None:
+    """What cannot be written or read is an error that names the file."""
+    (tmp_path / "lives.jsonl").mkdir()
+    ledger = Ledger(tmp_path / "lives.jsonl")
+    with pytest.raises(RunFolderError, match=r"lives\.jsonl"):
+        ledger.lives()
+
+
+@pytest.mark.parametrize(
+    ("limits", "lives", "words"),
+    [
+        (Limits(preemptions=2), _lives((0, "preempted"), (5, "requeued"), (9, "asked")), "3 preem"),
+        (Limits(time_limits=0), _lives((0, "time_limit"), (5, None)), "1 time limits"),
+        (Limits(failures=1), _lives((0, None), (5, "error")), "2 failures"),
+        (
+            Limits(lives_without_progress=2),
+            _lives((0, "preempted"), (9, None), (9, None)),
+            "step 9",
+        ),
+    ],
+)
+def test_a_spent_limit_ends_the_run(
+    limits: Limits, lives: tuple[LifeRecord, ...], words: str
+) -> None:
+    """Each cause has its own budget; the message says what was counted."""
+    with pytest.raises(RunEnded, match=words):
+        check_limits(lives, limits, step=9)
+
+
+@pytest.mark.parametrize(
+    ("limits", "lives"),
+    [
+        (Limits(failures=1), _lives((0, "preempted"), (5, "requeued"), (7, None))),
+        (Limits(preemptions=1), _lives((0, "time_limit"), (5, "preempted"), (7, None))),
+        (Limits(lives_without_progress=2), _lives((9, None), (0, None), (9, None))),
+        (Limits(lives_without_progress=1), _lives((9, "cancelled"))),
+        (Limits(), _lives(*[(n, "preempted") for n in range(9)])),
+    ],
+)
+def test_what_is_within_its_limits_goes_on(limits: Limits, lives: tuple[LifeRecord, ...]) -> None:
+    """Preemptions are without limit by default, and one cause never uses up another's budget."""
+    check_limits(lives, limits, step=9)
+
+
+@pytest.mark.parametrize("options", [{"failures": -1}, {"lives_without_progress": 0}])
+def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    """No life at all is not a limit."""
+    with pytest.raises(UsageError, match="wanted a whole number"):
+        Limits(**options)

@@ -1,0 +1,130 @@
+"""The promise, on a real Slurm: a training that is stopped again and again, in every way, ends with
+the bits of one that was left alone.
+
+Four trainings run side by side, each stopped at least five times in its own way; nearly all of the
+time is Slurm's own waiting, so that they hardly disturb each other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from session.training import Training, steps_lost, trained_alone
+
+from hydroslurm.devcluster import DevCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+EPOCHS = 100
+STOPS = 5
+SEED = 20261121
+
+
+@pytest.fixture(scope="module")
+def trainings(
+    requeue_cluster: DevCluster,
+    gang_requeue_cluster: DevCluster,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Future[Training]]]:
+    """Way -> the training that was stopped so, done."""
+    base = tmp_path_factory.mktemp("preempted")
+
+    def start(
+        way: str,
+        cluster: DevCluster,
+        drive: Callable[[Training], None],
+        *opts: str,
+        think_s: float = 0.01,
+    ) -> Future[Training]:
+        def whole() -> Training:
+            training = Training(cluster, base / way, EPOCHS, think_s).submit(*opts)
+            drive(training)
+            training.wait_for_end()
+            return training
+
+        return pool.submit(whole)
+
+    with ThreadPoolExecutor(4) as pool:
+        yield {
+            "grace": start("grace", requeue_cluster, preempt, "--nodelist=n1"),
+            "gang": start("gang", gang_requeue_cluster, preempt, "--nodelist=n1"),
+            "requeue": start("requeue", requeue_cluster, requeue_by_hand, "--nodelist=n2"),
+            "limit": start(
+                "limit",
+                requeue_cluster,
+                wait_for_warnings,
+                "--nodelist=n2",
+                "--time=1",
+                "--signal=URG@40",
+                think_s=0.06,  # so that five lives of up to half a minute do not finish it
+            ),
+        }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of the run that was left alone."""
+    return trained_alone(tmp_path_factory.mktemp("alone"), epochs=EPOCHS)
+
+
+def preempt(training: Training) -> None:
+    """An urgent job for the whole node, again and again, at random moments."""
+    chance = random.Random(SEED)
+    for life in range(1, STOPS + 1):
+        training.wait_for_life(life)
+        training.train_on(chance.uniform(0.0, 1.5))
+        urgent = ("--partition=urgent", "--nodes=1", "--nodelist=n1", "--exclusive", "--time=1")
+        training.slurm("srun", *urgent, "true")
+
+
+def requeue_by_hand(training: Training) -> None:
+    """scontrol requeue by an operator, with suspends mixed in."""
+    chance = random.Random(SEED + 1)
+    for life in range(1, STOPS + 1):
+        training.wait_for_life(life)
+        training.train_on(chance.uniform(0.0, 0.5))
+        training.slurm("scontrol", "suspend", training.job_id)
+        training.train_on(chance.choice([0.1, 2.5]))  # parked only; stopped by SIGSTOP as well
+        training.slurm("scontrol", "resume", training.job_id)
+        # within the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
+        # then kills the job step without a word: a suspended one gets no signal
+        training.wait_for_pauses(life, number=1)
+        training.train_on(chance.uniform(0.0, 1.0))
+        training.slurm("scontrol", "requeue", training.job_id)
+
+
+def wait_for_warnings(training: Training) -> None:
+    """The time limit of one minute comes by itself; when it has often enough, an operator lifts
+    it."""
+    training.wait_for_life(STOPS + 1)
+    training.slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
+
+
+WAYS = {
+    "grace": {"preempted"},
+    "gang": {"preempted", "requeued"},
+    "requeue": {"requeued"},
+    "limit": {"time_limit"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stopped_again_and_again_it_ends_with_the_same_bits(
+    way: str, trainings: dict[str, Future[Training]], alone: dict[str, Any]
+) -> None:
+    """Weights, optimizer state and the loss of every step are those of the run left alone; every
+    sample of every epoch was seen exactly once; no step was lost or trained twice."""
+    training = trainings[way].result(timeout=600)
+    lives = training.lives()
+    endings = Counter(life.ending for life in lives)
+    assert sum(endings[ending] for ending in WAYS[way]) >= STOPS, training.log()
+    assert endings["finished"] == 1
+    assert steps_lost(lives) == 0, lives
+    result = training.wait_for_end()
+    assert result == alone
+    assert result["every_sample_once"]

@@ -1,0 +1,80 @@
+"""HFAI's protocol, and a Run in processes of their own: real signals, real exits."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from processes import child
+
+OWN_LOOP = """
+    import sys, time
+    import hydroslurm
+
+    hydroslurm.receive_suspend_command()
+    print("ready", flush=True)
+    while not hydroslurm.receive_suspend_command():
+        time.sleep(0.01)
+    print("saved", flush=True)
+    hydroslurm.go_suspend()
+"""
+
+RUN = """
+    import sys, time
+    from pathlib import Path
+    import torch
+    import hydroslurm
+
+    model = torch.nn.Linear(2, 2)
+    with hydroslurm.Run(model=model, directory="run", every_steps=0) as run:
+        run.resume()
+        print("ready", run.step, flush=True)
+        while run.step < 10**9:
+            with torch.no_grad():
+                model.weight += 1
+            time.sleep(0.005)
+            run.step += 1
+            run.safe_point()
+"""
+
+
+def test_a_loop_of_ones_own_hears_saves_and_leaves(tmp_path: Path) -> None:
+    """SIGTERM is received, the loop saves, and the process leaves with "run me again"."""
+    with child(OWN_LOOP, tmp_path) as program:
+        program.expect("ready")
+        program.signal(signal.SIGTERM)
+        program.expect("saved")
+        assert program.wait() == 75
+
+
+def test_going_without_a_request_is_refused(tmp_path: Path) -> None:
+    """go_suspend() out of the blue is a mistake of the loop's, and says so."""
+    code = OWN_LOOP.replace("while not", "while False and not")
+    with child(code, tmp_path) as program:
+        assert program.wait() == 1
+        assert "go_suspend() was called without a stop request" in str(program)
+
+
+def test_two_sigterms_are_one_stop(tmp_path: Path) -> None:
+    """Slurm sends two; the second neither kills the save nor begins another."""
+    with child(RUN, tmp_path) as program:
+        program.expect("ready")
+        program.signal(signal.SIGTERM)
+        program.signal(signal.SIGTERM)
+        assert program.wait() == 75
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_a_stop_reaches_a_paused_rank(tmp_path: Path) -> None:
+    """Paused by a person and then stopped: it is let go to its safe point, and the next life goes
+    on from there, running."""
+    with child(RUN, tmp_path) as program:
+        program.expect("ready")
+        program.signal(signal.SIGUSR1)
+        program.signal(signal.SIGTERM)
+        assert program.wait() == 75
+        assert "is committed" in str(program)
+    with child(RUN, tmp_path) as program:
+        assert int(program.expect("ready")) > 0
+        program.signal(signal.SIGURG)
+        assert program.wait() == 75

@@ -1,0 +1,135 @@
+"""A real training (examples/train_run.py) on a real Slurm, and what is done to it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from processes import wait_until
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.rundir import RunDir
+from hydroslurm.session.lives import Ledger, LifeRecord
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "train_run.py"
+LIMIT_S = 300.0
+
+
+def options(out: Path, *, epochs: int) -> list[str]:
+    return ["--epochs", str(epochs), "--every-steps", "150", "--log-every", "5", "--out", str(out)]
+
+
+def trained_alone(folder: Path, *, epochs: int) -> dict[str, Any]:
+    """The result of the same training, never interrupted, without Slurm."""
+    out = folder / "alone.json"
+    command = [sys.executable, str(SCRIPT), "--directory", str(folder / "alone")]
+    subprocess.run(
+        [*command, *options(out, epochs=epochs)],
+        check=True,
+        capture_output=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return dict(json.loads(out.read_text()))
+
+
+@dataclass
+class Training:
+    """One batch job on one cluster."""
+
+    cluster: DevCluster
+    folder: Path
+    epochs: int
+    think_s: float = 0.01
+    job_id: str = ""
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out.json"
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.folder / "hydroslurm-runs" / self.job_id)
+
+    def slurm(self, *command: str, check: bool = True) -> str:
+        done = subprocess.run(
+            command,
+            env={**self.cluster.child_environ(), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, *sbatch_options: str) -> Training:
+        """sbatch/requeue.sbatch as it is, with options."""
+        self.folder.mkdir(parents=True)
+        (self.folder / "examples").symlink_to(ROOT / "examples")
+        script = str(ROOT / "sbatch" / "requeue.sbatch")
+        self.job_id = self.slurm(
+            "sbatch",
+            "--parsable",
+            *sbatch_options,
+            script,
+            *options(self.out, epochs=self.epochs),
+            f"--think-s={self.think_s}",
+        )
+        return self
+
+    def events(self) -> list[Event]:
+        path = self.run.rank_events(0)
+        return list(read_events(path)) if path.exists() else []
+
+    def lives(self) -> tuple[LifeRecord, ...]:
+        return Ledger(self.run.lives_jsonl).lives()
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
+
+    def wait_for_life(self, number: int) -> None:
+        """Until so many lives have begun and the newest has made a step."""
+
+        def begun() -> bool:
+            steps = [e for e in self.events() if e.kind is EventKind.FIRST_STEP]
+            return any(event.data["life"] == number for event in steps)
+
+        wait_until(begun, f"life {number}\n{self.log()}", limit_s=LIMIT_S)
+
+    def wait_for_pauses(self, life: int, *, number: int) -> None:
+        """Until this life has been paused and resumed so often."""
+
+        def resumed() -> bool:
+            mine = [e for e in self.events() if e.restart_count == life - 1]
+            return sum(e.kind is EventKind.RESUMED for e in mine) >= number
+
+        wait_until(resumed, f"pause {number} of life {life} to end", limit_s=LIMIT_S)
+
+    def train_on(self, seconds: float) -> None:
+        """Let it train for a while, so that the next event meets it anywhere."""
+        time.sleep(seconds)
+
+    def wait_for_end(self) -> dict[str, Any]:
+        wait_until(self.out.exists, f"the end of the training\n{self.log()}", limit_s=LIMIT_S)
+        wait_until(self.run.finished_json.exists, "the finished marker")
+        return dict(json.loads(self.out.read_text()))
+
+
+def steps_lost(lives: tuple[LifeRecord, ...]) -> int:
+    """Steps that were trained and are not in the state that the next life begins with."""
+    return sum(
+        before.end_step - after.step
+        for before, after in itertools.pairwise(lives)
+        if before.end_step is not None
+    )
