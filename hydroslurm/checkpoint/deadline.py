@@ -3,6 +3,7 @@ sentence for people out."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -132,18 +133,21 @@ def remaining_s(*, expected_s: float, elapsed_s: float) -> float:
     return max(expected_s - elapsed_s, elapsed_s / 4)
 
 
+def _of(left_s: float) -> str:
+    """The time that is left, to be added to a time that is needed; no word where nobody kills."""
+    return "" if math.isinf(left_s) else f" of the {max(0.0, left_s):.1f} s that are left"
+
+
 def _full(now: Situation, safety: float) -> Choice:
     flight = now.in_flight
     if flight is None:
-        reason = (
-            f"a full save needs about {now.durable_s:.1f} s of the {now.left_s:.1f} s that are left"
-        )
+        reason = f"a full save needs about {now.durable_s:.1f} s{_of(now.left_s)}"
         return _choice(
             now, Action.FULL, reason, at_risk=0, fast_first=_both_fit(now, safety, flight_s=0.0)
         )
     reason = (
         f"the save of step {flight.step} needs about {flight.remaining_s:.1f} s more, and a full "
-        f"save {now.durable_s:.1f} s: both fit into {now.left_s:.1f} s"
+        f"save {now.durable_s:.1f} s{_of(now.left_s)}: both fit"
     )
     return _choice(
         now,
@@ -219,7 +223,7 @@ def _flight_of_this_step(now: Situation, safety: float) -> Choice:
         action, risk, end = Action.KEEP, _at_risk(now, None), "may be late"
     reason = (
         f"the save in flight is of this very step {now.step}: it needs about "
-        f"{now.in_flight.remaining_s:.1f} s more of {max(0.0, now.left_s):.1f} s, and {end}"
+        f"{now.in_flight.remaining_s:.1f} s more{_of(now.left_s)}, and {end}"
     )
     return _choice(
         now,

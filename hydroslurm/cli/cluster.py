@@ -22,10 +22,14 @@ def up(
     profile: Annotated[
         str,
         typer.Option(
-            help="What happens to a preempted job of partition low: it is suspended (pause) or "
-            "requeued (requeue)."
+            help="What happens to a preempted job of partition low: it is suspended (pause), "
+            "requeued (requeue), or requeued by gang scheduling, without grace (gang-requeue)."
         ),
     ] = "pause",
+    grace_s: Annotated[
+        int, typer.Option("--grace", help="GraceTime of low, seconds; counts with requeue.")
+    ] = 5,
+    kill_wait_s: Annotated[int, typer.Option("--kill-wait", help="KillWait, seconds.")] = 30,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
     """Start a cluster that lives until `hydroslurm cluster down`."""
@@ -34,7 +38,12 @@ def up(
     from hydroslurm.devcluster.spec import Profile
 
     spec = ClusterSpec(
-        nodes=nodes, cpus_per_node=cpus, profile=cast("Profile", profile), directory=directory
+        nodes=nodes,
+        cpus_per_node=cpus,
+        profile=cast("Profile", profile),
+        directory=directory,
+        grace_s=grace_s,
+        kill_wait_s=kill_wait_s,
     )
     cluster = DevCluster.up(spec, detach=True)
     option = _option(directory)

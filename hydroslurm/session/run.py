@@ -12,6 +12,7 @@ point as long as nobody wants anything: two attribute reads and, with ``every_s`
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -62,8 +63,8 @@ class Run:
             neither is given, never when both are 0.
         keep: how many periodic checkpoints stay, at least 2. Two of stops stay besides.
         extra: more objects by name, each with ``state_dict`` and ``load_state_dict``.
-        fast_directory: a local folder (/dev/shm, NVMe) that is written first; it survives the
-            process, and a requeue to the same node, not the node.
+        fast_directory: a local folder (/dev/shm, NVMe) that is written first; each run makes one
+            of its own in it. It survives the process, and a requeue to the same node, not the node.
         on_save_error: ``warn`` goes on when a periodic save fails, ``fail`` raises SaveFailed at
             the next safe point.
         limits: how often the run may be started again.
@@ -122,7 +123,7 @@ class Run:
         self._last_save_s = time.monotonic()
         self._first_step_done = False
         self._durable = CheckpointStore(self.dir.checkpoints)
-        self._fast = CheckpointStore(Path(fast_directory).absolute()) if fast_directory else None
+        self._fast = None if fast_directory is None else _fast_store(fast_directory, self.dir)
         self._controller, self._installed_here = _controller(self.dir, environ)
         with contextlib.ExitStack() as undo:
             if self._installed_here:
@@ -334,8 +335,10 @@ class Run:
         return newest_over(durable=self._durable, fast=self._fast)
 
     def _state(self) -> State:
-        if self._to_restore is not None:  # nothing was drawn or read since it was loaded
-            return State(shared=self._objects.states(), own=self._to_restore)
+        loaded = self._to_restore
+        if loaded is not None and self._completed_step() == loaded["counters"]["step"]:
+            # nothing was drawn or read since: this very state, with its position in the data
+            return State(shared=self._objects.states(), own=loaded)
         own: dict[str, Any] = {
             "rng": rng.capture(),
             "counters": {"step": self._completed_step(), "epoch": self.epoch},
@@ -454,6 +457,12 @@ def _directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str])
             'one: Run(directory="runs/my-run")'
         )
     return RunDir(found.root.absolute())
+
+
+def _fast_store(given: str | os.PathLike[str], run: RunDir) -> CheckpointStore:
+    """A folder of its own for each run below the one that was given: /dev/shm is everybody's."""
+    name = hashlib.sha256(str(run.root).encode()).hexdigest()[:16]
+    return CheckpointStore(Path(given).absolute() / f"hydroslurm-{name}")
 
 
 def _controller(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller, bool]:

@@ -55,6 +55,25 @@ def test_batch_job_is_parked_for_an_urgent_one(
     assert (pause.causes, pause.signal) == (("slurm",), "SIGTSTP")
 
 
+def test_requeue_snippet_is_what_the_cluster_runs_with(
+    requeue_cluster: DevCluster, root: Path, tmp_path: Path
+) -> None:
+    """Every setting of the requeue snippet is one that is in force where requeues are tested."""
+    snippet = (root / "sbatch" / "partitions-requeue.conf").read_text()
+    config = slurm(requeue_cluster, "scontrol", "show", "config", cwd=tmp_path)
+    for name in ("PreemptType", "PreemptMode", "JobRequeue"):
+        (wanted,) = re.findall(rf"^{name}=(\S+)", snippet, flags=re.MULTILINE)
+        (seen,) = re.findall(rf"^{name}\s*= (\S+)", config, flags=re.MULTILINE)
+        assert seen == wanted, name
+    for name in ("low", "urgent"):
+        (line,) = re.findall(rf"^PartitionName={name} .*", snippet, flags=re.MULTILINE)
+        shown = slurm(requeue_cluster, "scontrol", "-o", "show", "partition", name, cwd=tmp_path)
+        seen_settings = dict(word.partition("=")[::2] for word in shown.split())
+        for setting in ("PriorityTier", "PreemptMode"):
+            (wanted,) = re.findall(rf"{setting}=(\S+)", line)
+            assert seen_settings[setting] == wanted, (name, setting)
+
+
 def test_snippet_is_what_the_cluster_runs_with(
     pause_cluster: DevCluster, root: Path, tmp_path: Path
 ) -> None:

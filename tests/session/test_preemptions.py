@@ -8,6 +8,7 @@ time is Slurm's own waiting, so that they hardly disturb each other.
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from hydroslurm.devcluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-EPOCHS = 100
+EPOCHS = 60  # of 23 steps
 STOPS = 5
 SEED = 20261121
 
@@ -61,7 +62,7 @@ def trainings(
                 "--nodelist=n2",
                 "--time=1",
                 "--signal=URG@40",
-                think_s=0.06,  # so that five lives of up to half a minute do not finish it
+                think_s=0.1,  # so that five lives of up to half a minute do not finish it
             ),
         }
 
@@ -72,29 +73,32 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained_alone(tmp_path_factory.mktemp("alone"), epochs=EPOCHS)
 
 
+def moments(seed: int) -> list[int]:
+    """The steps at which a training is stopped, anywhere in it but its end."""
+    return sorted(random.Random(seed).sample(range(5, 1200), STOPS))
+
+
 def preempt(training: Training) -> None:
-    """An urgent job for the whole node, again and again, at random moments."""
-    chance = random.Random(SEED)
-    for life in range(1, STOPS + 1):
+    """An urgent job for the whole node, again and again, at random steps."""
+    for life, step in enumerate(moments(SEED), start=1):
         training.wait_for_life(life)
-        training.train_on(chance.uniform(0.0, 1.5))
+        training.wait_for_step(step)
         urgent = ("--partition=urgent", "--nodes=1", "--nodelist=n1", "--exclusive", "--time=1")
         training.slurm("srun", *urgent, "true")
 
 
 def requeue_by_hand(training: Training) -> None:
     """scontrol requeue by an operator, with suspends mixed in."""
-    chance = random.Random(SEED + 1)
-    for life in range(1, STOPS + 1):
+    for life, step in enumerate(moments(SEED + 1), start=1):
         training.wait_for_life(life)
-        training.train_on(chance.uniform(0.0, 0.5))
+        training.wait_for_step(step)
         training.slurm("scontrol", "suspend", training.job_id)
-        training.train_on(chance.choice([0.1, 2.5]))  # parked only; stopped by SIGSTOP as well
+        if life % 2:  # long enough to be stopped by SIGSTOP as well, which comes after 2 s
+            time.sleep(2.5)
         training.slurm("scontrol", "resume", training.job_id)
         # within the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
         # then kills the job step without a word: a suspended one gets no signal
         training.wait_for_pauses(life, number=1)
-        training.train_on(chance.uniform(0.0, 1.0))
         training.slurm("scontrol", "requeue", training.job_id)
 
 

@@ -324,6 +324,15 @@ def test_the_fast_tier_is_used_where_it_is_newer(tmp_path: Path, alone: tuple[An
     assert same(again.bits(), alone)
 
 
+def test_two_runs_may_share_a_fast_folder(tmp_path: Path) -> None:
+    """/dev/shm is everybody's: no run takes another's checkpoint for its own."""
+    fast = tmp_path / "fast"
+    stopped(Training(tmp_path / "one", fast_directory=fast), after=7)
+    other = Training(tmp_path / "two", fast_directory=fast)
+    assert other.run.resume() is False
+    other.run.close()
+
+
 def test_what_a_life_leaves_in_the_run_folder(tmp_path: Path) -> None:
     """Manifest, lives and events tell who wrote what and why it ended."""
     stopped(Training(tmp_path), after=3)

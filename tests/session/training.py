@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Training:
     epochs: int
     think_s: float = 0.01
     job_id: str = ""
+    environ: dict[str, str] = field(default_factory=dict)
 
     @property
     def out(self) -> Path:
@@ -63,7 +64,12 @@ class Training:
     def slurm(self, *command: str, check: bool = True) -> str:
         done = subprocess.run(
             command,
-            env={**self.cluster.child_environ(), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+            env={
+                **self.cluster.child_environ(),
+                "PYTHON": sys.executable,
+                "OMP_NUM_THREADS": "1",
+                **self.environ,
+            },
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -87,6 +93,16 @@ class Training:
             f"--think-s={self.think_s}",
         )
         return self
+
+    def task(self, index: int) -> Training:
+        """One task of this job, which is an array, by its raw id."""
+        name = f"{self.job_id}_{index}"
+
+        def raw_id() -> str:
+            return self.slurm("squeue", "-h", "-j", name, "-t", "R", "-o", "%A", check=False)
+
+        wait_until(raw_id, f"task {index} to run")
+        return replace(self, job_id=raw_id())
 
     def events(self) -> list[Event]:
         path = self.run.rank_events(0)
@@ -116,9 +132,14 @@ class Training:
 
         wait_until(resumed, f"pause {number} of life {life} to end", limit_s=LIMIT_S)
 
-    def train_on(self, seconds: float) -> None:
-        """Let it train for a while, so that the next event meets it anywhere."""
-        time.sleep(seconds)
+    def wait_for_step(self, step: int) -> None:
+        """Until its log shows this step; it may be some steps further by then."""
+
+        def reached() -> bool:
+            shown = re.findall(r"^epoch \d+ step (\d+)", self.log(), flags=re.MULTILINE)
+            return bool(shown) and int(shown[-1]) >= step
+
+        wait_until(reached, f"step {step}\n{self.log()}", limit_s=LIMIT_S)
 
     def wait_for_end(self) -> dict[str, Any]:
         wait_until(self.out.exists, f"the end of the training\n{self.log()}", limit_s=LIMIT_S)

@@ -1,0 +1,156 @@
+"""How a run leaves, by the reason of its stop and the kind of its allocation: a real Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+from session.training import ROOT, Training
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.errors import TargetError, WrongJobState
+from hydroslurm.events import EventKind
+from hydroslurm.launch.control import requeue_job
+from hydroslurm.slurm.client import JobState, open_client
+
+pytestmark = pytest.mark.slurm
+
+LONG = 1000  # epochs: none of these ends by itself
+Submit = Callable[..., Training]
+
+
+@pytest.fixture
+def submit(requeue_cluster: DevCluster, tmp_path: Path) -> Submit:
+    """Submits sbatch/requeue.sbatch; what is left at the end is cancelled."""
+    started: list[Training] = []
+
+    def start(*options: str, python: str | None = None) -> Training:
+        training = Training(requeue_cluster, tmp_path / f"job{len(started)}", LONG)
+        if python:
+            training.environ["PYTHON"] = python
+        started.append(training.submit(*options))
+        return training
+
+    yield start  # type: ignore[misc]
+    for training in started:
+        training.slurm("scancel", training.job_id, check=False)
+
+
+def kinds(training: Training) -> list[EventKind]:
+    return [event.kind for event in training.events()]
+
+
+def ended(training: Training, life: int = 1) -> str | None:
+    lives = training.lives()
+    return lives[life - 1].ending if len(lives) >= life else None
+
+
+def test_a_cancelled_job_is_saved_and_not_requeued(submit: Submit) -> None:
+    """scancel: the state is committed, the job stays cancelled."""
+    training = submit()
+    training.wait_for_life(1)
+    training.slurm("scancel", training.job_id)
+    wait_until(lambda: ended(training) == "cancelled", f"the end\n{training.log()}")
+    assert EventKind.SAVE_COMMITTED in kinds(training)
+    assert EventKind.REQUEUE_ASKED not in kinds(training)
+    client = open_client(environ=training.cluster.environ())
+    wait_until(
+        lambda: client.job(int(training.job_id)).state is JobState.CANCELLED, "it stays cancelled"
+    )
+
+
+def test_without_an_answer_of_slurms_the_batch_script_requeues(
+    submit: Submit, tmp_path: Path
+) -> None:
+    """The rank cannot reach Slurm (as in a container without it): it leaves with 75, and the batch
+    script asks for the requeue."""
+    python = tmp_path / "python-without-slurm"
+    python.write_text(f'#!/bin/bash\nSLURM_CONF=/nowhere exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    training = submit(python=str(python))
+    training.wait_for_life(1)
+    training.slurm("scancel", "--signal=URG", training.job_id)
+    training.wait_for_life(2)
+    assert EventKind.REQUEUE_FAILED in kinds(training)
+    assert training.lives()[1].step == training.lives()[0].end_step
+
+
+def test_one_task_of_an_array_is_requeued_alone(submit: Submit) -> None:
+    """A preempted array task comes back by its own raw id; its neighbour is not disturbed."""
+    training = submit("--array=0-1")
+    first, second = (training.task(index) for index in (0, 1))
+    first.wait_for_life(1)
+    second.wait_for_life(1)
+    answer = requeue_job(
+        open_client(environ=training.cluster.environ()), int(first.job_id), timeout_s=60
+    )
+    assert "requeued" in answer.answers[0].words
+    first.wait_for_life(2)
+    assert first.lives()[1].step == first.lives()[0].end_step
+    assert len(second.lives()) == 1
+
+
+def test_an_srun_allocation_says_that_the_same_command_continues(
+    requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """Slurm cannot requeue it: it saves, leaves with 75, and the next srun goes on."""
+    training = Training(requeue_cluster, tmp_path, LONG)
+    command = [
+        "srun",
+        "--ntasks=1",
+        sys.executable,
+        str(ROOT / "examples" / "train_run.py"),
+        f"--directory={tmp_path / 'run'}",
+        "--log-every=5",
+    ]
+
+    def life() -> str:
+        environ = {**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if "loss" in line:
+                    break
+            job = training.slurm("squeue", "-h", "-t", "R", "-n", Path(sys.executable).name, "-o%A")
+            training.slurm("scancel", "--signal=URG", job.splitlines()[-1])
+            lines += process.stdout.readlines()
+        assert process.returncode == 75, "".join(lines)
+        return "".join(lines)
+
+    assert "run the same command again" in life()
+    second = life()
+    assert "life 2 goes on from step" in second
+
+
+def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:
+    """`hydroslurm requeue` waits for the save; a second one finds no job that runs."""
+    training = submit()
+    client = open_client(environ=training.cluster.environ())
+    training.wait_for_life(1)
+    (answer,) = requeue_job(client, int(training.job_id)).answers
+    assert answer.done
+    assert f"step {training.lives()[0].end_step} committed" in answer.words
+    with pytest.raises(WrongJobState, match="should be RUNNING"):
+        requeue_job(client, int(training.job_id))
+
+
+def test_a_job_that_would_not_save_is_left_alone(
+    requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """Nobody in it uses a Run: the answer says so, and names what is there without us."""
+    plain = Training(requeue_cluster, tmp_path, LONG)
+    job_id = plain.slurm("sbatch", "--parsable", "--wrap=sleep 100", "--output=/dev/null")
+    client = open_client(environ=requeue_cluster.environ())
+    wait_until(lambda: client.job(int(job_id)).state is JobState.RUNNING, "the job to start")
+    with pytest.raises(TargetError, match=f"scontrol requeue {job_id}"):
+        requeue_job(client, int(job_id))
+    assert client.job(int(job_id)).state is JobState.RUNNING
+    plain.slurm("scancel", job_id)
