@@ -5,6 +5,7 @@
     hydroslurm.install()                               # the same without a model
     hydroslurm.send_signal(pid, "pause")               # from another process of this machine
     hydroslurm.Executor("runs").submit(train, 3)       # through submitit, pausable from the start
+    hydroslurm.Run(model=model, optimizer=optimizer, loader=loader)   # stopped, requeued, continued
 
 Names are imported when they are first used: ``import hydroslurm`` loads neither torch nor anything
 of Slurm.
@@ -31,22 +32,30 @@ if TYPE_CHECKING:
         uninstall,
     )
     from hydroslurm.runtime.signals import SignalPlan
+    from hydroslurm.session.job import Job
+    from hydroslurm.session.jobrunner import JobRunner
     from hydroslurm.session.lives import Limits
+    from hydroslurm.session.manager import CheckpointManager
+    from hydroslurm.session.parts import epoch_limiter
     from hydroslurm.session.run import Run
     from hydroslurm.session.suspend import go_suspend, receive_suspend_command
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointManager",
     "Controller",
     "Engine",
     "Executor",
     "HydroslurmError",
+    "Job",
+    "JobRunner",
     "Limits",
     "Run",
     "SignalPlan",
     "UsageError",
     "controller",
+    "epoch_limiter",
     "go_suspend",
     "install",
     "installed",
@@ -76,6 +85,10 @@ _HOME = {
     "uninstall": "hydroslurm.runtime.install",
     "SignalPlan": "hydroslurm.runtime.signals",
     "Limits": "hydroslurm.session.lives",
+    "Job": "hydroslurm.session.job",
+    "JobRunner": "hydroslurm.session.jobrunner",
+    "CheckpointManager": "hydroslurm.session.manager",
+    "epoch_limiter": "hydroslurm.session.parts",
     "Run": "hydroslurm.session.run",
     "go_suspend": "hydroslurm.session.suspend",
     "receive_suspend_command": "hydroslurm.session.suspend",

@@ -4,6 +4,7 @@
   job.sbatch, submission.json  what was submitted (an intent line before sbatch, the id after)
   events/rank-00000.jsonl      everything that happened, both clocks, in order
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
+  epochs/step-000001234/       the same of a JobRunner, after each epoch
   lives.jsonl                  one line when a life begins, one when it ends, and why
   finished.json                the training is done: a restart leaves at once
   logs/                        submitit's files and stdout/stderr per task, appended over requeues
@@ -46,6 +47,15 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def epochs(self) -> Path:
+        """A JobRunner's checkpoints, one per epoch."""
+        return self.root / "epochs"
+
+    def from_epoch(self, epoch: int) -> RunDir:
+        """The run of a job that went back to an epoch of this one."""
+        return RunDir(self.root / f"from-epoch-{epoch:09d}")
 
     @property
     def lives_jsonl(self) -> Path:

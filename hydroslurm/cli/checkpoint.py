@@ -33,8 +33,8 @@ Only = Annotated[
 @checkpoint_app.command("ls")
 def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, oldest first: manifests are read, sizes are looked at."""
-    store, names = _open(where)
-    rows = _rows(store, names, verify=verify)
+    stores, names = _open(where)
+    rows = _rows(stores, names, verify=verify)
     if as_json:
         typer.echo(json.dumps(rows))
         return
@@ -59,8 +59,8 @@ def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = Fals
 @checkpoint_app.command("verify")
 def verify(where: Where, as_json: AsJson = False) -> None:
     """Read every file and compare it with its checksum. Exit status 1: something is wrong."""
-    store, names = _open(where)
-    rows = _rows(store, names, verify=True)
+    stores, names = _open(where)
+    rows = _rows(stores, names, verify=True)
     bad = [row for row in rows if row["state"] != "whole"]
     if as_json:
         typer.echo(json.dumps(rows))
@@ -78,19 +78,21 @@ def export(where: Where, out: Out, only: Only = None) -> None:
     from hydroslurm.checkpoint.export import export as write_file
     from hydroslurm.errors import CheckpointMissing
 
-    store, names = _open(where)
+    stores, names = _open(where)
     if names is None:
-        chosen = store.newest_good()
+        good = [one for store in stores if (one := store.newest_good()) is not None]
+        chosen = max(good, key=lambda one: one.step, default=None)
     else:
-        chosen = next((one for one in store.committed() if one.path.name in names), None)
+        there = (one for store in stores for one in store.committed())
+        chosen = next((one for one in there if one.path.name in names), None)
     if chosen is None:
         raise CheckpointMissing(f"{where} has no committed checkpoint to export")
     write_file(chosen, out, only=only)
     typer.echo(f"{out}: step {chosen.step} of {chosen.path}")
 
 
-def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
-    """The store, and the one folder in it that is meant; None when all are."""
+def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
+    """The stores, and the one folder in it that is meant; None when all are."""
     from hydroslurm.checkpoint import folders
     from hydroslurm.checkpoint.store import CheckpointStore
     from hydroslurm.errors import CheckpointMissing
@@ -100,16 +102,17 @@ def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
     if not where.is_dir():
         raise CheckpointMissing(f"{where} is no folder; a run folder or a checkpoint is wanted")
     if folders.step_of(where.name) is not None:
-        return CheckpointStore(where.parent), frozenset([where.name])
-    inner = RunDir(where).checkpoints
-    return CheckpointStore(inner if inner.is_dir() else where), None
+        return [CheckpointStore(where.parent)], frozenset([where.name])
+    run = RunDir(where)
+    inner = [folder for folder in (run.checkpoints, run.epochs) if folder.is_dir()]
+    return [CheckpointStore(folder) for folder in inner or [where]], None
 
 
 def _rows(
-    store: CheckpointStore, names: frozenset[str] | None, *, verify: bool
+    stores: list[CheckpointStore], names: frozenset[str] | None, *, verify: bool
 ) -> list[dict[str, Any]]:
-    rows = [_row(store, one, verify=verify) for one in store.committed()]
-    for path, error in store.problems().items():
+    rows = [_row(store, one, verify=verify) for store in stores for one in store.committed()]
+    for path, error in (item for store in stores for item in store.problems().items()):
         step = int(path.name.removeprefix("step-"))
         rows.append({"path": str(path), "step": step, **_verdict(error)})
     wanted = [row for row in rows if names is None or Path(row["path"]).name in names]

@@ -111,7 +111,12 @@ def test_an_srun_allocation_says_that_the_same_command_continues(
     def life() -> str:
         environ = {**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
-            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=environ,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         ) as process:
             assert process.stdout is not None
             lines = []

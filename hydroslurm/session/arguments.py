@@ -1,0 +1,98 @@
+"""What a Run is given, checked and made into what it works with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm import rundir
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.errors import UsageError
+from hydroslurm.rundir import RunDir
+from hydroslurm.runtime import install as installation
+from hydroslurm.runtime.controller import Controller
+from hydroslurm.slurm.allocation import Allocation
+
+DEFAULT_EVERY_S = 600.0
+"""Seconds between two periodic saves when nothing was said: what a crash may cost."""
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often a run saves while it trains; 0 is never."""
+
+    every_steps: int
+    every_s: float
+
+    @classmethod
+    def of(cls, every_steps: int | None, every_s: float | None) -> Cadence:
+        """From the arguments, None for what was not said.
+
+        Raises:
+            UsageError: a negative one.
+        """
+        for name, value in (("every_steps", every_steps), ("every_s", every_s)):
+            if value is not None and value < 0:
+                raise UsageError(f"{name}={value}: wanted 0 (never) or more")
+        if every_steps is None and every_s is None:
+            return cls(0, DEFAULT_EVERY_S)
+        return cls(every_steps or 0, every_s or 0.0)
+
+    def is_due(self, step: int, last_save_mono_s: float) -> bool:
+        """Whether a save is to begin behind this step. Reads a clock only with ``every_s``."""
+        if self.every_steps and step % self.every_steps == 0:
+            return True
+        return bool(self.every_s) and time.monotonic() - last_save_mono_s >= self.every_s
+
+
+def require_one_rank(allocation: Allocation | None, environ: Mapping[str, str]) -> None:
+    """Refuse what would save one rank of several.
+
+    Raises:
+        UsageError: there are several.
+    """
+    world = environ.get("WORLD_SIZE", "")
+    size = int(world) if world.isdecimal() else allocation.world_size if allocation else 1
+    if size > 1:
+        raise UsageError(
+            f"this job has {size} ranks, and Run saves one so far: ranks do not agree on a common "
+            "step yet. Start one task (srun --ntasks=1), or pause only (hydroslurm.install())"
+        )
+
+
+def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
+    """Where the run keeps its state: the folder that was named, else the job's.
+
+    Raises:
+        UsageError: neither is there.
+    """
+    if given is not None:
+        return RunDir(Path(given).absolute())
+    found = rundir.from_environment(environ)
+    if found is None:
+        raise UsageError(
+            "this process is in no Slurm job, so that there is no run folder to save into; give "
+            'one: Run(directory="runs/my-run")'
+        )
+    return RunDir(found.root.absolute())
+
+
+def fast_store(given: str | os.PathLike[str] | None, run: RunDir) -> CheckpointStore | None:
+    """The fast tier: a folder of this run's own below the one that was given, for /dev/shm is
+    everybody's."""
+    if given is None:
+        return None
+    name = hashlib.sha256(str(run.root).encode()).hexdigest()[:16]
+    return CheckpointStore(Path(given).absolute() / f"hydroslurm-{name}")
+
+
+def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+    """The controller of this process, and whether it was installed for this run."""
+    if installation.is_installed():
+        return installation.controller(), False
+    folder = rundir.from_environment(environ) or run
+    return installation.install(run_dir=folder.root, environ=environ), True

@@ -1,0 +1,287 @@
+"""The Run of a job: the same safe points, with epochs that a JobRunner counts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.outcome import Saved
+from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.tiers import Found, newest_over
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
+from hydroslurm.session.leaving import Orders
+from hydroslurm.session.manager import CheckpointManager, age
+from hydroslurm.session.recording import record_save
+from hydroslurm.session.run import Run
+
+PROGRESS = "hydroslurm.job"
+"""The name under which a job's progress is saved beside its objects."""
+
+
+@dataclass
+class Progress:
+    """How far a job is within an epoch; saved with its objects.
+
+    Attributes:
+        begun: within an epoch. False: between two.
+        done: functions of the epoch group that are behind.
+        first_step: at which the epoch began.
+        ended: a stop signal was true after the last epoch.
+    """
+
+    begun: bool = False
+    done: int = 0
+    first_step: int = 0
+    ended: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in asdict(self):
+            setattr(self, name, state[name])
+
+
+class JobRun(Run):
+    """What ``job.run`` is. Made by a JobRunner, which calls :meth:`resume` and :meth:`finish`.
+
+    Functions of a job use ``step``, ``epoch``, :meth:`epoch_batches`, :meth:`safe_point`,
+    :meth:`check_stop`, :meth:`save`, ``stop_requested`` and :meth:`request_stop`.
+
+    Attributes:
+        epoch: the epoch that is being trained, from 0; between two, how many are done.
+        saves: there is a manager. fails_on_save_error: what it wants for epochs.
+        begins_at_origin: this life, the first of its folder, goes back to an epoch of another.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager | None,
+        *,
+        directory: str | os.PathLike[str] | None,
+        origin: Found | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """``manager``: None when nothing is to be saved. ``origin``: to begin from when the run has
+        no checkpoint of its own."""
+        options = manager or CheckpointManager(every_steps=0, every_s=0)
+        super().__init__(
+            directory=directory,
+            every_steps=options.every_steps,
+            every_s=options.every_s,
+            fast_directory=options.fast_directory,
+            on_save_error=options.on_save_error,
+            limits=options.limits,
+            environ=environ,
+        )
+        self.progress = Progress()
+        self._objects.add(PROGRESS, self.progress)
+        self.saves = manager is not None
+        self.fails_on_save_error = options.on_save_error == "fail"
+        self._origin = origin
+        self.begins_at_origin = False
+        self._epochs: CheckpointStore | None = None
+        self._epoch_saver: Saver | None = None
+        self._unsaved: str | None = None
+        if manager is None:
+            self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
+            return
+        self._epochs = manager.epoch_store()
+        self._epoch_saver = Saver(
+            self._epochs,
+            keep=manager.keep or sys.maxsize,
+            on_save_error=manager.on_save_error,
+            exempt=self._controller.exempt,
+            tell=lambda event: record_save(self._controller, event),
+        )
+
+    # --- for the functions of a job
+    # --------------------------------------------------------------------------------------------
+
+    def epoch_batches(self, *, accumulate: int = 1) -> Iterator[Any]:
+        """Yield the batches that are left of this epoch; one is one step, with a safe point behind.
+
+        Once in a function; the function is over with it or leaves it early, as it likes. In a life
+        that goes on in the middle of an epoch the random numbers are put back here.
+
+        Args:
+            accumulate: as of :meth:`Run.batches`.
+
+        Raises:
+            UsageError: the job has no loader; the second call in one function.
+        """
+        if self._cursor.position is None:
+            raise UsageError("epoch_batches() needs a loader; set job.loader in the build group")
+        if accumulate < 1:
+            raise UsageError(f"epoch_batches(accumulate={accumulate}): wanted 1 or more")
+        if self._cursor.in_epoch:
+            raise UsageError(
+                "this function went over its batches already, and a stop in a second pass could "
+                "not be resumed; make the second pass a function of its own in the epoch group"
+            )
+        yield from self._left_of_epoch(accumulate)
+
+    def batches(self, *, epochs: int, accumulate: int = 1) -> Iterator[Any]:  # noqa: ARG002 - Run's
+        """Not in a job, which counts its epochs itself.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "run.batches() counts epochs, and so does a job; use job.run.epoch_batches(), and "
+            "epoch_limiter() for how many"
+        )
+
+    def save(self, *, kind: str = "manual") -> Saved:
+        """As :meth:`Run.save`; refused where the state is none to go on from.
+
+        Raises:
+            UsageError: in ``download``, ``build``, ``init`` and ``exit``, and without a manager.
+        """
+        if self._unsaved is not None:
+            raise UsageError(f"save() has no use here: {self._unsaved}")
+        return super().save(kind=kind)
+
+    # --- for the runner
+    # --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def unsaved(self, why: str) -> Iterator[None]:
+        """Within it a stop leaves without saving, and says so in these words; nothing is saved from
+        time to time either. For when the state is none to go on from, or is saved already."""
+        before = self._unsaved
+        self._unsaved = before or why
+        try:
+            yield
+        finally:
+            self._unsaved = before
+
+    def take(self, objects: Mapping[str, Any], loader: Any) -> None:
+        """What is to be saved, and what the batches come from; before :meth:`resume`."""
+        for name, thing in objects.items():
+            self._objects.add(name, thing)
+        if loader is not None:
+            self._cursor.use(loader, shield=self._controller.plan.stopping())
+
+    def begin_epoch(self) -> None:
+        """An epoch begins."""
+        self.progress.begun, self.progress.done = True, 0
+        self.progress.first_step = self.step
+
+    def end_part(self) -> None:
+        """One function of the epoch group is done; the next one may go over the data anew."""
+        self._cursor.restore_rng()
+        if self._cursor.step_has_begun:  # it left its loop; what it was given it has trained
+            self._cursor.count_step()
+            self.step += 1
+        self._cursor.in_epoch = False
+        self.progress.done += 1
+
+    def end_epoch(self) -> None:
+        """All functions of the epoch group are done. An epoch without a step counts as one, because
+        a checkpoint is known by its step."""
+        if self.step == self.progress.first_step:
+            self.step += 1
+            self._controller.step = self.step
+        self.epoch += 1
+        self.progress.begun, self.progress.done = False, 0
+
+    def save_epoch(self) -> None:
+        """Commit the checkpoint of the epoch that is done; one that is there and whole stays.
+
+        Raises:
+            SaveFailed, UnsavableState: as :meth:`Run.save`.
+        """
+        if self._epoch_saver is not None:
+            self._epoch_saver.save(self._state(), step=self.step, epoch=self.epoch, kind="epoch")
+            self._last_save_s = time.monotonic()
+            self._epoch_saver.poll()
+
+    def newest_committed(self) -> Checkpoint | None:
+        """By its manifest, once the save in flight has ended."""
+        self._saver.wait()
+        if self._epochs is None:
+            return None
+        try:
+            fast = () if self._fast is None else self._fast.committed()
+            found = (*self._epochs.committed(), *self._durable.committed(), *fast)
+            return max(found, key=age, default=None)
+        except CheckpointError:  # asked for in a message about another error
+            return None
+
+    # --- Run's seams
+    # --------------------------------------------------------------------------------------------
+
+    def _newest(self) -> Found | None:
+        if self._epochs is None:
+            return None
+        found = self._newest_own(self._epochs)
+        if found is None and self._origin is not None:
+            self.begins_at_origin = True
+            return self._origin
+        return found
+
+    def _newest_own(self, epochs: CheckpointStore) -> Found | None:
+        """The newest of the Run's and of the epochs'. Verifying reads a whole checkpoint, so that
+        the older one of the two is looked at only when the newer one was no good."""
+        own = [self._durable] if self._fast is None else [self._durable, self._fast]
+        looks = [
+            (max(_newest_name(store) for store in own), super()._newest),
+            (_newest_name(epochs), lambda: newest_over(durable=epochs)),
+        ]
+        best: Found | None = None
+        broken: CheckpointCorrupt | None = None
+        for newest, look in sorted(looks, key=lambda one: one[0], reverse=True):
+            if best is not None and age(best.checkpoint) >= newest:
+                break
+            try:
+                found = look()
+            except CheckpointCorrupt as error:
+                broken = error
+                continue
+            if found and (best is None or age(found.checkpoint) > age(best.checkpoint)):
+                best = found
+        if broken is not None:
+            _go_back(broken, best)
+        return best
+
+    def _apply(self, state: State, *, source: str) -> None:
+        super()._apply(state, source=source)
+        if "data" not in state.own:
+            # between two functions of a job: there is no iterator to wait for
+            self._cursor.restore_rng()
+
+    def _is_due(self) -> bool:
+        return self._unsaved is None and super()._is_due()
+
+    def _save_by(self, orders: Orders) -> str:
+        return super()._save_by(orders) if self._unsaved is None else self._unsaved
+
+
+def _newest_name(store: CheckpointStore) -> tuple[int, int, int]:
+    """The age of the newest in a store, by name where its manifest cannot be read: that one has to
+    be looked at, and warned of."""
+    try:
+        ages = [*map(age, store.committed())]
+        ages += [(folders.step_of(path.name) or 0, sys.maxsize, 0) for path in store.problems()]
+    except (CheckpointError, OSError):  # looking at it tells what that means
+        return (sys.maxsize, 0, 0)
+    return max(ages, default=(-1, 0, 0))
+
+
+def _go_back(broken: CheckpointCorrupt, best: Found | None) -> None:
+    if best is None:
+        raise broken
+    warnings.warn(
+        f"hydroslurm: {broken}; the run continues from {best.checkpoint.path}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

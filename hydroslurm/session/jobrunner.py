@@ -1,0 +1,237 @@
+"""``JobRunner``: carries a job out over all its lives.
+
+runner = hydroslurm.JobRunner(job, hydroslurm.CheckpointManager("runs/a", keep=5))
+runner.run()                                     # in this process
+hydroslurm.Executor("runs").submit(runner)       # on the cluster, requeued as often as it takes
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from hydroslurm import rundir
+from hydroslurm.checkpoint.tiers import Found
+from hydroslurm.errors import SaveFailed, UsageError
+from hydroslurm.rundir import RunDir
+from hydroslurm.session import finished
+from hydroslurm.session.job import Job
+from hydroslurm.session.jobrun import JobRun
+from hydroslurm.session.manager import CheckpointManager
+from hydroslurm.session.notice import notice
+from hydroslurm.session.parts import Group
+
+_IN_GROUP = {
+    Group.DOWNLOAD: "what was fetched stays; nothing was trained in this life",
+    Group.BUILD: "nothing was trained in this life",
+    Group.INIT: "a cut init leaves nothing behind; it runs again from its beginning",
+    Group.EXIT: "the last epoch is committed; the exit group runs again from its beginning",
+}
+
+
+class JobRunner:
+    """Runs a :class:`Job`: download, build, then init or the newest checkpoint, epochs, exit.
+
+    A checkpoint is committed after ``init`` (epoch 0) and after each epoch, before a stop signal
+    ends the loop. A stop (SIGTERM, the warning before the time limit) is obeyed at the next safe
+    point, also in the middle of an epoch, and the next life goes on from there. Once ``exit`` is
+    done, a further life leaves at once.
+
+    Can be pickled until it runs. Main thread only, one at a time in a process.
+
+    Args:
+        job: what to run.
+        checkpoint_manager: where its checkpoints are. None saves nothing: a life that was stopped
+            is followed by one that begins anew.
+        resume_from_epoch: go back to the checkpoint of this epoch, and train on in a folder of its
+            own, ``<directory>/from-epoch-<n>``. What was there before stays as it is, and a requeue
+            goes on with the new branch instead of going back again. Stop signals are asked first,
+            so that this trains a finished job further.
+
+    Raises:
+        UsageError: ``resume_from_epoch`` without a manager, or below 0.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        checkpoint_manager: CheckpointManager | None = None,
+        *,
+        resume_from_epoch: int | None = None,
+    ) -> None:
+        if resume_from_epoch is not None and (checkpoint_manager is None or resume_from_epoch < 0):
+            raise UsageError(
+                f"resume_from_epoch={resume_from_epoch}: wanted 0 or more, and a "
+                "checkpoint_manager that has this epoch"
+            )
+        self.job = job
+        self.checkpoint_manager = checkpoint_manager
+        self.resume_from_epoch = resume_from_epoch
+
+    @property
+    def name(self) -> str:
+        """The job's."""
+        return self.job.name
+
+    def __call__(self) -> int:
+        """As :meth:`run`: for executors, which call what they are given."""
+        return self.run()
+
+    def run(self) -> int:
+        """Run the job to its end; returns how many epochs are done.
+
+        What a function of the job raises comes out of here as it is; what failed, where, and what a
+        restart does is in the log, and from Python 3.11 on in the exception's notes.
+
+        Raises:
+            SystemExit: the job was stopped and leaves (75: the same command continues, 143: it was
+                cancelled, 93: it must not go on).
+            CheckpointMissing: of ``resume_from_epoch``; says which epochs there are.
+            StateMismatch: the checkpoint belongs to other objects; names the keys.
+            SaveFailed: of an epoch, with ``on_save_error="fail"``.
+            UsageError: the job has no epoch, or would never end; it runs already.
+        """
+        self.job.check()
+        manager, origin = self._branch()
+        if manager is not None and (done := finished.read(RunDir(manager.directory))) is not None:
+            notice(f"this job has finished at step {done.step}; nothing to do {manager.directory}")
+            return manager.last_epoch() or 0
+        with ExitStack() as stack:
+            directory: Path | None = manager.directory if manager else None
+            if manager is None and rundir.from_environment(os.environ) is None:
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            run = JobRun(manager, directory=directory, origin=origin)
+            stack.enter_context(run)  # once all is done it writes the marker
+            stack.enter_context(self.job.running(run))
+            _Life(self.job, run).live()
+            return run.epoch
+
+    def _branch(self) -> tuple[CheckpointManager | None, Found | None]:
+        """The manager of this run, and what it begins from when it has nothing of its own yet."""
+        manager, epoch = self.checkpoint_manager, self.resume_from_epoch
+        if manager is None or epoch is None:
+            return manager, None
+        branch = manager.branch(epoch)
+        if branch.committed():
+            return branch, None
+        return branch, manager.find(epoch=epoch)
+
+
+class _Life:
+    """One life of a job."""
+
+    def __init__(self, job: Job, run: JobRun) -> None:
+        self._job = job
+        self._run = run
+        self._committed = False
+
+    def live(self) -> None:
+        job, run = self._job, self._run
+        self._group(Group.DOWNLOAD)
+        self._group(Group.BUILD)
+        run.take({name: job[name] for name in job.names()}, job.loader)
+        job.seal()
+        if not run.resume():
+            self._group(Group.INIT)
+        elif run.begins_at_origin:
+            self._ask_stop_signals()
+        self._epochs()
+        self._group(Group.EXIT)
+
+    def _group(self, group: Group) -> None:
+        """All functions of a group other than the epochs'. A stop within saves nothing, unless the
+        last epoch could not be committed."""
+        if group is Group.EXIT and not self._committed:
+            self._call_all(group)
+            return
+        with self._run.unsaved(_IN_GROUP[group]):
+            self._call_all(group)
+
+    def _call_all(self, group: Group) -> None:
+        for part in self._job.parts(group):
+            self._run.check_stop()
+            with self._explained(f"{part.name} of the {group.value} group"):
+                part(self._job)
+
+    def _epochs(self) -> None:
+        progress = self._run.progress
+        while True:
+            if not progress.begun:
+                self._committed = self._save_epoch()
+                if progress.ended:
+                    return
+                self._check_stop_between()
+                self._run.begin_epoch()
+            self._epoch()
+
+    def _epoch(self) -> None:
+        """What is left of an epoch, until its checkpoint can be made."""
+        job, run = self._job, self._run
+        for part in job.parts(Group.EPOCH)[run.progress.done :]:
+            run.check_stop()
+            with self._explained(f"{part.name} of the epoch group, in epoch {run.epoch},"):
+                part(job)
+            run.end_part()
+        run.end_epoch()
+        self._ask_stop_signals()
+        run.check_stop()  # saved in the way that the time that is left allows
+
+    def _ask_stop_signals(self) -> None:
+        with self._explained(f"a stop signal after epoch {self._run.epoch - 1}"):
+            self._run.progress.ended = self._job.ask_stop_signals()
+
+    def _save_epoch(self) -> bool:
+        """Whether it is committed."""
+        run = self._run
+        with self._explained(f"saving the checkpoint of epoch {run.epoch}"):
+            try:
+                run.save_epoch()
+            except SaveFailed as error:
+                if run.fails_on_save_error:
+                    raise
+                warnings.warn(
+                    f"hydroslurm: the checkpoint of epoch {run.epoch} was not saved: {error}. The "
+                    "training goes on",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return False
+        return run.saves
+
+    def _check_stop_between(self) -> None:
+        if not self._committed:
+            self._run.check_stop()
+            return
+        with self._run.unsaved(f"epoch {self._run.epoch} is committed already"):
+            self._run.check_stop()
+
+    # --- words
+    # --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Say in the log what an exception means for the run."""
+        try:
+            yield
+        except Exception as error:
+            words = f"{what} failed with {type(error).__name__}: {error}. {self._outlook()}"
+            if hasattr(error, "add_note"):
+                error.add_note(f"hydroslurm: {words}")
+            notice(words)
+            raise
+
+    def _outlook(self) -> str:
+        """What is committed, and what a restart does with it."""
+        if not self._run.saves:
+            return "Nothing is saved without a checkpoint_manager: a restart begins anew"
+        newest = self._run.newest_committed()
+        if newest is None:
+            return "No checkpoint is committed yet: a restart begins anew, with init"
+        where = f"The checkpoint of step {newest.step} ({newest.path}) is committed"
+        if self._run.progress.ended and self._run.epoch == newest.epoch:
+            return f"{where}: a restart runs the exit group again"
+        return f"{where}: a restart goes on from there, in epoch {newest.epoch}, without init"

@@ -1,0 +1,71 @@
+"""This life of a run: whether it may begin, when it began, and why it ends."""
+
+from __future__ import annotations
+
+import time
+
+from hydroslurm.events import EventKind
+from hydroslurm.rundir import RunDir
+from hydroslurm.runtime.controller import Controller
+from hydroslurm.session.lives import Ending, Ledger, Limits, check_limits
+from hydroslurm.slurm.allocation import Allocation
+
+
+class Life:
+    """One process of rank 0, written down in lives.jsonl and in the events.
+
+    Attributes:
+        number: from 1; None before it has begun.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        controller: Controller,
+        *,
+        limits: Limits,
+        allocation: Allocation | None,
+    ) -> None:
+        self.number: int | None = None
+        self._ledger = Ledger(run.lives_jsonl)
+        self._controller = controller
+        self._limits = limits
+        self._allocation = allocation
+        self._has_stepped = False
+
+    def begin(self, step: int) -> None:
+        """Begin at a step.
+
+        Raises:
+            RunEnded: a limit is spent, or lives pass without progress. Nothing is written down.
+        """
+        check_limits(self._ledger.lives(), self._limits, step=step)
+        allocation = self._allocation
+        self.number = self._ledger.begin(
+            step,
+            now_epoch_ns=time.time_ns(),
+            job_id=allocation.job_id if allocation else None,
+            restart_count=allocation.restart_count if allocation else 0,
+        )
+        self._controller.step = step
+        self.record(EventKind.LIFE_BEGAN, step=step)
+
+    def note_step(self, step: int) -> bool:
+        """Tell the events how far it is; True for the first step of this life."""
+        self._controller.step = step
+        if self._has_stepped:
+            return False
+        self._has_stepped = True
+        self.record(EventKind.FIRST_STEP)
+        return True
+
+    def end(self, ending: Ending, *, step: int) -> None:
+        """Write down why it ends; nothing if it never began."""
+        if self.number is None:
+            return
+        self.record(EventKind.LIFE_ENDED, ending=ending)
+        self._ledger.end(self.number, ending, step=step, now_epoch_ns=time.time_ns())
+
+    def record(self, kind: EventKind, **data: object) -> None:
+        """An event of this life's."""
+        self._controller.record(kind, {"life": self.number, **data})

@@ -1,0 +1,185 @@
+"""A program that has torch loaded and forks one process per life of a small job: torch's import is
+most of what a life costs here.
+
+A line of JSON on stdin starts a life; its process number comes back, what it prints, and at its end
+``ended CODE``. Each function of the job writes its name into a diary. Options:
+
+directory, diary, out: where; without a directory there is no manager.
+hold: the diary entry at which the life waits for a stop request before it goes on.
+fail: the one at which it raises.
+save_anew: the epoch before whose first batch the Run's checkpoints vanish and it saves.
+lose_epochs: the one at which the folder of the epochs' checkpoints breaks.
+epochs, every_steps, back_to, on_save_error, keep: of the job and its manager.
+lenient: warnings are printed instead of raised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydroslurm.session.run  # noqa: F401 - loaded before the fork
+from hydroslurm.data import ResumableSampler
+from hydroslurm.session.job import Job
+from hydroslurm.session.jobrunner import JobRunner
+from hydroslurm.session.manager import CheckpointManager
+from hydroslurm.session.parts import epoch_limiter
+
+
+class Story:
+    """What the functions of the job share besides the job itself."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.losses: list[float] = []
+
+    def at(self, place: str, job: Job) -> None:
+        """Write down that we are here; hold or fail where that is wanted."""
+        with Path(self.options["diary"]).open("a") as diary:
+            diary.write(place + "\n")
+        if self.options.get("fail") == place:
+            raise ArithmeticError(f"failing at {place}")
+        if self.options.get("lose_epochs") == place:
+            folder = Path(self.options["directory"]) / "epochs"
+            shutil.rmtree(folder)
+            folder.write_text("in the way")
+        if self.options.get("hold") == place:
+            print("at", place, flush=True)
+            while not job.run.stop_requested:
+                time.sleep(0.001)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+def define(options: dict[str, Any]) -> Job:
+    story = Story(options)
+    with Job("story") as job:
+
+        @job.download
+        def download() -> None:
+            story.at("download", job)
+
+        @job.build
+        def build() -> None:
+            torch.manual_seed(0)
+            model = job.save(
+                "model", torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout())
+            )
+            optimizer = job.save("optimizer", torch.optim.Adam(model.parameters(), lr=0.1))
+            job.save("scheduler", torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+            job.save("story", story)
+            data = TensorDataset(torch.randn(12, 4))
+            job.loader = DataLoader(data, batch_size=3, sampler=ResumableSampler(data))
+            story.at("build", job)
+
+        @job.init
+        def weights() -> None:
+            story.at("weights", job)
+            torch.nn.init.normal_(job["model"][0].weight)
+
+        @job.init
+        def first_look() -> None:
+            story.at("first look", job)
+
+        @job.epoch
+        def train(job: Job) -> None:
+            run = job.run
+            if options.get("save_anew") == run.epoch:
+                shutil.rmtree(Path(options["directory"]) / "checkpoints")
+                run.save()
+            for (batch,) in run.epoch_batches():
+                job["optimizer"].zero_grad()
+                loss = job["model"](batch).square().mean()
+                loss.backward()
+                job["optimizer"].step()
+                story.losses.append(loss.item())
+                story.at(f"train {run.epoch}.{run.step % 4}", job)
+            job["scheduler"].step()
+            story.at(f"trained {run.epoch}", job)
+
+        @job.epoch
+        def validate(job: Job) -> None:
+            story.at(f"validate {job.run.epoch}", job)
+            job.run.check_stop()
+            story.losses.append(torch.rand(()).item())
+
+        @job.exit
+        def result(job: Job) -> None:
+            story.at("exit", job)
+            job.run.check_stop()
+            state = [job["model"].state_dict(), job["optimizer"].state_dict(), story.losses]
+            text = repr([state, torch.rand(3).tolist(), job["scheduler"].state_dict()])
+            Path(options["out"]).write_text(hashlib.sha256(text.encode()).hexdigest())
+
+        job.add_stop_signal(epoch_limiter(options.get("epochs", 3)))
+
+        @job.add_stop_signal
+        def asked(job: Job) -> bool:
+            story.at(f"asked {job.run.epoch}", job)
+            return False
+
+    return job
+
+
+def live(options: dict[str, Any]) -> None:
+    manager = None
+    if "directory" in options:
+        manager = CheckpointManager(
+            options["directory"],
+            every_steps=options.get("every_steps", 0),
+            every_s=0,
+            keep=options.get("keep"),
+            on_save_error=options.get("on_save_error", "warn"),
+        )
+    runner = JobRunner(define(options), manager, resume_from_epoch=options.get("back_to"))
+    print("returned", runner.run(), flush=True)
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    torch.set_printoptions(precision=17)
+    # torch means a first epoch; it is said too of a function that goes on behind its last step
+    warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
+    if sys.version_info >= (3, 12):  # torch has threads by now, which do nothing
+        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
+    torch.optim.Adam([torch.ones(1)])  # imports most of what torch has
+    print("ready", flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            options = json.loads(line)
+            try:
+                if options.get("lenient"):
+                    warnings.simplefilter("always")
+                live(options)
+                code = 0
+            except SystemExit as leaving:
+                code = int(leaving.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        print("pid", pid, flush=True)
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

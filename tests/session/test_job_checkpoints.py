@@ -1,0 +1,145 @@
+"""CheckpointManager as a reader: which checkpoints there are, and what is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hydroslurm.errors import CheckpointMissing, StateMismatch, UsageError
+from hydroslurm.session.job import Job
+from hydroslurm.session.jobrunner import JobRunner
+from hydroslurm.session.manager import CheckpointManager, TensorInfo
+from hydroslurm.session.parts import epoch_limiter
+from hydroslurm.session.run import Run
+
+
+@pytest.fixture(scope="module")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> CheckpointManager:
+    """Two epochs of two steps, each of which adds one to a weight, and of one that does not; a
+    periodic save at step 4, within the second one."""
+    manager = CheckpointManager(tmp_path_factory.mktemp("job") / "run", every_steps=4)
+    job = Job("count")
+
+    @job.build
+    def build(job: Job) -> None:
+        for name in ("model", "average"):
+            torch.nn.init.zeros_(job.save(name, torch.nn.Linear(2, 1)).weight)
+        job.loader = DataLoader(torch.zeros(4), batch_size=2)
+
+    @job.epoch
+    def train(job: Job) -> None:
+        for _ in job.run.epoch_batches():
+            with torch.no_grad():
+                job["model"].weight.add_(1)
+
+    @job.epoch
+    def leave_early(job: Job) -> None:
+        for _ in job.run.epoch_batches():
+            break
+
+    job.add_stop_signal(epoch_limiter(2))
+    assert JobRunner(job, manager).run() == 2
+    return manager
+
+
+def _weight(state: object) -> float:
+    return state["weight"][0, 0].item()  # type: ignore[index]
+
+
+def test_which_there_are(manager: CheckpointManager) -> None:
+    """Epochs, the last of them, and whether one can be loaded."""
+    assert manager.epochs() == (0, 1, 2)
+    assert manager.last_epoch() == 2
+    assert manager.last_epoch(user_epoch=1) == 1
+    assert [manager.cp_accessible(epoch) for epoch in range(4)] == [True, True, True, False]
+    with pytest.raises(CheckpointMissing, match=r"epoch 5 .* epochs 0, 1, 2, and steps 0, 3, 4, 6"):
+        manager.last_epoch(user_epoch=5)
+    with pytest.raises(UsageError, match="chosen by one of them"):
+        manager.find(epoch=1, step=2)
+
+
+def test_metadata_without_tensors(manager: CheckpointManager) -> None:
+    """Names, shapes and types are read from the small files alone: the tensors may be gone."""
+    found = manager.metadata(epoch=1)
+    assert (found.step, found.epoch, found.checkpoint.kind) == (3, 1, "epoch")
+    assert found.names == ("hydroslurm.job", "model", "average")
+    assert found.tensors["shared/model.weight"] == TensorInfo((1, 2), "torch.float32")
+    assert manager.names(step=4) == found.names
+
+
+def test_load_by_epoch_and_by_step(manager: CheckpointManager) -> None:
+    """Each gives the state of its moment; a step may lie within an epoch, the default is the
+    newest."""
+    assert [_weight(manager.load(epoch=n).shared["model"]) for n in (0, 1, 2)] == [0, 2, 4]
+    assert _weight(manager.load(step=4).shared["model"]) == 3
+    assert _weight(manager.load().shared["model"]) == 4
+    with pytest.raises(CheckpointMissing, match="of step 1 "):
+        manager.load(step=1)
+
+
+def test_load_a_part(manager: CheckpointManager) -> None:
+    """Only what was named comes back; a name that is not there is answered with those that are."""
+    part = manager.load_partial(["average"], epoch=2)
+    assert list(part) == ["average"]
+    assert _weight(part["average"]) == 0
+    with pytest.raises(CheckpointMissing, match=r"no optimizer; it has .*model, average"):
+        manager.load_partial(["optimizer"])
+
+
+def test_load_into_objects(manager: CheckpointManager) -> None:
+    """Objects get the state that is under their name; one that does not fit is refused."""
+    model = torch.nn.Linear(2, 1)
+    assert manager.load_into({"model": model}, epoch=1).step == 3
+    assert _weight(model.state_dict()) == 2
+    with pytest.raises(StateMismatch):
+        manager.load_into({"model": torch.nn.Linear(3, 1)}, epoch=1)
+
+
+def test_a_damaged_one_is_not_accessible(tmp_path: Path) -> None:
+    """cp_accessible reads what it vouches for."""
+    job = Job()
+    job.epoch(lambda: None)
+    job.add_stop_signal(epoch_limiter(1))
+    manager = CheckpointManager(tmp_path)
+    JobRunner(job, manager).run()
+    (manager.find(epoch=1).checkpoint.path / "rank-00000.json").write_text("{}")
+    assert [manager.cp_accessible(epoch) for epoch in (0, 1)] == [True, False]
+
+
+def test_of_a_run_without_a_job(tmp_path: Path) -> None:
+    """The checkpoints of a plain Run are read in the same way."""
+    model = torch.nn.Linear(2, 1)
+    with Run(model=model, directory=tmp_path) as run:
+        run.resume()
+        run.step = 7
+        run.save()
+        manager = CheckpointManager(run)
+    assert manager.epochs() == ()
+    assert manager.last_epoch() is None
+    assert manager.names(step=7) == ("model",)
+
+
+def test_epochs_without_steps_have_checkpoints_of_their_own(tmp_path: Path) -> None:
+    """An epoch that makes no step counts as one, so that each has its checkpoint."""
+    job = Job()
+    job.epoch(lambda: None)
+    job.add_stop_signal(epoch_limiter(3))
+    manager = CheckpointManager(tmp_path)
+    JobRunner(job, manager).run()
+    assert manager.epochs() == (0, 1, 2, 3)
+    assert manager.metadata(epoch=3).step == 3
+
+
+def test_no_directory_outside_of_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without one, the run folder of the job is meant; outside of a job that is an error."""
+    for name in ("SLURM_JOB_ID", "HYDROSLURM_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=r'CheckpointManager\("runs/my-run"\)'):
+        _ = CheckpointManager().directory
+    monkeypatch.setenv("HYDROSLURM_RUN_DIR", str(tmp_path))
+    assert CheckpointManager().directory == tmp_path
+    with pytest.raises(UsageError, match="keep=0"):
+        CheckpointManager(keep=0)
