@@ -26,7 +26,9 @@ Check = Annotated[bool, typer.Option("--verify", help="Read all files too, as ve
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="model.pt or model.safetensors")]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="NAME", help="Only that, such as model. Can be repeated."),
+    typer.Option(
+        "--only", metavar="NAME", help="Only that, such as model (one alone is written as it is)."
+    ),
 ]
 
 

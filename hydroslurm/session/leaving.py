@@ -31,6 +31,8 @@ ANSWER_S = 2.0
 """How long a save waits for Slurm to say why: more would be taken from the grace."""
 ASSUMED_GRACE_S = 25.0
 """Taken when the site's policy is not known: KillWait's default of 30 s, and a margin."""
+LONGEST_WARNING_S = 900.0
+"""A SIGURG that comes no earlier than this before the time limit is taken for its warning."""
 STALE_AFTER_S = 1.0
 """After so long a save the reason is asked for again, before the job is requeued."""
 _ENDINGS: dict[StopReason, Ending] = {
@@ -195,11 +197,12 @@ class Leaver:
         return again.reason is StopReason.CANCELLED
 
     def _warning_s(self) -> float | None:
-        """A rank does not know the T of its ``--signal=URG@T``, but nobody else sends SIGURG."""
+        """A rank does not know the T of its ``--signal=URG@T``. Besides Slurm only a person sends
+        SIGURG (``hydroslurm requeue``), mostly long before the end."""
         request, warning = self._request, self._controller.plan.warning
         if request is None or warning is None or request.signal != signal_name(warning):
             return None
-        return math.inf
+        return LONGEST_WARNING_S
 
     def _requeue(self, job_id: int, deadline_mono_s: float) -> None:
         left_s = max(5.0, deadline_mono_s - time.monotonic())
