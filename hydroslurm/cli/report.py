@@ -1,4 +1,4 @@
-"""``hydroslurm report RUN_FOLDER``: what the pauses of a run cost."""
+"""``hydroslurm report RUN_FOLDER``: what the pauses and the stops of a run cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ NoPicture = Annotated[bool, typer.Option("--no-picture", help="Draw no timeline.
 
 
 def report(folder: Folder, as_json: AsJson = False, no_picture: NoPicture = False) -> None:
-    """Show every pause of a run with its latencies; write report/figures.json and timeline.png."""
+    """Show every pause and every stop of a run with its latencies, and the steps that were lost.
+
+    Writes report/figures.json and report/timeline.png into the run folder.
+    """
     from rich.console import Console
 
     from hydroslurm.report.figures import figures_of, write_figures

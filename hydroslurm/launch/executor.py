@@ -166,18 +166,43 @@ class Executor(SlurmExecutor):
 
 
 class _Watcher(SlurmInfoWatcher):
-    """submitit's poll of sacct. submitit itself takes a suspended job for one that has ended."""
+    """submitit's poll of sacct. submitit itself takes a suspended job for one that has ended.
+
+    Each asks the Slurm that its jobs were submitted to, whatever ``SLURM_CONF`` says by then: job
+    ids of two clusters are the same numbers.
+    """
+
+    def __init__(self, slurm_conf: str | None) -> None:
+        super().__init__(delay_s=600)
+        self._slurm_conf = slurm_conf
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
         suspended = self.get_state(job_id, mode=mode).upper().startswith("SUSPENDED")
         return not suspended and super().is_done(job_id, mode="cache")
 
+    def _make_command(self) -> list[str] | None:
+        command: list[str] | None = super()._make_command()
+        if command is None or self._slurm_conf is None:
+            return command
+        return ["env", f"SLURM_CONF={self._slurm_conf}", *command]
+
 
 class PausableJob(SlurmJob[Any]):
     """submitit's job handle, which knows the run folder and waits through suspensions."""
 
-    watcher = _Watcher(delay_s=600)
+    watcher = _Watcher(None)
     run_dir: RunDir
+
+    def _register_in_watcher(self) -> None:
+        """Called once, by submitit's constructor."""
+        conf = os.environ.get("SLURM_CONF")
+        if conf is not None:
+            self.watcher = _WATCHERS.setdefault(conf, _Watcher(conf))
+        super()._register_in_watcher()
+
+
+_WATCHERS: dict[str, _Watcher] = {}
+"""SLURM_CONF -> the watcher of that Slurm, shared by its jobs as submitit's is."""
 
 
 def _pausable(job: submitit.Job[Any], run: RunDir, *, is_array: bool) -> PausableJob:

@@ -1,4 +1,4 @@
-"""What a run's pauses cost, in numbers: ``report/figures.json``.
+"""What a run's pauses and stops cost, in numbers: ``report/figures.json``.
 
 The file holds one JSON object. A latency that nobody measured is absent from its summary, never 0::
 
@@ -12,7 +12,7 @@ The file holds one JSON object. A latency that nobody measured is absent from it
     observed_s       from the first event to the last
     pauses           number of pauses, those included that are not complete
     incomplete       number of those
-    stop_requests    number of requests to save and leave
+    stop_requests    number of requests to save and leave; two for one preemption are normal
     parked_total_s   parked time of all ranks added up
     park_us          SUMMARY of request -> parked
     drain_us         SUMMARY of parked -> devices idle (GPU only)
@@ -22,6 +22,22 @@ The file holds one JSON object. A latency that nobody measured is absent from it
                      cause, ``unknown`` when that was lost
     every_pause      one object per pause: the fields of report.pauses.Pause, ``outcome``, and
                      ``at_s``, the seconds from the run's begin; stamps are CLOCK_MONOTONIC ns
+    stops            the lives that were stopped, and how the run went on:
+      count            number of stops, of all ranks; killed lives that were followed by another
+                       one are included
+      incomplete       number of those whose log misses something
+      killed           number of those that left without a word
+      by_reason        what ended them -> number; how they left, where Slurm did not say why
+      safe_point_ms    SUMMARY of request -> end of the step that was being made
+      staged_ms        SUMMARY of request -> the state is copied
+      durable_ms       SUMMARY of request -> committed on the durable tier
+      requeued_ms      SUMMARY of request -> in Slurm's queue again
+      waited_s         SUMMARY of last event -> the next life's first event
+      first_step_s     SUMMARY of the next life's first event -> end of its first step
+      steps_lost_total steps that were made again; of the rank that lost the most
+      at_least         true where more steps may have been lost: a life was killed, or a log is torn
+      every_stop       one object per stop: the fields of report.stops.Stop, and ``at_s``, the
+                       seconds from the run's begin to the request, or to the last event
 
     SUMMARY          {count, p50, p99, max}, or {count: 0}; nearest-rank percentiles, so that each
                      is a value that was measured (p99 of fewer than 100 values: the maximum)
@@ -31,6 +47,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +56,7 @@ from typing import Any
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.history import History
 from hydroslurm.report.pauses import Life, Pause
+from hydroslurm.report.stops import KILLED, Stopped, steps_lost_total
 
 SCHEMA = 1
 
@@ -57,7 +75,7 @@ def figures_of(history: History) -> dict[str, Any]:
         "observed_s": history.observed_s,
         "pauses": len(pauses),
         "incomplete": sum(not pause.complete for pause in pauses),
-        "stop_requests": len(history.stops),
+        "stop_requests": len(history.stop_requests),
         "parked_total_s": math.fsum(pause.parked_s or 0.0 for pause in pauses),
         "park_us": summary(pause.park_us for pause in pauses),
         "drain_us": summary(pause.drain_us for pause in pauses),
@@ -67,6 +85,7 @@ def figures_of(history: History) -> dict[str, Any]:
         "every_pause": [
             _row(history, life, pause) for life in history.lives for pause in life.pauses
         ],
+        "stops": _stops(history),
     }
 
 
@@ -126,3 +145,27 @@ def _row(history: History, life: Life, pause: Pause) -> dict[str, Any]:
     begin = pause.begin_mono_ns
     at_s = None if begin is None else history.since_begin_s(life, begin)
     return {**asdict(pause), "outcome": pause.outcome, "at_s": at_s}
+
+
+def _stops(history: History) -> dict[str, Any]:
+    stops = history.stops
+    return {
+        "count": len(stops),
+        "incomplete": sum(not stop.complete for stop in stops),
+        "killed": sum(stop.left == KILLED for stop in stops),
+        "by_reason": dict(sorted(Counter(stop.reason or stop.left for stop in stops).items())),
+        "safe_point_ms": summary(stop.safe_point_ms for stop in stops),
+        "staged_ms": summary(stop.staged_ms for stop in stops),
+        "durable_ms": summary(stop.durable_ms for stop in stops),
+        "requeued_ms": summary(stop.requeued_ms for stop in stops),
+        "waited_s": summary(stop.waited_s for stop in stops),
+        "first_step_s": summary(stop.first_step_s for stop in stops),
+        "steps_lost_total": steps_lost_total(stops),
+        "at_least": any(not stop.steps_lost_exactly for stop in stops),
+        "every_stop": [_stop_row(history, stopped) for stopped in history.stopped],
+    }
+
+
+def _stop_row(history: History, stopped: Stopped) -> dict[str, Any]:
+    at_s = history.since_begin_s(stopped.life, stopped.begin_mono_ns)
+    return {**asdict(stopped.stop), "at_s": at_s}

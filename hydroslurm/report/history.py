@@ -10,6 +10,7 @@ from hydroslurm.errors import RunFolderError
 from hydroslurm.events import read_events
 from hydroslurm.report.lives import lives_of
 from hydroslurm.report.pauses import Life, Pause, StopRequest
+from hydroslurm.report.stops import Stop, Stopped, stops_of
 from hydroslurm.rundir import RunDir
 
 
@@ -26,8 +27,18 @@ class History:
         return tuple(pause for life in self.lives for pause in life.pauses)
 
     @property
-    def stops(self) -> tuple[StopRequest, ...]:
+    def stop_requests(self) -> tuple[StopRequest, ...]:
+        """All of them: two for one preemption are normal."""
         return tuple(stop for life in self.lives for stop in life.stops)
+
+    @cached_property
+    def stopped(self) -> tuple[Stopped, ...]:
+        """The stops with their lives, in order of rank, then of time."""
+        return stops_of(self.lives)
+
+    @property
+    def stops(self) -> tuple[Stop, ...]:
+        return tuple(stopped.stop for stopped in self.stopped)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -8,18 +8,30 @@ file. A process that installs twice has two lives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hydroslurm.events import Event, EventKind
+from hydroslurm.report.fields import (
+    data_of,
+    first_integer,
+    integer,
+    number,
+    stamp_of,
+    step_of,
+    text,
+)
 from hydroslurm.report.pauses import Life, Pause, StopRequest
+from hydroslurm.report.progress import progress_of
 
 
 def lives_of(events: Iterable[Event]) -> tuple[Life, ...]:
-    """The lives in the events of any number of ranks, in order of rank and then of time."""
+    """The lives in the events of any number of ranks, in order of rank and then of appearance.
+
+    Within one file that is the order of time, also when the date was set between two lives.
+    """
     lives = [_life(group) for group in _by_process(events)]
-    return tuple(sorted(lives, key=lambda life: (life.rank, life.epoch_ns(life.first_mono_ns))))
+    return tuple(sorted(lives, key=lambda life: life.rank))
 
 
 def _by_process(events: Iterable[Event]) -> list[list[Event]]:
@@ -51,15 +63,16 @@ def _life(events: Sequence[Event]) -> Life:
         ended=events[-1].kind is EventKind.UNINSTALLED,
         pauses=_pauses(events),
         stops=tuple(_stop(event) for event in events if event.kind is EventKind.STOP_REQUESTED),
+        progress=progress_of(events),
     )
 
 
 def _stop(event: Event) -> StopRequest:
-    requested = _integer(_data(event), "requested_mono_ns")
+    requested = integer(data_of(event), "requested_mono_ns")
     return StopRequest(
         rank=event.rank,
         requested_mono_ns=event.mono_ns if requested is None else requested,
-        signal=_text(_data(event), "signal"),
+        signal=text(data_of(event), "signal"),
         restart_count=event.restart_count,
     )
 
@@ -79,7 +92,7 @@ class _Draft:
             self.add_causes(event)
 
     def add_causes(self, event: Event) -> None:
-        causes = _data(event).get("causes")
+        causes = data_of(event).get("causes")
         if isinstance(causes, list):
             new = [cause for cause in causes if isinstance(cause, str) and cause not in self.causes]
             self.causes.extend(new)
@@ -91,7 +104,7 @@ def _pauses(events: Sequence[Event]) -> tuple[Pause, ...]:
     signals: list[Event] = []
     current: _Draft | None = None
     for event in events:
-        number = _integer(_data(event), "pause")
+        number = integer(data_of(event), "pause")
         if event.kind is EventKind.SIGNAL_RECEIVED:
             signals.append(event)
         elif event.kind is EventKind.CAUSES_CHANGED:
@@ -114,8 +127,8 @@ def _pause(draft: _Draft) -> Pause:
     parked, resumed = seen.get(EventKind.PARKED), seen.get(EventKind.RESUMED)
     closed, released = seen.get(EventKind.GATE_CLOSED), seen.get(EventKind.FIRST_OPERATOR_RELEASED)
     drained = seen.get(EventKind.DRAINED)
-    requested_ns = _first_integer((closed, parked), "requested_mono_ns")
-    resume_requested_ns = _first_integer((resumed, released), "requested_mono_ns")
+    requested_ns = first_integer((closed, parked), "requested_mono_ns")
+    resume_requested_ns = first_integer((resumed, released), "requested_mono_ns")
     on = released if released is not None else (None if _waited(draft) else resumed)
     return Pause(
         rank=anyone.rank,
@@ -123,24 +136,24 @@ def _pause(draft: _Draft) -> Pause:
         restart_count=anyone.restart_count,
         causes=tuple(draft.causes),
         signal=_signal(draft, requested_ns),
-        step=_step(anyone),
+        step=step_of(anyone),
         requested_mono_ns=requested_ns,
-        closed_mono_ns=_stamp(closed),
-        held_mono_ns=_stamp(held),
-        parked_mono_ns=_stamp(parked),
-        drained_mono_ns=_stamp(drained),
+        closed_mono_ns=stamp_of(closed),
+        held_mono_ns=stamp_of(held),
+        parked_mono_ns=stamp_of(parked),
+        drained_mono_ns=stamp_of(drained),
         resume_requested_mono_ns=resume_requested_ns,
-        resumed_mono_ns=_stamp(resumed),
-        released_mono_ns=_stamp(released),
-        park_us=_measured(parked, "park_us", requested_ns, _stamp(parked)),
-        drain_us=_measured(drained, "drain_us", _stamp(parked), _stamp(drained)),
-        undrained_s=_number(_data(seen.get(EventKind.NOT_DRAINED)), "waited_s"),
-        parked_s=_measured(resumed, "parked_s", _stamp(parked), _stamp(resumed))
+        resumed_mono_ns=stamp_of(resumed),
+        released_mono_ns=stamp_of(released),
+        park_us=_measured(parked, "park_us", requested_ns, stamp_of(parked)),
+        drain_us=_measured(drained, "drain_us", stamp_of(parked), stamp_of(drained)),
+        undrained_s=number(data_of(seen.get(EventKind.NOT_DRAINED)), "waited_s"),
+        parked_s=_measured(resumed, "parked_s", stamp_of(parked), stamp_of(resumed))
         if parked
         else None,
-        resume_us=_measured(released, "resume_us", resume_requested_ns, _stamp(on)),
-        operator=_text(_data(held), "operator"),
-        phase=_text(_data(held), "phase"),
+        resume_us=_measured(released, "resume_us", resume_requested_ns, stamp_of(on)),
+        operator=text(data_of(held), "operator"),
+        phase=text(data_of(held), "phase"),
         missing=_missing(draft),
     )
 
@@ -157,7 +170,7 @@ def _waited(draft: _Draft) -> bool:
     seen = draft.events
     if EventKind.FIRST_OPERATOR_HELD in seen or EventKind.LATE_OPERATOR_HELD in seen:
         return True
-    return (_integer(_data(seen.get(EventKind.PARKED)), "held") or 0) > 0
+    return (integer(data_of(seen.get(EventKind.PARKED)), "held") or 0) > 0
 
 
 def _signal(draft: _Draft, requested_ns: int | None) -> str | None:
@@ -169,43 +182,7 @@ def _signal(draft: _Draft, requested_ns: int | None) -> str | None:
     if draft.causes == ["api"]:
         return None
     exact = [event for event in draft.signals if event.mono_ns == requested_ns]
-    return next((_text(_data(event), "signal") for event in (*exact, *draft.signals[::-1])), None)
-
-
-def _data(event: Event | None) -> Mapping[str, Any]:
-    """The fields of an event; none when there is no event or it carries something else."""
-    return event.data if event is not None and isinstance(event.data, Mapping) else {}
-
-
-def _stamp(event: Event | None) -> int | None:
-    return None if event is None else event.mono_ns
-
-
-def _step(event: Event) -> int | None:
-    return event.step if isinstance(event.step, int) else None
-
-
-def _integer(data: Mapping[str, Any], key: str) -> int | None:
-    value = data.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _first_integer(events: Iterable[Event | None], key: str) -> int | None:
-    found = (_integer(_data(event), key) for event in events)
-    return next((value for value in found if value is not None), None)
-
-
-def _text(data: Mapping[str, Any], key: str) -> str | None:
-    value = data.get(key)
-    return value if isinstance(value, str) else None
-
-
-def _number(data: Mapping[str, Any], key: str) -> float | None:
-    """A finite number that is not negative, as every duration is."""
-    value = data.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if 0 <= value < float("inf") else None
+    return next((text(data_of(event), "signal") for event in (*exact, *draft.signals[::-1])), None)
 
 
 _UNIT_NS = {"us": 1e3, "s": 1e9}
@@ -219,7 +196,7 @@ def _measured(
     None also when the stamps run backwards: such lines are damaged, and a negative latency is worse
     than none.
     """
-    reported = _number(_data(event), key)
+    reported = number(data_of(event), key)
     if reported is not None or begin_ns is None or end_ns is None or end_ns < begin_ns:
         return reported
     return (end_ns - begin_ns) / _UNIT_NS[key.rpartition("_")[2]]

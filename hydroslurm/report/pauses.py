@@ -1,4 +1,4 @@
-"""What a run's events say, as values: lives, pauses and stop requests.
+"""What a run's events say, as values: lives, pauses and stop requests. Stops are in ``stops``.
 
 A pause whose lines are partly lost (the process was killed, the disk was full) is still a
 :class:`Pause`: what is not known is None, and :attr:`Pause.missing` names it. Stamps are
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from hydroslurm.report.progress import Progress
 
 Outcome = Literal["complete", "withdrawn", "not resumed", "not parked", "incomplete"]
 
@@ -110,6 +112,8 @@ class Life:
             because an event is stamped when it happens and dated when it is recorded, and the date
             may be set meanwhile.
         ended: it uninstalled; False when it was killed or is still running.
+        pauses, stops: those of this life. Two stop requests for one preemption are normal.
+        progress: what its ``Run`` wrote down; None where there was none.
     """
 
     rank: int
@@ -123,6 +127,7 @@ class Life:
     ended: bool
     pauses: tuple[Pause, ...] = ()
     stops: tuple[StopRequest, ...] = ()
+    progress: Progress | None = None
 
     def epoch_ns(self, mono_ns: int) -> int:
         """A stamp of this life as CLOCK_REALTIME, to be lined up with other ranks and lives."""

@@ -1,4 +1,4 @@
-"""A run's pauses as a table for the terminal."""
+"""A run's pauses and stops as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from rich.text import Text
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.pauses import Life, Pause
+from hydroslurm.report.stops_table import stop_sentences, stops_summary, stops_table
 
 _UNKNOWN = "–"
 
 
 def report_view(history: History, *, max_rows: int = 40) -> RenderableType:
-    """The table of pauses with its percentiles below, or one sentence when nothing was paused."""
+    """The tables of pauses and of stops, each with its percentiles below; one sentence when there
+    was neither."""
     figures = figures_of(history)
     heading = Text(_heading(figures), style="bold")
     if not history.lives:
         why = "No events yet: the job has not started, or pausing was never installed in it."
         return Group(heading, Text(why))
-    if not history.pauses:
-        return Group(heading, Text("Nothing was paused."))
-    parts: list[RenderableType] = [heading, pauses_table(history, max_rows=max_rows)]
-    left_out = len(history.pauses) - max_rows
-    if left_out > 0:
-        parts.append(Text(f"{left_out} later pauses are left out; the figures below are of all."))
-    return Group(*parts, summary_table(figures))
+    parts: list[RenderableType] = [heading, *_about_pauses(history, figures, max_rows)]
+    if history.stopped:
+        parts += _about_stops(history, figures, max_rows)
+    elif not history.pauses:
+        parts.append(Text("Nothing was paused."))
+    return Group(*parts)
 
 
 def pauses_table(history: History, *, max_rows: int = 40) -> Table:
@@ -78,6 +79,29 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
     return table
 
 
+def _about_pauses(
+    history: History, figures: Mapping[str, Any], max_rows: int
+) -> list[RenderableType]:
+    if not history.pauses:
+        return []
+    parts: list[RenderableType] = [pauses_table(history, max_rows=max_rows)]
+    left_out = len(history.pauses) - max_rows
+    if left_out > 0:
+        parts.append(Text(f"{left_out} later pauses are left out; the figures below are of all."))
+    return [*parts, summary_table(figures)]
+
+
+def _about_stops(
+    history: History, figures: Mapping[str, Any], max_rows: int
+) -> list[RenderableType]:
+    parts: list[RenderableType] = [stops_table(history, max_rows=max_rows)]
+    left_out = len(history.stopped) - max_rows
+    if left_out > 0:
+        parts.append(Text(f"{left_out} later stops are left out; the figures below are of all."))
+    sentences = [Text(sentence) for sentence in stop_sentences(history, figures)]
+    return [*parts, stops_summary(figures), *sentences]
+
+
 def _heading(figures: Mapping[str, Any]) -> str:
     jobs = ", ".join(map(str, figures["job_ids"]))
     parts = [
@@ -88,8 +112,8 @@ def _heading(figures: Mapping[str, Any]) -> str:
     ]
     if figures["restarts"]:
         parts.append(_counted(figures["restarts"], "requeue"))
-    if figures["stop_requests"]:
-        parts.append(_counted(figures["stop_requests"], "stop request"))
+    if figures["stops"]["count"]:
+        parts.append(_counted(figures["stops"]["count"], "stop"))
     return ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""A run's pauses as a picture: one lane per rank, time from left to right.
+"""A run's pauses and stops as a picture: one lane per rank, time from left to right.
 
 Causes differ in colour (Okabe-Ito, which colour-blind readers can tell apart) and in hatching,
 which survives a grey print. Each pause carries its request -> parked latency; where pauses are too
@@ -22,13 +22,12 @@ from hydroslurm.errors import RunFolderError
 from hydroslurm.report.figures import summary
 from hydroslurm.report.history import History
 from hydroslurm.report.labels import BAR, INK, Labels, PlacedPause, pauses_in_time
-from hydroslurm.report.pauses import Life, Pause
+from hydroslurm.report.lifelines import RUNNING, bars, draw_life, draw_stops, lifeline_legend
+from hydroslurm.report.pauses import Pause
+from hydroslurm.report.stops import steps_lost_total
 
 _WIDTH_IN = 12.0
 _DPI = 120
-_RUNNING = "#E4E4E4"
-_STOP = "#D55E00"
-_DASHES = (0, (4, 3))
 
 
 class _Look(NamedTuple):
@@ -69,43 +68,19 @@ def timeline(history: History) -> Figure:
     """The picture as a figure of its own: no global state of matplotlib is read or changed."""
     ranks = history.ranks
     labels = Labels.fitting(history)
-    figure = Figure(
-        figsize=(_WIDTH_IN, 1.9 + labels.lane_in * max(1, len(ranks))), layout="constrained"
-    )
+    height_in = 1.9 + labels.lane_in * max(1, len(ranks)) + (0.2 if history.stopped else 0.0)
+    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    left_out = 0
     for lane, rank in enumerate(ranks):
         for life in history.lives_of(rank):
-            _draw_life(axes, history, life, lane=lane)
+            draw_life(axes, history, life, lane=lane)
+        left_out += draw_stops(axes, history, rank, lane=lane)
         _draw_pauses(axes, pauses_in_time(history, rank), lane=lane)
-    left_out = sum(labels.draw(axes, history, rank, lane=lane) for lane, rank in enumerate(ranks))
+    left_out += sum(labels.draw(axes, history, rank, lane=lane) for lane, rank in enumerate(ranks))
     _dress(figure, axes, history, left_out=left_out)
     return figure
-
-
-def _draw_life(axes: Axes, history: History, life: Life, *, lane: int) -> None:
-    """The bar of one process. When it was killed or still runs, dashes follow its last event.
-
-    They reach to the next life of the rank, or to the last event of the run.
-    """
-    begin_s = history.begin_s(life)
-    end_s = history.since_begin_s(life, life.last_mono_ns)
-    _bars(axes, [(begin_s, end_s)], lane=lane, facecolor=_RUNNING, edgecolor=INK, lw=0.6)
-    if not life.ended:
-        others = [history.begin_s(other) for other in history.lives_of(life.rank)]
-        until_s = min(
-            (begin_s for begin_s in others if begin_s > end_s), default=history.observed_s
-        )
-        axes.plot([end_s, until_s], [lane, lane], color=INK, lw=0.9, ls=_DASHES)
-    if history.several_lives:
-        axes.annotate(
-            f"life {history.life_number(life)}", (begin_s, lane + BAR / 2), xytext=(2, -3),
-            textcoords="offset points", fontsize=7, va="top", color=INK,
-        )  # fmt: skip
-    for stop in life.stops:
-        at_s = history.since_begin_s(life, stop.requested_mono_ns)
-        axes.plot([at_s, at_s], [lane - 0.3, lane + 0.3], color=_STOP, lw=1.4, zorder=4)
-        axes.plot(at_s, lane - 0.3, marker="X", ms=7, color=_STOP, mec="white", mew=0.5, zorder=5)
 
 
 def _draw_pauses(axes: Axes, placed: Sequence[PlacedPause], *, lane: int) -> None:
@@ -113,20 +88,15 @@ def _draw_pauses(axes: Axes, placed: Sequence[PlacedPause], *, lane: int) -> Non
     for look in sorted({_look(one.pause) for one in placed}):
         spans = [(one.begin_s, one.end_s) for one in placed if _look(one.pause) == look]
         fill: dict[str, Any] = {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": "white"}
-        _bars(axes, spans, lane=lane, lw=0, zorder=2, **fill)
+        bars(axes, spans, lane=lane, lw=0, zorder=2, **fill)
         # an outline of fixed width keeps a pause visible that is narrower than a pixel
-        _bars(axes, spans, lane=lane, facecolor="none", edgecolor=INK, lw=0.8, zorder=3)
+        bars(axes, spans, lane=lane, facecolor="none", edgecolor=INK, lw=0.8, zorder=3)
     begins_s = [one.begin_s for one in placed]
     ends_s = [one.end_s for one in placed if one.pause.resumed_mono_ns is not None]
     mark: dict[str, Any] = {"color": INK, "mec": "white", "mew": 0.4, "ms": 4.5, "zorder": 5}
     above, below = lane - BAR / 2 - 0.03, lane + BAR / 2 + 0.03
     axes.plot(begins_s, [above] * len(begins_s), marker="v", ls="", **mark)
     axes.plot(ends_s, [below] * len(ends_s), marker="^", ls="", **mark)
-
-
-def _bars(axes: Axes, spans: Sequence[tuple[float, float]], *, lane: int, **style: Any) -> None:
-    widths = [(begin_s, max(0.0, end_s - begin_s)) for begin_s, end_s in spans]
-    axes.broken_barh(widths, (lane - BAR / 2, BAR), **style)
 
 
 def _look(pause: Pause) -> _Look:
@@ -153,29 +123,42 @@ def _dress(figure: Figure, axes: Axes, history: History, *, left_out: int) -> No
         handles=handles, loc="outside lower center", ncols=min(len(handles), 8),
         fontsize=8, frameon=False, handlelength=1.8,
     )  # fmt: skip
-    if not history.pauses:
+    if not history.pauses and not history.stopped:
         middle: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
         axes.text(0.5, 0.75, "nothing was paused", **middle)
 
 
 def _title(history: History) -> str:
     jobs = ", ".join(map(str, history.job_ids))
-    parts = [
-        f"run {history.name}",
-        *([f"job {jobs}"] if jobs else []),
-        f"pauses: {len(history.pauses)}",
-    ]
+    parts = [f"run {history.name}", *([f"job {jobs}"] if jobs else [])]
+    if history.pauses or not history.stopped:
+        parts.append(f"pauses: {len(history.pauses)}")
     park_us = summary(pause.park_us for pause in history.pauses)
     if park_us["count"]:
         median_us, max_us = park_us["p50"], park_us["max"]
         parts.append(f"request → parked: median {median_us:,.0f} µs, max {max_us:,.0f} µs")
-    return "  ·  ".join(parts)
+    return "\n".join(["  ·  ".join(parts), *_stops_in_title(history)])
+
+
+def _stops_in_title(history: History) -> list[str]:
+    """One more line, because a run with both has much to say."""
+    if not history.stopped:
+        return []
+    parts = [f"stops: {len(history.stopped)}"]
+    durable_ms = summary(stop.durable_ms for stop in history.stops)
+    if durable_ms["count"]:
+        median_ms, max_ms = durable_ms["p50"], durable_ms["max"]
+        parts.append(f"request → saved: median {median_ms:,.0f} ms, max {max_ms:,.0f} ms")
+    exactly = all(stop.steps_lost_exactly for stop in history.stops)
+    lost = steps_lost_total(history.stops)
+    parts.append(f"steps lost: {'' if exactly else '≥ '}{lost}")
+    return ["  ·  ".join(parts)]
 
 
 def _legend(history: History) -> list[Patch | Line2D]:
     """Only what the picture holds."""
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=_RUNNING, edgecolor=INK, lw=0.6, label="running")
+        Patch(facecolor=RUNNING, edgecolor=INK, lw=0.6, label="running")
     ]
     for look in sorted({_look(pause) for pause in history.pauses}):
         style: dict[str, Any] = {"facecolor": look.colour, "hatch": look.hatch}
@@ -184,9 +167,5 @@ def _legend(history: History) -> list[Patch | Line2D]:
     if history.pauses:
         handles.append(Line2D([], [], marker="v", label="pause requested (+ time to park)", **mark))
         handles.append(Line2D([], [], marker="^", label="resumed", **mark))
-    if history.stops:
-        stop: dict[str, Any] = {**mark, "color": _STOP, "ms": 6}
-        handles.append(Line2D([], [], marker="X", label="stop requested", **stop))
-    if not all(life.ended for life in history.lives):
-        handles.append(Line2D([], [], color=INK, lw=0.9, ls=_DASHES, label="no more events"))
+    handles += lifeline_legend(history)
     return handles

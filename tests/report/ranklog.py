@@ -17,6 +17,7 @@ class RankLog:
     """Builds the events of one process of one rank; times are seconds since ``boot_s``.
 
     ``boot_s`` is what CLOCK_MONOTONIC showed at the start of the run: it differs between machines.
+    ``date_off_s`` is by how much CLOCK_REALTIME is off.
     """
 
     rank: int = 0
@@ -25,6 +26,7 @@ class RankLog:
     host: str = "n1"
     job_id: int | None = 7
     boot_s: float = 5000.0
+    date_off_s: float = 0.0
     step: int | None = None
     events: list[Event] = field(default_factory=list)
     _pauses: int = 0
@@ -34,7 +36,7 @@ class RankLog:
             Event(
                 kind=kind,
                 mono_ns=self.mono_ns(at_s),
-                epoch_ns=1_700_000_000 * 10**9 + round(at_s * 1e9),
+                epoch_ns=1_700_000_000 * 10**9 + round((at_s + self.date_off_s) * 1e9),
                 rank=self.rank,
                 job_id=self.job_id,
                 restart_count=self.restart_count,
@@ -86,6 +88,54 @@ class RankLog:
             lines.append(("first_operator_released", resume_s + resume_us * us, released))
         for kind, when_s, data in lines:
             self._line(kind, when_s, **data)
+            if kind == until:
+                break
+        return self
+
+    def trains(self, at_s: float, *, life: int, step: int = 0) -> RankLog:
+        """A Run begins with ``step`` 2 s after ``at_s``, and makes its first step 0.5 s later."""
+        self.installed(at_s)
+        self.step = step
+        self._line("life_began", at_s + 2, life=life, step=step)
+        self.step = step + 1
+        self._line("first_step", at_s + 2.5, life=life)
+        return self
+
+    def stop(
+        self,
+        at_s: float,
+        *,
+        step: int,
+        life: int = 1,
+        reason: str = "preempted",
+        until: str = "uninstalled",
+        without: tuple[str, ...] = (),
+    ) -> RankLog:
+        """All lines of one stop, as a Run and the controller write them; ``until`` names the last
+        and ``without`` those that were torn.
+
+        20 ms to the safe point, 30 to the copy, 50 to the commit, 60 to the requeue.
+        """
+        save = {"checkpoint_step": step, "save_kind": "stop", "state_bytes": 1000}
+        request = {"signal": "SIGTERM", "requested_mono_ns": self.mono_ns(at_s)}
+        lines: list[tuple[str, float, int, dict[str, Any]]] = [
+            ("stop_requested", at_s, step - 1, request),
+            ("stop_reason", at_s + 0.01, step - 1, {"reason": reason, "words": "in words"}),
+            ("safe_point", at_s + 0.02, step, {"life": life, "waited_us": 2e4}),
+            ("save_started", at_s + 0.025, step, {**save, "tier": None}),
+            ("save_staged", at_s + 0.03, step, {**save, "tier": None}),
+            ("save_committed", at_s + 0.05, step, {**save, "tier": "durable"}),
+            ("life_ended", at_s + 0.055, step, {"life": life, "ending": reason}),
+            ("requeue_asked", at_s + 0.056, step, {"job_id": self.job_id}),
+            ("requeued", at_s + 0.06, step, {"job_id": self.job_id, "requeue_us": 4e3}),
+            # Slurm signals again while the process leaves
+            ("stop_requested", at_s + 0.07, step, {"signal": "SIGTERM"}),
+            ("uninstalled", at_s + 0.1, step, {}),
+        ]
+        for kind, when_s, at_step, data in lines:
+            self.step = at_step
+            if kind not in without:
+                self._line(kind, when_s, **data)
             if kind == until:
                 break
         return self
