@@ -1,0 +1,176 @@
+"""The training that stock_submitit.py has preempted, in the ways that it compares.
+
+    digits_job.py ARM FOLDER EPOCHS    the same, without Slurm and submitit, never interrupted
+
+The stock ones are what submitit's docs/checkpointing.md asks for: a callable with a ``checkpoint``
+method, which saves and returns a fresh callable. They save all that they can think of (model,
+optimizer, scheduler, position in the epoch, random numbers), into a file that is replaced in one
+step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import submitit
+import torch
+from progress import Progress
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from train import digits_tensors, hash_weights, make_deterministic, make_model
+
+BATCH_SIZE = 16
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a training is given. It is as slow as ``think_s`` says until there is a file ``hurry``
+    in its folder."""
+
+    folder: Path
+    epochs: int = 40
+    think_s: float = 0.04
+
+
+class Parts:
+    """Model, optimizer, scheduler and data, the same for everybody."""
+
+    def __init__(self, config: Config) -> None:
+        make_deterministic(SEED)
+        images, labels, _, _ = digits_tensors(seed=SEED)
+        self.data = TensorDataset(images, labels)
+        self.steps_per_epoch = -(-len(self.data) // BATCH_SIZE)
+        self.model = nn.Sequential(nn.Dropout(0.1), *make_model(width=8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, T_max=config.epochs * self.steps_per_epoch
+        )
+        self._hurry, self._think_s = config.folder / "hurry", config.think_s
+
+    def learn(self, batch: list[torch.Tensor]) -> None:
+        images, labels = batch
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        if not self._hurry.exists():
+            time.sleep(self._think_s)  # here, because it is here that a large model spends its time
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+
+def outcome(parts: Parts, step: int) -> dict[str, Any]:
+    return {"steps": step, "weights_sha256": hash_weights(parts.model)}
+
+
+class StockTraining(submitit.helpers.Checkpointable):
+    """As the docs say: saves when submitit asks for a checkpoint; with ``every_epoch`` also then.
+
+    In the rank ``checkpoint`` runs inside a signal handler, wherever the training is.
+    """
+
+    def __init__(self, config: Config, *, every_epoch: bool) -> None:
+        self.config = config
+        self.every_epoch = every_epoch
+        self.parts: Parts | None = None
+        self.step = 0
+
+    def __call__(self) -> dict[str, Any]:
+        self.parts = parts = Parts(self.config)
+        self.load()
+        progress = Progress(self.config.folder / "progress", self.step)
+        for epoch in range(self.step // parts.steps_per_epoch, self.config.epochs):
+            order = torch.Generator().manual_seed(SEED + epoch)
+            loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=True, generator=order)
+            for batch in itertools.islice(loader, self.step % parts.steps_per_epoch, None):
+                parts.learn(batch)
+                self.step += 1
+                progress.made(self.step)
+            if self.every_epoch:
+                self.save()
+        return outcome(parts, self.step)
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        if self.parts is not None:
+            self.save()
+        fresh = StockTraining(self.config, every_epoch=self.every_epoch)
+        return submitit.helpers.DelayedSubmission(fresh)
+
+    @property
+    def _file(self) -> Path:
+        return self.config.folder / "checkpoint.pt"
+
+    def save(self) -> None:
+        assert self.parts is not None
+        part = self._file.with_suffix(f".{os.getpid()}")
+        torch.save(
+            {
+                "model": self.parts.model.state_dict(),
+                "optimizer": self.parts.optimizer.state_dict(),
+                "scheduler": self.parts.scheduler.state_dict(),
+                "step": self.step,
+                "rng": torch.get_rng_state(),
+            },
+            part,
+        )
+        part.replace(self._file)
+
+    def load(self) -> None:
+        assert self.parts is not None
+        if self._file.exists():
+            state = torch.load(self._file)
+            self.parts.model.load_state_dict(state["model"])
+            self.parts.optimizer.load_state_dict(state["optimizer"])
+            self.parts.scheduler.load_state_dict(state["scheduler"])
+            self.step = state["step"]
+            torch.set_rng_state(state["rng"])
+
+
+def run_training(config: Config) -> dict[str, Any]:
+    """The same with ``hydroslurm.Run``, which saves once per epoch too."""
+    import hydroslurm
+    from hydroslurm.data import ResumableSampler
+
+    parts = Parts(config)
+    sampler = ResumableSampler(parts.data, seed=SEED)
+    with hydroslurm.Run(
+        model=parts.model,
+        optimizer=parts.optimizer,
+        scheduler=parts.scheduler,
+        loader=DataLoader(parts.data, batch_size=BATCH_SIZE, sampler=sampler),
+        directory=config.folder / "run",
+        every_steps=parts.steps_per_epoch,
+    ) as run:
+        run.resume()
+        progress = Progress(config.folder / "progress", run.step)
+        for batch in run.batches(epochs=config.epochs):
+            parts.learn(batch)
+            progress.made(run.step + 1)
+        return outcome(parts, run.step)
+
+
+def stock(config: Config) -> dict[str, Any]:
+    return StockTraining(config, every_epoch=True)()
+
+
+ALONE: dict[str, Callable[[Config], dict[str, Any]]] = {"stock": stock, "run": run_training}
+
+
+def main() -> None:
+    arm, folder, epochs = sys.argv[1:]
+    print(json.dumps(ALONE[arm](Config(Path(folder), int(epochs), think_s=0.0))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""KillWait = 5 s and a state of 500 MB: is it committed before SIGKILL, every time?
+
+One training on a dev cluster is stopped by gang scheduling for an urgent job, and by `scontrol
+requeue`, by turns: both come without a grace, so that KillWait is all there is. Counted as
+committed is a stop whose very step is on the durable tier, and from which the next life went on.
+
+`deadline_left_ms_min` is what was left of KillWait in the worst case. Slurm 22.05 adds about 2 s to
+it, which nobody counts on. `disk_mb_per_s` is a plain write + fsync of as many bytes on the same
+disk, made between the lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import Options, finish, percentile
+from requeues import RequeuedTraining, Stop, Way, disk_mb_per_s
+from stop import cluster_facts, stop_somewhere, there
+
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+
+TURNS: tuple[Way, ...] = ("urgent", "requeue")
+
+
+def measure(
+    folder: Path, *, count: int, state_bytes: int, kill_wait_s: int
+) -> tuple[list[Stop], list[float], dict[str, Any]]:
+    """The stops, the speed of the disk (MB/s), and what the cluster was."""
+    disk: list[float] = []
+
+    def try_the_disk() -> None:
+        disk.append(disk_mb_per_s(folder, state_bytes))
+
+    spec = ClusterSpec(nodes=1, profile="gang-requeue", kill_wait_s=kill_wait_s)
+    with DevCluster.up(spec) as cluster:
+        training = RequeuedTraining(cluster, folder / "job", state_bytes=state_bytes)
+        stops = [
+            stop_somewhere(
+                training,
+                TURNS[number % len(TURNS)],
+                meanwhile=try_the_disk if number % 4 == 0 else None,
+            )
+            for number in range(count)
+        ]
+        training.cancel()
+        return stops, disk, cluster_facts(cluster)
+
+
+def figures(stops: Sequence[Stop], disk: Sequence[float], kill_wait_s: int) -> dict[str, Any]:
+    durable_ms = there(stops, "to_durable_ms")
+    return {
+        "preemptions": len(stops),
+        "committed": sum(stop.to_durable_ms is not None and stop.steps_lost == 0 for stop in stops),
+        "steps_lost": sum(stop.steps_lost for stop in stops),
+        "state_bytes": max((stop.state_bytes or 0 for stop in stops), default=0),
+        "sigterm_to_durable_ms_p50": percentile(durable_ms, 50),
+        "sigterm_to_durable_ms_max": max(durable_ms, default=None),
+        "deadline_left_ms_min": kill_wait_s * 1e3 - max(durable_ms) if durable_ms else None,
+        "safe_point_to_save_started_ms_p50": percentile(there(stops, "asking_ms"), 50),
+        "staging_ms_p50": percentile(there(stops, "staging_ms"), 50),
+        "disk_mb_per_s": statistics.median(disk),
+        "disk_mb_per_s_min": min(disk),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A large state, and nothing but KillWait.")
+    parser.add_argument(
+        "--quick", action="store_true", help="two stops of a small state: to see that it runs"
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--count", type=int, default=20, help="preemptions (20)")
+    parser.add_argument("--bytes", type=float, default=500e6, help="about so large a state (5e8)")
+    parser.add_argument("--kill-wait-s", type=int, default=5, help="KillWait (5)")
+    parser.add_argument(
+        "--directory", type=Path, help="of the run; the folder for temporary files by default"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(
+        prefix="hydroslurm-killwait-", dir=arguments.directory
+    ) as folder:
+        stops, disk, facts = measure(
+            Path(folder),
+            count=2 if arguments.quick else arguments.count,
+            state_bytes=int(20e6 if arguments.quick else arguments.bytes),
+            kill_wait_s=arguments.kill_wait_s,
+        )
+    finish(
+        Options(quick=arguments.quick, json_only=arguments.json),
+        "killwait: a large state, and nothing but KillWait",
+        {**figures(stops, disk, arguments.kill_wait_s), **facts},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The same training with stock submitit and with hydroslurm, preempted in the same ways, side by
+side: what is trained twice, and whether the final weights are those of a run left alone.
+
+Four jobs, each on a node of its own of one dev cluster, are preempted at the same moments:
+
+    stock        submitit's AutoExecutor and a callable with `checkpoint()`, as its docs say, that
+                 also saves after every epoch, as a careful user would
+    stock_docs   the same without the saves after epochs: the docs' own example
+    executor     a function with hydroslurm.Run, submitted with hydroslurm.Executor
+    preemptible  the same function, wrapped, submitted with submitit's AutoExecutor
+
+Ways: `grace` (an urgent job, PreemptMode=REQUEUE with GraceTime), `gang` (an urgent job under gang
+scheduling), `requeue` (scontrol requeue), `signal` (submitit's signal, as before a time limit: the
+one for which stock submitit saves). Limits are one hour, so that its rule for 10 minutes or less
+does not count. Not measured: sites with PreemptParameters=send_user_signal, where a preemption
+sends submitit its signal too, provided that jobs ask for it (`--signal`, as submitit's do): there
+`grace` would be like `signal`.
+
+`stock_after_a_killed_dump`: what becomes of a stock job at its signal when an earlier life was
+killed while submitit pickled, and left its `.save_tmp` behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import submitit
+from digits_job import BATCH_SIZE, Config, StockTraining, run_training
+from harness import Options, finish
+from progress import read_progress, steps_lost
+from submitit.slurm.slurm import SlurmJob
+
+import hydroslurm
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.devcluster.spec import Profile
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 240.0
+STOPS: dict[Profile, tuple[str, ...]] = {
+    "requeue": ("grace", "requeue", "signal"),
+    "gang-requeue": ("gang",),
+}
+ARMS = ("stock", "stock_docs", "executor", "preemptible")
+
+
+@dataclass
+class Arm:
+    """One of the jobs."""
+
+    name: str
+    node: str
+    config: Config
+    job: submitit.Job[dict[str, Any]]
+
+    @property
+    def lives(self) -> int:
+        """How many lives have made a step."""
+        spans = read_progress(self.config.folder / "progress")
+        return sum(span.end > span.begin for span in spans)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.job.paths.result_pickle.exists())
+
+    def lost(self) -> list[int]:
+        """Per preemption, the steps that were trained again."""
+        return steps_lost(read_progress(self.config.folder / "progress"))
+
+    def preempt(self, way: str) -> subprocess.Popen[str]:
+        """Begin it; the command ends when the urgent job has, or at once."""
+        number = self.job.job_id
+        signal = "URG" if self.name == "executor" else "USR2"
+        urgent = ["srun", "-p", "urgent", "-w", self.node, "--exclusive", "--time=1", "true"]
+        command = {
+            "requeue": ["scontrol", "requeue", number],
+            "signal": ["scancel", f"--signal={signal}", number],
+        }.get(way, urgent)
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    def result(self) -> dict[str, Any] | None:
+        """What the job returned; None when it failed."""
+        try:
+            return self.job.result()
+        except submitit.core.utils.UncompletedJobError:
+            return None
+
+
+def submit(name: str, node: str, folder: Path, epochs: int) -> Arm:
+    """Start one of the jobs on the cluster that this process is led to."""
+    config = Config(folder, epochs)
+    folder.mkdir(parents=True)
+    parameters: dict[str, Any] = {"slurm_partition": "low", "timeout_min": 60}
+    executor: Any
+    if name == "executor":
+        executor = hydroslurm.Executor(folder / "submitit")
+    else:
+        executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
+    executor.update_parameters(**parameters, slurm_nodelist=node)
+    if name.startswith("stock"):
+        job = executor.submit(StockTraining(config, every_epoch=name != "stock_docs"))
+    else:
+        function = run_training if name == "executor" else hydroslurm.preemptible(run_training)
+        job = executor.submit(function, config)
+    return Arm(name, node, config, job)
+
+
+def compare(profile: Profile, folder: Path, epochs: int) -> list[Arm]:
+    """All jobs, through all ways that a profile has, to their ends."""
+    with DevCluster.up(ClusterSpec(nodes=len(ARMS), profile=profile, kill_wait_s=5)) as cluster:
+        lead_here(cluster)
+        nodes = cluster.spec.node_names
+        arms = [
+            submit(name, node, folder / profile / name, epochs)
+            for name, node in zip(ARMS, nodes, strict=True)
+        ]
+        wait(lambda: all(arm.lives == 1 for arm in arms), "every job makes steps", arms)
+        for life, way in enumerate(STOPS[profile], start=2):
+            time.sleep(5.0)  # longer than an epoch, so that there is a save of one
+            preempt_all(arms, way, life)
+        for arm in arms:
+            (arm.config.folder / "hurry").touch()
+        wait(lambda: all(arm.is_over for arm in arms), "every job ends", arms)
+        for arm in arms:
+            arm.result()  # while there is a cluster to ask
+        return arms
+
+
+def preempt_all(arms: Sequence[Arm], way: str, life: int) -> None:
+    """Preempt all jobs at once, and wait until each makes steps again, in this life, or is over."""
+    commands = [arm.preempt(way) for arm in arms]
+    wait(
+        lambda: all(arm.lives == life or arm.is_over for arm in arms),
+        f"every job makes steps after {way}",
+        arms,
+    )
+    for command in commands:
+        command.communicate(timeout=LIMIT_S)
+
+
+def after_a_killed_dump(folder: Path, epochs: int) -> str:
+    """What stock submitit does at its signal when there is a `.save_tmp`."""
+    with DevCluster.up(ClusterSpec(nodes=1, profile="requeue", kill_wait_s=5)) as cluster:
+        lead_here(cluster)
+        arm = submit("stock", "n1", folder / "leftover", epochs)
+        wait(lambda: arm.lives == 1, "the job makes steps", [arm])
+        pickled = arm.job.paths.submitted_pickle
+        pickled.with_suffix(pickled.suffix + ".save_tmp").touch()
+        arm.preempt("signal").communicate(timeout=LIMIT_S)
+        wait(lambda: arm.lives == 2 or arm.is_over, "the job goes on or ends", [arm])
+        return "failed" if arm.is_over and arm.result() is None else "went on"
+
+
+def lead_here(cluster: DevCluster) -> None:
+    """Have submitit, in this process, submit to this cluster.
+
+    Its watcher belongs to a class and asks one sacct for all jobs that it has ever seen: without
+    forgetting, a job number of the cluster before would be taken for one of this.
+    """
+    os.environ.update(cluster.environ())
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    SlurmJob.watcher.clear()
+
+
+def alone(arm: str, folder: Path, epochs: int) -> dict[str, Any]:
+    """The same training without Slurm and without interruption."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(HERE / "digits_job.py"), arm, str(folder), str(epochs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def wait(condition: Callable[[], bool], what: str, arms: Sequence[Arm]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = "\n".join(f"{arm.name}:\n{arm.job.stderr()}" for arm in arms)
+            raise TimeoutError(f"not within {LIMIT_S:g} s: {what}\n{logs}")
+        time.sleep(0.1)
+
+
+def figures(arms: Sequence[Arm], ways: Sequence[str], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Per job: steps lost in each way, and whether it ended with the bits of a run left alone."""
+    result: dict[str, Any] = {}
+    for arm in arms:
+        for way, lost in zip(ways, arm.lost(), strict=False):
+            result[f"steps_lost_{way}_{arm.name}"] = lost
+        kind = "stock" if arm.name.startswith("stock") else "run"
+        found = arm.result()
+        result[f"finished_{'_'.join(ways)}_{arm.name}"] = found is not None
+        result[f"same_bits_{'_'.join(ways)}_{arm.name}"] = found == wanted[kind]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Stock submitit and hydroslurm, side by side.")
+    parser.add_argument("--quick", action="store_true", help="gang scheduling only, few epochs")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument(
+        "--directory", type=Path, help="of the runs; the folder for temporary files by default"
+    )
+    arguments = parser.parse_args()
+    epochs = 12 if arguments.quick else 40
+    profiles: list[Profile] = ["gang-requeue"] if arguments.quick else list(STOPS)
+    result: dict[str, Any] = {"submitit": submitit.__version__}
+    with tempfile.TemporaryDirectory(prefix="hydroslurm-stock-", dir=arguments.directory) as name:
+        folder = Path(name)
+        wanted = {kind: alone(kind, folder / f"alone-{kind}", epochs) for kind in ("stock", "run")}
+        result["steps"] = wanted["run"]["steps"]
+        result["steps_per_epoch"] = result["steps"] // epochs
+        result["batch_size"] = BATCH_SIZE
+        for profile in profiles:
+            result |= figures(compare(profile, folder, epochs), STOPS[profile], wanted)
+        if not arguments.quick:
+            result["stock_after_a_killed_dump"] = after_a_killed_dump(folder, epochs)
+    for arm in ARMS:
+        lost = [value for key, value in result.items() if is_loss(key, arm)]
+        result[f"steps_lost_{arm}"] = sum(lost)
+        result[f"preemptions_{arm}"] = len(lost)
+    finish(
+        Options(quick=arguments.quick, json_only=arguments.json),
+        "stock submitit and hydroslurm: steps trained twice, per preemption",
+        result,
+    )
+
+
+def is_loss(key: str, arm: str) -> bool:
+    ways = (way for of_profile in STOPS.values() for way in of_profile)
+    return key in {f"steps_lost_{way}_{arm}" for way in ways}
+
+
+if __name__ == "__main__":
+    main()

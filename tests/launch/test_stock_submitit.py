@@ -1,0 +1,161 @@
+"""A function with a Run, submitted with submitit's own executor or with ours, and preempted.
+
+Two jobs run side by side, each on a node of its own: nearly all of the time is Slurm's own waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import submitit
+from processes import wait_until
+from submitit.slurm.slurm import SlurmJob
+
+import hydroslurm
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.errors import UsageError
+from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.launch.executor import Executor, PausableJob
+from hydroslurm.rundir import RunDir
+from hydroslurm.session.lives import Ledger
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import submitted  # its ranks import it by this name too
+
+LIMIT_S = 180.0
+
+
+@dataclass
+class Submitted:
+    """One job; ``signal`` is the one that its batch script asks Slurm for before the time limit."""
+
+    job: submitit.Job[dict[str, Any]]
+    run: RunDir
+    folder: Path
+    node: str
+    signal: str
+
+    def events(self) -> list[Event]:
+        path = self.run.rank_events(0)
+        return list(read_events(path)) if path.exists() else []
+
+    def wait_for_life(self, number: int) -> None:
+        """Until this life has made a step."""
+
+        def stepped() -> bool:
+            steps = [e for e in self.events() if e.kind is EventKind.FIRST_STEP]
+            return any(event.data["life"] == number for event in steps)
+
+        wait_until(stepped, f"life {number} of {self.node}", limit_s=LIMIT_S)
+
+    def send(self, signal: str) -> None:
+        """As Slurm does before a time limit, and a person with scancel. A job that has left
+        meanwhile cannot be signalled."""
+        subprocess.run(
+            ["scancel", f"--signal={signal}", self.job.job_id], timeout=60, capture_output=True
+        )
+
+
+@pytest.fixture(scope="module")
+def led_here(requeue_cluster: DevCluster) -> Iterator[None]:
+    """This process submits to the cluster. submitit's watcher belongs to its class: it would ask
+    this cluster's sacct for the jobs of another."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in requeue_cluster.environ().items():
+            patched.setenv(name, value)
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        SlurmJob.watcher.clear()
+        yield
+        SlurmJob.watcher.clear()
+
+
+@pytest.fixture(scope="module")
+def stopped_twice(led_here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Submitted]:
+    """Name of the executor -> its job, which was preempted, then stopped by its warning signal with
+    two SIGTERMs behind it, and is now in its third life."""
+    jobs = {
+        "submitit": _with_submitit(tmp_path_factory.mktemp("submitit"), "n1"),
+        "hydroslurm": _with_hydroslurm(tmp_path_factory.mktemp("hydroslurm"), "n2"),
+    }
+    for job in jobs.values():
+        job.wait_for_life(1)
+    urgent = [
+        subprocess.Popen(["srun", "-p", "urgent", "-w", job.node, "--exclusive", "-t1", "true"])
+        for job in jobs.values()
+    ]
+    for job in jobs.values():
+        job.wait_for_life(2)
+    assert [command.wait(60) for command in urgent] == [0, 0]
+    for job in jobs.values():
+        for signal in (job.signal, "TERM", "TERM"):
+            job.send(signal)
+    for job in jobs.values():
+        job.wait_for_life(3)
+        (job.folder / "hurry").touch()
+    return jobs
+
+
+def _with_submitit(folder: Path, node: str) -> Submitted:
+    executor = submitit.AutoExecutor(folder / "logs", cluster="slurm")
+    executor.update_parameters(slurm_partition="low", slurm_nodelist=node, timeout_min=5)
+    job = executor.submit(hydroslurm.preemptible(submitted.train), folder)
+    run = RunDir(folder / "logs" / f"{job.job_id}_run")
+    return Submitted(job, run, folder, node, "USR2")
+
+
+def _with_hydroslurm(folder: Path, node: str) -> Submitted:
+    executor = Executor(folder / "runs")
+    executor.update_parameters(partition="low", nodelist=node, timeout_min=5)
+    job = executor.submit(submitted.train, folder)
+    assert isinstance(job, PausableJob)
+    return Submitted(job, job.run_dir, folder, node, "URG")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the function returns when it is left alone."""
+    done = subprocess.run(
+        [sys.executable, submitted.__file__, str(tmp_path_factory.mktemp("alone"))],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["submitit", "hydroslurm"])
+def test_a_submitted_function_outlives_its_preemptions(
+    executor: str, stopped_twice: dict[str, Submitted], alone: dict[str, Any]
+) -> None:
+    """An urgent job, then the warning signal followed by two SIGTERMs, each cost one life and no
+    step; ``job.result()`` is what the function returns when it is left alone."""
+    job = stopped_twice[executor]
+    assert job.job.result() == alone
+    lives = Ledger(job.run.lives_jsonl).lives()
+    assert [life.ending for life in lives] == ["preempted", "time_limit", "finished"]
+    assert [life.step for life in lives[1:]] == [life.end_step for life in lives[:-1]]
+    seen = Counter((event.restart_count, event.kind) for event in job.events())
+    for life in (0, 1):  # submitit's own handlers would save, and requeue, once more per signal
+        for kind in (EventKind.SAFE_POINT, EventKind.SAVE_COMMITTED, EventKind.REQUEUED):
+            assert seen[life, kind] == 1, (life, kind)
+    assert "Caught signal" not in (job.job.stderr() or "") + (job.job.stdout() or "")
+
+
+def test_only_functions_can_be_made_preemptible() -> None:
+    """A value that cannot be called is refused, with what to give instead."""
+    with pytest.raises(UsageError, match=r"executor\.submit"):
+        hydroslurm.preemptible(3)  # type: ignore[arg-type]
