@@ -4,10 +4,10 @@
 PY := .venv/bin/python
 
 help:
-	@echo 'make demo    run the main job on a private Slurm: pause, resume, gang preemption, a table and a picture'
+	@echo 'make demo    two acts on a private Slurm: paused in place; stopped, requeued, continued. Tables and pictures'
 	@echo 'make test    run every test, those on a real Slurm included'
 	@echo 'make lint    format, lint and type checks'
-	@echo 'make bench   measure every figure that README quotes (about ten minutes)'
+	@echo 'make bench   measure every figure that README quotes (about half an hour)'
 	@echo 'make setup   only install what the others need'
 
 setup:

@@ -1,7 +1,7 @@
 """Run every profiling script, keep what it printed in profiling/results/, bring README's table up
 to date.
 
-    bench.py                    everything, about ten minutes
+    bench.py                    everything, about half an hour
     bench.py --only overhead    one of them
     bench.py --readme           only the table, from the results that are there
     bench.py --quick --out DIR  to see that it all runs; never in README
@@ -20,7 +20,16 @@ from readme_table import load, replace_between, table
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 README = HERE.parent / "README.md"
-SCRIPTS = ("overhead", "pause_latency", "suspend_latency", "gpu_check")
+SCRIPTS = (
+    "overhead",
+    "pause_latency",
+    "suspend_latency",
+    "save",
+    "stop",
+    "killwait",
+    "stock_submitit",
+    "gpu_check",
+)
 LIMIT_S = 1200.0
 
 

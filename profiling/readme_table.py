@@ -80,6 +80,35 @@ ROWS = (
         "resume_command_to_running_ms_p50",
         "ms",
     ),
+    Row(
+        "durable throughput of a save / plain write + fsync",
+        "save",
+        "save_ratio_to_disk",
+        goal="≥ 0.8",
+        incumbent_key="torch_save_ratio_to_disk",
+    ),
+    Row("stall of a periodic save / copy in memory", "save", "stall_ratio_to_memcpy", goal="≤ 1.5"),
+    Row("a stop of 516 MB, asked → committed, median", "save", "stop_to_durable_ms", "ms"),
+    Row("steps lost in 12 real requeues", "stop", "steps_lost", goal="0"),
+    Row("SIGTERM → committed, median", "stop", "sigterm_to_durable_ms_p50", "ms"),
+    Row("… 99th percentile", "stop", "sigterm_to_durable_ms_p99", "ms"),
+    Row("committed → requeued, median", "stop", "durable_to_requeued_ms_p50", "ms"),
+    Row("eligible again → first step, median", "stop", "eligible_to_first_step_ms_p50", "ms"),
+    Row("500 MB, KillWait 5 s: committed of 20 preemptions", "killwait", "committed", goal="20"),
+    Row(
+        "… SIGTERM → committed, slowest",
+        "killwait",
+        "sigterm_to_durable_ms_max",
+        "ms",
+        "≤ 4670",
+    ),
+    Row(
+        "submitit: steps lost in a preemption and two requeues",
+        "stock_submitit",
+        "steps_lost_executor",
+        goal="0",
+        incumbent_key="steps_lost_stock",
+    ),
     Row("GPU: step time, installed / bare", "gpu_check", "ratio_installed", goal="≤ 1.01"),
     Row("GPU: kill → parked, median", "gpu_check", "pause_to_parked_us_p50", "µs"),
     Row("GPU: kill → drained, median", "gpu_check", "pause_to_drained_ms_p50", "ms"),
@@ -96,7 +125,7 @@ def load(folder: Path) -> Results:
 def table(results: Results) -> str:
     """The rows that there are results for, as Markdown, with where they were measured."""
     lines = [
-        "| what | hydroslurm | goal | incumbent's way | script |",
+        "| what | hydroslurm | goal | peer | script |",
         "| --- | --- | --- | --- | --- |",
     ]
     used: dict[str, None] = {}

@@ -17,7 +17,6 @@ from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, newest_over
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
-from hydroslurm.session.leaving import Orders
 from hydroslurm.session.manager import CheckpointManager, age
 from hydroslurm.session.recording import record_save
 from hydroslurm.session.run import Run
@@ -262,8 +261,8 @@ class JobRun(Run):
     def _is_due(self) -> bool:
         return self._unsaved is None and super()._is_due()
 
-    def _save_by(self, orders: Orders) -> str:
-        return super()._save_by(orders) if self._unsaved is None else self._unsaved
+    def _save_by(self, deadline_mono_s: float) -> str:
+        return super()._save_by(deadline_mono_s) if self._unsaved is None else self._unsaved
 
 
 def _newest_name(store: CheckpointStore) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """Leaving after a stop: why, until when, and whether to come back.
 
-The questions go to Slurm while the training thread is still on its way to the safe point, so that
-their answers cost the save nothing. What Slurm does not answer in time is assumed to be the worst:
-little time, and a job that wants to go on.
+The questions go to Slurm while the training thread is still on its way to the safe point, and a
+save that is in time whatever the answer does not wait for it. What Slurm does not answer in time
+is assumed to be the worst: little time, and a job that wants to go on.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ ANSWER_S = 2.0
 """How long a save waits for Slurm to say why: more would be taken from the grace."""
 ASSUMED_GRACE_S = 25.0
 """Taken when the site's policy is not known: KillWait's default of 30 s, and a margin."""
+LEAST_GRACE_S = 4.0
+"""What slurmd leaves between SIGTERM and SIGKILL whatever KillWait says, and a margin."""
 LONGEST_WARNING_S = 900.0
 """A SIGURG that comes no earlier than this before the time limit is taken for its warning."""
 STALE_AFTER_S = 1.0
@@ -104,6 +106,16 @@ class Leaver:
         """A stop was asked for: find out why. Returns at once."""
         self._request = request
         self._heard.set()
+
+    def certain_mono_s(self) -> float:
+        """Until when this process lives in any case (``time.monotonic()``), whatever Slurm will
+        answer; infinite where nobody will kill it."""
+        request = self._request
+        assert request is not None, "certain_mono_s() before hear()"
+        if self._allocation is None:
+            return math.inf
+        sure_s = LEAST_GRACE_S if self._policy is None else self._policy.kill_after_s
+        return request.mono_ns / 1e9 + sure_s
 
     def orders(self) -> Orders:
         """What this stop means; waits ``ANSWER_S`` for Slurm at the most."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
+from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -35,7 +36,7 @@ from hydroslurm.session.arguments import (
     run_directory,
 )
 from hydroslurm.session.cursor import Cursor
-from hydroslurm.session.leaving import Departure, Leaver, Orders
+from hydroslurm.session.leaving import Departure, Leaver
 from hydroslurm.session.life import Life
 from hydroslurm.session.lives import Limits
 from hydroslurm.session.notice import notice
@@ -307,22 +308,27 @@ class Run:
     def _stop(self, request: StopRequest) -> None:
         waited_us = (time.monotonic_ns() - request.mono_ns) / 1e3
         self._life.record(EventKind.SAFE_POINT, waited_us=waited_us)
-        orders = self._leaver.orders()
-        notice(f"{orders.words}; {self._save_by(orders)}")
+        certain_s = self._leaver.certain_mono_s()
+        if time.monotonic() + SAFETY * self._saver.estimate().durable.seconds < certain_s:
+            saved = self._save_by(certain_s)  # in time whatever Slurm answers: do not wait for it
+            orders = self._leaver.orders()
+        else:
+            orders = self._leaver.orders()
+            saved = self._save_by(orders.deadline_mono_s)
+        notice(f"{orders.words}; {saved}")
         self._life.end(orders.ending, step=self._completed_step())
         departure = self._leaver.depart(orders)
         # the signals stay ours: Slurm sends SIGTERM again, and this process is still leaving
         self._saver.close()
         raise departure
 
-    def _save_by(self, orders: Orders) -> str:
+    def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
         return self._saver.save_by(
             self._state,
             step=self._completed_step(),
             epoch=self.epoch,
-            deadline_mono_s=orders.deadline_mono_s,
-            meta={"why": orders.ending},
+            deadline_mono_s=deadline_mono_s,
         ).reason
 
     def _newest(self) -> Found | None:
