@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from hydroslurm.checkpoint.layout import check_layout
+from hydroslurm.checkpoint.skeleton import split
+from hydroslurm.checkpoint.store import State
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.runtime.engine import Engine
 
@@ -73,6 +75,17 @@ class Objects:
             raise StateMismatch(
                 f"{source} does not fit {name!r} ({type(thing).__name__}): {error}"
             ) from error
+
+
+def require_savable(state: State) -> None:
+    """Find out at the first step, and not at the first preemption, that a state cannot be saved.
+
+    Raises:
+        UnsavableState: names the place and the type.
+    """
+    for part in (state.shared, state.own):
+        for name, tree in part.items():
+            split(tree, prefix=name)
 
 
 def bare(thing: Any) -> Any:

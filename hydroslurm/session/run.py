@@ -23,7 +23,7 @@ from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
-from hydroslurm.errors import RunEnded, UsageError
+from hydroslurm.errors import RunEnded, SaveFailed, UsageError
 from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
@@ -40,7 +40,7 @@ from hydroslurm.session.leaving import Departure, Leaver
 from hydroslurm.session.life import Life
 from hydroslurm.session.lives import Limits
 from hydroslurm.session.notice import notice
-from hydroslurm.session.objects import Objects
+from hydroslurm.session.objects import Objects, require_savable
 from hydroslurm.session.recording import record_save
 from hydroslurm.slurm.allocation import Allocation
 
@@ -228,9 +228,13 @@ class Run:
         Raises:
             SystemExit: the run was saved and leaves (75, or 143 when it was cancelled).
             SaveFailed: an earlier save failed, with ``on_save_error="fail"``.
+            UnsavableState: at the first step of a life; the state holds something that could be
+                saved by pickling only.
         """
         if self._life.note_step(self.step):
-            self._saver.reserve(self._state())  # now that the optimizer has its state
+            state = self._state()  # now that the optimizer has its own
+            require_savable(state)
+            self._saver.reserve(state)
         self.check_stop()
         self._saver.poll()
         if self._is_due():
@@ -315,11 +319,17 @@ class Run:
         else:
             orders = self._leaver.orders()
             saved = self._save_by(orders.deadline_mono_s)
+        step = self._completed_step()
+        late = self._saver.durable_step != step and not self._saver.wait(timeout_s=0.0)
+        if late:  # the disk is slower than it was
+            self._saver.wait(timeout_s=max(0.0, orders.deadline_mono_s - time.monotonic()))
+            saved += f"; newest committed step: {self._saver.durable_step}"
         notice(f"{orders.words}; {saved}")
-        self._life.end(orders.ending, step=self._completed_step())
+        self._life.end(orders.ending, step=step)
         departure = self._leaver.depart(orders)
         # the signals stay ours: Slurm sends SIGTERM again, and this process is still leaving
-        self._saver.close()
+        with contextlib.suppress(SaveFailed):  # told above; what matters now is the status
+            self._saver.close()
         raise departure
 
     def _save_by(self, deadline_mono_s: float) -> str:

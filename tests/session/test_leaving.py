@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +12,14 @@ import pytest
 from processes import wait_until
 from session.training import ROOT, Training
 
+import hydroslurm
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import TargetError, WrongJobState
 from hydroslurm.events import EventKind
+from hydroslurm.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.launch.control import requeue_job
+from hydroslurm.session.leaving import Leaver, Orders
+from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import JobState, open_client
 
 pytestmark = pytest.mark.slurm
@@ -61,6 +66,27 @@ def test_a_cancelled_job_is_saved_and_not_requeued(submit: Submit) -> None:
     wait_until(
         lambda: client.job(int(training.job_id)).state is JobState.CANCELLED, "it stays cancelled"
     )
+
+
+def test_a_job_cancelled_during_its_save_is_not_requeued(
+    requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """It was preempted, and while it saved a person cancelled it: Slurm would requeue it even so,
+    and undo what was asked for."""
+    plain = Training(requeue_cluster, tmp_path, LONG)
+    deaf = "--wrap=srun bash -c 'trap \"\" TERM; sleep 60'"
+    job_id = int(plain.slurm("sbatch", "--parsable", deaf, "--output=/dev/null"))
+    client = open_client(environ=requeue_cluster.environ())
+    wait_until(lambda: client.job(job_id).state is JobState.RUNNING, "the job to start")
+    wait_until(lambda: plain.slurm("squeue", "-hs", "-j", str(job_id)), "its step")
+    plain.slurm("scancel", str(job_id))
+    with hydroslurm.installed(run_dir=tmp_path) as controller:
+        leaver = Leaver(
+            Allocation(job_id=job_id), controller, environ=requeue_cluster.child_environ()
+        )
+        departure = leaver.depart(Orders("preempted", math.inf, True, RUN_AGAIN, "preempted"))
+    assert departure.code == CANCELLED
+    assert client.job(job_id).restart_count == 0
 
 
 def test_without_an_answer_of_slurms_the_batch_script_requeues(

@@ -14,7 +14,7 @@ from session.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
 from torch import nn
 
 import hydroslurm
-from hydroslurm.errors import SaveFailed, StateMismatch, UsageError
+from hydroslurm.errors import SaveFailed, StateMismatch, UnsavableState, UsageError
 from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.session.lives import Ledger, Limits
 
@@ -310,6 +310,43 @@ def test_a_warning_trains_on(tmp_path: Path) -> None:
     training.run.close()
     assert any("checkpoints" in str(warning.message) for warning in seen)
     assert (blocker / f"step-{STEPS_PER_EPOCH:09d}").is_dir()
+
+
+def test_what_cannot_be_saved_is_told_at_the_first_step(tmp_path: Path) -> None:
+    """Not at the first preemption: an open file in a registered object ends the first step."""
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"log": object()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    training = Training(tmp_path)
+    training.run.register("odd", Odd())
+    with pytest.raises(UnsavableState, match=r"odd.*log"):
+        training.train(epochs=1)
+    assert len(training.losses.values) == 1
+
+
+def test_a_save_that_fails_at_a_stop_still_leaves_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is full at the worst moment: the reason is told, the process leaves with 75, and
+    the next life goes on from what was committed."""
+    training = Training(tmp_path, every_steps=0)
+    training.run.resume()
+    training.run.save()
+    (tmp_path / "checkpoints").rename(tmp_path / "kept")
+    (tmp_path / "checkpoints").write_text("no folder any more")
+    with caplog.at_level("INFO", logger="hydroslurm"):
+        assert stopped(training, after=2) == RUN_AGAIN
+    assert "the save failed" in caplog.text
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "kept").rename(tmp_path / "checkpoints")
+    again = Training(tmp_path)
+    assert again.run.resume() is True
+    assert again.run.step == 0
+    again.run.close()
 
 
 def test_the_fast_tier_is_used_where_it_is_newer(tmp_path: Path, alone: tuple[Any, ...]) -> None:
