@@ -103,7 +103,7 @@ ROWS = (
         "≤ 4670",
     ),
     Row(
-        "submitit: steps lost in a preemption and two requeues",
+        "submitit: steps lost in 4 preemptions and requeues",
         "stock_submitit",
         "steps_lost_executor",
         goal="0",
