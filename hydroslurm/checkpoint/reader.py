@@ -104,7 +104,17 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of DCP needs")
+
+
+def _memory_format(kind: Any, name: str) -> Any:
+    """Stands in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle the members of an enum;
+    other releases call the class with the value."""
+    if kind is dcp._MEM_FORMAT_ENCODING and name in dcp._MEM_FORMAT_ENCODING.__members__:
+        return dcp._MEM_FORMAT_ENCODING[name]
+    raise pickle.UnpicklingError(f"it asks for {kind!r}.{name}, which no index of DCP needs")
 
 
 def _layout(name: str) -> torch.layout:

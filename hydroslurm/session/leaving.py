@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import threading
 import time
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from hydroslurm.runtime.signals import signal_name
 from hydroslurm.session.lives import Ending
 from hydroslurm.session.notice import notice
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.slurm.client import open_client
+from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.patience import Patience
 from hydroslurm.slurm.policy import SitePolicy, read_policy
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
@@ -35,6 +36,9 @@ LEAST_GRACE_S = 4.0
 """What slurmd leaves between SIGTERM and SIGKILL whatever KillWait says, and a margin."""
 LONGEST_WARNING_S = 900.0
 """A SIGURG that comes no earlier than this before the time limit is taken for its warning."""
+SPREAD_S = 5.0
+"""The policy is read within this time after the start, so that a thousand tasks of an array do not
+all ask slurmctld in the same second."""
 STALE_AFTER_S = 1.0
 """After so long a save the reason is asked for again, before the job is requeued."""
 _ENDINGS: dict[StopReason, Ending] = {
@@ -103,8 +107,9 @@ class Leaver:
             threading.Thread(target=self._find_out, name="hydroslurm-policy", daemon=True).start()
 
     def hear(self, request: StopRequest) -> None:
-        """A stop was asked for: find out why. Returns at once."""
-        self._request = request
+        """A stop was asked for: find out why. Returns at once; the first request counts."""
+        if self._request is None:
+            self._request = request
         self._heard.set()
 
     def certain_mono_s(self) -> float:
@@ -177,12 +182,15 @@ class Leaver:
     def _find_out(self) -> None:
         """The policy at the start, when there is time; the reason when there is a stop."""
         assert self._allocation is not None
+        job_id = self._allocation.job_id
         try:
             client = open_client(environ=self._environ, patience=IN_GRACE)
-            with contextlib.suppress(SlurmError):
-                self._policy = read_policy(client, self._allocation.job_id)
-            self._heard.wait()
-            stop = ask_why(client, self._allocation.job_id, warning_s=self._warning_s())
+            if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
+                self._read_policy(client, job_id)
+                self._heard.wait()
+            stop = ask_why(client, job_id, warning_s=self._warning_s())
+            if self._policy is None:
+                self._read_policy(client, job_id)
             self._stop = stop
             self._controller.record(
                 EventKind.STOP_REASON, {"reason": stop.reason.value, "words": stop.words}
@@ -194,6 +202,10 @@ class Leaver:
         finally:
             self._answered_mono_s = time.monotonic()
             self._answered.set()
+
+    def _read_policy(self, client: SlurmClient, job_id: int) -> None:
+        with contextlib.suppress(SlurmError):
+            self._policy = read_policy(client, job_id)
 
     def _cancelled_meanwhile(self) -> bool:
         """Whether a person cancelled the job since the first answer. Slurm requeues a cancelled job

@@ -312,6 +312,7 @@ class Run:
     def _stop(self, request: StopRequest) -> None:
         waited_us = (time.monotonic_ns() - request.mono_ns) / 1e3
         self._life.record(EventKind.SAFE_POINT, waited_us=waited_us)
+        self._leaver.hear(request)  # the controller's thread may be about to
         certain_s = self._leaver.certain_mono_s()
         if time.monotonic() + SAFETY * self._saver.estimate().durable.seconds < certain_s:
             saved = self._save_by(certain_s)  # in time whatever Slurm answers: do not wait for it

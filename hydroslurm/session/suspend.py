@@ -53,6 +53,7 @@ def go_suspend() -> NoReturn:
             "go_suspend() was called without a stop request; call it only after "
             "receive_suspend_command() has returned True"
         )
+    leaver.hear(controller.stop_request)  # the controller's thread may be about to
     orders = leaver.orders()
     notice(orders.words)
     raise leaver.depart(orders)

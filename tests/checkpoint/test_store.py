@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import multiprocessing
 import os
 import pickle
@@ -332,6 +333,35 @@ def test_a_malicious_index_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match="which no index of DCP needs"):
         read_metadata(path, storage=LocalStorage())
     assert not trap.exists()
+
+
+class _OldEnums(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.2 does: by getattr."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_an_index_written_by_another_python_is_read(tmp_path: Path) -> None:
+    """Debian 12's Python 3.11.2 pickles enums by getattr: its index is read by every other one, and
+    what else getattr could reach is refused."""
+    path = saved(tmp_path, 1).committed()[0].path
+    index = read_metadata(path, storage=LocalStorage())
+    with (path / ".metadata").open("wb") as file:
+        _OldEnums(file).dump(index)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    assert read_metadata(path, storage=LocalStorage()) == index
+    evil = pickle.dumps(_Reach())
+    (path / ".metadata").write_bytes(evil)
+    with pytest.raises(CheckpointCorrupt, match="which no index of DCP needs"):
+        read_metadata(path, storage=LocalStorage())
+
+
+class _Reach:
+    """Asks getattr for a method of a class that the reader knows."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (dcp.metadata.Metadata, "__init__"))
 
 
 def test_a_pickled_object_in_the_place_of_a_tensor_runs_nothing(tmp_path: Path) -> None:

@@ -370,6 +370,13 @@ def test_two_runs_may_share_a_fast_folder(tmp_path: Path) -> None:
     other.run.close()
 
 
+def test_the_training_thread_may_be_first_to_see_a_stop(tmp_path: Path) -> None:
+    """The controller's thread has noted the stop and not told anybody yet: the safe point obeys."""
+    training = Training(tmp_path)
+    training.run._controller._on_stop.clear()
+    assert stopped(training, after=2) == RUN_AGAIN
+
+
 def test_what_a_life_leaves_in_the_run_folder(tmp_path: Path) -> None:
     """Manifest, lives and events tell who wrote what and why it ended."""
     stopped(Training(tmp_path), after=3)
