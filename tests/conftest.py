@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,11 @@ import pytest
 pytest_plugins = ["hydroslurm.devcluster.pytest_plugin"]
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# a shell starts what it puts into the background with SIGINT ignored, and children inherit that:
+# Ctrl-C could not be tested
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # a test machine has few cores; without this every child starts a pool of threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
