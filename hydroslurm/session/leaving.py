@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hydroslurm.errors import HydroslurmError, SlurmError, WrongJobState
+from hydroslurm.errors import HydroslurmError, SlurmError, UsageError, WrongJobState
 from hydroslurm.events import EventKind
 from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.runtime.controller import Controller, StopRequest
@@ -204,7 +204,8 @@ class Leaver:
             self._answered.set()
 
     def _read_policy(self, client: SlurmClient, job_id: int) -> None:
-        with contextlib.suppress(SlurmError):
+        # UsageError: a partition that this user may not see; what is not known is taken for little
+        with contextlib.suppress(SlurmError, UsageError):
             self._policy = read_policy(client, job_id)
 
     def _cancelled_meanwhile(self) -> bool:
