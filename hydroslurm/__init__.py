@@ -32,10 +32,13 @@ if TYPE_CHECKING:
         uninstall,
     )
     from hydroslurm.runtime.signals import SignalPlan
+    from hydroslurm.runtime.world import set_torch_environment
+    from hydroslurm.session.buckets import settle_buckets
     from hydroslurm.session.job import Job
     from hydroslurm.session.jobrunner import JobRunner
     from hydroslurm.session.lives import Limits
     from hydroslurm.session.manager import CheckpointManager
+    from hydroslurm.session.multinode import MultiNodeCheckpointManager
     from hydroslurm.session.parts import epoch_limiter
     from hydroslurm.session.run import Run
     from hydroslurm.session.suspend import go_suspend, receive_suspend_command
@@ -51,6 +54,7 @@ __all__ = [
     "Job",
     "JobRunner",
     "Limits",
+    "MultiNodeCheckpointManager",
     "Run",
     "SignalPlan",
     "UsageError",
@@ -65,6 +69,8 @@ __all__ = [
     "receive_suspend_command",
     "send_signal",
     "set_step",
+    "set_torch_environment",
+    "settle_buckets",
     "uninstall",
 ]
 
@@ -84,10 +90,13 @@ _HOME = {
     "set_step": "hydroslurm.runtime.install",
     "uninstall": "hydroslurm.runtime.install",
     "SignalPlan": "hydroslurm.runtime.signals",
+    "set_torch_environment": "hydroslurm.runtime.world",
+    "settle_buckets": "hydroslurm.session.buckets",
     "Limits": "hydroslurm.session.lives",
     "Job": "hydroslurm.session.job",
     "JobRunner": "hydroslurm.session.jobrunner",
     "CheckpointManager": "hydroslurm.session.manager",
+    "MultiNodeCheckpointManager": "hydroslurm.session.multinode",
     "epoch_limiter": "hydroslurm.session.parts",
     "Run": "hydroslurm.session.run",
     "go_suspend": "hydroslurm.session.suspend",

@@ -28,6 +28,10 @@
     |   |-- UnsavableState         only pickling could save what it holds
     |   |-- SaveFailed             disk full ...; what was committed before is whole
     |   `-- SaveAbandoned          given up on purpose, for one that can still be in time
+    |-- RanksError                 the ranks of a job could not do something together
+    |   |-- AgreementFailed        a rank is gone or has given up; the same for all who asked
+    |   |-- StaleRank              of an earlier life of the job, or in it a second time
+    |   `-- HubLost                what connects the ranks has ended, or was never reached
     |-- RunEnded                   a budget is spent, or lives pass without progress
     `-- ClusterError               the dev cluster could not be started, reached or stopped
     UsageError (ValueError)        the caller's own mistake: a wrong argument or value
@@ -153,6 +157,34 @@ class SaveFailed(CheckpointError):
 
 class SaveAbandoned(CheckpointError):
     """A save was given up on purpose, before its commit."""
+
+
+class RanksError(HydroslurmError):
+    """The ranks of a job could not do something together."""
+
+
+class AgreementFailed(RanksError):
+    """Not all ranks took part in an agreement. Every rank that did is told the same.
+
+    Attributes:
+        missing: ranks that have died or left.
+        withdrawn: ranks that have given up waiting.
+    """
+
+    def __init__(
+        self, message: str, *, missing: tuple[int, ...] = (), withdrawn: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.withdrawn = withdrawn
+
+
+class StaleRank(RanksError):
+    """This process is of an earlier life of the job, or its rank has joined already."""
+
+
+class HubLost(RanksError):
+    """The process that connects the ranks has ended, or could not be reached."""
 
 
 class RunEnded(HydroslurmError):

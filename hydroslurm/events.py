@@ -43,6 +43,12 @@ class EventKind(str, Enum):
     CALLBACK_LOST = "callback_lost"
     HANDLER_REPLACED = "handler_replaced"
     EVENTS_DROPPED = "events_dropped"
+    # of several ranks: how they came together, and what they agreed on
+    RANKS_JOINED = "ranks_joined"
+    LET_THROUGH = "let_through"
+    ALL_PARKED = "all_parked"
+    STOP_AGREED = "stop_agreed"
+    AGREEMENT_FAILED = "agreement_failed"
     # of a Run: what was trained, saved, and why it left
     LIFE_BEGAN = "life_began"
     FIRST_STEP = "first_step"
@@ -59,6 +65,11 @@ class EventKind(str, Enum):
     REQUEUE_FAILED = "requeue_failed"
     RUN_FINISHED = "run_finished"
     LIFE_ENDED = "life_ended"
+    # of a node's agent, in a file of its own: rank is the node's number there
+    WORKERS_STARTED = "workers_started"
+    SIGNAL_PASSED_ON = "signal_passed_on"
+    NODE_STATE = "node_state"
+    AGENT_LEFT = "agent_left"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 <run folder>/
   job.sbatch, submission.json  what was submitted (an intent line before sbatch, the id after)
   events/rank-00000.jsonl      everything that happened, both clocks, in order
+  events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   epochs/step-000001234/       the same of a JobRunner, after each epoch
   lives.jsonl                  one line when a life begins, one when it ends, and why
@@ -94,6 +95,10 @@ class RunDir:
             if (match := _RANK_FILE.fullmatch(path.name))
         }
         return dict(sorted(found.items()))
+
+    def agent_events(self, node: int) -> Path:
+        """Of ``hydroslurm agent`` on one node."""
+        return self.events / f"agent-{node:05d}.jsonl"
 
     def create(self) -> RunDir:
         """Make the folder and its parts, readable by the owner only (0700).

@@ -30,6 +30,17 @@ MAY_IMPORT = {
     "checkpoint": BASE | {"rundir"},
     "session": BASE | {"checkpoint", "data", "runtime", "events", "rundir", "exitcodes", "slurm"},
     "doctor": BASE | {"slurm", "rundir"},
+    "agent": BASE
+    | {
+        "events",
+        "rundir",
+        "registry",
+        "rankstate",
+        "exitcodes",
+        "runtime.signals",
+        "runtime.world",
+        "slurm.allocation",
+    },
     "devcluster": BASE | {"slurm"},
     "report": BASE | {"events", "rundir", "rankstate"},
     "launch": BASE

@@ -23,8 +23,18 @@ class Checker:
         self._storage = storage
         self._good: set[tuple[Path, int]] = set()
 
-    def verify(self, checkpoint: Checkpoint, *, cancel: threading.Event | None = None) -> None:
+    def verify(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        cancel: threading.Event | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         """Read all of it.
+
+        Args:
+            share: of several ranks that divide the files among themselves, which one this is, and
+                how many they are. Whether it is good, none of them knows by itself.
 
         Raises:
             CheckpointCorrupt: names the first file that is not what was written.
@@ -36,9 +46,12 @@ class Checker:
             raise CheckpointCorrupt(
                 f"{checkpoint.path / manifest.NAME} is not the one that was there before"
             )
-        for name, entry in checkpoint.manifest.files.items():
-            check_file(checkpoint.path / name, entry, storage=self._storage, cancel=cancel)
-        self.trust(checkpoint)
+        rank, of_ranks = share
+        for name in sorted(checkpoint.manifest.files)[rank::of_ranks]:
+            path, entry = checkpoint.path / name, checkpoint.manifest.files[name]
+            check_file(path, entry, storage=self._storage, cancel=cancel)
+        if of_ranks == 1:
+            self.trust(checkpoint)
 
     def glance(self, checkpoint: Checkpoint) -> None:
         """Look at the sizes only.
@@ -62,6 +75,14 @@ class Checker:
     def trust(self, checkpoint: Checkpoint) -> None:
         """Remember as good what was just written."""
         self._good.add(_key(checkpoint))
+
+    def good_at(self, path: Path) -> Checkpoint | None:
+        """The checkpoint of that name, if there is one and it is good."""
+        try:
+            found = Checkpoint(path, read_manifest(path, storage=self._storage))
+        except CheckpointError:
+            return None
+        return found if self.is_good(found) else None
 
     def is_good(self, checkpoint: Checkpoint) -> bool:
         """Whether it verifies, or did before."""

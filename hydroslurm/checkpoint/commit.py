@@ -60,7 +60,7 @@ def commit(
             write_whole(draft, described.to_json().encode(), storage=storage, hasher=hasher)
         storage.rename(draft, temporary / manifest.NAME)
         storage.fsync_dir(temporary)
-        ours = _move_into_place(temporary, target, is_whole=is_whole, storage=storage)
+        ours = move_into_place(temporary, target, is_whole=is_whole, storage=storage)
     except BaseException:
         with contextlib.suppress(OSError):
             remove_tree(temporary, storage=storage)
@@ -118,9 +118,14 @@ def make_dirs(path: Path, *, storage: Storage) -> None:
     storage.fsync_dir(path.parent)
 
 
-def _move_into_place(
+def move_into_place(
     temporary: Path, target: Path, *, is_whole: Callable[[], bool], storage: Storage
 ) -> bool:
+    """Give a finished folder its final name; False when a good checkpoint has it already.
+
+    Raises:
+        OSError: a call failed; FileNotFoundError when somebody else has moved ``temporary``.
+    """
     for attempt in range(ATTEMPTS):
         try:
             storage.rename(temporary, target)

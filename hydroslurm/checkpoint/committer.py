@@ -12,20 +12,22 @@ from typing import Any
 
 from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED, FAST_ASSUMED, Estimate, Pace
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import FAST_KEEP, Tier
-from hydroslurm.errors import CheckpointError, SaveAbandoned
+from hydroslurm.errors import CheckpointError, SaveAbandoned, UsageError
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be saved, without the state itself."""
+    """What is to be saved, without the state itself; ``topic`` is for a save of several ranks."""
 
     step: int
     kind: str
     epoch: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
     state_bytes: int = 0
+    topic: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Committer:
         keep_stop: int,
         tell: Callable[[SaveEvent], None] | None,
     ) -> None:
+        if keep < 1 or keep_stop < 0:
+            raise UsageError(
+                f"keep={keep}, keep_stop={keep_stop}: wanted keep >= 1, keep_stop >= 0"
+            )
         self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
         self._keep = {Tier.DURABLE: (keep, keep_stop), Tier.FAST: (FAST_KEEP, FAST_KEEP)}
@@ -104,7 +110,9 @@ class Committer:
             taken.append(self._problems.get())
         return taken
 
-    def to_all(self, state: State, order: Order, *, cancel: threading.Event | None) -> None:
+    def to_all(
+        self, state: State | Portion, order: Order, *, cancel: threading.Event | None
+    ) -> None:
         """Commit on the fast tier, if there is one and it can, then on the durable one.
 
         Raises:
@@ -115,7 +123,7 @@ class Committer:
             self.to_durable(state, order, cancel=cancel)
 
     def to_fast(
-        self, state: State, order: Order, *, cancel: threading.Event | None = None
+        self, state: State | Portion, order: Order, *, cancel: threading.Event | None = None
     ) -> Checkpoint | None:
         """Commit on the fast tier; None when there is none or it failed, which is a problem and no
         error."""
@@ -129,7 +137,9 @@ class Committer:
             self._problems.put(f"the fast tier did not take step {order.step}: {error}")
             return None
 
-    def to_durable(self, state: State, order: Order, *, cancel: threading.Event | None) -> None:
+    def to_durable(
+        self, state: State | Portion, order: Order, *, cancel: threading.Event | None
+    ) -> None:
         """Commit on the durable tier.
 
         Raises:
@@ -215,7 +225,7 @@ class Committer:
 
 
 def _write(
-    store: CheckpointStore, state: State, order: Order, cancel: threading.Event | None
+    store: CheckpointStore, state: State | Portion, order: Order, cancel: threading.Event | None
 ) -> Checkpoint:
     return store.write(
         state,
@@ -224,4 +234,5 @@ def _write(
         kind=order.kind,
         meta=order.meta,
         cancel=cancel,
+        topic=order.topic,
     )

@@ -4,6 +4,8 @@ shared.json       what all ranks have in common, tensors as references
 rank-00000.json   what only that rank has
 __0_0.distcp      that rank's tensors, in torch's DCP format
 .metadata         DCP's index of them
+
+Of several ranks each writes a file of its own and one of tensors (see ``index``, ``portion``).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint import reshard
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.parts import CHUNK_BYTES, PartFile, chunks, read_whole, write_whole
 from hydroslurm.checkpoint.reader import read_tensors
@@ -140,8 +143,9 @@ def read_contents(
     storage: Storage,
     rank: int,
     only: Collection[str] | None = None,
+    like: Mapping[str, Any] | None = None,
 ) -> State:
-    """Read a state, or the parts of it that ``only`` names.
+    """Read a state, or the parts of it that ``only`` names, laid out as ``like`` says.
 
     A rank that had no part in the save has nothing of its own.
 
@@ -161,11 +165,34 @@ def read_contents(
         shared = {name: value for name, value in shared.items() if name in only}
         own = {name: value for name, value in own.items() if name in only}
     keys = tensor_keys(list(shared.values())) | tensor_keys(list(own.values()))
-    tensors = read_tensors(folder, storage=storage, only=keys)
+    templates = {
+        key: template
+        for name, value in shared.items()
+        for key, template in reshard.templates(value, (like or {}).get(name)).items()
+    }
+    tensors = read_tensors(folder, storage=storage, only=keys, like=templates)
     return State(
         shared={name: join(value, tensors) for name, value in shared.items()},
         own={name: join(value, tensors) for name, value in own.items()},
     )
+
+
+def read_own(
+    folder: Path, files: Collection[str], *, storage: Storage, rank: int
+) -> dict[str, Any]:
+    """What was one rank's own.
+
+    Raises:
+        CheckpointMissing: that rank had no part in the save.
+        CheckpointCorrupt: a file is gone or does not hold what it should.
+    """
+    mine = own_json(rank)
+    if mine not in files:
+        there = sum(name.startswith("rank-") for name in files)
+        raise CheckpointMissing(f"{folder} has nothing of rank {rank}: {there} ranks saved it")
+    own = _read_json(folder / mine, storage=storage)
+    tensors = read_tensors(folder, storage=storage, only=tensor_keys(list(own.values())))
+    return {name: join(value, tensors) for name, value in own.items()}
 
 
 def _read_json(path: Path, *, storage: Storage) -> dict[str, JsonValue]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
 from hydroslurm.checkpoint.deadline import InFlight, remaining_s
+from hydroslurm.errors import AgreementFailed
 
 _under_way: weakref.WeakSet[Flight] = weakref.WeakSet()
 
@@ -67,6 +68,16 @@ class Flight:
         """Whether it has ended and tidied up, after waiting so long at the most."""
         self._thread.join(_bounded(timeout_s))
         return not self._thread.is_alive()
+
+    def see_through(self) -> None:
+        """Wait until it has ended and tidied up. If a signal handler raises meanwhile, it is given
+        up and waited for: before that the state that it writes is not the caller's own."""
+        try:
+            self.join()
+        except BaseException:
+            self.give_up()
+            self.join()
+            raise
 
     @property
     def given_up(self) -> bool:
@@ -133,15 +144,26 @@ class Flights:
         ]
         return all(ended)
 
+    def give_up(self) -> None:
+        """Ask all of them to end early, those of which nobody has heard yet how they ended too."""
+        for flight in self._all:
+            flight.give_up()
+
     def forget(self, flight: Flight) -> None:
         """Its failure is reported by other means."""
         self._all.remove(flight)
 
     def failures(self) -> list[BaseException]:
-        """Of those that ended; each is given once."""
+        """Of those that ended; each is given once. One that was given up may have failed because
+        another rank was quicker to give it up: that is none."""
         ended = [flight for flight in self._all if flight.join(0)]
         self._all = [flight for flight in self._all if flight not in ended]
-        return [flight.failure for flight in ended if flight.failure is not None]
+        return [
+            flight.failure
+            for flight in ended
+            if flight.failure is not None
+            and not (flight.given_up and isinstance(flight.failure.__cause__, AgreementFailed))
+        ]
 
 
 def _bounded(timeout_s: float | None) -> float | None:

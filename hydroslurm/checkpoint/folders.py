@@ -2,6 +2,7 @@
 
 step-000001234/                               committed: the only name that is ever believed
 .tmp-step-000001234.<place>.<pid>.<random>/   being written, or left by a save that was killed
+.tmp-step-000001234.<place>.<pid>.<random>.joint/   the same of several ranks; the first named it
 .old-step-000001234.<place>.<pid>.<random>/   being removed
 """
 
@@ -18,8 +19,12 @@ STALE_S = 3600.0
 """After so long without a write, a save of another node is dead. A live one writes a chunk every
 few milliseconds; an hour is more than a hung file server is waited for."""
 
+JOINT_STALE_S = 600.0
+"""The same for a save of several ranks whose first one is known to be dead: the others may be about
+to finish the commit, from other machines. That takes them some calls, and not minutes."""
+
 _STEP = re.compile(r"step-(\d{9,})")
-_LEFTOVER = re.compile(r"\.(tmp|old)-step-\d{9,}\.([0-9a-f]{8})\.(\d+)\.[0-9a-f]+")
+_LEFTOVER = re.compile(r"\.(tmp|old)-step-\d{9,}\.([0-9a-f]{8})\.(\d+)\.[0-9a-f]+(\.joint)?")
 
 
 def of_step(directory: Path, step: int) -> Path:
@@ -37,6 +42,12 @@ def temporary(directory: Path, step: int) -> Path:
     return _mine(directory, "tmp", f"step-{step:09d}")
 
 
+def joint_temporary(directory: Path, step: int) -> Path:
+    """A name for a save of several ranks; the process that chooses it tells it to the others."""
+    path = temporary(directory, step)
+    return path.with_name(f"{path.name}.joint")
+
+
 def condemned(path: Path) -> Path:
     """What a folder is called while its files are removed."""
     return _mine(path.parent, "old", path.name)
@@ -45,7 +56,9 @@ def condemned(path: Path) -> Path:
 def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
     """Whether nobody works on a ``.tmp-`` or ``.old-`` folder any more.
 
-    A process of this machine is asked for by its number; of one elsewhere the age decides.
+    A process of this machine is asked for by its number; of one elsewhere the age decides. Of a
+    joint save the death of the process that named it is not enough: it must have been left alone
+    for a while too, because another rank may be finishing it.
 
     Raises:
         OSError: it cannot be looked at; FileNotFoundError when somebody else removed it.
@@ -53,10 +66,13 @@ def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
     match = _LEFTOVER.fullmatch(path.name)
     if match is None:
         return False
-    if match[2] == place():
-        return int(match[3]) != os.getpid() and not _is_alive(int(match[3]))
+    here, joint = match[2] == place(), match[4] is not None
+    if here and (int(match[3]) == os.getpid() or _is_alive(int(match[3]))):
+        return False
+    if here and not joint:
+        return True
     newest_epoch_s = max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
-    return now_epoch_s - newest_epoch_s > STALE_S
+    return now_epoch_s - newest_epoch_s > (JOINT_STALE_S if here else STALE_S)
 
 
 def place() -> str:

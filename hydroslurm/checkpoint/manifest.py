@@ -14,13 +14,14 @@ import os
 import platform
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew
+from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, UsageError
 
 SCHEMA = 1
 """Of the manifest and of everything that it names."""
@@ -142,6 +143,27 @@ def checksum(data: bytes | memoryview, running: int = 0) -> str:
     return f"{zlib.crc32(data, running):08x}"
 
 
+def begun(
+    *, step: int, epoch: int, kind: str, meta: Mapping[str, Any], torch_version: str
+) -> Manifest:
+    """The manifest of a save by this process that has written no files yet.
+
+    Raises:
+        UsageError: ``meta`` holds what JSON cannot say.
+    """
+    return Manifest(
+        step=step,
+        epoch=epoch,
+        kind=kind,
+        created_epoch_ns=time.time_ns(),
+        save_s=0.0,
+        state_bytes=0,
+        files={},
+        written_by=this_process(torch_version=str(torch_version)),
+        meta=_plain_json(meta),
+    )
+
+
 @functools.lru_cache(maxsize=1)
 def this_process(*, torch_version: str) -> WrittenBy:
     """About this process, as it was at its first save."""
@@ -182,6 +204,14 @@ def git_commit(folder: Path) -> str | None:
         return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
     except (OSError, StopIteration, UnicodeDecodeError):
         return None
+
+
+def _plain_json(meta: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"meta must hold plain JSON values: {error}") from error
+    return plain
 
 
 def _sha256(path: Path) -> str | None:

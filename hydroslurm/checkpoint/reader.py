@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,18 @@ def read_metadata(folder: Path, *, storage: Storage) -> dcp.Metadata:
 
 
 def read_tensors(
-    folder: Path, *, storage: Storage, only: Collection[str] | None = None
+    folder: Path,
+    *,
+    storage: Storage,
+    only: Collection[str] | None = None,
+    like: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint folder, on the CPU.
+    """The tensors of a checkpoint folder, whole and on the CPU.
 
     Args:
         only: their keys; all of them when None.
+        like: by their keys, DTensors of this process; a tensor of the same shape comes back as one
+            that is laid out alike, and only the pieces that it needs are read.
 
     Raises:
         CheckpointCorrupt: a key that is not there, or files that do not hold what they should.
@@ -68,7 +74,9 @@ def read_tensors(
     metadata = read_metadata(folder, storage=storage)
     keys = metadata.state_dict_metadata if only is None else only
     try:
-        tensors = {key: _empty(metadata.state_dict_metadata[key]) for key in keys}
+        tensors = {
+            key: _empty(metadata.state_dict_metadata[key], (like or {}).get(key)) for key in keys
+        }
         _fill(tensors, folder, metadata)
     except KeyError as error:
         raise CheckpointCorrupt(f"{folder} has no tensor {error}") from error
@@ -77,9 +85,11 @@ def read_tensors(
     return tensors
 
 
-def _empty(found: dcp.STORAGE_TYPES) -> torch.Tensor:
+def _empty(found: dcp.STORAGE_TYPES, template: torch.Tensor | None) -> torch.Tensor:
     if not isinstance(found, dcp.TensorStorageMetadata):
         raise TypeError(f"{type(found).__name__} in the place of a tensor")
+    if template is not None and tuple(template.shape) == tuple(found.size):
+        return torch.empty_like(template.detach(), dtype=found.properties.dtype)
     return torch.empty(found.size, dtype=found.properties.dtype)
 
 

@@ -11,7 +11,9 @@ may hold.
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
 import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -60,6 +62,36 @@ def restore(state: Mapping[str, Any]) -> None:
     _restore_devices(state["devices"])
 
 
+def for_new_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """A state for a rank that had no part in the save, made from that of another rank.
+
+    The same each time, and no two ranks have the same one, nor one that was saved.
+
+    Args:
+        state: what :func:`capture` saw, of rank 0 by convention.
+        rank: the new rank's number.
+
+    Raises:
+        StateMismatch: the state is not one of :func:`capture`, or is in a newer form.
+    """
+    _check(state)
+    digest = hashlib.sha256(f"rank {rank}".encode())
+    for part in (state["python"]["state"], state["numpy"]["key"], state["torch"]):
+        digest.update(part.cpu().numpy().tobytes())
+    digest.update(repr((state["python"]["gauss"], state["numpy"]["pos"])).encode())
+    seeds = struct.unpack("<4Q", digest.digest())
+    legacy = numpy.random.RandomState(numpy.frombuffer(digest.digest(), numpy.uint32))
+    return {
+        "format": FORMAT,
+        "python": _python_state(random.Random(seeds[0]).getstate()),
+        "numpy": _numpy_state(legacy.get_state(legacy=False)),
+        "torch": torch.Generator().manual_seed(seeds[1] >> 1).get_state(),
+        "devices": {
+            name: _device_state(name, one, seeds[2] >> 1) for name, one in state["devices"].items()
+        },
+    }
+
+
 def _check(state: Mapping[str, Any]) -> None:
     wanted = {"format", "python", "numpy", "torch", "devices"}
     if missing := wanted - set(state):
@@ -75,7 +107,11 @@ def _check(state: Mapping[str, Any]) -> None:
 
 
 def _capture_python() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
+    return _python_state(random.getstate())
+
+
+def _python_state(state: Any) -> dict[str, Any]:
+    version, internal, gauss = state
     return {
         "version": version,
         "state": torch.tensor(internal, dtype=torch.int64),
@@ -94,6 +130,10 @@ def _capture_numpy() -> dict[str, Any]:
             f"numpy's global generator is {state['bit_generator']}, put there by "
             "numpy.random.set_bit_generator(); only its default, MT19937, can be saved"
         )
+    return _numpy_state(state)
+
+
+def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "bit_generator": "MT19937",
         "key": torch.from_numpy(state["state"]["key"].astype(numpy.int64)),
@@ -108,6 +148,15 @@ def _restore_numpy(state: Mapping[str, Any]) -> None:
     numpy.random.set_state(
         (state["bit_generator"], key, state["pos"], state["has_gauss"], state["gauss"])
     )
+
+
+def _device_state(name: str, state: torch.Tensor, seed: int) -> torch.Tensor:
+    """Another state of the same form; ``seed`` and an offset, 8 bytes each, on CUDA (Philox)."""
+    fresh = state.clone()
+    index = int(name.rsplit(":", 1)[1])
+    seeded = numpy.frombuffer(struct.pack("<Q", (seed + index) % 2**63), numpy.uint8).copy()
+    fresh[: len(seeded)] = torch.from_numpy(seeded)[: len(fresh)]
+    return fresh
 
 
 def _initialised() -> Iterator[tuple[str, ModuleType]]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
+from hydroslurm.checkpoint.accord import Accord, Call, check_peers
 from hydroslurm.checkpoint.committer import Committer, Order
+from hydroslurm.checkpoint.copies import Copies
 from hydroslurm.checkpoint.estimate import Estimate
 from hydroslurm.checkpoint.flight import Flight, Flights
+from hydroslurm.checkpoint.meeting import PATIENCE_S
 from hydroslurm.checkpoint.outcome import Saved, SaveEvent, SaveEventKind
-from hydroslurm.checkpoint.staging import Staging, state_bytes
+from hydroslurm.checkpoint.peers import Peers
+from hydroslurm.checkpoint.portion import Portion
+from hydroslurm.checkpoint.reporting import as_checkpoint_error, report
+from hydroslurm.checkpoint.staging import state_bytes
 from hydroslurm.checkpoint.stop import Stop
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.errors import CheckpointError, SaveAbandoned, SaveFailed, UsageError
+from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
 
 _NO_META: Mapping[str, Any] = {}
 
@@ -40,30 +44,32 @@ class Saver:
         on_save_error: Literal["warn", "fail"] = "warn",
         exempt: Callable[[], AbstractContextManager[None]] = nullcontext,
         tell: Callable[[SaveEvent], None] | None = None,
+        peers: Peers | None = None,
+        topic: str = "save",
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Reads the manifests of earlier lives, to know how long a save takes here.
 
         Args:
             durable: where checkpoints are kept.
             fast: a quicker place, written first; what it promises is in ``Tier.promise``.
-            keep: how many checkpoints stay on the durable tier, those of stops not counted.
-            keep_stop: how many of stops.
+            keep, keep_stop: how many checkpoints stay there, of other kinds and of stops.
             on_save_error: what :meth:`poll` does about a save that failed in the background.
             exempt: makes the context in which no pause holds a thread.
             tell: gets every event, from whatever thread.
+            peers: those of ``durable``; every rank makes the same calls at the same steps then.
+            topic: of this saver in their agreements; each saver has its own.
+            patience_s: how long the others are waited for before a save begins.
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
-        if keep < 1 or keep_stop < 0:
-            raise UsageError(
-                f"keep={keep}, keep_stop={keep_stop}: wanted keep >= 1, keep_stop >= 0"
-            )
+        check_peers(peers, durable=durable, fast=fast)
+        self._accord = Accord(durable.peers, topic=topic, patience_s=patience_s)
         self._committer = Committer(durable, fast=fast, keep=keep, keep_stop=keep_stop, tell=tell)
         self._on_save_error = on_save_error
-        self._exempt = exempt
         self._owner_pid = os.getpid()
-        self._staging = Staging()
-        self._reserving: threading.Thread | None = None
+        self._copies = Copies(exempt=exempt)
+        self._refused: list[BaseException] = []
         self._flights = Flights(exempt=exempt, after=self._committer.prune)
 
     def reserve(self, state: State) -> None:
@@ -73,15 +79,8 @@ class Saver:
         save stalls for several times as long as the others.
         """
         self._check_ours()
-        if self._flights.current() is not None or self._reserving is not None:
-            return
-
-        def reserve() -> None:
-            with self._exempt():
-                self._staging.reserve(state)
-
-        self._reserving = threading.Thread(target=reserve, name="hydroslurm-reserve", daemon=False)
-        self._reserving.start()
+        if self._flights.current() is None:
+            self._copies.reserve(self._accord.hold(state))
 
     def start(
         self,
@@ -94,8 +93,8 @@ class Saver:
     ) -> float:
         """Copy the state and save the copy in the background.
 
-        While one is under way another is not begun but told as skipped: a disk that is slower than
-        the saves come must not hold the training up.
+        While one is under way (on any rank) another is not begun but told as skipped: a disk that
+        is slower than the saves come must not hold the training up.
 
         Returns:
             How long that took, in seconds: the stall of the training.
@@ -105,15 +104,20 @@ class Saver:
         """
         self._check_ours()
         begin_s = time.monotonic()
-        order = Order(step=step, kind=kind, epoch=epoch, meta=dict(meta))
-        under_way = self._flights.current()
-        if under_way is not None:
-            reason = f"the save of step {under_way.step} is still under way"
-            self._committer.tell(SaveEventKind.SKIPPED, order, reason=reason)
+        call = self._accord.call(step)
+        order = Order(step, kind, epoch, dict(meta), topic=call.topic)
+        try:
+            held = self._begin(call, state)
+        except SaveFailed as error:
+            self._refused.append(error)
+            self._committer.tell(SaveEventKind.FAILED, order, reason=str(error))
+            return 0.0
+        if isinstance(held, str):
+            self._committer.tell(SaveEventKind.SKIPPED, order, reason=held)
             return 0.0
         self._committer.tell(SaveEventKind.STARTED, order)
-        staged = self._stage(state, order)
-        self._launch(staged, replace(order, state_bytes=self._staging.copied_bytes))
+        staged = self._stage(held, order)
+        self._launch(staged, replace(order, state_bytes=self._copies.state_bytes))
         return time.monotonic() - begin_s
 
     def save(
@@ -134,20 +138,20 @@ class Saver:
         """
         self._check_ours()
         begin_s = time.monotonic()
-        order = Order(step, kind, epoch, dict(meta), state_bytes(state))
+        call = self._accord.call(step)
+        try:
+            held = call.hold(state)
+            order = Order(step, kind, epoch, dict(meta), state_bytes(held), call.topic)
+        except BaseException as error:
+            call.decline(error)
+            raise
         self._flights.wait()
         self._committer.tell(SaveEventKind.STARTED, order)
-        flight = self._launch(state, order)
-        try:
-            flight.join()
-        except BaseException:
-            # raised by a signal handler: the state is not the caller's own before the thread ends
-            flight.give_up()
-            flight.join()
-            raise
+        flight = self._launch(held, order)
+        flight.see_through()
         if flight.failure is not None:
             self._flights.forget(flight)
-            raise _as_checkpoint_error(flight.failure, step)
+            raise as_checkpoint_error(flight.failure, step)
         standing = self._committer.standing(step)
         return Saved(
             step=step,
@@ -179,22 +183,37 @@ class Saver:
             UnsavableState: the state holds what cannot be saved. A save in flight was waited for.
         """
         self._check_ours()
+        call = self._accord.call(step)
         try:
-            held = state() if callable(state) else state
-            order = Order(step, kind, epoch, dict(meta), state_bytes(held))
-        except BaseException:
+            held = call.hold(state() if callable(state) else state)
+            order = Order(step, kind, epoch, dict(meta), state_bytes(held), call.topic)
+        except BaseException as error:
             self._flights.wait(deadline_mono_s - time.monotonic())
+            call.situation(None, problem=error)
             raise
         stop = Stop(
             self._committer,
             self._flights,
             stage=self._stage,
+            call=call,
             order=order,
             deadline_mono_s=deadline_mono_s,
         )
-        choice = stop.choose()
+        try:
+            choice = stop.choose()
+        except UnsavableState:
+            self._flights.wait(deadline_mono_s - time.monotonic())
+            raise
+        except SaveFailed as error:
+            self._committer.tell(SaveEventKind.FAILED, order, reason=str(error))
+            return stop.failed(error)
         self._committer.tell(SaveEventKind.STARTED, order, reason=choice.reason)
         return stop.carry_out(choice, held)
+
+    def give_up(self) -> None:
+        """Abandon what is under way: no save waits any longer for ranks that will not come."""
+        if self._ours:
+            self._flights.give_up()
 
     def poll(self) -> None:
         """Report what failed in the background since the last call, each failure once.
@@ -208,18 +227,12 @@ class Saver:
         """
         if not self._ours:
             return
-        failures = [one for one in self._flights.failures() if not isinstance(one, SaveAbandoned)]
-        for problem in self._committer.take_problems():
-            _warn(problem)
-        if not failures:
-            return
-        message = (
-            f"a save in the background failed: {'; '.join(str(one) for one in failures)}. "
-            "What was committed before is whole"
+        refused, self._refused = self._refused, []
+        report(
+            refused + self._flights.failures(),
+            problems=self._committer.take_problems(),
+            on_save_error=self._on_save_error,
         )
-        if self._on_save_error == "fail":
-            raise SaveFailed(message) from failures[0]
-        _warn(f"{message}, the training goes on, and the next save is tried as usual")
 
     def wait(self, *, timeout_s: float | None = None) -> bool:
         """Whether no save is under way any more, after waiting so long at the most."""
@@ -229,8 +242,7 @@ class Saver:
         """Wait for the save under way, and report as :meth:`poll` does."""
         if not self._ours:
             return
-        if self._reserving is not None:
-            self._reserving.join()
+        self._copies.join()
         self._flights.wait()
         self.poll()
 
@@ -245,8 +257,7 @@ class Saver:
         return self._committer.durable_step()
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
-        """Say from which durable checkpoint the state was loaded: a stop before the next step has
-        nothing to save then."""
+        """Say what the state was loaded from: a stop before the next step has nothing to save."""
         self._committer.continues_from(checkpoint)
 
     @property
@@ -260,18 +271,26 @@ class Saver:
                 f"{os.getpid()}, was forked; only the process that trains can save"
             )
 
-    def _stage(self, state: State, order: Order) -> State:
-        if self._reserving is not None:
-            self._reserving.join()
-        if self._flights.current() is not None:
-            self._staging = Staging()  # the old one's memory is being read
-        begin_s = time.monotonic()
-        staged = self._staging.copy(state)
-        order = replace(order, state_bytes=self._staging.copied_bytes)
-        self._committer.tell(SaveEventKind.STAGED, order, seconds=time.monotonic() - begin_s)
+    def _begin(self, call: Call, state: State) -> State | Portion | str:
+        """What is to be saved now; in words why not, while a save is under way."""
+        under_way = self._flights.current()
+        held, problem = call.try_hold(state)
+        why = call.busy(None if under_way is None else under_way.step, problem=problem)
+        return held if why is None else why
+
+    def _stage(self, held: State | Portion, order: Order) -> State | Portion:
+        try:
+            staged, seconds = self._copies.copy(
+                held, being_read=self._flights.current() is not None
+            )
+        except BaseException as error:
+            self._accord.decline(order, error)
+            raise
+        order = replace(order, state_bytes=self._copies.state_bytes)
+        self._committer.tell(SaveEventKind.STAGED, order, seconds=seconds)
         return staged
 
-    def _launch(self, state: State, order: Order) -> Flight:
+    def _launch(self, state: State | Portion, order: Order) -> Flight:
         estimate = self._committer.estimate(order.state_bytes)
         return self._flights.launch(
             lambda cancel: self._committer.to_all(state, order, cancel=cancel),
@@ -279,16 +298,3 @@ class Saver:
             expected_s=estimate.durable.seconds
             + (0.0 if estimate.fast is None else estimate.fast.seconds),
         )
-
-
-def _as_checkpoint_error(failure: BaseException, step: int) -> BaseException:
-    """The failure itself when it says what is wrong with the checkpoint."""
-    if isinstance(failure, CheckpointError):
-        return failure
-    error = SaveFailed(f"step {step} was not saved: {type(failure).__name__}: {failure}")
-    error.__cause__ = failure
-    return error
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=3)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import overload
 
 import torch
 
+from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.skeleton import join, split
 from hydroslurm.checkpoint.store import State
 
@@ -47,8 +50,15 @@ class Staging:
         """Host memory that is held."""
         return self._pageable.capacity_bytes + self._pinned.capacity_bytes
 
-    def copy(self, state: State) -> State:
+    @overload
+    def copy(self, state: State) -> State: ...
+
+    @overload
+    def copy(self, state: State | Portion) -> State | Portion: ...
+
+    def copy(self, state: State | Portion) -> State | Portion:
         """The state as it is now, in host memory of our own: the caller may change theirs at once.
+        Of a portion only what this rank writes.
 
         Tensors of an accelerator are copied into pinned memory. The same memory seen in two places
         is one tensor in the copy as well. Everything else is what a checkpoint would give back.
@@ -56,6 +66,8 @@ class Staging:
         Raises:
             UnsavableState: the state holds what cannot be saved; nothing was copied.
         """
+        if isinstance(state, Portion):
+            return self._portion(state)
         shared, shared_tensors = split(dict(state.shared), prefix="shared")
         own, own_tensors = split(dict(state.own), prefix="own")
         self._expect([*shared_tensors.values(), *own_tensors.values()])
@@ -65,19 +77,28 @@ class Staging:
             torch.cuda.synchronize(device)
         return State(shared=tree[0], own=tree[1])
 
-    def reserve(self, state: State) -> None:
+    def reserve(self, state: State | Portion) -> None:
         """Have the memory for a state like this, so that the first copy is as fast as the others.
 
         Reads sizes only, no tensor's content; may run in a thread beside the training.
         """
-        tensors = [
-            *split(dict(state.shared), prefix="shared")[1].values(),
-            *split(dict(state.own), prefix="own")[1].values(),
-        ]
+        tensors = _tensors(state)
         self._expect(tensors)
         for tensor in tensors:
             self._arena(tensor).like(tensor)
         self._pageable.touch()
+
+    def _portion(self, portion: Portion) -> Portion:
+        tensors = [piece.tensor for piece in portion.pieces]
+        self._expect(tensors)
+        copies = self._copies({str(at): tensor for at, tensor in enumerate(tensors)})
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        self._copied_bytes = portion.state_bytes
+        pieces = zip(portion.pieces, copies.values(), strict=True)
+        return replace(
+            portion, pieces=tuple(replace(piece, tensor=tensor) for piece, tensor in pieces)
+        )
 
     def _expect(self, tensors: Iterable[torch.Tensor]) -> None:
         sizes = {True: 0, False: 0}
@@ -99,23 +120,30 @@ class Staging:
         return self._pinned if tensor.is_cuda else self._pageable
 
 
-def state_bytes(state: State) -> int:
-    """The size of all tensors of a state; memory that is seen twice counts once.
+def state_bytes(state: State | Portion) -> int:
+    """The size of all tensors of a state; memory that is seen twice counts once. Of a portion the
+    size of the whole.
 
     Raises:
         UnsavableState: the state holds what cannot be saved.
     """
-    parts = ((state.shared, "shared"), (state.own, "own"))
-    return sum(
-        size_bytes(tensor)
-        for tree, prefix in parts
-        for tensor in split(dict(tree), prefix=prefix)[1].values()
-    )
+    if isinstance(state, Portion):
+        return state.state_bytes
+    return sum(map(size_bytes, _tensors(state)))
 
 
 def size_bytes(tensor: torch.Tensor) -> int:
     """Of the values of a tensor."""
     return tensor.numel() * tensor.element_size()
+
+
+def _tensors(state: State | Portion) -> list[torch.Tensor]:
+    if isinstance(state, Portion):
+        return [piece.tensor for piece in state.pieces]
+    parts = ((state.shared, "shared"), (state.own, "own"))
+    return [
+        tensor for tree, prefix in parts for tensor in split(dict(tree), prefix=prefix)[1].values()
+    ]
 
 
 def _on_cuda(*parts: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:

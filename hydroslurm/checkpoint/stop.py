@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from hydroslurm.checkpoint.accord import Call
 from hydroslurm.checkpoint.committer import Committer, Order
 from hydroslurm.checkpoint.deadline import Action, Before, Choice, Situation, choose
 from hydroslurm.checkpoint.flight import Flight, Flights
 from hydroslurm.checkpoint.outcome import Saved
+from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.store import Checkpoint, State
 from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.errors import SaveFailed
@@ -32,42 +34,60 @@ class Stop:
         committer: Committer,
         flights: Flights,
         *,
-        stage: Callable[[State, Order], State],
+        stage: Callable[[State | Portion, Order], State | Portion],
+        call: Call,
         order: Order,
         deadline_mono_s: float,
     ) -> None:
-        """``stage``: copies a state into memory that no save under way is reading."""
+        """
+        Args:
+            stage: copies a state into memory that no save under way is reading.
+            call: asks the other ranks, if there are any.
+        """
         self._committer = committer
         self._flights = flights
         self._stage = stage
+        self._call = call
         self._order = order
         self._deadline_s = deadline_mono_s
         self._begin_s = time.monotonic()
         self._stall_s = 0.0
 
     def choose(self) -> Choice:
-        """What to do, by what is known now."""
+        """What to do, by what is known now; with several ranks, to all of them.
+
+        Raises:
+            SaveFailed: the ranks could not agree. UnsavableState: one cannot save its state.
+        """
         flight = self._flights.current()
         estimate = self._committer.estimate(self._order.state_bytes)
-        return choose(
-            Situation(
-                step=self._order.step,
-                left_s=self._left_s(),
-                durable_s=estimate.durable.seconds,
-                fast_s=None if estimate.fast is None else estimate.fast.seconds,
-                in_flight=None if flight is None else flight.status(),
-                committed_step=self._committer.durable_step(),
-            )
+        here = Situation(
+            step=self._order.step,
+            left_s=self._left_s(),
+            durable_s=estimate.durable.seconds,
+            fast_s=None if estimate.fast is None else estimate.fast.seconds,
+            in_flight=None if flight is None else flight.status(),
+            committed_step=self._committer.durable_step(),
         )
+        return choose(self._call.situation(here) or here)
 
-    def carry_out(self, choice: Choice, state: State) -> Saved:
+    def failed(self, failure: SaveFailed) -> Saved:
+        """What it has come to when the ranks could not agree on what to do."""
+        self._flights.wait(self._left_s())
+        return self._saved(None, None, failure=failure)
+
+    def carry_out(self, choice: Choice, state: State | Portion) -> Saved:
         """Do it, until the deadline."""
         if choice.action is Action.NOTHING:
             return self._saved(choice, None)
         source = self._committer.to_fast(state, self._order) if choice.fast_first else None
         before = self._make_way(choice)
-        if self._is_durable() or (before is not None and before.step == self._order.step):
-            return self._saved(choice, before)
+        done = self._is_durable() or (before is not None and before.step == self._order.step)
+        try:
+            if self._call.all_done(done, left_s=self._left_s()):
+                return self._saved(choice, before)
+        except SaveFailed as error:
+            return self._saved(choice, before, failure=error)
         last = self._launch(state, source, before)
         last.wait(self._left_s())
         return self._saved(choice, last)
@@ -75,6 +95,8 @@ class Stop:
     def _make_way(self, choice: Choice) -> Flight | None:
         """Wait for the save in flight, or give it up; it, when the next save has to wait for it."""
         flight = self._flights.current()
+        if choice.before is Before.ABANDON:
+            self._flights.give_up()
         if flight is None or choice.before is Before.NONE:
             return None
         if choice.before is Before.WAIT and flight.wait(choice.patience_s):
@@ -85,7 +107,9 @@ class Stop:
         flight.wait(min(GIVEN_UP_S, self._left_s() / 10))
         return None
 
-    def _launch(self, state: State, source: Checkpoint | None, before: Flight | None) -> Flight:
+    def _launch(
+        self, state: State | Portion, source: Checkpoint | None, before: Flight | None
+    ) -> Flight:
         """Write durably, after the save in flight where that is not given up."""
         if source is None:
             begin_s = time.monotonic()
@@ -105,22 +129,23 @@ class Stop:
             work, step=self._order.step, expected_s=estimate.durable.seconds
         )
 
-    def _saved(self, choice: Choice, last: Flight | None) -> Saved:
+    def _saved(
+        self, choice: Choice | None, last: Flight | None, *, failure: BaseException | None = None
+    ) -> Saved:
         """What it has come to; a failure of the last save is told here and not by ``poll``."""
-        failure = None
-        if last is not None and not last.running:
-            failure = last.failure
-        if failure is not None and last is not None:
+        if last is not None and not last.running and last.failure is not None:
+            failure = failure or last.failure
             self._flights.forget(last)
         writing = last is not None and last.running
         standing = self._committer.standing(self._order.step)
+        came = _what_came(standing.tier, self._order.step, failure)
         return Saved(
             step=self._order.step,
             tier=standing.tier,
             checkpoint=standing.checkpoint,
             steps_at_risk=standing.steps_at_risk,
-            reason=f"{_what_came(standing.tier, self._order.step, failure)}; {choice.reason}",
-            choice=choice.action,
+            reason=came if choice is None else f"{came}; {choice.reason}",
+            choice=None if choice is None else choice.action,
             stall_s=self._stall_s,
             took_s=time.monotonic() - self._begin_s,
             still_writing=writing,

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hydroslurm.checkpoint import commit, contents, folders, manifest
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem, beyond, look, read_manifest
+from hydroslurm.checkpoint import commit, contents, fallback, folders, manifest, retention
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_manifest
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.contents import State
+from hydroslurm.checkpoint.joint import JointSave
 from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.meeting import PATIENCE_S, Meeting
 from hydroslurm.checkpoint.parts import CHUNK_BYTES, compare
+from hydroslurm.checkpoint.peers import Peers
+from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.storage import LocalStorage, Storage
-from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveFailed, UsageError
+from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
 __all__ = ["Checkpoint", "CheckpointStore", "State"]
 
@@ -35,47 +38,82 @@ class CheckpointStore:
         directory: Path,
         *,
         storage: Storage | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        peers: Peers | None = None,
+        patience_s: float = PATIENCE_S,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """Touches no disk; the first save makes the folder."""
+        """Touches no disk; the first save makes the folder.
+
+        Args:
+            peers: the ranks that save together, into a folder that all of them see; None: alone.
+            patience_s: how long :meth:`write` waits for them at each of its agreements.
+        """
         self.directory = directory
         self._storage = LocalStorage() if storage is None else storage
-        self._rank = rank
-        self._world_size = world_size
+        self._peers = None if peers is None or peers.world_size == 1 else peers
+        self._rank = 0 if self._peers is None else self._peers.rank
+        self._patience_s = patience_s
         self._chunk_bytes = chunk_bytes
         self._checker = Checker(self._storage)
 
+    @property
+    def peers(self) -> Peers | None:
+        """The ranks that save together; None for one that saves alone."""
+        return self._peers
+
     def write(
         self,
-        state: State,
+        state: State | Portion,
         *,
         step: int,
         epoch: int = 0,
         kind: str,
         meta: Mapping[str, Any] | None = None,
         cancel: threading.Event | None = None,
+        topic: str | None = None,
+        timeout_s: float | None = None,
     ) -> Checkpoint:
         """Save; returns when the checkpoint is committed and durable.
 
         A step that is committed and whole already is returned as it is. ``state`` must not change
-        meanwhile.
+        meanwhile. With peers every rank calls it for the same step; all of them return, or raise,
+        the same.
 
         Args:
-            meta: plain JSON values, kept in the manifest.
+            state: with peers, what ``portion.divide`` makes of it will do as well.
+            meta: plain JSON values, kept in the manifest; with peers, rank 0's.
             cancel: looked at between chunks; setting it ends the save before its commit.
+            topic: of this save in the agreements of the peers, never to be used again; made of the
+                step and the kind when None, so that the same save cannot be tried twice.
+            timeout_s: instead of the store's ``patience_s``.
 
         Raises:
             UnsavableState: nothing was written.
             SaveAbandoned: ``cancel`` was set. What was committed before is whole.
-            SaveFailed: an I/O call failed. What was committed before is whole.
+            SaveFailed: an I/O call failed, or a rank is gone. What was committed before is whole.
         """
         begun_s = time.monotonic()
-        if self._world_size != 1:
-            raise UsageError(f"world_size={self._world_size}: only one rank can save so far")
+        header = manifest.begun(
+            step=step, epoch=epoch, kind=kind, meta=meta or {}, torch_version=torch.__version__
+        )
+        if self._peers is not None:
+            meeting = Meeting(
+                self._peers,
+                topic=f"save/{step}/{kind}" if topic is None else topic,
+                step=step,
+                timeout_s=self._patience_s if timeout_s is None else timeout_s,
+                cancel=cancel,
+            )
+            save = JointSave(
+                self.directory,
+                meeting,
+                storage=self._storage,
+                checker=self._checker,
+                chunk_bytes=self._chunk_bytes,
+            )
+            return save.run(state, header)
+        assert isinstance(state, State), "a portion is for several ranks"
         parts = contents.split_state(state, rank=self._rank)
-        kept = _plain_json(meta or {})
 
         def fill(folder: Path, hasher: ThreadPoolExecutor) -> Manifest:
             files = contents.write_contents(
@@ -86,17 +124,11 @@ class CheckpointStore:
                 cancel=cancel,
                 chunk_bytes=self._chunk_bytes,
             )
-            return Manifest(
-                step=step,
-                epoch=epoch,
-                kind=kind,
-                created_epoch_ns=time.time_ns(),
+            return replace(
+                header,
                 save_s=round(time.monotonic() - begun_s, 6),
                 state_bytes=parts.state_bytes,
                 files=files,
-                world_size=self._world_size,
-                written_by=manifest.this_process(torch_version=str(torch.__version__)),
-                meta=kept,
             )
 
         return self._commit(step, fill)
@@ -124,21 +156,22 @@ class CheckpointStore:
 
         return self._commit(source.step, fill)
 
+    def look(self) -> list[Checkpoint | Problem]:
+        """Everything that is named like a checkpoint, oldest first. Reads the manifests only."""
+        return look(self.directory, storage=self._storage)
+
     def committed(self) -> tuple[Checkpoint, ...]:
         """All that are there, oldest first. Reads the manifests only; see :meth:`problems`."""
-        return tuple(
-            one
-            for one in look(self.directory, storage=self._storage)
-            if isinstance(one, Checkpoint)
-        )
+        return tuple(one for one in self.look() if isinstance(one, Checkpoint))
 
     def problems(self) -> Mapping[Path, CheckpointError]:
         """Folders named like a checkpoint that have no manifest that can be read."""
-        return {
-            one.path: one.error
-            for one in look(self.directory, storage=self._storage)
-            if isinstance(one, Problem)
-        }
+        return {one.path: one.error for one in self.look() if isinstance(one, Problem)}
+
+    @property
+    def checker(self) -> Checker:
+        """Verifies, and remembers what was good; for verifying as several ranks."""
+        return self._checker
 
     def verify(self, checkpoint: Checkpoint, *, cancel: threading.Event | None = None) -> None:
         """Read all of it and compare with what was written.
@@ -155,13 +188,23 @@ class CheckpointStore:
         self._checker.glance(checkpoint)
 
     def load(
-        self, checkpoint: Checkpoint, *, only: Collection[str] | None = None, verify: bool = True
+        self,
+        checkpoint: Checkpoint,
+        *,
+        only: Collection[str] | None = None,
+        verify: bool = True,
+        like: Mapping[str, Any] | None = None,
     ) -> State:
         """Read a state; its tensors are on the CPU and the caller's own.
+
+        The number of ranks that have saved it need not be that of now. Its ``own`` is what the rank
+        of the same number had; nothing for one that had no part in the save.
 
         Args:
             only: names of ``shared`` and ``own`` to read; all of them when None.
             verify: compare the files with the manifest first. False for one that was just verified.
+            like: name -> what says how to lay tensors out over the ranks of now: see ``reshard``.
+                Without a DTensor there a tensor comes back whole.
 
         Raises:
             CheckpointCorrupt: a file is not what was written.
@@ -175,34 +218,31 @@ class CheckpointStore:
             storage=self._storage,
             rank=self._rank,
             only=only,
+            like=like,
+        )
+
+    def load_own(self, checkpoint: Checkpoint, rank: int) -> Mapping[str, Any]:
+        """What was one saved rank's own; verifies nothing.
+
+        Raises:
+            CheckpointMissing: no such rank had a part in the save.
+            CheckpointCorrupt: a file is not what was written.
+        """
+        return contents.read_own(
+            checkpoint.path, checkpoint.manifest.files, storage=self._storage, rank=rank
         )
 
     def newest_good(self) -> Checkpoint | None:
         """The newest that verifies; None when there is none at all.
 
-        Falls back to older ones with one RuntimeWarning that names what was passed over and why.
+        Falls back to older ones with one RuntimeWarning. Of several ranks each would choose for
+        itself: see ``choosing``.
 
         Raises:
             CheckpointCorrupt: there are some, and none is good: starting over must be a decision.
         """
-        passed: list[CheckpointError] = []
-        for one in reversed(look(self.directory, storage=self._storage)):
-            try:
-                if isinstance(one, Problem):
-                    raise one.error
-                self.verify(one)
-            except CheckpointError as error:
-                if self._is_there(one.path):  # else: retired by another process meanwhile
-                    passed.append(error)
-                continue
-            if passed:
-                _warn_of_fallback(passed, one)
-            return one
-        if not passed:
-            return None
-        raise CheckpointCorrupt(
-            f"no checkpoint in {self.directory} can be loaded: {_joined(passed)}. To start "
-            "from the beginning, move that folder away"
+        return fallback.newest_good(
+            self.directory, verify=self._checker.verify, storage=self._storage
         )
 
     def prune(self, *, keep: int, keep_stop: int = 2) -> tuple[Path, ...]:
@@ -212,36 +252,26 @@ class CheckpointStore:
         and the newest good one whatever its age. A failure costs a RuntimeWarning.
 
         Returns:
-            The checkpoints that were removed.
+            The checkpoints that were removed. With peers only rank 0 removes any.
         """
         if keep < 1 or keep_stop < 0:
             raise UsageError(f"keep={keep}, keep_stop={keep_stop}: at least 1 and 0 are wanted")
-        removed: list[Path] = []
-        try:
-            for one in self._dispensable(keep=keep, keep_stop=keep_stop):
-                commit.remove(one.path, storage=self._storage)
-                removed.append(one.path)
-            commit.remove_leftovers(self.directory, storage=self._storage)
-        except (OSError, CheckpointError) as error:
-            warnings.warn(
-                f"hydroslurm: old checkpoints in {self.directory} could not be removed ({error}); "
-                "new ones are not affected, but the disk will fill up",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return tuple(removed)
-
-    def _is_there(self, path: Path) -> bool:
-        with suppress(OSError):
-            return path.name in self._storage.listdir(path.parent)
-        return True
+        if self._rank != 0:
+            return ()
+        return retention.prune(
+            self.directory,
+            keep=keep,
+            keep_stop=keep_stop,
+            checker=self._checker,
+            storage=self._storage,
+        )
 
     def _commit(
         self, step: int, fill: Callable[[Path, ThreadPoolExecutor], Manifest]
     ) -> Checkpoint:
         target = folders.of_step(self.directory, step)
         with self._failing_as_save(step):
-            there = self._whole_at(target)
+            there = self._checker.good_at(target)
             if there is not None:
                 # who committed it may have been killed before its last call
                 self._storage.fsync_dir(self.directory)
@@ -250,20 +280,12 @@ class CheckpointStore:
                 target,
                 temporary=folders.temporary(self.directory, step),
                 fill=fill,
-                is_whole=lambda: self._whole_at(target) is not None,
+                is_whole=lambda: self._checker.good_at(target) is not None,
                 storage=self._storage,
             )
             done = Checkpoint(target, written or read_manifest(target, storage=self._storage))
         self._checker.trust(done)
         return done
-
-    def _whole_at(self, target: Path) -> Checkpoint | None:
-        """The checkpoint of that name, if there is one and it is good."""
-        try:
-            found = Checkpoint(target, read_manifest(target, storage=self._storage))
-        except CheckpointError:
-            return None
-        return found if self._checker.is_good(found) else None
 
     @contextmanager
     def _failing_as_save(self, step: int) -> Iterator[None]:
@@ -276,32 +298,3 @@ class CheckpointStore:
                 f"{error.strerror or error}{where}. Checkpoints that were committed before are "
                 "whole"
             ) from error
-
-    def _dispensable(self, *, keep: int, keep_stop: int) -> list[Checkpoint]:
-        found = self.committed()
-        rest = beyond(found, keep=keep, keep_stop=keep_stop)
-        for one in reversed(found):
-            if self._checker.is_good(one):
-                return [other for other in rest if other != one]
-        return []
-
-
-def _plain_json(meta: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"meta must hold plain JSON values: {error}") from error
-    return plain
-
-
-def _warn_of_fallback(passed: Sequence[CheckpointError], taken: Checkpoint) -> None:
-    warnings.warn(
-        f"hydroslurm: passed over what cannot be loaded: {_joined(passed)}; going back to "
-        f"{taken.path} (step {taken.step})",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-def _joined(errors: Sequence[CheckpointError]) -> str:
-    return "; ".join(map(str, errors))

@@ -84,7 +84,7 @@ class PartsWriter(StorageWriter):
             chunk_bytes=self._chunk_bytes,
         )
         try:
-            with _without_zip_crc():
+            with without_zip_crc():
                 results = [self._write_item(part, item, planner) for item in plan.items]
             self.files[self._name] = part.finish()
         finally:
@@ -97,7 +97,7 @@ class PartsWriter(StorageWriter):
         data = planner.resolve_data(item)
         assert isinstance(data, torch.Tensor), f"{item.index.fqn} is no tensor"
         offset = part.tell()
-        torch.save(_compact(data), cast("IO[bytes]", part))
+        torch.save(compact(data), cast("IO[bytes]", part))
         part.check()
         length = part.tell() - offset
         return WriteResult(
@@ -128,7 +128,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], writer: PartsWriter) -> N
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
+def compact(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, in memory of its own size: torch.save writes the whole memory behind a view."""
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -137,7 +137,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _without_zip_crc() -> Iterator[None]:
+def without_zip_crc() -> Iterator[None]:
     """Spare torch's own CRC, which torch.load never checks.
 
     The setting is a thread's own in torch 2.13; in older ones a torch.save of another thread in the

@@ -9,6 +9,7 @@ import sys
 
 import typer
 
+import hydroslurm.cli.agent as agent
 import hydroslurm.cli.checkpoint as checkpoint
 import hydroslurm.cli.cluster as cluster
 import hydroslurm.cli.doctor as doctor
@@ -27,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
+app.command("agent", context_settings=agent.CONTEXT)(agent.agent)
 app.command("pause")(job.pause)
 app.command("resume")(job.resume)
 app.command("requeue")(job.requeue)

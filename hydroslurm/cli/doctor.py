@@ -27,6 +27,13 @@ SaveS = Annotated[
 StateBytes = Annotated[
     int | None, typer.Option("--state-bytes", min=0, help="The size of the state, for the record.")
 ]
+ScriptFile = Annotated[
+    Path | None, typer.Option("--script", help="The batch script of a planned job.")
+]
+SuspendS = Annotated[
+    float | None,
+    typer.Option("--suspend-s", min=0.0, help="The longest suspend to be survived, seconds."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
@@ -37,18 +44,28 @@ def doctor(
     run: Run = None,
     save_s: SaveS = None,
     state_bytes: StateBytes = None,
+    script: ScriptFile = None,
+    suspend_s: SuspendS = None,
     as_json: AsJson = False,
 ) -> None:
     """Say in plain words what a preemption does here, how long each stop leaves, what is risky and
     which line would change it. Exit status 1: work would be lost; 2: Slurm could not be asked."""
     from hydroslurm.doctor import answer, findings
-    from hydroslurm.doctor.gather import gather
+    from hydroslurm.doctor.gather import gather, read_file
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.slurm.client import open_client
 
     try:
         save = _save(run, save_s, state_bytes)
-        facts = gather(open_client(), job_id=job_id, partition=partition, qos=qos, save=save)
+        facts = gather(
+            open_client(),
+            job_id=job_id,
+            partition=partition,
+            qos=qos,
+            save=save,
+            script=None if script is None else read_file(script),
+            suspend_s=suspend_s,
+        )
     except (HydroslurmError, UsageError) as error:
         # not the usual 1, which says that work would be lost
         typer.echo(f"hydroslurm: {error}", err=True)

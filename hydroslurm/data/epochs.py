@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from hydroslurm.data.sampler import ResumableSampler
+from hydroslurm.data.share import Share
 from hydroslurm.errors import StateMismatch, UnsavableState
 
 FORMAT = 1
@@ -20,17 +21,20 @@ _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 @dataclass
 class Progress:
     """How far one epoch is. ``batches`` were handed to the training loop; those that workers have
-    fetched ahead are not counted. ``finished``: the loop was told that there are no more."""
+    fetched ahead are not counted. ``finished``: the loop was told that there are no more.
+    ``world_size``: the ranks that go through the epoch together."""
 
     epoch: int = 0
     batches: int = 0
     begun: bool = False
     finished: bool = False
+    world_size: int = 1
 
     def state_dict(self, strategy: str) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "strategy": strategy,
+            "world_size": self.world_size,
             "epoch": self.epoch,
             "batches": self.batches,
             "begun": self.begun,
@@ -55,7 +59,23 @@ class Progress:
             batches=int(state["batches"]),
             begun=bool(state["begun"]),
             finished=bool(state["finished"]),
+            world_size=int(state.get("world_size", 1)),  # the first states were of one rank
         )
+
+    def require_world(self, world_size: int) -> None:
+        """Refuse a place inside an epoch that another number of ranks cannot go on from.
+
+        Raises:
+            StateMismatch: names both numbers.
+        """
+        if self.begun and not self.finished and self.world_size != world_size:
+            raise StateMismatch(
+                f"the saved data position is inside epoch {self.epoch}, which {self.world_size} "
+                f"ranks had begun; now there are {world_size}, and this kind of loader cannot tell "
+                f"what is left for them. Go on with {self.world_size} ranks, or give a plain "
+                "DataLoader sampler=hydroslurm.data.ResumableSampler(dataset), which any number of "
+                "ranks can take up"
+            )
 
 
 class CountedBatches(Iterator[Any]):
@@ -98,6 +118,13 @@ def announce(loader: Any, epoch: int) -> None:
             part.start_epoch(epoch)
         elif callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
+
+
+def tell(loader: Any, share: Share) -> None:
+    """Tell a loader's samplers whose samples they give, where they do not know."""
+    for sampler in _samplers(loader):
+        if isinstance(sampler, ResumableSampler):
+            sampler.tell(share)
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:

@@ -18,6 +18,12 @@ iterator exists); with workers by "replay" always, by the other two if the data 
 :class:`~hydroslurm.data.seeding.SeededDataset` (workers start anew there). Not covered: a loader
 whose choice *which* samples come draws from the global generators between batches.
 
+Several ranks: each has a position of its own. A "sampler" position is the same on all of them,
+because it counts the samples that all have consumed: any number of ranks can go on from any one of
+them, each to its new share of what is left, with batches of another size if that keeps the global
+batch. The other two can be resumed inside an epoch by the same rank of the same number only. A rank
+that had no part in the save takes rank 0's position, generators included.
+
 Making an iterator draws: DataLoader takes a base seed for its workers from ``loader.generator``, or
 else from torch's global generator (persistent workers: once, not in each epoch), RandomSampler a
 seed or a permutation from its own, or else from the global one, when its first batch is asked for.
@@ -28,7 +34,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
+from hydroslurm.data import epochs
 from hydroslurm.data.replay import ReplayPosition
+from hydroslurm.data.share import share_given
 from hydroslurm.data.skipping import SamplerPosition, index_plan
 from hydroslurm.data.stateful import StatefulPosition
 from hydroslurm.errors import UsageError
@@ -50,25 +58,39 @@ class LoaderPosition(Protocol):
         ``next()``; one from after an epoch's last batch gives an iterator that is at its end.
 
         Raises:
-            StateMismatch: the loader is not built as it was.
+            StateMismatch: the loader is not built as it was, or an epoch that another number of
+            ranks had begun can be resumed by that number only.
         """
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two batches: each batch that was handed out counts as used.
-        Plain values and tensors only; ``epoch`` and ``batches`` are in it."""
+        Plain values and tensors only; ``epoch``, ``batches`` and ``world_size`` are in it."""
 
 
-def position_of(loader: Any, *, shield: Collection[int] = ()) -> LoaderPosition:
+def position_of(
+    loader: Any,
+    *,
+    shield: Collection[int] = (),
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> LoaderPosition:
     """The cheapest exact way to hold a position in this loader.
 
-    Workers that it starts survive the signals in ``shield``
-    (:func:`hydroslurm.data.workers.iterate`).
+    Args:
+        shield: workers that it starts survive these signals
+            (:func:`hydroslurm.data.workers.iterate`).
+        rank, world_size: of the loop; default: torch.distributed's where that is initialised when
+            an epoch begins. A ResumableSampler that was given a rank keeps it; one that was not
+            takes this one where torch.distributed is not initialised.
 
     Raises:
         UsageError: the loader hands out batches in the order in which workers finish
             (``in_order=False``), so that nobody can say which ones were used; or it cannot be
-            iterated.
+            iterated; or only one of ``rank`` and ``world_size`` was given.
     """
+    share = share_given(rank, world_size)
+    if share is not None:
+        epochs.tell(loader, share)
     if not hasattr(loader, "__iter__"):
         raise UsageError(f"a loader that can be iterated is wanted, not {type(loader).__name__}")
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
@@ -77,7 +99,7 @@ def position_of(loader: Any, *, shield: Collection[int] = ()) -> LoaderPosition:
             "from run to run and cannot be resumed; leave in_order at True"
         )
     if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")):
-        return StatefulPosition(loader, shield=shield)
+        return StatefulPosition(loader, shield=shield, share=share)
     if (plan := index_plan(loader)) is not None:
-        return SamplerPosition(loader, plan, shield=shield)
-    return ReplayPosition(loader, shield=shield)
+        return SamplerPosition(loader, plan, shield=shield, share=share)
+    return ReplayPosition(loader, shield=shield, share=share)

@@ -11,6 +11,7 @@ import torch
 from hydroslurm.checkpoint import rng
 from hydroslurm.data import epochs
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
+from hydroslurm.data.share import Share, world_size_now
 from hydroslurm.data.workers import iterate
 from hydroslurm.errors import StateMismatch
 
@@ -25,8 +26,11 @@ class ReplayPosition:
 
     name = "replay"
 
-    def __init__(self, loader: Any, *, shield: Collection[int] = ()) -> None:
+    def __init__(
+        self, loader: Any, *, shield: Collection[int] = (), share: Share | None = None
+    ) -> None:
         self._loader = loader
+        self._share = share
         self._shield = frozenset(shield)
         self._progress = Progress()
         self._start_rng: Mapping[str, Any] = {}
@@ -35,11 +39,12 @@ class ReplayPosition:
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         self._start_rng = rng.capture()
         self._start_generators = epochs.generator_states(self._loader)
-        self._progress = Progress(epoch, begun=True)
+        self._progress = Progress(epoch, begun=True, world_size=world_size_now(self._share))
         return CountedBatches(self._iterate(epoch), self._progress)
 
     def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
         progress = Progress.of(state, strategy=self.name)
+        progress.require_world(world_size_now(self._share))
         self._progress = progress
         if not progress.begun:
             epochs.set_generator_states(self._loader, state["generators"])

@@ -4,6 +4,10 @@ There is one permutation per epoch, a pure function of (seed, epoch, length), fo
 together; rank r of w takes the positions c+r, c+r+w, c+r+2w ... after the c samples that all ranks
 have consumed. So *epoch* and *c* are the whole state, and they do not depend on the number of
 ranks: a run may stop with three and come back with two (Horovod's ElasticSampler has the idea).
+
+The steps of an epoch are the same for every number of ranks, if batch size x ranks is and if
+sampler and loader have the same ``drop_last``: both round the samples that are left to whole
+batches of all ranks then, both up or both down.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import numpy
 from torch.utils.data import Sampler
 
 from hydroslurm.data.seeding import derive
+from hydroslurm.data.share import Share, share_given, share_of_process
 from hydroslurm.errors import StateMismatch, UsageError
 
 _CHUNK = 4096
@@ -24,7 +29,8 @@ _CHUNK = 4096
 class SampleIndex(int):
     """An index into the data set that knows the epoch it is for, and its place in its order.
 
-    An ``int`` in every other respect; both survive the way to a DataLoader worker.
+    An ``int`` in every other respect; both survive the way to a DataLoader worker. A place of
+    len(data) or more is a repeat, which gives all ranks equally many (see ``drop_last``).
     """
 
     epoch: int
@@ -46,7 +52,13 @@ class _Pass:
 
     epoch: int
     start: int
+    share: Share
     yielded: int = 0
+
+    @property
+    def consumed(self) -> int:
+        """The samples of the epoch that all ranks have taken, if each is as far as this one."""
+        return self.start + self.yielded * self.share.world_size
 
 
 class ResumableSampler(Sampler[int]):
@@ -56,7 +68,9 @@ class ResumableSampler(Sampler[int]):
         data: the data set, or its length.
         shuffle: a permutation for each epoch; else the order of the data set.
         seed: with the epoch and the length, all that the order depends on. The same on all ranks.
-        rank, world_size: whose samples these are.
+        rank, world_size: whose samples these are. ``None`` follows torch.distributed: each
+            iterator asks it when it begins. Where that is not initialised, the rank is the one
+            that ``position_of`` was told, or 0 of 1.
         drop_last: what happens when the samples (left) cannot be divided by the ranks. As in
             torch's DistributedSampler: ``True`` leaves out the last few, ``False`` (the default)
             repeats the first few of the epoch's order, so that all ranks have equally many.
@@ -74,23 +88,39 @@ class ResumableSampler(Sampler[int]):
         *,
         shuffle: bool = True,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         drop_last: bool = False,
     ) -> None:
         self.length = data if isinstance(data, int) else len(data)
         if self.length < 0:
             raise UsageError(f"a length of at least 0 is wanted, not {self.length}")
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank must be in 0..world_size-1, not {rank} of {world_size}")
         self.shuffle = shuffle
         self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
+        self._given = share_given(rank, world_size)
+        self._told = Share()
         self.drop_last = drop_last
         self.epoch = 0
         self._start = 0
         self._latest: _Pass | None = None
+
+    @property
+    def share(self) -> Share:
+        """Whose samples an iterator that begins now would give."""
+        return self._given or share_of_process() or self._told
+
+    @property
+    def rank(self) -> int:
+        return self.share.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.share.world_size
+
+    def tell(self, share: Share) -> None:
+        """Name the share for a sampler that was given none, where torch.distributed is not
+        initialised."""
+        self._told = share
 
     def __len__(self) -> int:
         """The samples of this rank in a whole epoch, also when the epoch is resumed in its
@@ -99,8 +129,7 @@ class ResumableSampler(Sampler[int]):
 
     def left(self, consumed: int) -> int:
         """The samples of this rank once all ranks together have consumed so many."""
-        left = max(0, self.length - consumed)
-        return left // self.world_size if self.drop_last else -(-left // self.world_size)
+        return self._left(consumed, self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator is for. From its start, unless it is the epoch
@@ -119,8 +148,9 @@ class ResumableSampler(Sampler[int]):
         position is ``position_of(loader).state_dict()`` and not this; torchdata's
         StatefulDataLoader asks for this with every batch and keeps the right one.
         """
-        latest = self._latest or _Pass(self.epoch, self._start)
-        return self.state_at(latest.epoch, latest.start + latest.yielded * self.world_size)
+        if self._latest is None:
+            return self.state_at(self.epoch, self._start)
+        return self.state_at(self._latest.epoch, self._latest.consumed)
 
     def state_at(self, epoch: int, consumed: int) -> dict[str, Any]:
         """The state in which all ranks together have consumed so many samples of an epoch."""
@@ -154,16 +184,17 @@ class ResumableSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         # DataLoader makes two iterators and uses the second; so nothing may be used up here,
         # and the state follows the one that was made last
-        self._latest = _Pass(self.epoch, self._start)
+        self._latest = _Pass(self.epoch, self._start, self.share)
         return self._indexes(self._latest)
 
     def _indexes(self, this: _Pass) -> Iterator[SampleIndex]:
         order = self._order(this.epoch)
-        count = self.left(this.start)
-        first = this.start + self.rank
+        world_size = this.share.world_size
+        count = self._left(this.start, world_size)
+        first = this.start + this.share.rank
         for chunk in range(0, count, _CHUNK):
             steps = numpy.arange(chunk, min(chunk + _CHUNK, count))
-            positions = first + steps * self.world_size
+            positions = first + steps * world_size
             indexes = positions % self.length
             if order is not None:
                 indexes = order[indexes]
@@ -172,6 +203,10 @@ class ResumableSampler(Sampler[int]):
                 yield SampleIndex(index, this.epoch, position)
         if self.epoch == this.epoch:
             self._start = 0
+
+    def _left(self, consumed: int, world_size: int) -> int:
+        left = max(0, self.length - consumed)
+        return left // world_size if self.drop_last else -(-left // world_size)
 
     def _order(self, epoch: int) -> Any:
         """The epoch's permutation. From numpy's legacy generator, because its stream alone is

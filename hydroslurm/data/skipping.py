@@ -12,6 +12,7 @@ from hydroslurm.data import epochs
 from hydroslurm.data.caveat import warn_of_unseeded_workers
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
 from hydroslurm.data.sampler import ResumableSampler
+from hydroslurm.data.share import Share
 from hydroslurm.data.workers import iterate
 
 
@@ -48,19 +49,29 @@ class SamplerPosition:
 
     name = "sampler"
 
-    def __init__(self, loader: Any, plan: IndexPlan, *, shield: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        plan: IndexPlan,
+        *,
+        shield: Collection[int] = (),
+        share: Share | None = None,
+    ) -> None:
         self._loader = loader
         self._plan = plan
+        self._share = share
         self._shield = frozenset(shield)
         self._progress = Progress()
         self._resumed_batches = 0
         self._resumed_consumed = 0
+        self._samples_per_batch = 0
         self._warned = False
 
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         epochs.announce(self._loader, epoch)
         self._progress = Progress(epoch, begun=True)
         self._resumed_batches = self._resumed_consumed = 0
+        self._settle_share()
         return CountedBatches(self._iterate(), self._progress)
 
     def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
@@ -73,6 +84,7 @@ class SamplerPosition:
         self._plan.sampler.load_state_dict(state["sampler"])
         self._resumed_batches = progress.batches
         self._resumed_consumed = int(state["sampler"]["consumed"])
+        self._settle_share()
         # At the end of an epoch there is nothing to iterate. Persistent workers are started all
         # the same: in an uninterrupted run they are there when the next epoch begins, which then
         # draws no base seed.
@@ -91,8 +103,14 @@ class SamplerPosition:
 
     def _consumed(self) -> int:
         batches = self._progress.batches - self._resumed_batches
-        taken = batches * self._plan.batch_size * self._plan.sampler.world_size
-        return self._resumed_consumed + taken
+        return self._resumed_consumed + batches * self._samples_per_batch
+
+    def _settle_share(self) -> None:
+        """Fix for this epoch what a batch takes from the order: at its end the process group, which
+        the sampler may follow, can be gone before the last save."""
+        share = self._plan.sampler.share
+        self._progress.world_size = (self._share or share).world_size
+        self._samples_per_batch = self._plan.batch_size * share.world_size
 
     def _iterate(self) -> Iterator[Any]:
         if not self._warned:

@@ -8,6 +8,7 @@ from typing import Any
 from hydroslurm.data import epochs
 from hydroslurm.data.caveat import warn_of_unseeded_workers
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
+from hydroslurm.data.share import Share, world_size_now
 from hydroslurm.data.workers import iterate
 from hydroslurm.errors import StateMismatch
 
@@ -20,8 +21,11 @@ class StatefulPosition:
 
     name = "stateful"
 
-    def __init__(self, loader: Any, *, shield: Collection[int] = ()) -> None:
+    def __init__(
+        self, loader: Any, *, shield: Collection[int] = (), share: Share | None = None
+    ) -> None:
         self._loader = loader
+        self._share = share
         self._shield = frozenset(shield)
         self._progress = Progress()
         self._warned = False
@@ -29,11 +33,17 @@ class StatefulPosition:
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         self._warn()
         epochs.announce(self._loader, epoch)
-        self._progress = Progress(epoch, begun=True)
+        self._progress = Progress(epoch, begun=True, world_size=world_size_now(self._share))
         return CountedBatches(iterate(self._loader, shield=self._shield), self._progress)
 
     def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
         progress = Progress.of(state, strategy=self.name)
+        world_size = world_size_now(self._share)
+        progress.require_world(world_size)
+        if progress.finished and progress.world_size != world_size:
+            self._progress = progress
+            epochs.set_generator_states(self._loader, state["generators"])
+            return iter(())  # the loader's own state is about lengths that it has no more
         self._require_workers(state)
         if not progress.begun:
             self._progress = progress

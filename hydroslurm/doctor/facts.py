@@ -34,6 +34,7 @@ class Facts:
         job: None when it is planned.
         script: its batch script's options; None where there is no script or it may not be read.
         save: None when it is not known how long a save takes.
+        suspend_s: how long a suspend is to be survived; None when nobody said.
     """
 
     config: Config
@@ -43,6 +44,13 @@ class Facts:
     job: Job | None = None
     script: ScriptOptions | None = None
     save: SaveFacts | None = None
+    suspend_s: float | None = None
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks the job has, as far as Slurm or its script tell."""
+        told = self.job.n_tasks if self.job else None
+        return max(told or 1, self.script.tasks if self.script else 1)
 
     @property
     def is_preempted_to_stop(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hydroslurm.doctor import risks
+from hydroslurm.doctor import clocks, manyranks, risks
 from hydroslurm.doctor.facts import Facts
 from hydroslurm.doctor.finding import Finding, Severity
 from hydroslurm.slurm.policy import StopKind
@@ -32,8 +32,16 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         risks.no_requeue,
         risks.no_warning,
         risks.ranks_out_of_reach,
+        manyranks.launcher_is_a_task,
+        manyranks.ranks_outlive_a_failure,
+        manyranks.port_of_an_earlier_life,
         risks.gres_stays_taken,
         risks.stopped_while_paused,
+        clocks.suspend_not_known,
+        clocks.collectives,
+        clocks.nccl_heartbeat,
+        clocks.rendezvous,
+        clocks.store,
         risks.long_requeue_wait,
         risks.logs_cut_off,
         risks.no_accounting,

@@ -22,6 +22,7 @@ def gather(
     qos: str = "",
     save: SaveFacts | None = None,
     script: ScriptOptions | None = None,
+    suspend_s: float | None = None,
 ) -> Facts:
     """Ask Slurm for one job, or for what a job would meet in a partition.
 
@@ -31,8 +32,10 @@ def gather(
 
     Raises:
         SlurmError: Slurm could not be asked.
-        UsageError: there is no such partition, or both a job and a partition are given.
+        UsageError: there is no such partition, or both a job and what it brings are given.
     """
+    if job_id is not None and script is not None:
+        raise UsageError("give either a job or --script: a job has its own")
     if job_id is not None and (partition or qos):
         raise UsageError("give either a job or --partition and --qos: a job has its own")
     job = None if job_id is None else client.job(job_id)
@@ -51,7 +54,20 @@ def gather(
         job=job,
         script=_script_of(client, job) if job else script,
         save=save,
+        suspend_s=suspend_s,
     )
+
+
+def read_file(path: Path) -> ScriptOptions:
+    """Read a batch script that is planned.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return read_script(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--script {path}: {error}; wanted a batch script") from error
 
 
 def last_save(run: Path) -> SaveFacts | None:

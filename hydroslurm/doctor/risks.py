@@ -79,9 +79,12 @@ def ranks_out_of_reach(facts: Facts) -> Finding | None:
     if facts.policy.signals_children:
         return None
     launcher = facts.script.launcher if facts.script else ""
+    if facts.script and facts.script.has_agent and not launcher:
+        return None
     fix = (
-        "start the ranks with srun (--ntasks-per-node=GPUS, no torchrun), or cgroup.conf: "
-        "SignalChildrenProcesses=yes, where this Slurm knows it"
+        "start the ranks with srun (--ntasks-per-node=GPUS, no torchrun), or with `srun hydroslurm "
+        "agent -- TORCHRUN_ARGUMENTS`, or cgroup.conf: SignalChildrenProcesses=yes, where this "
+        "Slurm knows it"
     )
     reach = "Under proctrack/cgroup a signal reaches the tasks that srun started and nothing below."
     if launcher:

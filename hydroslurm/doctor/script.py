@@ -1,10 +1,11 @@
-"""The options that a batch script gives itself. Pure."""
+"""The options that a batch script gives itself, and what it starts. Pure."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 DEFAULT_WARNING_S = 60
 """Slurm's, for ``--signal=USR1`` without ``@``."""
@@ -14,11 +15,20 @@ _SIGNAL = re.compile(r"(?:(?P<who>[BR]+):)?(?P<name>\w+)(?:@(?P<seconds>\d+))?")
 _LAUNCHERS = re.compile(
     r"\b(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)\b"
 )
+_AGENT = re.compile(r"\bhydroslurm(?:\.cli)?\s+agent\b")
+_SRUN = re.compile(r"(?:^|[\s;&|(])srun\s")
+_KILLS = re.compile(r"(?:^|\s)(?:--kill-on-bad-exit(?!=0)|-K(?!0)\d*)(?=[\s=]|$)")
+_FIXED_PORTS = (
+    re.compile(r"\bMASTER_PORT=['\"]?([1-9]\d*)\b"),
+    re.compile(r"--master[-_]port[= ]['\"]?([1-9]\d*)\b"),
+    re.compile(r"--rdzv[-_]endpoint[= ]\S+?:([1-9]\d*)\b"),
+)
+_SETTING = re.compile(r"\b((?:TORCH|NCCL|GLOO|SLURM)_[A-Z_]+|keep_alive_\w+)=['\"]?([\w.]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptOptions:
-    """What ``#SBATCH`` lines say; options on sbatch's command line are not seen.
+    """What ``#SBATCH`` lines and commands say; options on sbatch's command line are not seen.
 
     Attributes:
         warning: the signal of ``--signal``, ``URG``; empty without.
@@ -26,6 +36,11 @@ class ScriptOptions:
         batch_shell_only: it is sent to the batch shell (``B:``) and to no rank.
         appends: --open-mode=append is given.
         launcher: a program between srun and the ranks, ``torchrun``; empty for none.
+        has_agent: the ranks are started by ``hydroslurm agent``.
+        tasks: how many tasks there are, as far as can be seen.
+        outlives_ranks: there is an srun of which a failed task does not end the others.
+        fixed_port: of the ranks' rendezvous, when it is written down; empty when it is computed.
+        settings: environment variables of torch's and NCCL's, and the rendezvous' keep-alive.
     """
 
     warning: str = ""
@@ -33,6 +48,11 @@ class ScriptOptions:
     batch_shell_only: bool = False
     appends: bool = False
     launcher: str = ""
+    has_agent: bool = False
+    tasks: int = 1
+    outlives_ranks: bool = False
+    fixed_port: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_script(text: str) -> ScriptOptions:
@@ -40,13 +60,20 @@ def read_script(text: str) -> ScriptOptions:
     options = _options(text)
     signal = _SIGNAL.fullmatch(options.get("signal", ""))
     seconds = signal["seconds"] if signal else None
-    launcher = _LAUNCHERS.search(_commands(text))
+    commands = _commands(text)
+    launcher = _LAUNCHERS.search(commands)
+    settings = dict(_SETTING.findall(commands))
     return ScriptOptions(
         warning=signal["name"] if signal else "",
         warning_s=int(seconds or DEFAULT_WARNING_S) if signal else None,
         batch_shell_only=bool(signal and "B" in (signal["who"] or "")),
         appends=options.get("open-mode", "").startswith("a"),
         launcher=launcher[1] if launcher else "",
+        has_agent=bool(_AGENT.search(commands)),
+        tasks=_tasks(options),
+        outlives_ranks=_outlives_ranks(commands, settings),
+        fixed_port=_fixed_port(commands),
+        settings=settings,
     )
 
 
@@ -62,6 +89,8 @@ def _options(text: str) -> dict[str, str]:
             if word.startswith("--"):
                 name, _, value = word.removeprefix("--").partition("=")
                 found[name] = value or following
+            elif word.startswith(("-n", "-N")):
+                found[{"-n": "ntasks", "-N": "nodes"}[word[:2]]] = word[2:] or following
     return found
 
 
@@ -73,4 +102,28 @@ def _words(line: str) -> list[str]:
 
 
 def _commands(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    """The lines that are run; one that goes on in the next is one line."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return "\n".join(lines).replace("\\\n", " ")
+
+
+def _tasks(options: Mapping[str, str]) -> int:
+    """``--nodes=2-4`` counts as 2."""
+    counts = {
+        name: int(match[0])
+        for name in ("ntasks", "nodes", "ntasks-per-node")
+        if (match := re.match(r"\d+", options.get(name, "")))
+    }
+    return counts.get("ntasks") or counts.get("nodes", 1) * counts.get("ntasks-per-node", 1)
+
+
+def _outlives_ranks(commands: str, settings: Mapping[str, str]) -> bool:
+    if settings.get("SLURM_KILL_BAD_EXIT", "0") != "0":
+        return False
+    sruns = [line for line in commands.splitlines() if _SRUN.search(line)]
+    return any(not _KILLS.search(line) for line in sruns)
+
+
+def _fixed_port(commands: str) -> str:
+    found = (pattern.search(commands) for pattern in _FIXED_PORTS)
+    return next((match[1] for match in found if match), "")

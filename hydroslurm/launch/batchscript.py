@@ -1,7 +1,8 @@
 """The batch scripts of jobs that stop, save and are requeued. Pure: values in, text out.
 
-``sbatch/requeue.sbatch`` is what :func:`requeue_script` gives for its defaults; a test compares the
-two. ``hydroslurm submit`` and the executor use :func:`requeue_lines` in submitit's script.
+``sbatch/requeue.sbatch`` is what :func:`requeue_script` gives for its defaults, and
+``sbatch/multi-node.sbatch`` for :data:`MULTI_NODE`; a test compares them. ``hydroslurm submit`` and
+the executor use :func:`requeue_lines` in submitit's script.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class RequeueScript:
         warning_s: how long before the time limit the ranks are warned. Slurm may be up to 60 s
             early, never late.
         cpus_per_task: for sbatch and, because of 22.05 to 23.02, for srun.
+        nodes, tasks_per_node: how many ranks, and where. A life may have other ``nodes``
+            (``scontrol update JobId=... NumNodes=...`` while the job waits).
+        file, example: where the script lies and what it runs, for the words at its top.
     """
 
     command: str = '"$PYTHON" -u examples/train_run.py "$@"'
@@ -32,17 +36,31 @@ class RequeueScript:
     time_min: int = 30
     warning_s: int = 120
     cpus_per_task: int = 1
+    nodes: int = 1
+    tasks_per_node: int = 1
+    file: str = "sbatch/requeue.sbatch"
+    example: str = "train_run.py"
 
     def __post_init__(self) -> None:
-        for name, least in (("time_min", 1), ("warning_s", 1), ("cpus_per_task", 1)):
+        for name in ("time_min", "warning_s", "cpus_per_task", "nodes", "tasks_per_node"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{name}={value!r}: wanted a whole number of {least} or more")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"{name}={value!r}: wanted a whole number of 1 or more")
         if self.warning_s >= 60 * self.time_min:
             raise UsageError(
                 f"a warning {self.warning_s} s before a limit of {self.time_min} min would come at "
                 "the start; choose a longer time_min or a shorter warning_s"
             )
+
+
+MULTI_NODE = RequeueScript(
+    command='"$PYTHON" -u examples/train_ddp.py "$@"',
+    job_name="multi-node",
+    nodes=4,
+    file="sbatch/multi-node.sbatch",
+    example="train_ddp.py",
+)
+"""One rank on each of four nodes."""
 
 
 def requeue_script(script: RequeueScript | None = None) -> str:
@@ -53,11 +71,16 @@ def requeue_script(script: RequeueScript | None = None) -> str:
             job_name=script.job_name,
             partition=script.partition,
             cpus_per_task=script.cpus_per_task,
+            alone=f"sbatch {script.file}",
+            with_options=f"sbatch {script.file} --epochs 30",
+            example=script.example,
+            several=_several(script),
+            size=_size(script),
             hours=script.time_min // 60,
             minutes=script.time_min % 60,
             warning_s=script.warning_s,
         )
-        + _BODY.replace("@COMMAND@", script.command)
+        + _BODY.replace("@SRUN@", _srun(script)).replace("@COMMAND@", script.command)
         + "\n".join(requeue_lines())
         + "\n"
     )
@@ -89,25 +112,66 @@ def requeue_lines() -> list[str]:
         """).splitlines()
 
 
+def _is_one_rank(script: RequeueScript) -> bool:
+    return script.nodes == script.tasks_per_node == 1
+
+
+def _several(script: RequeueScript) -> str:
+    """What somebody who runs several ranks has to know before; nothing for one."""
+    if _is_one_rank(script):
+        return ""
+    tasks = "" if script.tasks_per_node == 1 else f" NumTasks={script.tasks_per_node}*N"
+    return (
+        "#\n"
+        "# The folder that you call sbatch in must be one that all nodes share. The number of\n"
+        "# nodes may change from life to life, while the job waits in the queue:\n"
+        f"#   scontrol update JobId=JOBID NumNodes=N{tasks}\n"
+    )
+
+
+def _size(script: RequeueScript) -> str:
+    if _is_one_rank(script):
+        return "#SBATCH --ntasks=1\n"
+    # --ntasks-per-node only where it is needed: Slurm 22.05 makes a fixed number of tasks of it at
+    # the submission, and `scontrol update NumNodes=` alone then changes nothing
+    lines = f"#SBATCH --nodes={script.nodes}\n"
+    if script.tasks_per_node > 1:
+        lines += f"#SBATCH --ntasks-per-node={script.tasks_per_node}\n"
+    return lines
+
+
+def _srun(script: RequeueScript) -> str:
+    """srun and its options. The number of tasks is said: with --cpus-per-task alone srun 22.05
+    starts one for each processor that the job has, and SLURM_NTASKS is still that of the submission
+    when the number of nodes was changed since."""
+    common = 'srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \\\n'
+    if _is_one_rank(script):
+        return common
+    if script.tasks_per_node == 1:
+        return common + '    --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\\n'
+    per_node = script.tasks_per_node
+    tasks = f'--ntasks="$((SLURM_JOB_NUM_NODES * {per_node}))" --ntasks-per-node={per_node}'
+    return common + f'    --nodes="$SLURM_JOB_NUM_NODES" {tasks} \\\n'
+
+
 _HEAD = """\
 #!/bin/bash
 # A training that saves and leaves when it must, is requeued, and goes on where it was, bit for bit.
 #
-#   sbatch sbatch/requeue.sbatch                   from the top of the repository
-#   sbatch sbatch/requeue.sbatch --epochs 30       options for train_run.py
+#   {alone:<46} from the top of the repository
+#   {with_options:<46} options for {example}
 #
 # It is stopped by a preemption, by the warning before its time limit, and by `scontrol requeue`.
 #   hydroslurm doctor JOBID                        how long it has to save here: is that enough?
 #   hydroslurm status JOBID
 #   hydroslurm checkpoint ls hydroslurm-runs/JOBID
-#
+{several}#
 # Made by hydroslurm.launch.batchscript; a test compares the two.
 
 #SBATCH --job-name={job_name}
 # A partition whose jobs are requeued for urgent ones: see partitions-requeue.conf.
 #SBATCH --partition={partition}
-#SBATCH --ntasks=1
-#SBATCH --cpus-per-task={cpus_per_task}
+{size}#SBATCH --cpus-per-task={cpus_per_task}
 # Of one life. The run may have many.
 #SBATCH --time={hours:02d}:{minutes:02d}:00
 # SIGURG so many seconds before the limit, to the ranks: it means "save and leave", and harms no
@@ -137,8 +201,7 @@ fi
 # signal interrupts. Without the trap SIGTERM would end this shell at once, while the ranks are
 # still saving. It is not handed on: the ranks get their own, and srun would make a SIGKILL of it.
 trap 'echo "batch shell: SIGTERM; the ranks are saving"' TERM
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \\
-    @COMMAND@ &
+@SRUN@    @COMMAND@ &
 ranks=$!
 while :; do
     wait "$ranks"

@@ -11,6 +11,7 @@ pause is in force: the thread that holds the lock may be parked with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -33,8 +34,10 @@ from hydroslurm.runtime.gate.protocol import (
     GateStatus,
     SignalOutcome,
 )
+from hydroslurm.runtime.ranks.team import Ranks
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.signals import SignalPlan, signal_name
+from hydroslurm.runtime.world import World
 
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
@@ -57,13 +60,22 @@ class StopRequest:
     Attributes:
         signal: ``SIGTERM`` ...; None when the program asked by itself.
         sender_pid: 0 when not known. Slurm's signals come from slurmstepd.
-        mono_ns, epoch_ns: when the handler ran.
+        mono_ns, epoch_ns: when the handler ran, or this rank heard of it.
+        of_rank: the rank that was signalled first, where that is another one; ``signal`` is what
+            that one got.
     """
 
     signal: str | None
     sender_pid: int
     mono_ns: int
     epoch_ns: int
+    of_rank: int | None = None
+
+    @property
+    def words(self) -> str:
+        """For a sentence: what came, and where."""
+        what = f"{self.signal or 'a request of the program'} received"
+        return what if self.of_rank is None else f"{what} by rank {self.of_rank}"
 
 
 class Controller:
@@ -75,6 +87,7 @@ class Controller:
         stop_request: the first request to save and leave, None before; to be read at a safe point.
             Only there once the stops were claimed, or somebody else handles them.
         skipped: signals of the plan that were left alone, and why.
+        ranks: the other ranks of the job, None for a rank that is alone.
     """
 
     def __init__(self, *, gate: Gate, plan: SignalPlan, log: EventLog, identity: Identity) -> None:
@@ -83,6 +96,7 @@ class Controller:
         self.step: int | None = None
         self.stop_request: StopRequest | None = None
         self.skipped: dict[str, str] = {}
+        self.ranks: Ranks | None = None
         self._log = log
         self._identity = identity
         self._recorder = Recorder()
@@ -92,6 +106,8 @@ class Controller:
         self._running.set()
         self._leaving = False
         self._stop_lock = threading.Lock()
+        self._claimed = False
+        self._stop_of_peer: tuple[int, str] | None = None
         self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
         self._thread = threading.Thread(
@@ -122,6 +138,17 @@ class Controller:
         )
         self._thread.start()
 
+    def join(self, world: World, *, warn: Callable[[str], None]) -> None:
+        """Pause and stop together with the other ranks from now on; returns at once, for they are
+        looked for in the background.
+
+        Args:
+            warn: tells a person that they cannot be reached (any more).
+        """
+        ranks = Ranks(world, self.gate, tell=self._write, wanted=self._hear_of_meeting, warn=warn)
+        self.ranks = ranks
+        ranks.start()
+
     def stop(self) -> int:
         """Resume, restore the handlers and end the thread. Returns how many handlers others had
         replaced."""
@@ -129,6 +156,8 @@ class Controller:
             raise InstallError(
                 "this process was forked from the one that was installed; nothing is installed here"
             )
+        if self.ranks is not None:
+            self.ranks.leave()
         replaced = self.gate.stop()
         self._leaving = True
         self.gate.wake()
@@ -199,12 +228,16 @@ class Controller:
         Raises:
             InstallError: the handlers could not be put in place.
         """
+        self._claimed = True
         if on_stop is not None:
             self._listen(on_stop)
         self.gate.claim(Action.STOP)
+        if self.stop_request is not None:
+            self._call_stop(self.stop_request)
 
     def release_stops(self) -> None:
         """Take :meth:`claim_stops` back."""
+        self._claimed = False
         self._on_stop.clear()
         self.gate.unclaim(Action.STOP)
 
@@ -259,7 +292,11 @@ class Controller:
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
             record = self._recorder.record(seen)
+            if seen.kind is GateEventKind.PARKED and self.ranks and self.ranks.have_joined:
+                record.data["world_size"] = self.ranks.world_size
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
+            if self.ranks is not None:
+                self.ranks.see(seen)
             if seen.kind is GateEventKind.STOP_REQUESTED:
                 self._note_stop(seen)
             self._follow(record.kind)
@@ -275,17 +312,32 @@ class Controller:
         if self.stop_request is not None:
             return
         mono_ns = seen.value_ns or seen.mono_ns
+        of_rank, theirs = (None, "") if seen.signo else self._stop_of_peer or (None, "")
         request = StopRequest(
-            signal=signal_name(seen.signo) if seen.signo else None,
+            signal=signal_name(seen.signo) if seen.signo else theirs or None,
             sender_pid=seen.sender_pid,
             mono_ns=mono_ns,
             epoch_ns=seen.epoch_ns - (seen.mono_ns - mono_ns),
+            of_rank=of_rank,
         )
         with self._stop_lock:
             self.stop_request = request
             listeners = tuple(self._on_stop)
+        self._call_stop(request)
         for listener in listeners:
             listener(request)
+
+    def _call_stop(self, request: StopRequest) -> None:
+        """Any rank that was signalled is enough: all stop. Only where stops are somebody's here."""
+        if self.ranks is not None and self._claimed and request.of_rank is None:
+            self.ranks.call("stop", request.signal or "")
+
+    def _hear_of_meeting(self, kind: str, of_rank: int, words: str) -> None:
+        """In the thread that hears the other ranks: one of them is to stop, and so are we."""
+        if kind == "stop" and self.ranks is not None and of_rank != self.ranks.rank:
+            self._stop_of_peer = of_rank, words
+            with contextlib.suppress(InstallError):  # this rank has just left
+                self.gate.request(Action.STOP, Cause(0))
 
     def _follow(self, kind: EventKind) -> None:
         if kind is EventKind.PARKED:
@@ -324,7 +376,7 @@ class Controller:
     def _write(
         self,
         kind: EventKind,
-        data: dict[str, object],
+        data: Mapping[str, object],
         *,
         mono_ns: int | None = None,
         epoch_ns: int | None = None,
@@ -342,6 +394,6 @@ class Controller:
                 pid=self._owner_pid,
                 host=who.host,
                 step=self.step,
-                data=data,
+                data=dict(data),
             )
         )

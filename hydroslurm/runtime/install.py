@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import threading
 import warnings
@@ -24,12 +25,16 @@ from hydroslurm.rundir import RunDir
 from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.signals import SignalPlan
+from hydroslurm.runtime.world import World
 from hydroslurm.slurm.allocation import Allocation
 
 if TYPE_CHECKING:
     import torch
 
 GateKind = Literal["auto", "native", "hooks"]
+
+ALONE_ENV = "HYDROSLURM_ALONE"
+"""Environment variable: 1 keeps the ranks of a job apart."""
 
 
 @dataclass
@@ -50,6 +55,7 @@ def install(
     signals: SignalPlan | None = None,
     gate: GateKind = "auto",
     model: torch.nn.Module | None = None,
+    alone: bool | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Controller:
     """Make this process pausable at every operator, with no model and no change to the training
@@ -68,6 +74,8 @@ def install(
         gate: ``native``, ``hooks`` (module boundaries only), or ``auto``: native where it can be
             built.
         model: for the hooks gate, the model whose leaf modules are hooked; default: every module.
+        alone: do not look for the other ranks of the job: a signal pauses and stops this one only.
+            Default: ``HYDROSLURM_ALONE``, else False. For tasks that do not train together.
         environ: instead of ``os.environ``.
 
     Returns:
@@ -91,6 +99,8 @@ def install(
             )
         _require_torch()
         _installed = _set_up(run_dir, plan, gate, model, environ)
+        if not _is_alone(alone, environ):
+            _join(_installed.controller, environ)
         atexit.register(_uninstall_at_exit)
         return _installed.controller
 
@@ -186,8 +196,35 @@ def _require_installed() -> _Installed:
 
 
 def _uninstall_at_exit() -> None:
-    if is_installed():
-        uninstall()
+    if not is_installed():
+        return
+    plan = controller().plan
+    uninstall()
+    # Slurm sends SIGTERM again, and a person's signal may come late. A process on its last steps
+    # must not die of it, for its status counts
+    for signo in plan.pausing() | plan.stopping():
+        with contextlib.suppress(ValueError, OSError):  # not the main thread
+            if signal.getsignal(signo) is signal.SIG_DFL:
+                signal.signal(signo, signal.SIG_IGN)
+
+
+def _is_alone(alone: bool | None, environ: Mapping[str, str]) -> bool:
+    if alone is not None:
+        return alone
+    return environ.get(ALONE_ENV, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _join(controller: Controller, environ: Mapping[str, str]) -> None:
+    """Connect with the other ranks, where there are any."""
+    world = World.from_environ(environ)
+    if world.world_size > 1:
+        controller.join(world, warn=_warn)
+
+
+def _warn(text: str) -> None:
+    """From a thread of ours: a warning that is an error there would end that thread."""
+    with contextlib.suppress(RuntimeWarning):
+        warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=2)
 
 
 def _require_torch() -> None:
@@ -202,11 +239,8 @@ def _require_torch() -> None:
 
 def _identity(environ: Mapping[str, str]) -> Identity:
     allocation = Allocation.from_environ(environ)
-    rank = allocation.rank if allocation else 0
-    if environ.get("RANK", "").isdecimal():
-        rank = int(environ["RANK"])  # torchrun's: several ranks below one Slurm task
     return Identity(
-        rank=rank,
+        rank=World.from_environ(environ).rank,
         job_id=allocation.job_id if allocation else None,
         restart_count=allocation.restart_count if allocation else 0,
         host=socket.gethostname(),

@@ -92,6 +92,8 @@ class Recorder:
                 quiet=seen.quiet,
                 causes=causes,
             )
+        if kind is GateEventKind.LET_THROUGH:
+            return EventKind.LET_THROUGH, self._pause(collectives=seen.count)
         if kind is GateEventKind.GATE_OPENED:
             self._resume_requested_ns = seen.value_ns
             since_ns = self._parked_ns or self._closed_ns

@@ -78,7 +78,7 @@ class SignalPlan:
 
     def rules(self) -> tuple[SignalRule, ...]:
         """The plan as the table that a gate takes."""
-        everything = Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL
+        everything = Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL | Cause.PEERS
         table = (
             (self.slurm_pause, Action.PAUSE, Cause.SLURM, False),
             (self.slurm_resume, Action.RESUME, Cause.SLURM | Cause.TERMINAL, False),

@@ -15,7 +15,6 @@ from hydroslurm.errors import UsageError
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.slurm.allocation import Allocation
 
 DEFAULT_EVERY_S = 600.0
 """Seconds between two periodic saves when nothing was said: what a crash may cost."""
@@ -44,24 +43,15 @@ class Cadence:
 
     def is_due(self, step: int, last_save_mono_s: float) -> bool:
         """Whether a save is to begin behind this step. Reads a clock only with ``every_s``."""
-        if self.every_steps and step % self.every_steps == 0:
-            return True
+        return self.is_due_by_step(step) or self.is_due_by_clock(last_save_mono_s)
+
+    def is_due_by_step(self, step: int) -> bool:
+        """The same on all ranks."""
+        return bool(self.every_steps) and step % self.every_steps == 0
+
+    def is_due_by_clock(self, last_save_mono_s: float) -> bool:
+        """Sooner on one rank than on another."""
         return bool(self.every_s) and time.monotonic() - last_save_mono_s >= self.every_s
-
-
-def require_one_rank(allocation: Allocation | None, environ: Mapping[str, str]) -> None:
-    """Refuse what would save one rank of several.
-
-    Raises:
-        UsageError: there are several.
-    """
-    world = environ.get("WORLD_SIZE", "")
-    size = int(world) if world.isdecimal() else allocation.world_size if allocation else 1
-    if size > 1:
-        raise UsageError(
-            f"this job has {size} ranks, and Run saves one so far: ranks do not agree on a common "
-            "step yet. Start one task (srun --ntasks=1), or pause only (hydroslurm.install())"
-        )
 
 
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:

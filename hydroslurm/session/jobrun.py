@@ -15,7 +15,7 @@ from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, newest_over
+from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
 from hydroslurm.session.manager import CheckpointManager, age
 from hydroslurm.session.recording import record_save
@@ -93,13 +93,16 @@ class JobRun(Run):
         if manager is None:
             self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
             return
-        self._epochs = manager.epoch_store()
+        peers = self._company.peers
+        self._epochs = manager.epoch_store(peers=peers)
         self._epoch_saver = Saver(
             self._epochs,
             keep=manager.keep or sys.maxsize,
             on_save_error=manager.on_save_error,
             exempt=self._controller.exempt,
             tell=lambda event: record_save(self._controller, event),
+            peers=peers,
+            topic="epoch",
         )
 
     # --- for the functions of a job
@@ -193,6 +196,11 @@ class JobRun(Run):
         self.epoch += 1
         self.progress.begun, self.progress.done = False, 0
 
+    def agree_to_end(self, ended: bool) -> None:
+        """Whether a stop signal was true: the first rank's answer is everybody's."""
+        told = self._company.exchange("stop signals", ended)
+        self.progress.ended = bool(told[min(told)])
+
     def save_epoch(self) -> None:
         """Commit the checkpoint of the epoch that is done; one that is there and whole stays.
 
@@ -222,19 +230,45 @@ class JobRun(Run):
     def _newest(self) -> Found | None:
         if self._epochs is None:
             return None
-        found = self._newest_own(self._epochs)
+        epochs = self._epochs
+        seen = self._company.decide("newest", lambda: self._name_of(self._newest_own(epochs)))
+        found = None if seen is None else self._found_by(*seen)
         if found is None and self._origin is not None:
             self.begins_at_origin = True
             return self._origin
         return found
 
+    def _stores(self) -> dict[str, tuple[Tier, CheckpointStore]]:
+        assert self._epochs is not None
+        stores = {"run": (Tier.DURABLE, self._durable), "epochs": (Tier.DURABLE, self._epochs)}
+        return stores if self._fast is None else {**stores, "fast": (Tier.FAST, self._fast)}
+
+    def _name_of(self, found: Found | None) -> list[str] | None:
+        """Which one it is, in words that every rank understands."""
+        if found is None:
+            return None
+        names = {store.directory: name for name, (_, store) in self._stores().items()}
+        return [names[found.store.directory], found.checkpoint.path.name]
+
+    def _found_by(self, where: str, name: str) -> Found:
+        tier, store = self._stores()[where]
+        checkpoint = next(one for one in store.committed() if one.path.name == name)
+        return Found(tier, store, checkpoint)
+
     def _newest_own(self, epochs: CheckpointStore) -> Found | None:
         """The newest of the Run's and of the epochs'. Verifying reads a whole checkpoint, so that
         the older one of the two is looked at only when the newer one was no good."""
         own = [self._durable] if self._fast is None else [self._durable, self._fast]
+
+        def of_run() -> Found | None:
+            return newest_over(durable=self._durable, fast=self._fast)
+
+        def of_epochs() -> Found | None:
+            return newest_over(durable=epochs)
+
         looks = [
-            (max(_newest_name(store) for store in own), super()._newest),
-            (_newest_name(epochs), lambda: newest_over(durable=epochs)),
+            (max(_newest_name(store) for store in own), of_run),
+            (_newest_name(epochs), of_epochs),
         ]
         best: Found | None = None
         broken: CheckpointCorrupt | None = None

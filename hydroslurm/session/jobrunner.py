@@ -182,7 +182,7 @@ class _Life:
 
     def _ask_stop_signals(self) -> None:
         with self._explained(f"a stop signal after epoch {self._run.epoch - 1}"):
-            self._run.progress.ended = self._job.ask_stop_signals()
+            self._run.agree_to_end(self._job.ask_stop_signals())
 
     def _save_epoch(self) -> bool:
         """Whether it is committed."""

@@ -93,7 +93,10 @@ class Leaver:
         controller: Controller,
         *,
         environ: Mapping[str, str],
+        reads_ahead: bool = True,
     ) -> None:
+        """``reads_ahead``: learn the site's policy now, when there is time. Of several ranks one is
+        enough; another asks only when it has to decide in the first one's place."""
         self._allocation = allocation
         self._controller = controller
         self._environ = dict(environ)
@@ -103,8 +106,16 @@ class Leaver:
         self._answered_mono_s = 0.0
         self._heard = threading.Event()
         self._request: StopRequest | None = None
-        if allocation is not None:
-            threading.Thread(target=self._find_out, name="hydroslurm-policy", daemon=True).start()
+        self._asking: threading.Thread | None = None
+        if reads_ahead:
+            self._ask()
+
+    def _ask(self) -> None:
+        if self._allocation is not None and self._asking is None:
+            self._asking = threading.Thread(
+                target=self._find_out, name="hydroslurm-policy", daemon=True
+            )
+            self._asking.start()
 
     def hear(self, request: StopRequest) -> None:
         """A stop was asked for: find out why. Returns at once; the first request counts."""
@@ -126,7 +137,8 @@ class Leaver:
         """What this stop means; waits ``ANSWER_S`` for Slurm at the most."""
         request = self._request
         assert request is not None, "orders() before hear()"
-        since = f"{request.signal or 'a request of the program'} received"
+        self._ask()
+        since = request.words
         if self._allocation is None:
             words = f"{since}, outside of a job: run the same command again to go on"
             return Orders("asked", math.inf, False, RUN_AGAIN, words)

@@ -12,7 +12,8 @@ from hydroslurm.slurm.allocation import Allocation
 
 
 class Life:
-    """One process of rank 0, written down in lives.jsonl and in the events.
+    """One start of a run: all its ranks. Written down in lives.jsonl, by one rank for all, and in
+    the events of each.
 
     Attributes:
         number: from 1; None before it has begun.
@@ -33,20 +34,24 @@ class Life:
         self._allocation = allocation
         self._has_stepped = False
 
-    def begin(self, step: int) -> None:
-        """Begin at a step.
+    def enter(self, step: int) -> int:
+        """Write down for all ranks that a life begins at a step; returns its number.
 
         Raises:
             RunEnded: a limit is spent, or lives pass without progress. Nothing is written down.
         """
         check_limits(self._ledger.lives(), self._limits, step=step)
         allocation = self._allocation
-        self.number = self._ledger.begin(
+        return self._ledger.begin(
             step,
             now_epoch_ns=time.time_ns(),
             job_id=allocation.job_id if allocation else None,
             restart_count=allocation.restart_count if allocation else 0,
         )
+
+    def begin(self, number: int, step: int) -> None:
+        """This rank begins the life that was entered."""
+        self.number = number
         self._controller.step = step
         self.record(EventKind.LIFE_BEGAN, step=step)
 
@@ -60,11 +65,14 @@ class Life:
         return True
 
     def end(self, ending: Ending, *, step: int) -> None:
-        """Write down why it ends; nothing if it never began."""
-        if self.number is None:
-            return
-        self.record(EventKind.LIFE_ENDED, ending=ending)
-        self._ledger.end(self.number, ending, step=step, now_epoch_ns=time.time_ns())
+        """Write down for all ranks why it ends; nothing if it never began."""
+        if self.number is not None:
+            self._ledger.end(self.number, ending, step=step, now_epoch_ns=time.time_ns())
+
+    def record_end(self, ending: Ending) -> None:
+        """This rank's event of it."""
+        if self.number is not None:
+            self.record(EventKind.LIFE_ENDED, ending=ending)
 
     def record(self, kind: EventKind, **data: object) -> None:
         """An event of this life's."""

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hydroslurm import rundir
 from hydroslurm.checkpoint.contents import SHARED_JSON
 from hydroslurm.checkpoint.parts import check_file
+from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.reader import read_metadata
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
@@ -128,7 +129,7 @@ class CheckpointManager:
         """The manager of a job that went back to an epoch of this one, in a folder of its own."""
         root = RunDir(self.directory).from_epoch(epoch).root
         fast = None if self.fast_directory is None else self.fast_directory / root.name
-        return CheckpointManager(
+        return type(self)(
             root,
             keep=self.keep,
             every_steps=self.every_steps,
@@ -141,9 +142,9 @@ class CheckpointManager:
     # --- which there are
     # --------------------------------------------------------------------------------------------
 
-    def epoch_store(self) -> CheckpointStore:
-        """The checkpoints that were made after epochs."""
-        return CheckpointStore(RunDir(self.directory).epochs)
+    def epoch_store(self, *, peers: Peers | None = None) -> CheckpointStore:
+        """The checkpoints that were made after epochs; with peers, to make more of them."""
+        return CheckpointStore(RunDir(self.directory).epochs, peers=peers)
 
     def step_store(self) -> CheckpointStore:
         """The Run's own."""

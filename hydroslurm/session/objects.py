@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from hydroslurm.checkpoint.layout import check_layout
+from hydroslurm.checkpoint.reshard import like_of
 from hydroslurm.checkpoint.skeleton import split
 from hydroslurm.checkpoint.store import State
 from hydroslurm.errors import StateMismatch, UsageError
@@ -48,6 +49,10 @@ class Objects:
     def states(self) -> dict[str, Any]:
         """Name -> state_dict. Tensors are the objects' own: copy, or save, before they change."""
         return {name: thing.state_dict() for name, thing in self._objects.items()}
+
+    def templates(self) -> dict[str, Any]:
+        """Name -> how its tensors lie over the ranks, for those that are sharded."""
+        return {name: like_of(thing) for name, thing in self._objects.items()}
 
     def load(self, states: Mapping[str, Any], *, source: str) -> None:
         """Give every object its state back.

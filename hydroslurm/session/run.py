@@ -6,7 +6,9 @@
 
 Safe points lie between two steps. There, and only there, is the state consistent: periodic saves
 begin there, and a stop is obeyed there. Nothing is exchanged, synchronised or asked for at a safe
-point as long as nobody wants anything: two attribute reads and, with ``every_s``, a clock.
+point as long as nobody wants anything: two attribute reads and, with ``every_s``, a clock. The same
+holds for several ranks, which are told of a stop from outside the loop, and meet at one place (see
+:mod:`hydroslurm.session.company`).
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
-from hydroslurm.errors import RunEnded, SaveFailed, UsageError
+from hydroslurm.checkpoint.tiers import Found, Tier
+from hydroslurm.errors import RanksError, RunEnded, UsageError
 from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
@@ -32,9 +33,10 @@ from hydroslurm.session.arguments import (
     Cadence,
     controller_for,
     fast_store,
-    require_one_rank,
     run_directory,
 )
+from hydroslurm.session.buckets import is_settled
+from hydroslurm.session.company import company_of
 from hydroslurm.session.cursor import Cursor
 from hydroslurm.session.leaving import Departure, Leaver
 from hydroslurm.session.life import Life
@@ -42,6 +44,8 @@ from hydroslurm.session.lives import Limits
 from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects, require_savable
 from hydroslurm.session.recording import record_save
+from hydroslurm.session.resuming import load_for, newest_of
+from hydroslurm.session.stopping import Stopping
 from hydroslurm.slurm.allocation import Allocation
 
 
@@ -53,6 +57,11 @@ class Run:
 
     One per process, used from the main thread. As a context manager it also writes the marker that
     lets a restart of a finished run leave at once.
+
+    With several ranks each makes the same calls: all load, save and stop together, at one step,
+    whichever of them was signalled. Each saves its own part, its random numbers and its place in
+    the data; a run may come back with another number of ranks. They find each other by the
+    variables of Slurm or torchrun.
 
     Args:
         model, optimizer, scheduler, scaler: what is saved under these names; all optional.
@@ -75,7 +84,7 @@ class Run:
         epoch: the epoch that is being trained, from 0.
 
     Raises:
-        UsageError: a wrong argument; several ranks; no directory outside of a job.
+        UsageError: a wrong argument; no directory outside of a job; several ranks and a fast tier.
         InstallError, GateError: as :func:`hydroslurm.install`.
     """
 
@@ -99,11 +108,11 @@ class Run:
     ) -> None:
         environ = os.environ if environ is None else environ
         allocation = Allocation.from_environ(environ)
-        require_one_rank(allocation, environ)
         self._cadence = Cadence.of(every_steps, every_s)
         self.dir = run_directory(directory, environ)
         self.step = 0
         self.epoch = 0
+        self._model = model
         self._objects = Objects()
         for name, thing in {
             "model": model,
@@ -117,9 +126,11 @@ class Run:
             self._objects.add(name, thing)
         self._cursor = Cursor()
         self._last_save_s = time.monotonic()
-        self._durable = CheckpointStore(self.dir.checkpoints)
         self._fast = fast_store(fast_directory, self.dir)
         self._controller, self._installed_here = controller_for(self.dir, environ)
+        self._company = company_of(self._controller)
+        peers = self._company.peers
+        self._durable = CheckpointStore(self.dir.checkpoints, peers=peers)
         with contextlib.ExitStack() as undo:
             if self._installed_here:
                 undo.callback(installation.uninstall)
@@ -135,9 +146,18 @@ class Run:
                 on_save_error=on_save_error,
                 exempt=self._controller.exempt,
                 tell=lambda event: record_save(self._controller, event),
+                peers=peers,
             )
-            self._leaver = Leaver(allocation, self._controller, environ=environ)
-            self._controller.claim_stops(self._leaver.hear)
+            leaver = Leaver(
+                allocation,
+                self._controller,
+                environ=environ,
+                reads_ahead=self._company.rank == 0,
+            )
+            self._stopping = Stopping(
+                self._company, life=self._life, saver=self._saver, leaver=leaver
+            )
+            self._controller.claim_stops(leaver.hear)
             undo.pop_all()
 
     # --- registering and going on
@@ -167,25 +187,34 @@ class Run:
         """
         if self._life.number is not None:
             raise UsageError("resume() was called already; a run goes on once")
-        if (done := finished.read(self.dir)) is not None:
-            notice(f"this run has finished at step {done.step}; nothing to do ({self.dir.root})")
-            self.close()
+        company = self._company
+        try:
+            company.gather()
+        except RanksError as error:
+            raise self._stopping.leave_unsaved(
+                error, self._controller.stop_request, step=0
+            ) from error
+        if (step := company.decide("finished", self._finished_step)) is not None:
+            self._say(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
+            self._leave()
             raise Departure.finished()
         found = self._newest()
+        begins_at = found.checkpoint.step if found else 0
         try:
-            self._life.begin(found.checkpoint.step if found else 0)
+            number = company.decide("life", lambda: self._life.enter(begins_at))
         except RunEnded as error:
-            notice(str(error))
-            self.close()
+            self._say(str(error))
+            self._leave()
             raise Departure.must_not_run_again() from error
+        self._life.begin(number, begins_at)
         if found is None:
-            notice(f"a new run, step 0 ({self.dir.root})")
+            self._say(f"a new run, step 0 ({self.dir.root})")
             return False
-        state = found.store.load(found.checkpoint, verify=False)  # it has just been
+        state = load_for(company, found, like=self._objects.templates())
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
-        notice(f"life {self._life.number} goes on from step {self.step} ({found.checkpoint.path})")
+        self._say(f"life {number} goes on from step {self.step} ({found.checkpoint.path})")
         return True
 
     # --- the loop
@@ -231,11 +260,14 @@ class Run:
             UnsavableState: at the first step of a life; the state holds something that could be
                 saved by pickling only.
         """
+        stop = self._arrive()
         if self._life.note_step(self.step):
+            self._look_at_buckets()
             state = self._state()  # now that the optimizer has its own
             require_savable(state)
             self._saver.reserve(state)
-        self.check_stop()
+        if stop is not None:
+            self._stop(stop)
         self._saver.poll()
         if self._is_due():
             self._last_save_s = time.monotonic()
@@ -248,13 +280,15 @@ class Run:
         Raises:
             SystemExit: as :meth:`safe_point`.
         """
-        if self._controller.stop_request is not None:
-            self._stop(self._controller.stop_request)
+        stop = self._arrive()
+        if stop is not None:
+            self._stop(stop)
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the next safe point will be the last."""
-        return self._controller.stop_request is not None
+        """Whether one of the next safe points will be the last. Of several ranks some know sooner
+        than others: it is no condition to leave a loop by that all have to leave."""
+        return self._company.stop_wanted()
 
     def request_stop(self) -> None:
         """Ask for a stop from inside the program: save, requeue, leave at the next safe point."""
@@ -276,12 +310,17 @@ class Run:
     # --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Write the marker that makes a restart leave at once, and close."""
+        """Write the marker that makes a restart leave at once, and close.
+
+        Raises:
+            AgreementFailed: a rank has failed before it was done, so that the run is not finished.
+        """
         self._saver.wait()
+        self._company.exchange("finish", self.step)
         self._life.record(EventKind.RUN_FINISHED)
-        self._life.end("finished", step=self.step)
-        finished.write(self.dir, step=self.step)
-        self.close()
+        self._company.decide("finish", self._write_finished)
+        self._life.record_end("finished")
+        self._leave()
 
     def close(self) -> None:
         """Wait for a save in flight and give the signals back. Nothing else is needed."""
@@ -303,35 +342,26 @@ class Run:
         if kind is None:
             self.finish()
         elif not isinstance(error, Departure):
-            self._life.end("error", step=self.step)
+            if self._company.rank == 0:
+                self._life.end("error", step=self.step)
+            self._life.record_end("error")
             self.close()
 
     # --- inside
     # --------------------------------------------------------------------------------------------
 
-    def _stop(self, request: StopRequest) -> None:
-        waited_us = (time.monotonic_ns() - request.mono_ns) / 1e3
-        self._life.record(EventKind.SAFE_POINT, waited_us=waited_us)
-        self._leaver.hear(request)  # the controller's thread may be about to
-        certain_s = self._leaver.certain_mono_s()
-        if time.monotonic() + SAFETY * self._saver.estimate().durable.seconds < certain_s:
-            saved = self._save_by(certain_s)  # in time whatever Slurm answers: do not wait for it
-            orders = self._leaver.orders()
-        else:
-            orders = self._leaver.orders()
-            saved = self._save_by(orders.deadline_mono_s)
-        step = self._completed_step()
-        late = self._saver.durable_step != step and not self._saver.wait(timeout_s=0.0)
-        if late:  # the disk is slower than it was
-            self._saver.wait(timeout_s=max(0.0, orders.deadline_mono_s - time.monotonic()))
-            saved += f"; newest committed step: {self._saver.durable_step}"
-        notice(f"{orders.words}; {saved}")
-        self._life.end(orders.ending, step=step)
-        departure = self._leaver.depart(orders)
-        # the signals stay ours: Slurm sends SIGTERM again, and this process is still leaving
-        with contextlib.suppress(SaveFailed):  # told above; what matters now is the status
-            self._saver.close()
+    def _arrive(self) -> StopRequest | None:
+        """This rank is at a place: the stop that is obeyed here. Where one is wanted and the ranks
+        cannot come to one place, leave."""
+        try:
+            return self._company.arrive()
+        except RanksError as error:
+            request, step = self._controller.stop_request, self._completed_step()
+            departure = self._stopping.leave_unsaved(error, request, step=step)
         raise departure
+
+    def _stop(self, request: StopRequest) -> None:
+        raise self._stopping.obey(request, step=self._completed_step(), save_by=self._save_by)
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
@@ -343,7 +373,35 @@ class Run:
         ).reason
 
     def _newest(self) -> Found | None:
-        return newest_over(durable=self._durable, fast=self._fast)
+        return newest_of(self._company, durable=self._durable, fast=self._fast)
+
+    def _finished_step(self) -> int | None:
+        done = finished.read(self.dir)
+        return None if done is None else done.step
+
+    def _write_finished(self) -> None:
+        self._life.end("finished", step=self.step)
+        finished.write(self.dir, step=self.step)
+
+    def _leave(self) -> None:
+        """Done, together with the others."""
+        self._company.part()
+        self.close()
+
+    def _say(self, words: str) -> None:
+        """One rank speaks for all."""
+        if self._company.rank == 0:
+            notice(words)
+
+    def _look_at_buckets(self) -> None:
+        """Say in time what would cost the bits."""
+        if self._company.world_size > 2 and is_settled(self._model) is False:
+            self._say(
+                "DistributedDataParallel makes other buckets after the first step of a process, so "
+                "that a run of 3 ranks or more that was stopped differs in the last bits from one "
+                "that was not. hydroslurm.settle_buckets(model, batch) before the first step of "
+                "each life makes them equal"
+            )
 
     def _state(self) -> State:
         own = self._cursor.state(step=self._completed_step(), epoch=self.epoch)
@@ -373,4 +431,11 @@ class Run:
         return self._cursor.completed(self.step)
 
     def _is_due(self) -> bool:
-        return self._cadence.is_due(self.step, self._last_save_s)
+        """Whether to save behind this step. All ranks save at one step, and each has a clock of its
+        own: the first one's counts, and calls for a save at one of the next steps."""
+        if self._company.world_size == 1:
+            return self._cadence.is_due(self.step, self._last_save_s)
+        called = self._company.takes_save()
+        if self._company.rank == 0 and self._cadence.is_due_by_clock(self._last_save_s):
+            self._company.call_save()
+        return called or self._cadence.is_due_by_step(self.step)

@@ -8,21 +8,38 @@
 
 There any number of things may happen to the state between the two calls; what is saved, and
 whether it is whole, is the loop's own affair. :class:`~hydroslurm.session.run.Run` does all three.
+
+With several ranks each asks equally often, and all are told behind the same step, whichever of them
+was signalled.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import NoReturn
 
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime import install as installation
-from hydroslurm.runtime.controller import Controller
+from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.session.company import Company, company_of
 from hydroslurm.session.leaving import Leaver
 from hydroslurm.session.notice import notice
+from hydroslurm.session.stopping import agree_on_orders, depart_together
 from hydroslurm.slurm.allocation import Allocation
 
-_leaver: tuple[Controller, Leaver] | None = None
+
+@dataclass
+class _Protocol:
+    """What the two calls have in common; one per controller."""
+
+    controller: Controller
+    company: Company
+    leaver: Leaver
+    told: StopRequest | None = None
+
+
+_protocol: _Protocol | None = None
 
 
 def receive_suspend_command() -> bool:
@@ -33,40 +50,52 @@ def receive_suspend_command() -> bool:
 
     Raises:
         InstallError, GateError: as :func:`hydroslurm.install`, at the first call.
+        AgreementFailed, HubLost: a rank was asked to, and the others cannot be met at one step.
     """
-    return _protocol()[0].stop_request is not None
+    ours = _ours()
+    if ours.told is None:
+        ours.told = ours.company.arrive()
+    return ours.told is not None
 
 
 def go_suspend() -> NoReturn:
     """Have the job requeued where that is wanted and possible, and leave.
 
-    To be called once everything is saved. Leaves with the status that says what is to follow: 75,
-    the same command continues; 143, a person cancelled the job.
+    To be called once everything is saved, by all ranks. Leaves with the status that says what is to
+    follow: 75, the same command continues; 143, a person cancelled the job.
 
     Raises:
         SystemExit: always.
         UsageError: nobody has asked for it.
     """
-    controller, leaver = _protocol()
-    if controller.stop_request is None:
+    ours = _ours()
+    request = ours.told or (ours.controller.stop_request if ours.company.world_size == 1 else None)
+    if request is None:
         raise UsageError(
             "go_suspend() was called without a stop request; call it only after "
             "receive_suspend_command() has returned True"
         )
-    leaver.hear(controller.stop_request)  # the controller's thread may be about to
-    orders = leaver.orders()
-    notice(orders.words)
-    raise leaver.depart(orders)
+    ours.leaver.hear(request)  # the controller's thread may be about to
+    orders = agree_on_orders(ours.company, ours.leaver)
+    if ours.company.rank == 0:
+        notice(orders.words)
+    raise depart_together(ours.company, ours.leaver, orders)
 
 
-def _protocol() -> tuple[Controller, Leaver]:
-    global _leaver
+def _ours() -> _Protocol:
+    global _protocol
     if not installation.is_installed():
         installation.install()
-        _leaver = None
+        _protocol = None
     controller = installation.controller()
-    if _leaver is None or _leaver[0] is not controller:
-        leaver = Leaver(Allocation.from_environ(os.environ), controller, environ=dict(os.environ))
+    if _protocol is None or _protocol.controller is not controller:
+        company = company_of(controller)
+        leaver = Leaver(
+            Allocation.from_environ(os.environ),
+            controller,
+            environ=dict(os.environ),
+            reads_ahead=company.rank == 0,
+        )
         controller.claim_stops(leaver.hear)
-        _leaver = (controller, leaver)
-    return _leaver
+        _protocol = _Protocol(controller, company, leaver)
+    return _protocol

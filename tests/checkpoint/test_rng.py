@@ -100,3 +100,22 @@ def test_numbers_of_every_device() -> None:
     del state["devices"]["cuda:0"]
     with pytest.warns(UserWarning, match="nothing for cuda:0, in use here"):
         rng.restore(state)
+
+
+def test_a_new_rank() -> None:
+    """A rank that had no part in the save draws numbers of its own, the same at each load."""
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    saved = rng.capture()
+    saved["devices"] = {f"cuda:{n}": torch.arange(16, dtype=torch.uint8) for n in range(2)}
+    drawn = []
+    for rank in (4, 5, 4):
+        state = rng.for_new_rank(saved, rank)
+        assert len({bytes(one.tolist()) for one in state["devices"].values()}) == 2
+        rng.restore({**state, "devices": {}})
+        drawn.append(draw())
+    rng.restore({**saved, "devices": {}})
+    assert drawn[0] == drawn[2]
+    for mine, others in zip(draw(), zip(*drawn[:2], strict=True), strict=True):
+        if not isinstance(mine, int):  # of a thousand, two may be equal
+            assert len({str(mine), *map(str, others)}) == 3
+    assert saved["devices"]["cuda:0"].tolist() == list(range(16))

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint.faulty import CountingStorage
+from checkpoint.pipepeers import Lonely
 from checkpoint.states import holds, same, state_of
 
 from hydroslurm.checkpoint import folders, layout
@@ -392,23 +393,24 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    """meta that is no JSON, a name that is a tag, more than one rank: all before any writing."""
+    """meta that is no JSON, a name that is a tag: both before any writing."""
     store = CheckpointStore(tmp_path / "c")
     with pytest.raises(UsageError, match="plain JSON"):
         store.write(State({}, {}), step=1, kind="manual", meta={"a": object()})
     with pytest.raises(UsageError, match="begin with"):
         store.write(State({"$tensor": 1}, {}), step=1, kind="manual")
-    with pytest.raises(UsageError, match="world_size=2"):
-        CheckpointStore(tmp_path, world_size=2).write(State({}, {}), step=1, kind="manual")
     assert not store.directory.exists()
 
 
 def test_a_rank_that_took_no_part_has_nothing_of_its_own(tmp_path: Path) -> None:
     """A run that comes back with more ranks gets what is shared."""
     checkpoint = saved(tmp_path, 1).committed()[0]
-    state = CheckpointStore(tmp_path, rank=3).load(checkpoint)
+    state = CheckpointStore(tmp_path, peers=Lonely(rank=3, world_size=4)).load(checkpoint)
     assert set(state.shared) == {"model", "optimizer"}
     assert state.own == {}
+    with pytest.raises(CheckpointMissing, match="nothing of rank 3: 1 ranks saved it"):
+        CheckpointStore(tmp_path).load_own(checkpoint, 3)
+    assert set(CheckpointStore(tmp_path).load_own(checkpoint, 0)) == {"rng", "position"}
 
 
 def test_a_renamed_folder_is_a_problem(tmp_path: Path) -> None:

@@ -137,3 +137,24 @@ def test_without_slurm(run: Doctor, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "no program scontrol on PATH" in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.slurm
+def test_a_planned_script(pause_cluster: DevCluster, run: Doctor, tmp_path: Path) -> None:
+    """A batch script that is not submitted yet is judged for many ranks and a long suspend."""
+    script = tmp_path / "job.sbatch"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\n"
+        "export MASTER_PORT=29500\nsrun torchrun --nnodes=2 train.py\n"
+    )
+    answer = _json(run(pause_cluster, "--json", "--script", str(script), "--suspend-s", "600"))
+    found = _severities(answer)
+    wanted = {
+        "launcher", "bad_exit", "port", "clock_collectives", "clock_nccl", "clock_rendezvous",
+        "clock_store",
+    }  # fmt: skip
+    assert wanted <= set(found)
+    assert (found["launcher"], found["clock_rendezvous"]) == ("risk", "risk")
+    result = run(pause_cluster, "5", "--script", str(script))
+    assert result.exit_code == 2
+    assert "a job has its own" in result.stderr

@@ -182,6 +182,10 @@ def test_what_is_risky(facts: Facts, key: str, severity: Severity, fix: str) -> 
             _facts(ProctrackType="proctrack/cgroup", SignalChildrenProcesses="yes"),
             "reach",
         ),
+        (
+            _facts(ProctrackType="proctrack/cgroup", script=replace(SCRIPT, has_agent=True)),
+            "reach",
+        ),
     ],
 )
 def test_what_is_not_said(facts: Facts, key: str) -> None:
@@ -200,7 +204,7 @@ def test_paused_in_place() -> None:
     ("line", "expected"),
     [
         ("#SBATCH --signal=URG@90", ScriptOptions(warning="URG", warning_s=90)),
-        ("#SBATCH --signal URG@90 --ntasks=2", ScriptOptions(warning="URG", warning_s=90)),
+        ("#SBATCH --signal URG@90 --ntasks=2", ScriptOptions(warning="URG", warning_s=90, tasks=2)),
         ("#SBATCH --signal=USR1", ScriptOptions(warning="USR1", warning_s=60)),
         (
             "#SBATCH --signal=B:10@5  # a remark",
@@ -220,7 +224,8 @@ def test_paused_in_place() -> None:
 )
 def test_batch_script(line: str, expected: ScriptOptions) -> None:
     """Options up to the first command, and what stands between srun and the ranks."""
-    assert read_script(f"#!/bin/bash\n\n{line}\nsrun python a.py\n") == expected
+    text = f"#!/bin/bash\n\n{line}\nsrun --kill-on-bad-exit=1 python a.py\n"
+    assert read_script(text) == replace(expected, outlives_ranks=line.startswith("srun"))
 
 
 def test_last_save(tmp_path: Path) -> None:

@@ -4,19 +4,47 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.launch.batchscript import RequeueScript, requeue_lines, requeue_script
+from hydroslurm.launch.batchscript import (
+    MULTI_NODE,
+    RequeueScript,
+    requeue_lines,
+    requeue_script,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_file_in_sbatch_is_the_generated_one() -> None:
-    """sbatch/requeue.sbatch is never edited by hand."""
-    assert (ROOT / "sbatch" / "requeue.sbatch").read_text() == requeue_script()
+@pytest.mark.parametrize("script", [RequeueScript(), MULTI_NODE], ids=lambda script: script.file)
+def test_the_file_in_sbatch_is_the_generated_one(script: RequeueScript) -> None:
+    """It is never edited by hand, and names itself and the example that it runs."""
+    text = (ROOT / script.file).read_text()
+    assert text == requeue_script(script)
+    assert f"#   sbatch {script.file} --epochs 30 " in text
+    assert f"examples/{script.example} " in script.command
+    assert (ROOT / "examples" / script.example).exists()
+    shell = subprocess.run(["bash", "-n", ROOT / script.file], timeout=60, check=False)
+    assert shell.returncode == 0
+
+
+def test_several_ranks() -> None:
+    """srun is told nodes and tasks, from what this life has been given, not from what was asked
+    for when the job was submitted."""
+    one_each = requeue_script(MULTI_NODE).splitlines()
+    assert "#SBATCH --nodes=4" in one_each
+    assert not any(line.startswith("#SBATCH --ntasks") for line in one_each)
+    assert '    --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\' in one_each
+    two_each = requeue_script(replace(MULTI_NODE, tasks_per_node=2)).splitlines()
+    assert "#SBATCH --ntasks-per-node=2" in two_each
+    assert "#   scontrol update JobId=JOBID NumNodes=N NumTasks=2*N" in two_each
+    (line,) = [line for line in two_each if "SLURM_JOB_NUM_NODES" in line]
+    assert '--ntasks="$((SLURM_JOB_NUM_NODES * 2))" --ntasks-per-node=2' in line
 
 
 def test_values_reach_the_script() -> None:
@@ -49,12 +77,14 @@ def test_values_reach_the_script() -> None:
         ({"time_min": 0}, "time_min=0"),
         ({"warning_s": 1800, "time_min": 30}, "at the start"),
         ({"cpus_per_task": True}, "cpus_per_task=True"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"tasks_per_node": 2.0}, "tasks_per_node=2.0"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(options: dict[str, int], words: str) -> None:
+def test_values_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
     """A warning that is longer than the limit, or no time at all."""
     with pytest.raises(UsageError, match=words):
-        RequeueScript(**options)  # type: ignore[arg-type]
+        RequeueScript(**options)
 
 
 SCONTROL = """#!/bin/bash

@@ -28,8 +28,9 @@ bool capturing() { return fake_capture; }
 
 const char *kind_name(int kind) {
     static const char *names[] = {"?", "signal", "closed", "first_held", "parked", "opened", "first_released", "late_held",
-                                  "causes", "stop", "terminal_stop", "terminal_ignored", "lost", "replaced", "dropped"};
-    return kind >= 1 && kind <= 14 ? names[kind] : "?";
+                                  "causes", "stop", "terminal_stop", "terminal_ignored", "lost", "replaced", "dropped",
+                                  "let_through"};
+    return kind >= 1 && kind <= 15 ? names[kind] : "?";
 }
 
 void on_alarm(int) {

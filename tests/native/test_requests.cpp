@@ -11,7 +11,7 @@ TEST(bad_arguments) {
     const std::vector<hs_signal> bad = {
         line(SIGUSR1, 0, HS_CAUSE_USER),  line(SIGUSR1, 4, HS_CAUSE_USER), line(SIGKILL, HS_ACTION_PAUSE, HS_CAUSE_USER),
         line(SIGSTOP, HS_ACTION_PAUSE, HS_CAUSE_USER), line(0, HS_ACTION_PAUSE, HS_CAUSE_USER), line(65, HS_ACTION_PAUSE, HS_CAUSE_USER),
-        line(SIGUSR1, HS_ACTION_PAUSE, 0), line(SIGUSR1, HS_ACTION_RESUME, 16), line(-1, HS_ACTION_STOP, 0)};
+        line(SIGUSR1, HS_ACTION_PAUSE, 0), line(SIGUSR1, HS_ACTION_RESUME, 32), line(-1, HS_ACTION_STOP, 0)};
     for (const hs_signal &one : bad) {
         std::vector<hs_signal> table = {line(SIGUSR2, HS_ACTION_RESUME, HS_CAUSE_USER), one};
         CHECK_EQ(start(table), -EINVAL);
@@ -28,6 +28,10 @@ TEST(bad_arguments) {
     sigaction(SIGUSR2, nullptr, &now);
     CHECK(now.sa_handler == SIG_DFL);
     CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), -ESRCH);
+    CHECK_EQ(hs_gate_let_through(-1), -EINVAL);
+    CHECK_EQ(hs_gate_let_through(1), -ESRCH);
+    CHECK_EQ(hs_gate_let_through(0), -ESRCH);
+    CHECK_EQ(hs_gate_hold_here(), -ESRCH);
     CHECK_EQ(hs_gate_status(nullptr), -EINVAL);
     CHECK_EQ(hs_gate_read(nullptr, 1), -EINVAL);
     CHECK_EQ(hs_gate_read(nullptr, -1), -EINVAL);
@@ -46,7 +50,10 @@ TEST(bad_requests) {
     CHECK_EQ(hs_gate_request(0, HS_CAUSE_API), -EINVAL);
     CHECK_EQ(hs_gate_request(4, HS_CAUSE_API), -EINVAL);
     CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, 0), -EINVAL);
-    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, 16), -EINVAL);
+    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, 32), -EINVAL);
+    CHECK_EQ(hs_gate_let_through(-1), -EINVAL);
+    CHECK_EQ(hs_gate_let_through(int64_t{INT32_MAX} + 1), -EINVAL);
+    CHECK_EQ(hs_gate_let_through(0), 0);
     CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_TERMINAL), -EINVAL);
     CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_TERMINAL), 0);
     CHECK_EQ(hs_gate_stop(), 0);

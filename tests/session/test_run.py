@@ -397,7 +397,6 @@ def test_what_a_life_leaves_in_the_run_folder(tmp_path: Path) -> None:
         ({"extra": {"model": nn.Linear(1, 1)}}, "'model' is registered already"),
         ({"extra": {"n": 3}}, "int without state_dict"),
         ({"loader": 3}, "int"),
-        ({"environ": {"WORLD_SIZE": "2"}}, "2 ranks"),
         ({"on_save_error": "ignore"}, "ignore"),
     ],
 )

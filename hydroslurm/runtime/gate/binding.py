@@ -59,9 +59,12 @@ class Status(ctypes.Structure):
         ("quiet", ctypes.c_int32),
         ("armed", ctypes.c_int32),
         ("capturing", ctypes.c_int32),
+        ("passing", ctypes.c_int32),
         ("passed", ctypes.c_int64),
         ("closes", ctypes.c_int64),
         ("closed_mono_ns", ctypes.c_int64),
+        ("allowance", ctypes.c_int64),
+        ("let_through", ctypes.c_int64),
     ]
 
 
@@ -95,6 +98,8 @@ def bind(path: Path) -> ctypes.CDLL:
             ("start", ctypes.c_int, [ctypes.POINTER(Signal), ctypes.c_int, ctypes.c_int]),
             ("stop", ctypes.c_int, []),
             ("request", ctypes.c_int, [ctypes.c_int, ctypes.c_uint32]),
+            ("let_through", ctypes.c_int, [ctypes.c_int64]),
+            ("hold_here", ctypes.c_int, []),
             ("status", ctypes.c_int, [ctypes.POINTER(Status)]),
             ("read", ctypes.c_int, [ctypes.POINTER(Event), ctypes.c_int]),
             ("claim", ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
@@ -154,6 +159,9 @@ def gate_status(now: Status) -> GateStatus:
         passed=now.passed,
         closes=now.closes,
         closed_mono_ns=now.closed_mono_ns,
+        passing=bool(now.passing),
+        allowance=now.allowance,
+        let_through=now.let_through,
     )
 
 

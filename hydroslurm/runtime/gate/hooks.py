@@ -169,6 +169,23 @@ class HooksGate:
         self._requests.put(_Request(action, causes, time.monotonic_ns()))
         self._nudge()
 
+    @property
+    def stops_at_collectives(self) -> bool:
+        return False
+
+    def let_through(self, n: int) -> None:
+        """Raises:
+        InstallError: always; a hook on a module does not see a collective.
+        """
+        raise InstallError(
+            f"the module-hook gate cannot let {n} collectives through: it does not see them. Ranks "
+            "that have to be parked at the same one need the native gate (install g++)"
+        )
+
+    def hold_here(self) -> None:
+        """Nothing to do: nobody is ever let through."""
+        self._started_pipe("hold here")
+
     def claim(self, action: Action) -> int:
         """As in the protocol; in the main thread only."""
         return self._started_pipe("take signals over").claim(self._rules_for(action))

@@ -41,6 +41,8 @@ class NativeGate:
         "every operator; one compiled region, or one replay of a CUDA graph, counts as one"
     )
 
+    stops_at_collectives = True
+
     def __init__(self, library: Path | None = None) -> None:
         """Load the gate; build it when there is none for this torch yet (ten seconds, once).
 
@@ -102,6 +104,25 @@ class NativeGate:
                 f"the gate refuses {action.name} for {causes.names()}: {os.strerror(-result)}"
                 + (" (it was not started in this process)" if result == -errno.ESRCH else "")
             )
+
+    def let_through(self, n: int) -> None:
+        """Let ``n`` more collectives be issued while the gate stays closed. Returns at once.
+
+        Raises:
+            InstallError: the gate does not run in this process, or ``n`` is out of range.
+        """
+        # ctypes would cut a larger number to its lowest bits
+        result = self._library.hs_gate_let_through(n) if abs(n) < 1 << 63 else -errno.EINVAL
+        if result < 0:
+            raise InstallError(
+                f"the gate lets no {n} collectives through: {os.strerror(-result)}"
+                + (" (it was not started in this process)" if result == -errno.ESRCH else "")
+            )
+
+    def hold_here(self) -> None:
+        """End what :meth:`let_through` began; raises as it does. Returns at once."""
+        if self._library.hs_gate_hold_here() < 0:
+            raise InstallError("the gate holds nobody: it was not started in this process")
 
     def claim(self, action: Action) -> int:
         """Listen to all signals of an action and chain none of them; returns how many.

@@ -29,6 +29,8 @@ class Cause(IntFlag):
     USER = 2
     API = 4
     TERMINAL = 8
+    PEERS = 16
+    """Another rank of the job is paused. Only requests set it."""
 
     def names(self) -> list[str]:
         """The causes in the set, lower case, in order of their number."""
@@ -72,6 +74,7 @@ class GateEventKind(IntEnum):
     CALLBACK_LOST = 12
     HANDLER_REPLACED = 13
     DROPPED = 14
+    LET_THROUGH = 15
 
 
 class SignalOutcome(IntEnum):
@@ -136,6 +139,9 @@ class GateStatus:
     passed: int
     closes: int
     closed_mono_ns: int
+    passing: bool = False
+    allowance: int = 0
+    let_through: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,34 @@ class Gate(Protocol):
 
     def request(self, action: Action, causes: Cause) -> None:
         """Ask for a pause, a resume or a stop from inside the process. Returns at once."""
+        ...
+
+    @property
+    def stops_at_collectives(self) -> bool:
+        """Can :meth:`let_through` be used: does the gate see collectives before they are issued?"""
+        ...
+
+    def let_through(self, n: int) -> None:
+        """Let the training threads go on, while the gate stays closed, until ``n`` more collectives
+        of torch.distributed have been issued. Returns at once.
+
+        Each thread is then held before the first one that is not allowed for; all its other
+        operators pass. Further calls add to what is left, which is lost when the gate opens. With
+        0, or an open gate, nothing happens. A LET_THROUGH event says when it is in force, and a
+        PARKED that follows it that all have come to rest.
+
+        Raises:
+            InstallError: the gate does not run here, cannot see collectives, or ``n`` is negative.
+        """
+        ...
+
+    def hold_here(self) -> None:
+        """Take :meth:`let_through` back: what is left is lost, and whoever is not held is held at
+        the next operator of any kind. Returns at once.
+
+        Raises:
+            InstallError: the gate does not run here.
+        """
         ...
 
     def claim(self, action: Action) -> int:

@@ -49,6 +49,7 @@ void after_fork_in_child() {
     gate.quiet.store(0);
     gate.stale_callback.store(gate.armed.exchange(false) || gate.stale_callback.load());
     gate.quit.store(false);
+    passage_clear();
     hold_after_fork();
     trace_after_fork();
     events_after_fork();
@@ -92,6 +93,7 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     }
     if (gate.stale_callback.exchange(false)) arming().hold_off();
     signals_clear_latches();
+    passage_clear();
     if (const int error = signals_prepare(table, n); error < 0) return error;
     hold_find_python();
     events_use_fd(event_fd);
@@ -127,7 +129,7 @@ bool gate_open(uint32_t closing) noexcept {
     gate.let_go.store(slots_held(closing));
     gate.opened_mono_ns.store(mono_ns());
     gate.closed.store(0);
-    futex_wake(gate.closed, INT32_MAX);
+    gate_turn();
     return true;
 }
 
@@ -190,6 +192,7 @@ int hs_gate_status(hs_status *out) {
     if (out == nullptr) return -EINVAL;
     *out = {};
     out->state = gate.state.load();
+    if (out->state == HS_STATE_PARKED && passage_moves()) out->state = HS_STATE_PARKING; /* the watcher is about to say so */
     out->causes = gate.causes.load();
     out->held = slots_held(gate.closed.load());
     out->quiet = gate.quiet.load();
@@ -198,5 +201,9 @@ int hs_gate_status(hs_status *out) {
     out->passed = gate.passed.load();
     out->closes = gate.closes.load();
     out->closed_mono_ns = gate.closed_mono_ns.load();
+    const uint32_t closing = gate.closed.load();
+    out->passing = closing != 0 && gate.passage.closing.load() == closing;
+    out->allowance = out->passing ? gate.passage.allowance.load() : 0;
+    out->let_through = out->passing ? gate.passage.collectives.load() : 0;
     return 0;
 }

@@ -17,6 +17,9 @@
  * PARKED waits for the main thread, autograd's, and every thread that was held before; a thread of the user's own
  * that is held for the first time may come after it, and is told as late.
  *
+ * Ranks that wait for each other inside collectives have to be parked at the same one. hs_gate_let_through() makes a
+ * closing a PASSAGE: training threads go on, and are held before the first collective that is not allowed for.
+ *
  * A forked child has an open gate, no watcher, and may start its own. Until then it neither acts on a pause or a
  * resume nor dies of one; a STOP signal, and one with HS_SIGNAL_ONLY_IF_HANDLED, does in it what it did before we
  * came.
@@ -35,7 +38,7 @@
 extern "C" {
 #endif
 
-#define HS_GATE_ABI 2
+#define HS_GATE_ABI 3
 
 /* What a signal asks for. */
 enum hs_action {
@@ -50,6 +53,7 @@ enum hs_cause {
     HS_CAUSE_USER = 2,     /* SIGUSR1 */
     HS_CAUSE_API = 4,      /* hs_gate_request() */
     HS_CAUSE_TERMINAL = 8, /* SIGTSTP from the terminal's driver: Ctrl-Z */
+    HS_CAUSE_PEERS = 16,   /* hs_gate_request(): another rank of the job is paused */
 };
 
 /* One line of the signal table given to hs_gate_start(). */
@@ -70,9 +74,13 @@ enum hs_event_kind {
                                       count (how often since the last look) */
     HS_EVENT_GATE_CLOSED = 2,      /* the callback is armed; value_ns: stamp of the request that closed it */
     HS_EVENT_FIRST_HELD = 3,       /* tid, text (operator), phase */
-    HS_EVENT_PARKED = 4,           /* no training thread issues anything; held, quiet; value_ns: the request's stamp;
-                                      mono_ns: when that became true, not when it was noticed */
-    HS_EVENT_GATE_OPENED = 5,      /* value_ns: stamp of the request that opened it; passed: operators of exempt threads; held: threads let go */
+    HS_EVENT_PARKED = 4,           /* no training thread issues anything; held, quiet; value_ns: the stamp of the request
+                                      that closed the gate; mono_ns: when that became true, not when it was noticed;
+                                      count: collectives let through since the gate closed; in a passage text: the
+                                      operator of the thread that was held last. Once per closing without a
+                                      passage; in one, again each time that all rest after somebody went on */
+    HS_EVENT_GATE_OPENED = 5,      /* value_ns: stamp of the request that opened it; passed: operators of exempt threads; held: threads let go;
+                                      count: collectives let through */
     HS_EVENT_FIRST_RELEASED = 6,   /* tid; mono_ns: the thread runs again. Absent when no thread was held */
     HS_EVENT_LATE_HELD = 7,        /* a thread that was quiet or unknown reached the gate after PARKED: tid, text, phase */
     HS_EVENT_CAUSES_CHANGED = 8,   /* a request that did not move the gate, changed set or not; causes. With a text and an errno in
@@ -83,6 +91,8 @@ enum hs_event_kind {
     HS_EVENT_CALLBACK_LOST = 12,   /* somebody cleared the global callbacks while the gate was closed; armed again */
     HS_EVENT_HANDLER_REPLACED = 13, /* signo: the handler that is installed is not ours any more */
     HS_EVENT_DROPPED = 14,         /* count: events that found the queue full */
+    HS_EVENT_LET_THROUGH = 15,     /* in force from now on; count: how many collectives (0: hs_gate_hold_here());
+                                      value_ns: stamp of the call. A PARKED before it in the queue is about the time before */
 };
 
 enum hs_phase { HS_PHASE_FORWARD = 0, HS_PHASE_BACKWARD = 1 };
@@ -115,9 +125,12 @@ struct hs_status {
     int32_t quiet;
     int32_t armed;
     int32_t capturing; /* threads let through by a CUDA graph capture since the gate closed */
+    int32_t passing;   /* this closing is a passage */
     int64_t passed;    /* operators of exempt threads since the gate closed */
     int64_t closes;    /* how often the gate has been closed */
     int64_t closed_mono_ns; /* 0 while open */
+    int64_t allowance;      /* collectives that may still be issued in this passage */
+    int64_t let_through;    /* collectives that were issued in it */
 };
 
 HS_API int hs_gate_abi(void);
@@ -138,6 +151,18 @@ HS_API int hs_gate_stop(void);
 /* Ask from inside the process. Same latches and same order as a signal. [signal-safe]
  * -EINVAL: unknown action or cause, or a pause for HS_CAUSE_TERMINAL. -ESRCH: not running in this process. */
 HS_API int hs_gate_request(int action, uint32_t causes);
+
+/* Let the training threads go on, while the gate stays closed, until n more collectives have been issued: operators whose
+ * name begins with "c10d::". A thread is held before the one that would be too many; all its other operators pass, also
+ * when nothing is left, up to that point. What is left of an earlier call is added to. It is lost when the gate opens:
+ * the next closing begins without. Exempt threads pass uncounted. hs_gate_status() says PARKING from this call on, a
+ * closing that was PARKED is so again when all have come to rest. [signal-safe]
+ * 0 with nothing done: n is 0, or the gate is open. -EINVAL: n < 0 or above INT32_MAX. -ESRCH: not running here. */
+HS_API int hs_gate_let_through(int64_t n);
+
+/* End the passage: what is left is lost, and whoever is not held is held at the next operator of any kind.
+ * 0 also when there is none. -ESRCH: not running in this process. [signal-safe] */
+HS_API int hs_gate_hold_here(void);
 
 HS_API int hs_gate_status(struct hs_status *out);
 

@@ -109,6 +109,7 @@ void enter(Slot &slot, uint32_t closing, int64_t now_ns, const char *name, bool 
     }
     slot.phase.store(backward ? HS_PHASE_BACKWARD : HS_PHASE_FORWARD, std::memory_order_relaxed);
     slot.since_ns.store(now_ns, std::memory_order_relaxed);
+    slot.visit.fetch_add(1, std::memory_order_relaxed);
     slot.held.store(closing);
     bell_ring();
 }
@@ -125,20 +126,35 @@ void tell_release(uint32_t closing) noexcept {
         }
 }
 
-void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward) noexcept {
+void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) noexcept {
     void *gil = nullptr;
     uint32_t entered = 0;
-    while (const uint32_t closing = gate.closed.load()) {
+    bool passes = false;
+    for (;;) {
+        const uint32_t turn = gate.turn.load(); /* before the two questions: it turns after their answers have changed */
+        const uint32_t closing = gate.closed.load();
+        if (closing == 0 || (passes = passage_takes(closing, name, backward_node))) break;
+        const bool asked_again = closing == entered && slot.turn.load() != turn;
+        slot.turn.store(turn);
         if (closing != entered) { /* the first time, or closed again before this thread woke */
+            const bool backward = backward_node || arming().in_backward();
             enter(slot, closing, entered == 0 ? reached_ns : mono_ns(), name, backward);
             entered = closing;
             if (gil == nullptr && holds_gil()) gil = python.save_thread();
+        } else if (asked_again) {
+            bell_ring(); /* until it had asked, this thread could not count as held */
         }
-        futex_wait(gate.closed, closing, -1);
+        futex_wait(gate.turn, turn, -1);
     }
-    slot.held.store(0);
+    /* One that passes is not at rest before it has the GIL, and the watcher would take one that waits for it for quiet.
+     * So it stays held, with a turn that is over, until then. */
+    if (passes)
+        slot.captured.store(0);
+    else
+        slot.held.store(0);
     if (gil != nullptr) take_gil_back(gil);
-    if (entered != 0) tell_release(entered);
+    slot.held.store(0);
+    if (entered != 0 && gate.closed.load() != entered) tell_release(entered);
 }
 
 } // namespace
@@ -164,7 +180,7 @@ void operator_reached(const char *name, bool backward_node) noexcept {
         if (slot->captured.exchange(closing) != closing) gate.capturing.fetch_add(1);
         return;
     }
-    hold(*slot, reached_ns, name, backward_node || arming().in_backward());
+    hold(*slot, reached_ns, name, backward_node);
 }
 
 Slot *slots_first() noexcept { return first_slot.load(); }

@@ -3,6 +3,7 @@
  *   signals.cpp   handlers and requests -> latches           runs in signal handlers
  *   watcher.cpp   latches -> open, close, parked             one thread, the only one that arms
  *   hold.cpp      a thread at an operator: pass or wait      runs in training threads
+ *   passage.cpp   a closed gate that lets collectives pass   asked in training threads
  *   threads.cpp   which threads train, which are asleep      reads /proc, for the watcher
  *   events.cpp    the queue to the reader                    any thread but handlers
  *   trace.cpp     write operators down, hold nobody
@@ -55,7 +56,7 @@ void futex_wake(Word &word, int n) noexcept;                             /* [sig
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "handlers need lock-free 64-bit atomics");
 
-constexpr int kCauses = 4;
+constexpr int kCauses = 5;
 constexpr uint32_t kAllCauses = (1u << kCauses) - 1;
 
 /* How often something was asked for, and the last time. */
@@ -100,16 +101,39 @@ int signals_claim(int action, bool on) noexcept;      /* see hs_gate_claim() */
 int signals_restore() noexcept;                        /* returns how many were not ours any more */
 int signals_replaced() noexcept;                       /* the same without restoring; an event for each */
 void signals_clear_latches() noexcept;
+int64_t unique_stamp_ns() noexcept;                     /* [signal-safe] */
 void wish_raise(Wish &wish, int64_t stamp_ns) noexcept; /* [signal-safe] */
 
 /* --- the gate itself ---------------------------------------------------------------------------------------- */
 
 constexpr pid_t kForkedChild = -1;
 
+/* A closing in which training threads go on from one collective to another; see hs_gate_let_through(). */
+struct Passage {
+    std::atomic<uint32_t> closing{0};    /* the closing that is one; 0: none is */
+    std::atomic<int64_t> allowance{0};   /* collectives that may still pass */
+    std::atomic<int64_t> collectives{0}; /* that have passed in this closing */
+    std::atomic<uint64_t> steps{0};      /* operators of training threads that have passed: somebody goes on */
+    std::atomic<uint64_t> parked_steps{0}; /* `steps` when all were found at rest */
+    /* asked for, and not yet taken into force by the watcher */
+    std::atomic<int64_t> wanted{0};
+    std::atomic<int64_t> wanted_ns{0};
+    std::atomic<bool> ended{false};
+    std::atomic<int64_t> ended_ns{0};
+    std::atomic<uint32_t> calls{0}; /* of hs_gate_let_through(), counted after `wanted` */
+    std::atomic<uint32_t> taken{0}; /* calls that the watcher has seen to */
+};
+
+/* May a training thread, met at this operator of a closed gate, go on? Counts it if so. */
+bool passage_takes(uint32_t closing, const char *name, bool backward_node) noexcept;
+bool passage_moves() noexcept; /* has somebody gone on, or may, since all were found at rest? */
+void passage_clear() noexcept; /* while the gate is open, or in a forked child */
+
 struct Gate {
     std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped; kForkedChild */
     Word bell{0};                 /* futex of the watcher: rung when there is something to look at */
-    Word closed{0};               /* futex of held threads: 0 open, else the number of this closing */
+    std::atomic<uint32_t> closed{0}; /* 0 open, else the number of this closing */
+    Word turn{0};                 /* futex of held threads: turned when one of them may have to go */
     std::atomic<uint32_t> last_closing{0}; /* numbers are never used again, also not by the next start */
     std::atomic<uint32_t> opening{0}; /* the closing that somebody opens, or has opened; see gate_open() */
     std::atomic<int32_t> let_go{0};   /* threads that this opening let go */
@@ -125,12 +149,19 @@ struct Gate {
     std::atomic<bool> stale_callback{false}; /* a child was forked from a closed gate: take the callback away */
     std::atomic<bool> quit{false};
     pthread_mutex_t arming = PTHREAD_MUTEX_INITIALIZER; /* also taken around fork() */
+    Passage passage;
 };
 extern Gate gate;
 
 inline void bell_ring() noexcept { /* [signal-safe] */
     gate.bell.fetch_add(1);
     futex_wake(gate.bell, 1);
+}
+
+/* Have held threads ask again whether they are held. [signal-safe] */
+inline void gate_turn() noexcept {
+    gate.turn.fetch_add(1);
+    futex_wake(gate.turn, INT32_MAX);
 }
 
 /* Let the threads go that one closing holds. A resume's handler does it by itself: it usually runs in the held thread, which
@@ -148,11 +179,13 @@ void *watcher_main(void *) noexcept;
 struct Slot {
     std::atomic<pid_t> tid{0};
     std::atomic<uint32_t> held{0};     /* the closing that holds it; 0: it runs */
+    std::atomic<uint32_t> turn{0};     /* `gate.turn` when it was last found that it has to wait */
+    std::atomic<uint32_t> visit{0};    /* how often it was held */
     std::atomic<uint32_t> captured{0}; /* the closing during which a graph capture let it through */
     std::atomic<int64_t> since_ns{0};
     std::atomic<int32_t> phase{0};
     std::atomic<uint64_t> text[HS_TEXT_BYTES / 8] = {};
-    uint32_t reported = 0; /* watcher only: the closing for which an event was made */
+    uint32_t reported = 0; /* watcher only: the visit that it has seen */
     Slot *next = nullptr;
 };
 Slot *slots_first() noexcept;

@@ -13,15 +13,6 @@ namespace {
 std::atomic<int64_t> last_stamp_ns{0};
 std::atomic<uint8_t> line_of[NSIG]; /* signal -> index of its line + 1 */
 
-int64_t unique_stamp_ns() noexcept {
-    int64_t last = last_stamp_ns.load(), stamp;
-    do {
-        const int64_t now = mono_ns();
-        stamp = now > last ? now : last + 1;
-    } while (!last_stamp_ns.compare_exchange_weak(last, stamp));
-    return stamp;
-}
-
 /* A pause that comes in this very moment is not lost: the watcher closes again. */
 bool may_open() noexcept {
     if (signals.stop.load() != 0) return true;
@@ -134,6 +125,15 @@ int prepare_line(Line &line, const hs_signal &wanted) noexcept {
 }
 
 } // namespace
+
+int64_t unique_stamp_ns() noexcept {
+    int64_t last = last_stamp_ns.load(), stamp;
+    do {
+        const int64_t now = mono_ns();
+        stamp = now > last ? now : last + 1;
+    } while (!last_stamp_ns.compare_exchange_weak(last, stamp));
+    return stamp;
+}
 
 void wish_raise(Wish &wish, int64_t stamp_ns) noexcept {
     int64_t seen = wish.load();

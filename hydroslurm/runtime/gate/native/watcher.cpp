@@ -35,6 +35,7 @@ struct Verdict {
     int held = 0;
     int quiet = 0;
     int64_t at_ns = 0; /* when the last of them came to rest */
+    const Slot *last = nullptr; /* held last */
 };
 
 class Watcher {
@@ -48,6 +49,11 @@ class Watcher {
     void move() noexcept;
     void close(uint32_t causes) noexcept;
     void tell_opened() noexcept;
+    void follow_passage() noexcept;
+    void end_passage() noexcept;
+    void let_through(int64_t n) noexcept;
+    void unpark() noexcept;
+    bool is_passage() const noexcept { return closing_ != 0 && gate.passage.closing.load() == closing_; }
     void tell_held() noexcept;
     void tell_release() noexcept;
     void judge_parked() noexcept;
@@ -79,6 +85,7 @@ class Watcher {
     uint32_t released_ = 0;  /* the closing whose release was told */
     int64_t asked_ns_ = 0;   /* stamp of the request that closed the gate */
     int64_t closed_ns_ = 0;
+    int64_t moved_ns_ = 0;      /* when threads were last let go on: no rest is older */
     int64_t tick_ns_ = kTickMin_ns;
     int64_t hushed_until_ns_ = 0;
     std::map<pid_t, Look> looks_;
@@ -102,6 +109,7 @@ void Watcher::run() noexcept {
         if (!closed_) tell_release();
         move();
         if (quit) break;
+        follow_passage();
         if (is_closed()) tell_held();
         announce(); /* before /proc is read, which takes longer than all of the above */
         if (is_closed() && !is_hushed()) {
@@ -209,13 +217,16 @@ void Watcher::close(uint32_t before) noexcept {
     gate.passed.store(0);
     gate.capturing.store(0);
     gate.quiet.store(0);
+    gate.passage.closing.store(0);
+    gate.passage.allowance.store(0);
+    gate.passage.collectives.store(0);
     uint32_t closing = gate.last_closing.fetch_add(1) + 1;
     if (closing == 0) closing = gate.last_closing.fetch_add(1) + 1;
     gate.closed.store(closing); /* before arming: the first operator that gets there must find it closed */
     const int error = arm();
     if (error < 0) {
         gate.closed.store(0);
-        futex_wake(gate.closed, INT32_MAX);
+        gate_turn();
         if (!refused_ || causes_ != before) {
             hs_event event = news_of(HS_EVENT_CAUSES_CHANGED, asked_ns);
             event.count = -error;
@@ -230,7 +241,7 @@ void Watcher::close(uint32_t before) noexcept {
     held_for_ = causes_;
     closing_ = closing;
     asked_ns_ = asked_ns;
-    closed_ns_ = mono_ns();
+    closed_ns_ = moved_ns_ = mono_ns();
     tick_ns_ = kTickMin_ns;
     hushed_until_ns_ = closed_ns_ + kHush_ns;
     first_told_ = false;
@@ -257,9 +268,48 @@ void Watcher::tell_opened() noexcept {
     if (event.value_ns == 0) event.value_ns = event.mono_ns; /* hs_gate_stop() */
     event.held = gate.let_go.load();
     event.passed = gate.passed.load();
+    event.count = gate.passage.collectives.load();
     event.causes = causes_;
     event_push(event);
     hushed_until_ns_ = event.held > 0 ? event.mono_ns + kHush_ns : 0;
+}
+
+/* --- passages ----------------------------------------------------------------------------------------------- */
+
+/* Stamps older than this closing's were meant for another one, or for an open gate. */
+void Watcher::follow_passage() noexcept {
+    Passage &passage = gate.passage;
+    const bool here = closed_ && is_closed();
+    const uint32_t calls = passage.calls.load(); /* before `wanted` */
+    if (passage.ended.exchange(false) && here && is_passage() && passage.ended_ns.load() > asked_ns_) end_passage();
+    const int64_t n = passage.wanted.exchange(0);
+    if (n > 0 && here && passage.wanted_ns.load() > asked_ns_) let_through(n);
+    passage.taken.store(calls); /* after the state has changed: see hs_gate_status() */
+    if (here && gate.state.load() == HS_STATE_PARKED && passage.steps.load() != passage.parked_steps.load()) unpark();
+}
+
+void Watcher::end_passage() noexcept {
+    gate.passage.closing.store(0);
+    gate.passage.allowance.store(0);
+    event_push(news_of(HS_EVENT_LET_THROUGH, gate.passage.ended_ns.load()));
+}
+
+void Watcher::let_through(int64_t n) noexcept {
+    gate.passage.allowance.fetch_add(n);
+    gate.passage.closing.store(closing_);
+    unpark();
+    hs_event event = news_of(HS_EVENT_LET_THROUGH, gate.passage.wanted_ns.load());
+    event.count = n;
+    event_push(event);
+    moved_ns_ = event.mono_ns;
+    hushed_until_ns_ = moved_ns_ + kHush_ns;
+    gate_turn();
+}
+
+/* Also when a quiet thread goes on in a passage: a rest that has ended must not be told as one that lasts. */
+void Watcher::unpark() noexcept {
+    gate.state.store(HS_STATE_PARKING);
+    tick_ns_ = kTickMin_ns;
 }
 
 /* A closed gate whose callback is gone holds nobody who is not held already. Only "no callback at all" can be seen
@@ -280,11 +330,12 @@ void Watcher::tell_held() noexcept {
     for (bool first = !first_told_;; first = false) {
         Slot *next = nullptr;
         for (Slot *slot = slots_first(); slot != nullptr; slot = slot->next) {
-            const bool news = slot->held.load() == closing_ && slot->tid.load() != 0 && slot->reported != closing_;
+            const bool news = slot->held.load() == closing_ && slot->tid.load() != 0 && slot->reported != slot->visit.load();
             if (news && (next == nullptr || slot->since_ns.load() < next->since_ns.load())) next = slot;
         }
         if (next == nullptr) return;
-        next->reported = closing_;
+        next->reported = next->visit.load();
+        if (is_passage()) hushed_until_ns_ = 0; /* it has arrived */
         if (!first && !parked) continue;
         hs_event event = news_of(first && !parked ? HS_EVENT_FIRST_HELD : HS_EVENT_LATE_HELD, asked_ns_);
         event.mono_ns = std::max(next->since_ns.load(), closed_ns_); /* it may get there before arm() has returned */
@@ -310,6 +361,7 @@ void Watcher::tell_release() noexcept {
 
 void Watcher::judge_parked() noexcept {
     Verdict verdict;
+    const uint64_t steps = gate.passage.steps.load();
     try {
         verdict = judge();
     } catch (...) { /* out of memory: try again at the next tick */
@@ -318,10 +370,14 @@ void Watcher::judge_parked() noexcept {
     gate.quiet.store(verdict.quiet);
     if (!verdict.parked) return;
     tell_held();
+    gate.passage.parked_steps.store(steps);
     gate.state.store(HS_STATE_PARKED);
+    if (gate.passage.steps.load() != steps) return unpark();
     hs_event event = news_of(HS_EVENT_PARKED, asked_ns_);
-    event.mono_ns = std::max(verdict.at_ns, closed_ns_);
+    event.mono_ns = std::max(verdict.at_ns, moved_ns_);
     event.held = verdict.held;
+    event.count = gate.passage.collectives.load();
+    if (is_passage() && verdict.last != nullptr) slot_text(*verdict.last, event.text);
     event_push(event);
 }
 
@@ -334,6 +390,8 @@ Verdict Watcher::judge() {
         if (tid == 0) continue;
         if (slot->held.load() == closing_) {
             ++verdict.held;
+            if (slot->turn.load() != gate.turn.load()) verdict.parked = false; /* woken, and perhaps to go on */
+            if (verdict.last == nullptr || slot->since_ns.load() > verdict.last->since_ns.load()) verdict.last = slot;
             verdict.at_ns = std::max(verdict.at_ns, slot->since_ns.load());
             tids.erase(std::remove(tids.begin(), tids.end(), tid), tids.end());
         } else if (slot->captured.load() == closing_) {

@@ -1,0 +1,75 @@
+"""What torchrun is told when the command line does not say where the nodes meet. Pure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hydroslurm.runtime.world import World
+from hydroslurm.slurm.allocation import Allocation
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the agents of one job step find each other.
+
+    Attributes:
+        nnodes: how many agents there are: one per task of the job step.
+        endpoint: HOST:PORT of torch's store.
+        run_id: another one in each life of the job, so that no agent of the last is met.
+        is_host: whether this agent has the store.
+    """
+
+    nnodes: int
+    endpoint: str
+    run_id: str
+    is_host: bool
+
+
+def meeting(environ: Mapping[str, str]) -> Meeting | None:
+    """The meeting of this job step's tasks; None outside of one, and for a single task.
+
+    Raises:
+        UsageError: SLURM_* of a value that Slurm never gives.
+    """
+    allocation = Allocation.from_environ(environ)
+    if allocation is None or allocation.step_id is None or allocation.world_size == 1:
+        return None
+    # RANK and WORLD_SIZE, should somebody have set them, are not those of the agents
+    world = World.from_environ(
+        {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    )
+    return Meeting(
+        nnodes=allocation.world_size,
+        endpoint=f"{world.host}:{world.torch_port}",
+        run_id=f"{allocation.job_id}.{allocation.step_id}.{allocation.restart_count}",
+        is_host=allocation.rank == 0,
+    )
+
+
+def fill_in(chosen: argparse.Namespace, where: Meeting, *, untouched: argparse.Namespace) -> bool:
+    """Set the rendezvous in torchrun's parsed arguments, unless one of them was given; --rdzv-conf
+    alone says how they meet and not where.
+
+    Args:
+        untouched: what torchrun's parser gives where nothing is said.
+
+    Returns:
+        Whether anything was set.
+    """
+    names = (
+        "standalone", "nnodes", "node_rank", "master_addr", "master_port",
+        "rdzv_backend", "rdzv_endpoint", "rdzv_id",
+    )  # fmt: skip
+    if any(getattr(chosen, name, None) != getattr(untouched, name, None) for name in names):
+        return False
+    chosen.nnodes = str(where.nnodes)
+    chosen.rdzv_backend = "c10d"
+    chosen.rdzv_endpoint = where.endpoint
+    chosen.rdzv_id = where.run_id
+    if "is_host=" not in chosen.rdzv_conf:
+        # which host is meant cannot always be told by its name: several agents may share one
+        is_host = f"is_host={'1' if where.is_host else '0'}"
+        chosen.rdzv_conf = ",".join(filter(None, (chosen.rdzv_conf, is_host)))
+    return True

@@ -1,0 +1,264 @@
+"""Torch's elastic agent, changed where it would end workers that are saving.
+
+Torchrun's own code is run; only the class of its agent is another one. What differs:
+
+- a worker that leaves with 75, 93 or 143 has saved and means it: no restart, and its siblings are
+  left alone until they have left too (torch's ``PContext.wait`` sends them SIGTERM at once, and
+  SIGKILL 30 s later);
+- for a restart, workers that listen to SIGTERM are ended with SIGKILL: they would take it for a
+  stop of the job, save, and have the whole job requeued;
+- a stop that arrives before there are workers ends the agent at once;
+- workers are given ``HYDROSLURM_LIFE``, the same on all nodes and new in each round. Torch's own
+  TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because of another
+  node's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed.run
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher import api as launcher
+
+from hydroslurm.agent.defaults import Meeting, fill_in
+from hydroslurm.agent.mailbox import Interrupted
+from hydroslurm.agent.node import Node
+from hydroslurm.agent.patience import Patience
+from hydroslurm.agent.status import Decision, decide, node_status
+from hydroslurm.errors import LaunchError
+from hydroslurm.exitcodes import CANCELLED
+
+LIFE_ENV = "HYDROSLURM_LIFE"
+"""Tells the ranks of one start of one torchrun job from those of any other."""
+LINGER_S = 60.0
+"""How long the siblings of a worker that has left on purpose may show no sign of leaving."""
+LEAVE_TOGETHER_S = 10.0
+"""How long a node waits for the others to have left: one that goes first may take the store with
+it, and makes ``srun --kill-on-bad-exit`` end those that are still saving."""
+_POLL_S = 0.05
+# untyped, and so is what it gives
+_torchrun: Any = torch.distributed.run
+
+
+class NodeAgent(LocalElasticAgent):
+    """One node's agent. All of it runs in the main thread.
+
+    Attributes:
+        status: what the agent is to leave with, once its workers have left on purpose.
+    """
+
+    def __init__(self, node: Node, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+        super().__init__(spec, *args, **kwargs)
+        self.status: int | None = None
+        self._node = node
+        self._monitoring = False
+        self._leaving = False
+        patience = Patience(
+            spec.rdzv_handler,
+            leaving=lambda: self._leaving or node.stop_asked.is_set(),
+            say=functools.partial(node.log.say, warning=True),
+        )
+        node.on_suspend(patience.suspend)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with self._node.mailbox.interruptible():
+            self._unless_stopped()
+            super()._rendezvous(worker_group)
+            os.environ[LIFE_ENV] = _life(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._unless_stopped()
+        self._leaving, self.status = False, None
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        self._pcontext.close = functools.partial(  # type: ignore[method-assign]
+            self._close, self._pcontext, self._pcontext.close
+        )
+        self._node.started(worker_group.group_rank or 0, pids)
+        return pids
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._node.kill_listeners()
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._node.look()
+        self._monitoring = True
+        try:
+            result: RunResult = super()._monitor_workers(worker_group)
+        finally:
+            self._monitoring = False
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            codes = [failure.exitcode for failure in result.failures.values()]
+            stop_asked = self._node.stop_asked.is_set()
+            self.status = node_status(codes, stop_asked=stop_asked)
+            if self.status is not None or stop_asked:
+                self._remaining_restarts = 0
+                self._wait_for_others(worker_group, until_s=time.monotonic() + LEAVE_TOGETHER_S)
+        return result
+
+    def _exit_barrier(self) -> None:
+        """Torch's waits in C++, where no signal is heard. A stop can only be meant for the other
+        nodes: the workers of this one are done."""
+        self._wait_for_others(
+            self._worker_group,
+            until_s=time.monotonic() + self._exit_barrier_timeout,
+            give_up=self._node.stop_asked.is_set,
+        )
+
+    def _close(
+        self,
+        pcontext: PContext,
+        close: Callable[..., None],
+        death_sig: signal.Signals | None = None,
+        timeout: int = 30,
+    ) -> None:
+        """In the place of ``PContext.close``, which torch calls when the first worker has ended
+        badly, and when all have ended."""
+        if self._monitoring:
+            self._see_them_out(pcontext)
+        close(death_sig, timeout)
+
+    def _see_them_out(self, pcontext: PContext) -> None:
+        """Wait for those that leave by themselves; end those that cannot go on."""
+        give_up_s = time.monotonic() + LINGER_S
+        while True:
+            codes = exit_codes(pcontext)
+            living = [local_rank for local_rank, code in codes.items() if code is None]
+            decision = decide(
+                codes.values(),
+                stop_asked=self._node.stop_asked.is_set(),
+                others_leave=time.monotonic() < give_up_s or self._node.is_stopping(living),
+            )
+            if decision is not Decision.WAIT:
+                break
+            self._leaving = True
+            time.sleep(_POLL_S)
+            self._node.look()
+        if decision is Decision.END_OTHERS:
+            self._node.kill_listeners()
+
+    def _wait_for_others(
+        self, group: Any, *, until_s: float, give_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Say that the workers of this node have ended, and wait until all nodes have said so."""
+        names = [f"hydroslurm/ended/{number}" for number in range(group.group_world_size or 1)]
+        # the store goes with its agent, and that one goes when it has seen everybody
+        with contextlib.suppress(Exception):
+            group.store.set(names[group.group_rank or 0], "1")
+            while not group.store.check(names) and not give_up() and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+
+    def _unless_stopped(self) -> None:
+        if self._node.stop_asked.is_set():
+            raise Interrupted
+
+
+def launch(arguments: list[str], *, node: Node, where: Meeting | None) -> int:
+    """Run torchrun in this process; the exit status.
+
+    Raises:
+        SystemExit: the arguments are wrong, torchrun has printed why.
+        ChildFailedError: workers failed for good, as torchrun raises it.
+        LaunchError: this torch cannot be changed.
+    """
+    chosen = _torchrun.parse_args(arguments)
+    if where is not None and fill_in(chosen, where, untouched=_untouched()):
+        node.log.say(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
+    _leave_signals_to(node, chosen)
+    # with a shared store a restarted rank may find the address of a peer that is gone
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with _agents_of(node) as agents:
+        # it writes the error file of a failed worker, as it does for torchrun
+        return int(record(_run)(chosen, agents) or 0)
+
+
+def _run(chosen: Any, agents: list[NodeAgent]) -> int:
+    try:
+        _torchrun.run(chosen)
+    except Interrupted:
+        return CANCELLED
+    except ChildFailedError:
+        if agents and agents[-1].status is not None:
+            return agents[-1].status
+        raise
+    return 0
+
+
+def exit_codes(pcontext: PContext) -> dict[int, int | None]:
+    """How the worker of each local rank has ended, negative for a signal; None: it lives. Takes
+    nothing away from torch, which waits for them too."""
+    return {rank: _exit_code(pcontext, rank, pid) for rank, pid in pcontext.pids().items()}
+
+
+def _exit_code(pcontext: PContext, local_rank: int, pid: int) -> int | None:
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # torch was first
+        handler = getattr(pcontext, "subprocess_handlers", {}).get(local_rank)
+        return 0 if handler is None else handler.proc.returncode
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+@contextlib.contextmanager
+def _agents_of(node: Node) -> Iterator[list[NodeAgent]]:
+    """Have torchrun make agents of ours; those that it has made are in the list."""
+    if not hasattr(launcher, "LocalElasticAgent"):
+        raise LaunchError(
+            "this torch's torchrun makes its agent in a way that is not known; use srun without "
+            "torchrun, one task per rank"
+        )
+    made: list[NodeAgent] = []
+
+    def make(spec: WorkerSpec, *args: Any, **kwargs: Any) -> NodeAgent:
+        made.append(NodeAgent(node, spec, *args, **kwargs))
+        return made[-1]
+
+    before = launcher.LocalElasticAgent
+    launcher.LocalElasticAgent = make
+    try:
+        yield made
+    finally:
+        launcher.LocalElasticAgent = before
+
+
+def _leave_signals_to(node: Node, chosen: Any) -> None:
+    """Torch's handlers end the workers; those of our signals are ours. Before torch 2.9 the list
+    is fixed, and Node.started takes them back."""
+    named = getattr(chosen, "signals_to_handle", None)
+    if named is None:
+        return
+    ours = {signal.Signals(signo).name for signo in node.signals if signo < signal.SIGRTMIN}
+    kept = [name.strip() for name in named.split(",") if name.strip() not in ours]
+    # an empty name would be warned of
+    chosen.signals_to_handle = ",".join(kept or ["SIGINT"])
+
+
+def _untouched() -> Any:
+    return _torchrun.parse_args(["a_script"])
+
+
+def _life(worker_group: Any) -> str:
+    """One word for all nodes of this round: the first writes it, the others read it."""
+    store = worker_group.store
+    if worker_group.group_rank == 0:
+        store.set("hydroslurm/life", uuid.uuid4().hex)
+    return str(store.get("hydroslurm/life").decode())

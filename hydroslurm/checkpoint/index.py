@@ -1,0 +1,198 @@
+"""What one rank has written into a joint checkpoint, and DCP's index of all of it.
+
+part-00000.json   rank 0's files with their checksums, and where in them each piece of a tensor lies
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from threading import Event
+from typing import IO, cast
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
+from hydroslurm.checkpoint.contents import SHARED_JSON, own_json
+from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.parts import CHUNK_BYTES, PartFile, write_whole
+from hydroslurm.checkpoint.portion import Piece, Portion
+from hydroslurm.checkpoint.skeleton import JsonValue
+from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.writer import compact, without_zip_crc
+from hydroslurm.errors import CheckpointCorrupt
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a tensor, and where it lies in its rank's file.
+
+    Attributes:
+        key: of the whole tensor. shape: of the whole tensor. dtype: its name without ``torch.``.
+        offsets, sizes: of the piece inside the whole.
+        at_bytes, length_bytes: inside the file.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at_bytes: int
+    length_bytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return cast("torch.dtype", getattr(torch, self.dtype))
+
+    @property
+    def value_bytes(self) -> int:
+        """Of the values, as they are in memory."""
+        return math.prod(self.sizes) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PartIndex:
+    """What one rank has written."""
+
+    rank: int
+    files: Mapping[str, FileEntry]
+    chunks: tuple[Chunk, ...]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        files = {name: asdict(entry) for name, entry in self.files.items()}
+        chunks = [astuple(chunk) for chunk in self.chunks]
+        return json.dumps({"rank": self.rank, "files": files, "chunks": chunks})
+
+    @classmethod
+    def from_json(cls, text: bytes, *, where: Path) -> PartIndex:
+        """Read the text of a file; CheckpointCorrupt with ``where`` when it is no such text."""
+        try:
+            body = json.loads(text)
+            return cls(
+                rank=int(body["rank"]),
+                files={name: FileEntry(**entry) for name, entry in body["files"].items()},
+                chunks=tuple(
+                    Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at, length)
+                    for key, shape, dtype, offsets, sizes, at, length in body["chunks"]
+                ),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointCorrupt(f"{where} cannot be read: {error}") from error
+
+
+def part_json(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def tensors_file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def write_part(
+    folder: Path,
+    portion: Portion,
+    *,
+    storage: Storage,
+    hasher: ThreadPoolExecutor,
+    cancel: Event | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> FileEntry:
+    """Write and fsync all that is this rank's into an existing folder.
+
+    Returns:
+        The entry of its index, through which all the rest can be checked.
+
+    Raises:
+        OSError: a call failed. SaveAbandoned: ``cancel`` was set.
+    """
+    files: dict[str, FileEntry] = {}
+    name = tensors_file(portion.rank)
+    part = PartFile(
+        folder / name, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
+    )
+    try:
+        with without_zip_crc():
+            chunks = tuple(_write_piece(part, piece) for piece in portion.pieces)
+        files[name] = part.finish()
+    finally:
+        part.abandon()
+    texts: dict[str, JsonValue] = {own_json(portion.rank): dict(portion.own)}
+    if portion.rank == 0:
+        texts[SHARED_JSON] = dict(portion.shared)
+    for name, skeleton in texts.items():
+        text = json.dumps(skeleton, allow_nan=False, separators=(",", ":"))
+        files[name] = write_whole(folder / name, text.encode(), storage=storage, hasher=hasher)
+    index = PartIndex(portion.rank, files, chunks)
+    path = folder / part_json(portion.rank)
+    entry = write_whole(path, index.to_json().encode(), storage=storage, hasher=hasher)
+    storage.fsync_dir(folder)
+    return entry
+
+
+def metadata_of(indexes: Iterable[PartIndex]) -> dcp.Metadata:
+    """DCP's index of all parts; of pieces that two ranks have written, the first.
+
+    Raises:
+        CheckpointCorrupt: the pieces of a tensor are not the whole of it.
+    """
+    tensors: dict[str, dcp.TensorStorageMetadata] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    for index in indexes:
+        for chunk in index.chunks:
+            found = tensors.setdefault(
+                chunk.key,
+                dcp.TensorStorageMetadata(
+                    properties=dcp.TensorProperties(dtype=chunk.torch_dtype),
+                    size=torch.Size(chunk.shape),
+                    chunks=[],
+                ),
+            )
+            at = dcp.MetadataIndex(chunk.key, chunk.offsets, len(found.chunks))
+            if at in places:
+                continue
+            box = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            found.chunks.append(box)
+            places[at] = _StorageInfo(tensors_file(index.rank), chunk.at_bytes, chunk.length_bytes)
+    _check_whole(tensors)
+    metadata = dcp.Metadata(dict(tensors), storage_data=places)
+    metadata.version = CURRENT_DCP_VERSION
+    return metadata
+
+
+def pickled(metadata: dcp.Metadata) -> bytes:
+    """The text of DCP's index, the same bytes wherever it is made of the same parts."""
+    return pickle.dumps(metadata)
+
+
+def _write_piece(part: PartFile, piece: Piece) -> Chunk:
+    at_bytes = part.tell()
+    torch.save(compact(piece.tensor), cast("IO[bytes]", part))
+    part.check()
+    return Chunk(
+        key=piece.key,
+        shape=piece.shape,
+        dtype=str(piece.tensor.dtype).removeprefix("torch."),
+        offsets=piece.offsets,
+        sizes=tuple(piece.tensor.shape),
+        at_bytes=at_bytes,
+        length_bytes=part.tell() - at_bytes,
+    )
+
+
+def _check_whole(tensors: Mapping[str, dcp.TensorStorageMetadata]) -> None:
+    for key, found in tensors.items():
+        seen = sum(math.prod(chunk.sizes) for chunk in found.chunks)
+        if seen != math.prod(found.size):
+            raise CheckpointCorrupt(
+                f"the ranks have written {seen} values of {key}, which has "
+                f"{math.prod(found.size)}: they do not hold the same tensor. Is it laid out over "
+                "one mesh of all ranks?"
+            )

@@ -1,0 +1,207 @@
+"""One save by several ranks: three agreements, and what each of them decides.
+
+    open      rank 0 has made the temporary folder, or there is a good checkpoint of this step
+    written   every rank has its part on the disk, or which have not, and why
+    commit    the checkpoint is there; asked again, of those that are left, when a rank dies
+
+An agreement has one outcome for all, so that all ranks return, or raise, the same. Between
+``written`` and ``commit`` the first rank that is left does the committing (see ``finishing``): from
+``written`` on, no single death loses the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.checkpoint import commit, finishing, folders
+from hydroslurm.checkpoint.catalog import Checkpoint
+from hydroslurm.checkpoint.checking import Checker
+from hydroslurm.checkpoint.contents import State
+from hydroslurm.checkpoint.finishing import Acknowledged
+from hydroslurm.checkpoint.index import write_part
+from hydroslurm.checkpoint.manifest import FileEntry, Manifest
+from hydroslurm.checkpoint.meeting import (
+    KEPT,
+    Meeting,
+    decline,
+    failed,
+    gone,
+    raise_failures,
+    why,
+)
+from hydroslurm.checkpoint.parts import hashing
+from hydroslurm.checkpoint.portion import Portion, held_by
+from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed
+
+
+class JointSave:
+    """One save, as one of its ranks sees it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        meeting: Meeting,
+        *,
+        storage: Storage,
+        checker: Checker,
+        chunk_bytes: int,
+    ) -> None:
+        self._directory = directory
+        self._meeting = meeting
+        self._storage = storage
+        self._checker = checker
+        self._chunk_bytes = chunk_bytes
+        self._rank = meeting.peers.rank
+        self._target = folders.of_step(directory, meeting.step)
+
+    def run(self, state: State | Portion, header: Manifest) -> Checkpoint:
+        """Save; the committed checkpoint, or one of this step that was there before.
+
+        Args:
+            header: the manifest without files; rank 0's is the one that counts.
+
+        Raises:
+            SaveFailed, SaveAbandoned, UnsavableState: on all ranks.
+        """
+        begun_s = time.monotonic()
+        world_size = self._meeting.peers.world_size
+        try:
+            portion = held_by(state, rank=self._rank, world_size=world_size)
+        except Exception as error:
+            decline(self._meeting, error)
+        opened = self._open(portion, replace(header, world_size=world_size))
+        if "there" in opened:
+            return self._checkpoint(opened["there"])
+        folder = self._directory / opened["folder"]
+        with self._removing(folder):
+            answers = self._write(folder, portion, begun_s=begun_s)
+        acknowledged = Acknowledged(
+            folder=folder,
+            target=self._target,
+            header=Manifest.from_json(opened["header"], where=folder),
+            indexes={rank: FileEntry(*one["index"]) for rank, one in answers.items()},
+            save_s=max(one["took_s"] for one in answers.values()),
+        )
+        return self._checkpoint(self._commit(acknowledged))
+
+    def _open(self, portion: Portion, header: Manifest) -> Mapping[str, Any]:
+        answer: dict[str, Any] = {"layout": portion.layout}
+        folder = None
+        if self._rank == 0:
+            folder = folders.joint_temporary(self._directory, self._meeting.step)
+            try:
+                answer |= self._propose(folder, header)
+            except Exception as error:
+                answer = failed(error)
+        with self._removing(folder):
+            answers = self._meeting.agree_before_commit("open", answer)
+            layouts = {rank: one["layout"] for rank, one in answers.items()}
+            other = [rank for rank, layout in layouts.items() if layout != layouts[0]]
+            if other:
+                raise SaveFailed(
+                    f"{self._meeting.not_saved} rank 0 holds {layouts[0]}, rank {other[0]} "
+                    f"{layouts[other[0]]}. What is registered for saving must have the same keys "
+                    "and shapes on all ranks"
+                )
+        opened: Mapping[str, Any] = answers[0]
+        return opened
+
+    def _propose(self, folder: Path, header: Manifest) -> dict[str, Any]:
+        """The checkpoint that is there, or the folder for a new one, made."""
+        found = self._checker.good_at(self._target)
+        if found is not None:
+            self._storage.fsync_dir(self._directory)
+            return {"there": found.manifest.to_json()}
+        commit.make_dirs(self._directory, storage=self._storage)
+        self._storage.mkdir(folder)
+        self._storage.fsync_dir(self._directory)
+        return {"folder": folder.name, "header": header.to_json()}
+
+    def _write(self, folder: Path, portion: Portion, *, begun_s: float) -> Mapping[int, Any]:
+        """Write this rank's part, and hear of the others'."""
+        stray: BaseException | None = None
+        try:
+            with hashing() as hasher:
+                entry = write_part(
+                    folder,
+                    portion,
+                    storage=self._storage,
+                    hasher=hasher,
+                    cancel=self._meeting.cancel,
+                    chunk_bytes=self._chunk_bytes,
+                )
+            took_s = round(time.monotonic() - begun_s, 6)
+            answer = {"index": [entry.size_bytes, entry.checksum], "took_s": took_s}
+        except BaseException as error:
+            stray = None if isinstance(error, Exception) else error
+            answer = failed(error)
+        try:
+            return self._meeting.agree_before_commit("written", answer)
+        except CheckpointError as error:
+            raise stray or error from error.__cause__
+
+    def _commit(self, acknowledged: Acknowledged) -> str:
+        """The manifest of what is committed, by the first of the ranks that are left."""
+        left = list(range(self._meeting.peers.world_size))
+        for attempt in range(len(left)):
+            answer = self._finish(acknowledged) if self._rank == left[0] else None
+            try:
+                answers = self._meeting.agree(f"commit/{attempt}", answer, among=left)
+            except RanksError as error:
+                lost = gone(error)
+                left = [rank for rank in left if rank not in lost]
+                one_knows = isinstance(error, AgreementFailed) and not error.withdrawn
+                if not lost or not one_knows or self._rank not in left:
+                    raise self._not_known(error) from error
+                continue
+            with self._removing(acknowledged.folder):
+                raise_failures(answers, self._meeting.not_saved)
+            return str(answers[left[0]]["manifest"])
+        raise AssertionError("this rank is left at least")
+
+    def _finish(self, acknowledged: Acknowledged) -> dict[str, Any]:
+        try:
+            found = finishing.finish(
+                acknowledged,
+                rank=self._rank,
+                is_good=self._checker.is_good,
+                storage=self._storage,
+            )
+        except Exception as error:
+            return failed(error)
+        return {"manifest": found.to_json()}
+
+    def _not_known(self, error: RanksError) -> SaveFailed:
+        return SaveFailed(
+            f"all ranks have written step {self._meeting.step}, but whether it was committed is "
+            f"not known here: {why(error)}. {KEPT}"
+        )
+
+    def _checkpoint(self, text: str) -> Checkpoint:
+        found = Checkpoint(self._target, Manifest.from_json(text, where=self._target))
+        self._checker.trust(found)
+        return found
+
+    @contextlib.contextmanager
+    def _removing(self, folder: Path | None) -> Iterator[None]:
+        """Remove the folder when the ranks have agreed that nothing comes of it. All of them do:
+        the last one that was still writing into it leaves nothing behind.
+
+        Not when this rank has lost the others: they may be about to commit it.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            decided = not isinstance(error.__cause__, RanksError) or isinstance(
+                error.__cause__, AgreementFailed
+            )
+            if folder is not None and decided:
+                with contextlib.suppress(OSError):
+                    commit.remove_tree(folder, storage=self._storage)
+            raise

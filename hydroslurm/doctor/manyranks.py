@@ -1,0 +1,56 @@
+"""What may go wrong with jobs of several ranks, each with the line that would change it. Pure."""
+
+from __future__ import annotations
+
+from hydroslurm.doctor.facts import Facts
+from hydroslurm.doctor.finding import Finding, Severity
+
+AGENT_FIX = "srun --ntasks-per-node=1 --kill-on-bad-exit=1 hydroslurm agent -- TORCHRUN_ARGUMENTS"
+
+
+def launcher_is_a_task(facts: Facts) -> Finding | None:
+    """Where signals reach all processes, they reach torchrun too. See ``risks.ranks_out_of_reach``
+    for where they do not."""
+    launcher = facts.script.launcher if facts.script else ""
+    if not launcher or not facts.policy.signals_children:
+        return None
+    words = (
+        f"The ranks are started by {launcher}, which gets every signal that they get, and dies of "
+        "SIGUSR1 and SIGUSR2 (hydroslurm pause). SIGTERM makes it end the ranks itself, with "
+        "SIGKILL 30 s later; and when the first rank has saved and left, it ends those that are "
+        "still saving, and starts all of them again where restarts are left."
+    )
+    return Finding("launcher", Severity.RISK, f"{launcher} gets the signals", words, AGENT_FIX)
+
+
+def ranks_outlive_a_failure(facts: Facts) -> Finding | None:
+    """srun waits for all tasks, whatever becomes of one."""
+    script = facts.script
+    if script is None or not script.outlives_ranks or script.tasks < 2:
+        return None
+    if facts.config.get("KillOnBadExit", "0") == "1":
+        return None
+    words = (
+        "srun without --kill-on-bad-exit: when a rank dies, the others wait for it in a "
+        "collective, 10 to 30 minutes by torch's defaults, and hold the nodes meanwhile. A rank "
+        "that dies before it has found the others is waited for even longer."
+    )
+    fix = "srun --kill-on-bad-exit=1 (slurm.conf: KillOnBadExit=1 makes it the default)"
+    return Finding("bad_exit", Severity.RISK, "a dead rank leaves the others waiting", words, fix)
+
+
+def port_of_an_earlier_life(facts: Facts) -> Finding | None:
+    """A port that is the same in every life of a job."""
+    script = facts.script
+    if script is None or not script.fixed_port or not facts.policy.may_requeue:
+        return None
+    words = (
+        f"The port of the rendezvous is fixed ({script.fixed_port}), and the job may be requeued: "
+        "a rank of the new life may meet one of the last that has not ended yet, or another job on "
+        "the same node, or find the port still taken."
+    )
+    fix = (
+        "no MASTER_PORT in the script: hydroslurm.set_torch_environment() in the ranks, or "
+        "hydroslurm agent without --rdzv-endpoint, take the job id and the restart count into it"
+    )
+    return Finding("port", Severity.RISK, "a port of earlier lives", words, fix)

@@ -1,0 +1,334 @@
+"""``Ranks``: the ranks of one life of a job, as one of them sees them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydroslurm.errors import AgreementFailed, HubLost, RanksError, UsageError
+from hydroslurm.events import EventKind
+from hydroslurm.runtime.gate.protocol import Gate, GateEvent
+from hydroslurm.runtime.ranks.host import find_hub, start_hub
+from hydroslurm.runtime.ranks.link import Link
+from hydroslurm.runtime.ranks.meeting import Meetings
+from hydroslurm.runtime.ranks.parking import Parking, Tell
+from hydroslurm.runtime.world import World
+
+JOIN_S = 600.0
+"""How long a rank looks for the others: nodes that boot, containers that are fetched, imports over
+a slow file system."""
+_SLICE_S = 0.5
+
+
+@dataclass
+class _Question:
+    """An agreement that this rank waits for."""
+
+    decided: threading.Event = field(default_factory=threading.Event)
+    values: dict[int, Any] = field(default_factory=dict)
+    failure: RanksError | None = None
+
+
+class Ranks:
+    """Connects this rank with the others, in the background; nothing of it slows a step.
+
+    Attributes:
+        rank, world_size: as in :class:`World`.
+        meetings: where all ranks stop or save; see there.
+        lost: why nothing connects the ranks (any more); None while it does, or may yet.
+        done: this rank has trained to the end, or stopped with the others; to be set before it
+            leaves. One that leaves undone has failed, and the others will not meet it.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        gate: Gate,
+        *,
+        tell: Tell,
+        wanted: Callable[[str, int, str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            tell: writes an event of this rank.
+            wanted: is told the kind, the rank and the words of a meeting that was called; not in
+                the training thread.
+            warn: tells a person.
+        """
+        self.rank = world.rank
+        self.world_size = world.world_size
+        self.meetings = Meetings()
+        self.lost: HubLost | None = None
+        self.done = False
+        self._world = world
+        self._tell = tell
+        self._wanted = wanted
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._questions: dict[str, _Question] = {}
+        self._waiting: list[Any] = []
+        self._link: Link | None = None
+        self._everybody = threading.Event()
+        self._leaving = False
+        self._gone: dict[int, bool] = {}
+        self._parking = Parking(gate, send=self._send, tell=tell, wake=self._wake)
+        self._began_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="hydroslurm-ranks", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for the others; returns at once."""
+        self._thread.start()
+
+    def see(self, event: GateEvent) -> None:
+        """The gate has moved; called by the controller."""
+        self._parking.see(event)
+
+    @property
+    def gone(self) -> Mapping[int, bool]:
+        """Ranks that have ended, and whether they died."""
+        return dict(self._gone)
+
+    @property
+    def have_joined(self) -> bool:
+        """Whether all ranks have been there."""
+        return self._everybody.is_set()
+
+    def wait_for_all(self, *, timeout_s: float | None = None) -> bool:
+        """Whether all ranks have joined, after waiting so long at the most.
+
+        Raises:
+            HubLost: they cannot be reached (any more).
+        """
+        joined = self._everybody.wait(timeout_s)
+        if self.lost is not None:
+            raise self.lost
+        return joined
+
+    # --- agreements
+    # --------------------------------------------------------------------------------------------
+
+    def agree(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        timeout_s: float | None = None,
+        cancel: threading.Event | None = None,
+        among: Sequence[int] | None = None,
+    ) -> Mapping[int, Any]:
+        """Hand in a value and get everybody's; see :class:`hydroslurm.checkpoint.peers.Peers`.
+
+        Raises:
+            AgreementFailed: a rank has died, left or given up: the same for all.
+            HubLost: nothing connects the ranks any more.
+            UsageError: this rank waits for that topic already.
+        """
+        question = _Question()
+        with self._lock:
+            if topic in self._questions:
+                raise UsageError(f"{topic!r} is being agreed on already; a topic is used once")
+            self._questions[topic] = question
+        circle = None if among is None else sorted(among)
+        try:
+            self._send({"do": "agree", "topic": topic, "value": value, "among": circle})
+            self._wait(topic, question, timeout_s=timeout_s, cancel=cancel)
+        finally:
+            with self._lock:
+                self._questions.pop(topic, None)
+        if question.failure is not None:
+            raise question.failure
+        return question.values
+
+    def _wait(
+        self,
+        topic: str,
+        question: _Question,
+        *,
+        timeout_s: float | None,
+        cancel: threading.Event | None,
+    ) -> None:
+        """Until it is decided. The hub answers a withdrawal too, which may come too late."""
+        waited_s, withdrawn = 0.0, False
+        slice_s = _SLICE_S if cancel is None else 0.02
+        while not question.decided.is_set():
+            if self.lost is not None:
+                raise self.lost
+            left_s = slice_s if timeout_s is None else min(slice_s, max(0.0, timeout_s - waited_s))
+            begin_s = time.monotonic()
+            question.decided.wait(left_s if not withdrawn else _SLICE_S)
+            # a slice that took long was one in which this process was stopped
+            waited_s += min(time.monotonic() - begin_s, 2 * slice_s)
+            given_up = cancel is not None and cancel.is_set()
+            late = timeout_s is not None and waited_s >= timeout_s
+            if (given_up or late) and not withdrawn and not question.decided.is_set():
+                withdrawn = True
+                self._send({"do": "withdraw", "topic": topic})
+
+    # --- meetings
+    # --------------------------------------------------------------------------------------------
+
+    def call(self, kind: str, words: str = "") -> None:
+        """Call a meeting (``stop`` or ``save``): all ranks will hold it at one place.
+
+        Sent when the others can be reached; does nothing where nothing connects them any more.
+        """
+        try:
+            self._send({"do": "want", "kind": kind, "words": words})
+        except HubLost:
+            return
+
+    def leave(self) -> None:
+        """This rank ends; the others are told whether it is :attr:`done`. May be called twice."""
+        self._leaving = True
+        try:
+            if self._link is not None:
+                self._link.send({"do": "bye", "done": self.done})
+        except HubLost:
+            pass
+        if self._link is not None:
+            self._link.close()
+        self._parking.lose()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    # --- the thread
+    # --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except HubLost as error:
+            self._lose(error)
+        except Exception as error:  # nobody waits for what this thread would have told
+            self._lose(HubLost(f"{type(error).__name__}: {error}"))
+
+    def _serve(self) -> None:
+        world = self._world
+        ports = (start_hub(world),) if world.rank == 0 else world.hub_ports
+        who = {"pid": os.getpid(), "host": socket.gethostname()}
+        connection, unpacker, first = find_hub(
+            world, who, ports=ports, timeout_s=JOIN_S, stop=lambda: self._leaving
+        )
+        link = Link(
+            connection,
+            unpacker,
+            hear=self._hear,
+            lost=self._lose,
+            due_s=lambda: self._parking.due_s,
+            tick=self._parking.tick,
+        )
+        with self._lock:
+            self._link, waiting = link, self._waiting
+            self._waiting = []
+            for message in waiting:
+                link.send(message)
+        self._parking.catch_up()
+        if self._leaving:
+            link.close()
+        link.run(first)
+
+    def _hear(self, message: Any) -> None:
+        say = message["say"]
+        if say in ("hold", "count", "pass", "all_parked", "release"):
+            self._parking.hear(message)
+        elif say == "agreed":
+            self._answer(message["topic"], values={int(r): v for r, v in message["values"]})
+        elif say == "failed":
+            self._answer(message["topic"], failure=_failure(message))
+        elif say == "wanted":
+            self._called(message)
+        elif say == "meet":
+            self.meetings.decide(message["meeting"], message["place"])
+        elif say == "meeting_failed":
+            self.meetings.fail(
+                message["meeting"],
+                missing=tuple(message["missing"]),
+                finished=message["finished"],
+            )
+        elif say == "gone":
+            self._gone[message["rank"]] = message["died"]
+        elif say == "everybody":
+            took_s = time.monotonic() - self._began_s
+            self._tell(EventKind.RANKS_JOINED, {"world_size": self.world_size, "joined_s": took_s})
+            self._everybody.set()
+
+    def _called(self, message: Mapping[str, Any]) -> None:
+        kind, of_rank, words = message["kind"], message["of_rank"], message["words"] or ""
+        number = message["meeting"]
+        place = self.meetings.call(number, kind, of_rank=of_rank, words=words)
+        self._send({"do": "promise", "meeting": number, "place": place})
+        self._wanted(kind, of_rank, words)
+
+    def _answer(
+        self,
+        topic: str,
+        *,
+        values: dict[int, Any] | None = None,
+        failure: RanksError | None = None,
+    ) -> None:
+        with self._lock:
+            question = self._questions.get(topic)
+        if question is not None:
+            question.values, question.failure = values or {}, failure
+            question.decided.set()
+
+    def _lose(self, error: HubLost) -> None:
+        if self._leaving or self.lost is not None:
+            return
+        self.lost = error
+        self._parking.lose()
+        self.meetings.lose(error)
+        with self._lock:
+            questions = list(self._questions.values())
+        for question in questions:
+            question.failure = question.failure or error
+            question.decided.set()
+        self._everybody.set()
+        self._tell(EventKind.AGREEMENT_FAILED, {"what": "connection", "words": str(error)})
+        self._warn(
+            f"{error}. This rank trains on, and pauses alone; a stop cannot be agreed on any more, "
+            "so that the job would go on from its last checkpoint"
+        )
+
+    def _send(self, message: Any) -> None:
+        """Now, or when the hub is found.
+
+        Raises:
+            HubLost: it is gone, or was never found.
+        """
+        if self.lost is not None:
+            raise self.lost
+        link = self._link
+        if link is None:
+            with self._lock:
+                link = self._link
+                if link is None:
+                    self._waiting.append(message)
+                    return
+        link.send(message)
+
+    def _wake(self) -> None:
+        if self._link is not None:
+            self._link.wake()
+
+
+def _failure(message: Mapping[str, Any]) -> AgreementFailed:
+    missing, withdrawn = tuple(message["missing"]), tuple(message["withdrawn"])
+    parts = []
+    if missing:
+        parts.append(f"gone: rank {', '.join(map(str, missing))}")
+    if withdrawn:
+        parts.append(f"given up: rank {', '.join(map(str, withdrawn))}")
+    if message.get("words"):
+        parts.append(str(message["words"]))
+    return AgreementFailed(
+        f"not all ranks took part in {message['topic']!r}: {'; '.join(parts)}",
+        missing=missing,
+        withdrawn=withdrawn,
+    )

@@ -1,0 +1,167 @@
+"""Which rank of how many this process is, and what its peers can be found by.
+
+torchrun's variables count before Slurm's: its workers live below one Slurm task, and have ranks of
+their own. A process of neither is rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from hydroslurm.errors import UsageError
+from hydroslurm.slurm.allocation import Allocation
+
+FIRST_PORT = 20000
+PORTS = 6000
+"""Of torch's rendezvous, from FIRST_PORT on; the hub's follow. All lie below 32768, from where on
+Linux gives ports to whoever asks for any."""
+HUB_TRIES = 16
+"""Ports that the first rank tries for the hub, and the others look at."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks that train together, as one of them sees them.
+
+    Attributes:
+        rank, world_size: among all of them.
+        local_rank, local_world_size: among those of this node.
+        host: where rank 0 is: ``MASTER_ADDR`` where that is set, loopback on a single node, else
+            the first node of the job step.
+        life: the same for the ranks of one start of one job step, and for no others: job, job step
+            and how often it was restarted, or what torchrun has in their place.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host: str = LOOPBACK
+    life: str = ""
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> World:
+        """Read ``RANK``, ``WORLD_SIZE`` ... or SLURM_*.
+
+        Raises:
+            UsageError: a value that neither torchrun nor Slurm gives.
+        """
+        allocation = Allocation.from_environ(environ)
+        if environ.get("WORLD_SIZE") and environ.get("RANK"):
+            return cls._of_torch(environ, allocation)
+        if allocation is None or allocation.step_id is None:
+            return cls()
+        return cls(
+            rank=allocation.rank,
+            world_size=allocation.world_size,
+            local_rank=allocation.local_rank,
+            local_world_size=_tasks_here(environ, allocation),
+            host=environ.get("MASTER_ADDR") or _first_node(allocation),
+            life=_slurm_life(allocation),
+        )
+
+    @classmethod
+    def _of_torch(cls, environ: Mapping[str, str], allocation: Allocation | None) -> World:
+        rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        if rank >= size:
+            raise UsageError(
+                f"RANK={rank} and WORLD_SIZE={size} contradict each other: ranks go from 0 to "
+                f"{size - 1}. Was one of them set by hand?"
+            )
+        host, port = environ.get("MASTER_ADDR", LOOPBACK), environ.get("MASTER_PORT", "")
+        start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        run = environ.get("TORCHELASTIC_RUN_ID", "")
+        job = "" if allocation is None else _slurm_life(allocation)
+        return cls(
+            rank=rank,
+            world_size=size,
+            local_rank=_number(environ, "LOCAL_RANK", default=rank),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", default=size),
+            host=host,
+            # the port is chosen anew by each rendezvous; the count alone is not raised on a node
+            # whose workers were restarted because of another node
+            life=f"torch {run} {host}:{port} start {start} {job}".rstrip(),
+        )
+
+    @property
+    def torch_port(self) -> int:
+        """For ``MASTER_PORT``: another one in each life, so that no rank of the last is met."""
+        return FIRST_PORT + _digest(self.life) % PORTS
+
+    @property
+    def hub_ports(self) -> tuple[int, ...]:
+        """Where the hub may listen, in the order in which it tries."""
+        first = _digest(f"hub {self.life}")
+        return tuple(FIRST_PORT + PORTS + (first + 367 * n) % PORTS for n in range(HUB_TRIES))
+
+
+def set_torch_environment(environ: MutableMapping[str, str] | None = None) -> World:
+    """Give torch.distributed what ``init_process_group()`` reads, in ranks that srun has started.
+
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. What is set
+    already stays: torchrun's workers have all of it. The port depends on the job, the job step and
+    how often it was requeued, so that ranks of an earlier life are not met.
+
+    Args:
+        environ: changed in place; default: ``os.environ``.
+
+    Raises:
+        UsageError: a variable has a value that neither torchrun nor Slurm gives.
+    """
+    environ = os.environ if environ is None else environ
+    world = World.from_environ(environ)
+    environ.setdefault("MASTER_ADDR", world.host)
+    environ.setdefault("MASTER_PORT", str(world.torch_port))
+    environ.setdefault("RANK", str(world.rank))
+    environ.setdefault("WORLD_SIZE", str(world.world_size))
+    environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_world_size))
+    return world
+
+
+def _slurm_life(allocation: Allocation) -> str:
+    """The folder is part of it because job ids begin anew on every cluster, and two dev clusters on
+    one machine would meet at the same port."""
+    return (
+        f"slurm {allocation.cluster_name} job {allocation.job_id} step {allocation.step_id} "
+        f"restart {allocation.restart_count} {allocation.submit_dir}"
+    )
+
+
+def _first_node(allocation: Allocation) -> str:
+    """srun's task 0 is on the first node of its list, whatever the distribution."""
+    return allocation.nodes[0] if len(allocation.nodes) > 1 else LOOPBACK
+
+
+def _tasks_here(environ: Mapping[str, str], allocation: Allocation) -> int:
+    """The entry of this node in Slurm's ``2(x3),1``."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    counts: list[int] = []
+    for item in filter(None, text.split(",")):
+        count, _, times = item.partition("(x")
+        if not count.isdecimal() or not (times.rstrip(")") or "1").isdecimal():
+            raise UsageError(f"SLURM_TASKS_PER_NODE={text!r} is not a list such as 2(x3),1")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    if allocation.node_rank < len(counts):
+        return counts[allocation.node_rank]
+    return allocation.world_size if len(allocation.nodes) <= 1 else 1
+
+
+def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    value = environ.get(name, "")
+    if not value and default is not None:
+        return default
+    if not (value.isascii() and value.isdecimal()):
+        raise UsageError(
+            f"{name}={value!r} is not a number of 0 or more, as torchrun sets it. Unset RANK and "
+            "WORLD_SIZE to have Slurm's variables read"
+        )
+    return int(value)
+
+
+def _digest(text: str) -> int:
+    return zlib.crc32(text.encode())

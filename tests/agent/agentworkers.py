@@ -1,0 +1,175 @@
+"""Workers for an agent under test, and agents as children of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from processes import Child, child, wait_until
+
+from hydroslurm.events import Event, read_events
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from hydroslurm import registry
+from hydroslurm.events import Event, EventKind, EventLog, clocks
+
+# A rank as an agent sees it, without the seconds that torch takes to import: it announces itself,
+# listens, answers with events, and leaves as the files in the test's folder say.
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+log = EventLog(folder / "run" / "events" / f"rank-{rank:05d}.jsonl")
+pauses = 0
+
+def record(kind, **data):
+    mono_ns, epoch_ns = clocks()
+    log.append(Event(kind, mono_ns, epoch_ns, rank=rank, pid=os.getpid(), data=data))
+
+def tell(text):
+    with (folder / f"told-{rank}").open("a") as file:
+        file.write(f"{text} {os.getpid()}\\n")
+
+# handlers may interrupt each other, and the event log has a lock
+arrived = []
+
+def take(signo):
+    global pauses
+    name = signal.Signals(signo).name
+    if name in ("SIGTSTP", "SIGUSR1"):
+        pauses += 1
+        cause = "slurm" if name == "SIGTSTP" else "user"
+        record(EventKind.PARKED, park_us=5.0, held=1, pause=pauses, causes=[cause])
+    elif name in ("SIGCONT", "SIGUSR2"):
+        record(EventKind.RESUMED, parked_s=1.0, held=1, pause=pauses, causes=[])
+    else:
+        record(EventKind.STOP_REQUESTED, signal=name)
+    tell(name)
+
+def wait_for(name):
+    while arrived or not (folder / name).exists():
+        if arrived:
+            take(arrived.pop(0))
+        time.sleep(0.01)
+    return (folder / name).read_text()
+
+tell("began " + os.environ.get("HYDROSLURM_LIFE", "stock"))
+if (folder / "late").exists():
+    wait_for("announce")
+plan = dict(slurm_pause="TSTP", slurm_resume="CONT", user_pause="USR1", user_resume="USR2",
+            stop="TERM", warning="URG")
+numbers = {name: int(getattr(signal, f"SIG{short}")) for name, short in plan.items()}
+for signo in numbers.values():
+    signal.signal(signo, lambda signo, frame: arrived.append(signo))
+record(EventKind.INSTALLED)
+registry.announce(registry.folder(os.environ), registry.Entry(
+    os.getpid(), registry.start_ticks(os.getpid()), rank, str(log.path), numbers))
+tell("announced")
+code = wait_for(f"leave-{rank}")
+(folder / f"leave-{rank}").unlink()
+tell(f"leaves {code}")
+os._exit(int(code))
+"""
+
+AGENT = "from hydroslurm.cli import main\nmain()\n"
+STOCK = "from torch.distributed.run import main\nmain()\n"
+
+
+class Scene:
+    """A folder in which agents and workers talk through files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "worker.py"
+        self.script.write_text(WORKER)
+        self.environ = {
+            "HYDROSLURM_RUN_DIR": str(folder / "run"),
+            "HYDROSLURM_ALONE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    @contextlib.contextmanager
+    def agent(
+        self, *options: str, name: str = "agent", script: Path | None = None, stock: bool = False
+    ) -> Iterator[Child]:
+        """One agent; its workers are gone after the block too."""
+        place = self.folder / name
+        place.mkdir()
+        words = [*options, str(script or self.script), str(self.folder)]
+        arguments = words if stock else ["agent", "--", *words]
+        code = STOCK if stock else AGENT
+        with child(code, place, *arguments, environ=self.environ) as started:
+            try:
+                yield started
+            finally:
+                for pid in self.pids():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    def told(self, rank: int) -> list[str]:
+        """What a rank has told, without the process ids."""
+        return [line.rpartition(" ")[0] for line in self._lines(rank)]
+
+    def pid(self, rank: int) -> int:
+        """The process that told last as this rank."""
+        return int(self._lines(rank)[-1].rpartition(" ")[2])
+
+    def pids(self) -> set[int]:
+        """Of every worker that has ever told something."""
+        files = self.folder.glob("told-*")
+        return {int(line.split()[-1]) for file in files for line in file.read_text().splitlines()}
+
+    def lives(self, rank: int) -> list[str]:
+        """HYDROSLURM_LIFE of each start of a rank."""
+        began = [line for line in self.told(rank) if line.startswith("began ")]
+        return [line.removeprefix("began ") for line in began]
+
+    def wait_told(self, rank: int, text: str, *, times: int = 1) -> None:
+        """Until a rank has told something so often."""
+        wait_until(
+            lambda: self.told(rank).count(text) >= times,
+            f"rank {rank} tells {text!r} {times} times",
+        )
+
+    def leave(self, rank: int, status: int) -> None:
+        """Have a rank exit."""
+        temporary = self.folder / f".leave-{rank}"
+        temporary.write_text(str(status))
+        temporary.replace(self.folder / f"leave-{rank}")
+
+    def events(self, kind: str, *, node: int = 0) -> list[Event]:
+        """What the agent of a node has written down."""
+        path = self.folder / "run" / "events" / f"agent-{node:05d}.jsonl"
+        if not path.exists():
+            return []
+        return [event for event in read_events(path) if event.kind.value == kind]
+
+    def states(self, *, node: int = 0) -> list[Any]:
+        """The node's states that were reported, each with what had been asked."""
+        events = self.events("node_state", node=node)
+        return [(event.data["asked"], event.data["state"]) for event in events]
+
+    def wait_state(self, asked: str, state: str, *, node: int = 0) -> None:
+        wait_until(
+            lambda: (asked, state) in self.states(node=node),
+            f"node {node} reports {state} for {asked}",
+        )
+
+    def _lines(self, rank: int) -> list[str]:
+        path = self.folder / f"told-{rank}"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def one_node(workers: int, *, restarts: int = 3) -> list[str]:
+    """Options of an agent that is alone."""
+    return [f"--nproc-per-node={workers}", f"--max-restarts={restarts}"]

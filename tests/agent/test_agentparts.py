@@ -1,0 +1,248 @@
+"""The parts of an agent that need no process: judgement, defaults, states."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from hydroslurm.agent import nodestate, patience
+from hydroslurm.agent.defaults import Meeting, fill_in, meeting
+from hydroslurm.agent.mailbox import Interrupted, Mailbox
+from hydroslurm.agent.patience import Patience
+from hydroslurm.agent.status import Decision, decide, node_status
+from hydroslurm.agent.workers import Worker
+from hydroslurm.rankstate import RankState
+
+TERM = -int(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("codes", "stop_asked", "others_leave", "decision"),
+    [
+        ((None, None), True, True, Decision.GO_ON),
+        ((0, None), False, True, Decision.GO_ON),
+        ((0, 0), True, False, Decision.GO_ON),
+        ((75, None), False, True, Decision.WAIT),
+        ((75, None), False, False, Decision.END_OTHERS),
+        ((75, None), True, False, Decision.WAIT),
+        ((1, None), True, False, Decision.WAIT),
+        ((1, None), False, True, Decision.END_OTHERS),
+        ((TERM, None), False, True, Decision.END_OTHERS),
+        ((TERM, None), True, True, Decision.WAIT),
+        ((1, 1), False, True, Decision.GO_ON),
+        ((1, 0), True, True, Decision.LEAVE),
+        ((75, 1), False, True, Decision.LEAVE),
+    ],
+)
+def test_decision(
+    codes: tuple[int | None, ...], stop_asked: bool, others_leave: bool, decision: Decision
+) -> None:
+    """Who leaves on purpose is waited for, who fails is not, and after a stop nobody is ended."""
+    assert decide(codes, stop_asked=stop_asked, others_leave=others_leave) is decision
+
+
+@pytest.mark.parametrize(
+    ("codes", "stop_asked", "status"),
+    [
+        ((75, 75), True, 75),
+        ((75, 143), True, 143),
+        ((143, 93, 75), False, 93),
+        ((TERM, 75), True, 75),
+        ((TERM, TERM), True, 143),
+        ((TERM,), False, None),
+        ((TERM, 1), True, None),
+        ((1, -9), True, None),
+        ((0, 0), True, None),
+    ],
+)
+def test_node_status(codes: tuple[int, ...], stop_asked: bool, status: int | None) -> None:
+    """One status of many: what binds most, else what torchrun makes of it."""
+    assert node_status(codes, stop_asked=stop_asked) == status
+
+
+def _step(**values: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "12",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "n[1-3]",
+        "SLURM_NODEID": "1",
+        **values,
+    }
+
+
+def test_where_the_tasks_of_a_job_step_meet() -> None:
+    """One agent per task, at the first node, elsewhere in each life; one alone needs nothing."""
+    where = meeting(_step())
+    assert where is not None
+    assert (where.nnodes, where.run_id, where.is_host) == (3, "12.0.0", False)
+    assert where.endpoint.startswith("n1:")
+    first = meeting(_step(SLURM_PROCID="0", SLURM_NODEID="0"))
+    assert first is not None
+    assert (first.endpoint, first.is_host) == (where.endpoint, True)
+    again = meeting(_step(SLURM_RESTART_COUNT="1"))
+    assert again is not None
+    assert again.endpoint != where.endpoint
+    assert again.run_id == "12.0.1"
+    assert meeting(_step(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")) is None
+    assert meeting({}) is None
+
+
+def _arguments(**values: object) -> argparse.Namespace:
+    given = {"nnodes": "1:1", "rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_conf": ""}
+    return argparse.Namespace(**{**given, "rdzv_id": "none", "standalone": False, **values})
+
+
+@pytest.mark.parametrize(
+    "given", [{"nnodes": "2"}, {"standalone": True}, {"rdzv_endpoint": "h:1"}, {"rdzv_id": "7"}]
+)
+def test_what_was_said_stays(given: dict[str, object]) -> None:
+    """One word of the user's about the rendezvous, and none of it is changed."""
+    chosen = _arguments(**given)
+    assert not fill_in(chosen, Meeting(3, "n1:2", "12.0.0", True), untouched=_arguments())
+    assert chosen == _arguments(**given)
+
+
+def test_what_was_not_said_is_filled_in() -> None:
+    """Without a word the tasks meet in torch's c10d store, which the first of them has."""
+    chosen = _arguments()
+    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", True), untouched=_arguments())
+    assert vars(chosen) == {
+        "nnodes": "3", "rdzv_backend": "c10d", "rdzv_endpoint": "n1:2", "rdzv_id": "12.0.0",
+        "rdzv_conf": "is_host=1", "standalone": False,
+    }  # fmt: skip
+    chosen = _arguments(rdzv_conf="join_timeout=9")
+    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", False), untouched=_arguments())
+    assert (chosen.nnodes, chosen.rdzv_conf) == ("3", "join_timeout=9,is_host=0")
+
+
+def _rank(state: str, *causes: str, since: int = 1) -> RankState:
+    return RankState(rank=0, state=state, since_epoch_ns=since, causes=causes)
+
+
+def test_one_state_of_many() -> None:
+    """All parked is parked, else mixed; the last to park says since when."""
+    parked = nodestate.fold([_rank("parked", "user", since=5), _rank("parked", "slurm", since=9)])
+    assert (parked.name, parked.since_epoch_ns) == ("parked", 9)
+    assert parked.words() == "2 parked (slurm, user)"
+    assert parked.answers("slurm_pause")
+    assert not parked.answers("slurm_resume")  # one has not heard of it yet
+    assert nodestate.fold([_rank("parked", "user"), _rank("running")]).answers("slurm_resume")
+    mixed = nodestate.fold([_rank("parked", "user"), None])
+    assert (mixed.name, mixed.answers("user_pause")) == ("mixed", False)
+    assert nodestate.fold([_rank("stopping")]).answers("user_pause")
+    assert not nodestate.fold([_rank("running")]).answers("stop")
+    assert nodestate.read([Worker(0, 1)]).counts == {"silent": 1}
+
+
+def test_mailbox() -> None:
+    """Signals do not end the process, are told in their order to another thread, and the handlers
+    of before come back."""
+    before = signal.getsignal(signal.SIGUSR1)
+    box = Mailbox([signal.SIGUSR1, signal.SIGUSR2], stops=[signal.SIGUSR2])
+    box.open()
+    try:
+        for signo in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
+            os.kill(os.getpid(), signo)
+        assert box.wait(10.0) == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1]
+        assert box.wait(0.0) == []
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        box.open()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert box.wait(10.0) == [signal.SIGUSR1]
+        with box.interruptible():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(Interrupted), box.interruptible():
+            signal.raise_signal(signal.SIGUSR2)
+    finally:
+        box.close()
+    assert box.wait(10.0) is not None  # what had come before
+    assert box.wait(10.0) is None
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+class _Holder:
+    """What patience needs of torch's state holder."""
+
+    def __init__(self) -> None:
+        self.sanitized = self.synced = 0
+
+    def _sanitize(self) -> None:
+        self.sanitized += 1
+
+    def sync(self) -> bool | None:
+        self.synced += 1
+        self._sanitize()
+        return True
+
+
+def _handler(holder: object) -> SimpleNamespace:
+    settings = SimpleNamespace(keep_alive_interval=timedelta(seconds=1))
+    return SimpleNamespace(settings=settings, _state_holder=holder, num_nodes_waiting=lambda: 2)
+
+
+def test_silence_after_a_gap_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes are given up as ever, but not in the time after this process was stopped, and the
+    store is not asked between SIGTSTP and SIGCONT."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
+    holder = _Holder()
+    taught = Patience(_handler(holder), leaving=lambda: False, say=pytest.fail)
+    holder.sync()
+    now_s += 1.5
+    holder.sync()
+    assert (holder.synced, holder.sanitized) == (2, 2)
+    taught.suspend(True)
+    assert holder.sync() is None
+    now_s += 600
+    taught.suspend(False)
+    holder.sync()
+    now_s += 1.0
+    holder.sync()
+    assert (holder.synced, holder.sanitized) == (4, 2)
+    for _ in range(31):
+        now_s += 1.0
+        holder.sync()
+    assert holder.sanitized > 2
+
+
+def test_an_unknown_rendezvous_is_told_of() -> None:
+    """A torch whose rendezvous looks different works as before, and that is said once; one without
+    heartbeats needs nothing."""
+    said: list[str] = []
+    Patience(_handler(object()), leaving=lambda: False, say=said.append)
+    assert len(said) == 1
+    Patience(_handler(None), leaving=lambda: False, say=pytest.fail)
+
+
+def test_a_lost_store_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent with the store may leave a moment before ours hears of it; a node that leaves asks
+    nobody."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    def lost() -> int:
+        raise RendezvousConnectionError("gone")
+
+    now_s = time.monotonic()
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
+    leaving = False
+    handler = _handler(None)
+    asks: Callable[[], int] = handler.num_nodes_waiting
+    assert Patience(handler, leaving=lambda: leaving, say=pytest.fail).num_nodes_waiting() == asks()
+    handler = _handler(None)
+    handler.num_nodes_waiting = lost
+    taught = Patience(handler, leaving=lambda: leaving, say=pytest.fail)
+    assert handler.num_nodes_waiting() == 0
+    now_s += 31
+    with pytest.raises(RendezvousConnectionError):
+        taught.num_nodes_waiting()
+    leaving = True
+    assert taught.num_nodes_waiting() == 0

@@ -1,0 +1,295 @@
+"""Scenes of jointly.py: real ranks that save together, choose together, or cannot. Each returns how
+many rounds it had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint.disks import HeldDisk
+from checkpoint.faulty import CountingStorage
+from checkpoint.jointstates import (
+    ABANDONED,
+    COMMITTED,
+    NOT_SAVED,
+    RANKS,
+    SIGKILLED,
+    joint_state,
+    look,
+    save,
+)
+from checkpoint.pipepeers import PipePeers, together
+from checkpoint.states import same
+
+from hydroslurm.checkpoint.choosing import choose
+from hydroslurm.checkpoint.deadline import Action
+from hydroslurm.checkpoint.outcome import SaveEvent
+from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveAbandoned, SaveFailed
+
+
+def two_deaths(folder: Path) -> int:
+    """Rank 0 dies before its commit, and rank 1 when it finishes that: rank 2 does."""
+    first = together(RANKS, lambda p: save(folder / "c", p, 1, CountingStorage(), "first"))
+    assert first == [COMMITTED] * RANKS
+
+    def work(peers: PipePeers) -> int:
+        def hook(when: str, topic: str) -> None:
+            if (peers.rank, when, topic) in (
+                (0, "after", "save/written"),
+                (1, "after", "save/commit/0"),
+            ):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        peers.hook = hook
+        return save(folder / "c", peers, 2, CountingStorage(), "save")
+
+    assert together(RANKS, work) == [SIGKILLED, SIGKILLED, COMMITTED]
+    assert look(folder / "c", (2,)) == 2
+    assert len(list((folder / "c").iterdir())) == 2
+    return 1
+
+
+def given_up(folder: Path) -> int:
+    """One rank that is cancelled while it writes ends the save for all, with the same words."""
+
+    def work(peers: PipePeers) -> int:
+        cancel = threading.Event()
+        if peers.rank == 1:
+            cancel.set()
+        store = CheckpointStore(folder / "c", peers=peers, patience_s=60)
+        try:
+            store.write(joint_state(1, peers.rank), step=1, kind="stop", cancel=cancel)
+        except SaveAbandoned as error:
+            (folder / f"words-{peers.rank}").write_text(str(error))
+            return ABANDONED
+        except SaveFailed as error:
+            (folder / f"words-{peers.rank}").write_text(str(error))
+            return NOT_SAVED
+        return COMMITTED
+
+    ended = together(RANKS, work)
+    assert set(ended) <= {ABANDONED, NOT_SAVED}, ended
+    words = {(folder / f"words-{rank}").read_text() for rank in range(RANKS)}
+    assert len(words) == 1, words
+    assert "rank 1" in words.pop()
+    assert not any((folder / "c").iterdir())
+    return 1
+
+
+def leftovers(folder: Path) -> int:
+    """What a dead joint save has left is removed, but not while others may be finishing it."""
+    where = folder / "c"
+
+    def work(peers: PipePeers) -> int:
+        def hook(_when: str, topic: str) -> None:
+            if "written" in topic:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        peers.hook = hook
+        return save(where, peers, 1, CountingStorage(), "save")
+
+    assert together(RANKS, work) == [SIGKILLED] * RANKS
+    (left,) = where.iterdir()
+    CheckpointStore(where).prune(keep=1)
+    assert left.exists()
+    long_ago = time.time() - 1200
+    for path in (*left.iterdir(), left):
+        os.utime(path, (long_ago, long_ago))
+    CheckpointStore(where).prune(keep=1)
+    assert not left.exists()
+    return 1
+
+
+def patience(folder: Path) -> int:
+    """A rank that does not come makes the others fail, which name it; it is told the same."""
+    words: dict[str, Any] = {}
+
+    def work(peers: PipePeers) -> int:
+        store = CheckpointStore(folder / "c", peers=peers)
+        state = joint_state(1, peers.rank)
+        if peers.rank == 2:
+            # comes when the first has given up
+            try:
+                peers.agree("wait", None, timeout_s=60)
+            except Exception:
+                return 1
+        try:
+            store.write(state, step=1, kind="manual", timeout_s=0.3 if peers.rank == 0 else 60)
+        except SaveFailed as error:
+            words[str(peers.rank)] = str(error)
+            (folder / f"words-{peers.rank}").write_text(str(error))
+            if peers.rank != 2:
+                peers.agree("wait", None, timeout_s=60)
+            return NOT_SAVED
+        return COMMITTED
+
+    assert together(RANKS, work) == [NOT_SAVED] * RANKS
+    found = {(folder / f"words-{rank}").read_text() for rank in range(RANKS)}
+    assert len(found) == 1, found
+    assert "rank 0 is no longer waiting" in found.pop()
+    return 1
+
+
+def unlike(folder: Path) -> int:
+    """Ranks that hold other tensors, and one with what cannot be saved: all are told."""
+
+    def work(peers: PipePeers) -> int:
+        store = CheckpointStore(folder / "c", peers=peers)
+        shared = {"model": {"w": torch.zeros(4 + (peers.rank == 2))}}
+        for topic, state, wanted in (
+            ("a", State(shared, {}), "rank 0 holds 1 tensors, .*, rank 2 1 tensors"),
+            ("b", State({}, {"odd": object() if peers.rank == 1 else 1}), "rank 1: "),
+        ):
+            with pytest.raises(CheckpointError, match=wanted):
+                store.write(state, step=1, kind="manual", topic=topic)
+        return 0
+
+    assert together(RANKS, work) == [0] * RANKS
+    assert not any((folder / "c").iterdir())
+    return 1
+
+
+def choosing(folder: Path) -> int:
+    """All ranks choose the same; a damaged file is found by whoever looks at it."""
+    where, rounds_done = folder / "c", 0
+    for step in (1, 2, 3):
+        ended = together(RANKS, lambda p: save(where, p, step, CountingStorage(), "s"))  # noqa: B023
+        assert ended == [COMMITTED] * RANKS
+    assert _chosen(where) == ([3] * RANKS, 0)
+    names = sorted(path.name for path in (where / "step-000000003").iterdir())
+    for name in names:
+        damaged = where / "step-000000003" / name
+        good = damaged.read_bytes()
+        damaged.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        assert _chosen(where) == ([2] * RANKS, 1), name
+        damaged.write_bytes(good)
+        rounds_done += 1
+    for step in (1, 2, 3):
+        (where / f"step-{step:09d}" / "shared.json").unlink()
+    assert _chosen(where) == ([-1] * RANKS, 0)
+    assert _chosen(folder / "none") == ([0] * RANKS, 0)
+    return rounds_done
+
+
+def _chosen(where: Path) -> tuple[list[int], int]:
+    """The steps that the ranks choose (0: nothing, -1: none is good), and the warnings of all."""
+
+    def work(peers: PipePeers) -> int:
+        store = CheckpointStore(where, peers=peers)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = choose(store, topic="resume")
+                step = 0 if found is None else found.step
+                if found is not None:
+                    store.load(found, verify=False)
+            except CheckpointCorrupt:
+                step = 9
+        return step + 10 * len([one for one in caught if one.category is RuntimeWarning])
+
+    ended = together(RANKS, work)
+    steps = [-1 if code % 10 == 9 else code % 10 for code in ended]
+    assert all(code < 10 for code in ended[1:]), "only rank 0 warns"
+    return steps, ended[0] // 10
+
+
+def readable(folder: Path) -> int:
+    """DCP's own reader takes the tensors of all ranks out of a joint checkpoint."""
+    assert together(RANKS, lambda p: save(folder / "c", p, 1, CountingStorage(), "s")) == [0, 0, 0]
+    (found,) = CheckpointStore(folder / "c").committed()
+    wanted = joint_state(1, 0).shared["large"]
+    target = {f"shared/large.{name}": torch.zeros_like(wanted[name]) for name in ("w0", "w1", "w3")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it loads in a single process
+        dcp.load(target, checkpoint_id=found.path, no_dist=True)
+    assert all(same(one, wanted[key.rsplit(".", 1)[1]]) for key, one in target.items())
+    written = [path.stat().st_size for path in sorted(found.path.glob("*.distcp"))]
+    assert len(written) == RANKS
+    assert max(written) < 2 * min(written), "the large tensors are divided"
+    return 1
+
+
+def savers(folder: Path) -> int:
+    """Savers of several ranks skip, wait and choose alike, whatever only one of them sees."""
+
+    def work(peers: PipePeers) -> int:
+        disk = HeldDisk(1) if peers.rank == 1 else HeldDisk()
+        store = CheckpointStore(folder / "c", storage=disk, peers=peers, patience_s=60)
+        events: list[SaveEvent] = []
+        saver = Saver(store, peers=peers, topic="train", patience_s=60, tell=events.append)
+        saver.reserve(joint_state(1, peers.rank))
+        saver.start(joint_state(1, peers.rank), step=1)
+        saver.start(joint_state(2, peers.rank), step=2)
+        assert [one.kind.value for one in events][-1] == "save_skipped"
+        peers.agree("let go", None)
+        disk.let_go.set()
+        assert saver.save(joint_state(3, peers.rank), step=3).tier is Tier.DURABLE
+        # only one rank knows that there is hardly any time
+        left_s = 1e-3 if peers.rank == 2 else 600.0
+        deadline_s = time.monotonic() + 600
+        disk.hold(4)
+        saver.start(joint_state(4, peers.rank), step=4)
+        saved = saver.save_by(
+            lambda: joint_state(5, peers.rank), step=5, deadline_mono_s=time.monotonic() + left_s
+        )
+        (folder / f"choice-{peers.rank}").write_text(str(saved.choice))
+        saver.give_up()
+        disk.let_go.set()
+        assert saver.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
+        final = saver.save_by(joint_state(6, peers.rank), step=6, deadline_mono_s=deadline_s)
+        assert final.tier is Tier.DURABLE, final.reason
+        assert final.checkpoint is not None
+        assert final.checkpoint.step == 6
+        again = saver.save_by(joint_state(6, peers.rank), step=6, deadline_mono_s=deadline_s)
+        assert again.choice is Action.NOTHING
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            saver.close()
+        return 0
+
+    assert together(RANKS, work) == [0] * RANKS
+    assert len({(folder / f"choice-{rank}").read_text() for rank in range(RANKS)}) == 1
+    assert look(folder / "c", (6,)) == 6
+    return 1
+
+
+def savers_without_one(folder: Path) -> int:
+    """When a rank is gone, the savers of the others say so and nobody waits for it."""
+
+    def work(peers: PipePeers) -> int:
+        store = CheckpointStore(folder / "c", peers=peers, patience_s=60)
+        saver = Saver(store, topic="train", patience_s=60)
+        saver.save(joint_state(1, peers.rank), step=1)
+        if peers.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert saver.start(joint_state(2, peers.rank), step=2) == 0.0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saver.poll()
+        assert "rank 1 is gone" in str(caught[0].message)
+        with pytest.raises(SaveFailed, match="rank 1 is gone"):
+            saver.save(joint_state(3, peers.rank), step=3)
+        saved = saver.save_by(
+            joint_state(4, peers.rank), step=4, deadline_mono_s=time.monotonic() + 60
+        )
+        assert "rank 1 is gone" in saved.reason
+        assert saved.tier is None
+        assert saved.checkpoint is not None
+        assert saved.checkpoint.step == 1
+        saver.close()
+        return 0
+
+    assert together(RANKS, work) == [0, SIGKILLED, 0]
+    assert look(folder / "c", (1,)) == 1
+    return 1

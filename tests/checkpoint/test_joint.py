@@ -1,0 +1,63 @@
+"""Saves of several ranks, killed, broken or given up anywhere: there is one outcome for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import child
+
+PROGRAM = Path(__file__).with_name("jointly.py")
+
+
+def run(folder: Path, program: Path, *arguments: str) -> int:
+    """How many rounds the program counts."""
+    code = f"import sys; sys.argv[1:] = {[str(folder), *arguments]!r}\n"
+    code += f"sys.path.insert(0, {str(program.parent.parent)!r})\n"
+    code += f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
+    with child(code, folder, environ={"OMP_NUM_THREADS": "1"}) as running:
+        done = int(running.expect("done", limit_s=180))
+        assert running.wait() == 0
+    return done
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_at_every_call(quick_folder: Path, rank: int) -> None:
+    """After a SIGKILL of one rank at an I/O call the old or the new state is there, whole, and all
+    survivors say the same, and what is true."""
+    assert run(quick_folder, PROGRAM, f"calls_of_rank_{rank}") >= 15
+
+
+def test_killed_at_agreements(quick_folder: Path) -> None:
+    """A rank killed before or after any agreement: once all have written, the checkpoint is
+    committed whoever dies."""
+    assert run(quick_folder, PROGRAM, "kills_at_agreements") == 18
+
+
+def test_one_broken_disk(quick_folder: Path) -> None:
+    """When one rank cannot write, all of them fail, and what was committed before is whole."""
+    assert run(quick_folder, PROGRAM, "broken_disks") >= 20
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        "two_deaths",
+        "given_up",
+        "leftovers",
+        "patience",
+        "unlike",
+        "readable",
+        "savers",
+        "savers_without_one",
+    ],
+)
+def test_scene(quick_folder: Path, scene: str) -> None:
+    """What the scene's docstring in jointly.py says."""
+    assert run(quick_folder, PROGRAM, scene) == 1
+
+
+def test_all_choose_the_same(quick_folder: Path) -> None:
+    """The newest good checkpoint is agreed on; one damaged byte in any file is found by the ranks
+    together, and costs one warning and a fallback."""
+    assert run(quick_folder, PROGRAM, "choosing") >= 10

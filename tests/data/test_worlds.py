@@ -1,0 +1,318 @@
+"""A run that comes back with another number of ranks: three, then two, then four."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from hydroslurm.data import ResumableSampler, SeededDataset, position_of
+from hydroslurm.data.position import LoaderPosition
+from hydroslurm.errors import StateMismatch, UsageError
+
+# torchdata 0.11 still calls it
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+EPOCHS = 2
+MANY = 10**6
+
+# worlds that divide the global batch, each with the steps that a life of it makes
+lives = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 9)), max_size=6)
+
+
+class Places:
+    """A data set whose samples are their index and their place in the order of the epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> tuple[int, int]:
+        return int(index), index.position
+
+
+class World:
+    """All ranks of one life, each with a loader and a position of its own."""
+
+    def __init__(self, length: int, world: int, size: int, *, drops: tuple[bool, bool]) -> None:
+        sampler_drops, loader_drops = drops
+        self.positions: list[LoaderPosition] = []
+        for rank in range(world):
+            sampler = ResumableSampler(length, drop_last=sampler_drops)
+            loader = DataLoader(Places(length), size, sampler=sampler, drop_last=loader_drops)  # type: ignore[arg-type,var-annotated]
+            self.positions.append(position_of(loader, rank=rank, world_size=world))
+
+    def train(self, state: Any, steps: int) -> tuple[list[tuple[int, Any]], Any]:
+        """Go on from one rank's state for so many steps, or to the end of the last epoch.
+
+        Returns the epoch and all ranks' (index, place) of each step, and the state of rank 0.
+        """
+        seen: list[tuple[int, Any]] = []
+        first = state["epoch"] if state else 0
+        for epoch in range(first, EPOCHS):
+            resumed = epoch == first and state is not None
+            ranks = [
+                position.resume_epoch(state) if resumed else position.begin_epoch(epoch)
+                for position in self.positions
+            ]
+            while len(seen) < steps:
+                step = [next(batches, None) for batches in ranks]
+                if None in step:
+                    assert step == [None] * len(step), "the ranks end together"
+                    break
+                seen.append((epoch, [rows(batch) for batch in step]))
+            else:
+                break
+        return seen, self.state()
+
+    def state(self) -> Any:
+        states = [position.state_dict() for position in self.positions]
+        assert all(state == states[0] for state in states), "all ranks are at the same place"
+        return states[0]
+
+
+def rows(batch: Any) -> list[tuple[int, int]]:
+    indexes, places = batch
+    return list(zip(indexes.tolist(), places.tolist(), strict=True))
+
+
+def train(
+    length: int,
+    parts: list[tuple[int, int]],
+    size: Any,
+    *,
+    drops: tuple[bool, bool],
+    last_world: int = 1,
+) -> list[tuple[int, Any]]:
+    """All lives, the last of them to the end."""
+    seen: list[tuple[int, Any]] = []
+    state = None
+    for world, steps in [*parts, (last_world, MANY)]:
+        more, state = World(length, world, size(world), drops=drops).train(state, steps)
+        seen += more
+    return seen
+
+
+def places(seen: list[tuple[int, Any]], epoch: int) -> list[int]:
+    """The places in the order of the epoch that all ranks' batches came from, sorted."""
+    steps = (step for when, step in seen if when == epoch)
+    return sorted(place for step in steps for batch in step for _, place in batch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches=st.integers(1, 4), size=st.integers(1, 2), parts=lives, drop=st.booleans())
+def test_each_sample_once_where_the_ranks_divide_them(
+    batches: int, size: int, parts: list[tuple[int, int]], drop: bool
+) -> None:
+    """Any worlds, stopped anywhere: each sample of each epoch once, none is repeated, and each step
+    takes the samples that it takes with one rank."""
+    length, of_all = 12 * size * batches, 12 * size
+    seen = train(length, parts, lambda world: of_all // world, drops=(drop, drop))
+    alone = train(length, [], lambda world: of_all // world, drops=(drop, drop))
+    for epoch in range(EPOCHS):
+        assert places(seen, epoch) == list(range(length))
+    for (epoch, step), (alone_epoch, (whole,)) in zip(seen, alone, strict=True):
+        assert epoch == alone_epoch
+        assert sorted(row for batch in step for row in batch) == sorted(whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(0, 60), size=st.integers(1, 2), parts=lives, drop=st.booleans())
+def test_uneven_ends_with_the_same_rule(
+    length: int, size: int, parts: list[tuple[int, int]], drop: bool
+) -> None:
+    """With one drop_last for sampler and loader the number of steps is that of one rank; the last
+    few samples are left out, or the first few of the order repeated, and nothing else happens."""
+    of_all = 12 * size
+    seen = train(length, parts, lambda world: of_all // world, drops=(drop, drop))
+    for epoch in range(EPOCHS):
+        steps = sum(when == epoch for when, _ in seen)
+        assert steps == (length // of_all if drop else -(-length // of_all))
+        found = places(seen, epoch)
+        if drop:
+            assert found == list(range(length // of_all * of_all))
+        else:
+            assert found[:length] == list(range(length))
+            assert found[length:] == list(range(length, len(found)))
+            assert len(found) - length < max([world for world, _ in parts], default=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(0, 60),
+    parts=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=6),
+    sizes=st.lists(st.integers(1, 4), min_size=7, max_size=7),
+    drops=st.tuples(st.booleans(), st.booleans()),
+    last_world=st.integers(1, 5),
+)
+def test_whatever_the_worlds_and_batches_are(
+    length: int,
+    parts: list[tuple[int, int]],
+    sizes: list[int],
+    drops: tuple[bool, bool],
+    last_world: int,
+) -> None:
+    """Other batches in each life, and mixed rules at the end: no place in the order comes twice,
+    none is passed over, and only places behind the last sample are repeats."""
+    size = iter(sizes)
+    seen = train(length, parts, lambda _: next(size), drops=drops, last_world=last_world)
+    for epoch in range(EPOCHS):
+        found = places(seen, epoch)
+        assert found == list(range(len(found)))
+        if drops == (False, False):
+            assert len(found) >= length
+        repeats = [
+            index
+            for when, step in seen
+            for batch in step
+            for index, place in batch
+            if when == epoch and place >= length
+        ]
+        assert len(repeats) == max(0, len(found) - length)
+
+
+def test_a_place_behind_the_last_sample_is_a_repeat() -> None:
+    """Repeats are the first samples of the epoch's order, and their index says so."""
+    samplers = [ResumableSampler(5, rank=rank, world_size=3) for rank in range(3)]
+    order = list(ResumableSampler(5, rank=0, world_size=1))
+    (repeat,) = [index for sampler in samplers for index in sampler if index.position >= 5]  # type: ignore[attr-defined]
+    assert repeat == order[0]
+
+
+# --- who a rank is
+
+
+@pytest.fixture
+def third_of_four() -> Iterator[None]:
+    """This process is rank 2 of 4 to torch.distributed; nobody else is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_sampler_follows_the_process_group(third_of_four: None) -> None:
+    """Asked when an iterator begins; a rank that was given stays."""
+    following, given_ = ResumableSampler(8), ResumableSampler(8, rank=0, world_size=2)
+    assert (following.rank, following.world_size, len(following)) == (2, 4, 2)
+    assert list(following) == list(ResumableSampler(8, rank=2, world_size=4))
+    assert (given_.rank, given_.world_size, len(given_)) == (0, 2, 4)
+    iterator = iter(following)
+    next(iterator)
+    dist.destroy_process_group()
+    assert following.state_dict()["consumed"] == 4, "what has begun with four ranks stays theirs"
+    assert (following.rank, following.world_size, len(list(following))) == (0, 1, 8)
+
+
+def test_a_position_follows_the_process_group(third_of_four: None) -> None:
+    """Also when the group is gone before the last save of the epoch."""
+    position = position_of(DataLoader(range(16), 2, sampler=ResumableSampler(16)))  # type: ignore[arg-type,var-annotated]
+    next(position.begin_epoch(0))
+    replayed = position_of([1, 2])
+    replayed.begin_epoch(0)
+    dist.destroy_process_group()
+    state = position.state_dict()
+    assert (state["world_size"], state["sampler"]["consumed"]) == (4, 8)
+    assert replayed.state_dict()["world_size"] == 4
+
+
+def test_a_sampler_takes_the_rank_that_its_position_was_told() -> None:
+    """Without a process group, and unless it was given one of its own (model parallel ranks share
+    their samples)."""
+    told, own = ResumableSampler(8), ResumableSampler(8, rank=0, world_size=2)
+    for sampler in (told, own):
+        position = position_of(DataLoader(range(8), 2, sampler=sampler), rank=3, world_size=4)  # type: ignore[arg-type,var-annotated]
+        list(position.begin_epoch(0))
+        assert position.state_dict()["world_size"] == 4
+    assert (told.rank, told.world_size) == (3, 4)
+    assert (own.rank, own.world_size) == (0, 2)
+
+
+def test_half_a_rank_is_refused() -> None:
+    """Both numbers or none."""
+    with pytest.raises(UsageError, match="both of them"):
+        position_of([1], rank=1)
+    with pytest.raises(UsageError, match="both of them"):
+        ResumableSampler(3, world_size=2)
+    with pytest.raises(UsageError, match="not 2 of 2"):
+        position_of([1], rank=2, world_size=2)
+
+
+# --- loaders that cannot
+
+
+def replayed() -> Any:
+    return [1, 2, 3]
+
+
+def stateful() -> Any:
+    return StatefulDataLoader(range(6), 2)  # type: ignore[arg-type,var-annotated]
+
+
+@pytest.mark.parametrize("make", [replayed, stateful])
+def test_loaders_that_only_the_same_ranks_can_resume(make: Any) -> None:
+    """Inside an epoch the numbers are named; before it and at its end another world goes on."""
+    position = position_of(make(), rank=0, world_size=3)
+    unbegun = position.state_dict()
+    batches = position.begin_epoch(0)
+    next(batches)
+    inside = position.state_dict()
+    list(batches)
+    end = position.state_dict()
+
+    for rank, world_size in itertools.product(range(2), (2, 4)):
+        other = position_of(make(), rank=rank, world_size=world_size)
+        with pytest.raises(StateMismatch, match=rf"epoch 0, which 3 .* there are {world_size}.*Re"):
+            other.resume_epoch(inside)
+        assert len(list(other.resume_epoch(unbegun))) == 3
+        assert other.state_dict()["world_size"] == world_size
+        other = position_of(make(), rank=rank, world_size=world_size)
+        assert list(other.resume_epoch(end)) == []
+        assert other.state_dict()["finished"]
+        assert len(list(other.begin_epoch(1))) == 3
+    with (
+        pytest.warns(UserWarning, match="1 batches")
+        if make is replayed
+        else contextlib.nullcontext()
+    ):
+        assert len(list(position_of(make(), rank=2, world_size=3).resume_epoch(inside))) == 2
+
+
+def test_a_position_that_does_not_say_its_world_is_of_one_rank() -> None:
+    """The first ones did not, and one rank was all there was."""
+    position = position_of([1, 2, 3])
+    next(position.begin_epoch(0))
+    state = {name: value for name, value in position.state_dict().items() if name != "world_size"}
+    with pytest.raises(StateMismatch, match="which 1 ranks had begun; now there are 2"):
+        position_of([1, 2, 3], rank=0, world_size=2).resume_epoch(state)
+
+
+def test_a_new_rank_takes_the_generators_of_rank_0() -> None:
+    """The loader's and the sampler's own, from a save that it had no part in."""
+
+    def loader() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        data = SeededDataset(torch.arange(24))
+        return DataLoader(data, 2, sampler=ResumableSampler(24), generator=generator)
+
+    first = position_of(loader(), rank=0, world_size=2)
+    next(first.begin_epoch(0))
+    first._loader.generator.manual_seed(77)  # type: ignore[attr-defined]
+    state = first.state_dict()
+    new = loader()
+    batches = position_of(new, rank=3, world_size=4).resume_epoch(state)
+    assert new.generator is not None
+    assert new.generator.initial_seed() == 77
+    assert torch.equal(next(batches), torch.tensor(list(ResumableSampler(24))[4:][3::4][:2]))

@@ -1,0 +1,93 @@
+"""A closed gate that lets ranks on to a collective, with real process groups; who refuses to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.errors import InstallError
+from hydroslurm.runtime.gate.hooks import HooksGate
+from hydroslurm.runtime.gate.native_gate import NativeGate
+from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind
+from tests.processes import Child, child
+
+PROGRAM = Path(__file__).parent / "ranks_at_collectives.py"
+ENVIRON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with child(PROGRAM.read_text(), folder, str(folder), environ=ENVIRON) as program:
+        program.expect("ready")
+        yield program
+
+
+@pytest.mark.parametrize("scene", ["ddp", "fsdp", "functional_and_two_groups", "both_ways"])
+def test_ranks_meet_at_one_collective(ranks: Child, scene: str) -> None:
+    """Two ranks that are paused anywhere are let through to the same collective: the numbers that
+    torch keeps are equal and what was asked for to the one, none is in flight, and both go on."""
+    ranks.say(scene)
+    assert ranks.expect(f"ended {scene}", limit_s=180) == "OK", str(ranks)
+
+
+def test_let_through_wants_a_number_and_a_started_gate() -> None:
+    """A negative number, one that is no 64-bit number, and a gate that does not run are refused."""
+    gate = NativeGate()
+    assert gate.stops_at_collectives
+    with pytest.raises(InstallError, match="not started"):
+        gate.let_through(1)
+    with pytest.raises(InstallError, match="not started"):
+        gate.hold_here()
+    gate.start([])
+    for n in (-1, 1 << 40, 1 << 70, -(1 << 70)):
+        with pytest.raises(InstallError, match=str(n)):
+            gate.let_through(n)
+    gate.let_through(3)
+    gate.let_through(0)
+    gate.hold_here()
+    assert gate.status().allowance == 0
+    gate.stop()
+    assert gate.wait_events(0) == []
+
+
+def test_peers_is_a_cause_of_its_own() -> None:
+    """PEERS closes the gate and keeps it closed when another cause goes, and the reverse."""
+    gate = NativeGate()
+    gate.start([])
+    kinds: list[GateEventKind] = []
+
+    def until(kind: GateEventKind) -> None:
+        while kind not in kinds:
+            kinds.extend(event.kind for event in gate.wait_events(1.0))
+        kinds.clear()
+
+    with gate.exempt():
+        gate.request(Action.PAUSE, Cause.PEERS)
+        until(GateEventKind.GATE_CLOSED)
+        gate.request(Action.PAUSE, Cause.API)
+        until(GateEventKind.CAUSES_CHANGED)
+        assert gate.status().causes == Cause.PEERS | Cause.API
+        gate.request(Action.RESUME, Cause.API)
+        until(GateEventKind.CAUSES_CHANGED)
+        assert gate.status().causes.names() == ["peers"]
+        gate.request(Action.RESUME, Cause.PEERS)
+        until(GateEventKind.GATE_OPENED)
+    gate.stop()
+
+
+def test_module_hooks_cannot_stop_at_collectives() -> None:
+    """The fallback says so, and refuses instead of letting anybody run on."""
+    gate = HooksGate()
+    assert not gate.stops_at_collectives
+    gate.start([])
+    try:
+        with pytest.raises(InstallError, match="native gate"):
+            gate.let_through(1)
+        gate.hold_here()
+    finally:
+        gate.stop()
+    with pytest.raises(InstallError, match="not started"):
+        gate.hold_here()

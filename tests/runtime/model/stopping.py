@@ -1,0 +1,332 @@
+"""Ranks that stop, or save, at one place: the real book of the hub and the real meetings of each
+rank, and around them what may come in any order.
+
+A rank is a training thread, a thread that hears the hub, and two channels, first in first out. What
+a thread does under a lock is one step of the model. With ``by_access`` so is each access without
+one: the training thread raises its place, and then looks whether a meeting was called; the other
+appends the meeting to the list, and then reads the place. Between any two steps anything may happen
+elsewhere.
+
+Before a place there may be a collective, which ends for nobody before every rank has come to it.
+Its end and the raising of the place are one step, for the first cannot be noticed elsewhere.
+
+A training thread may see its own rank's signal first. It can then do no more than what the other
+thread is about to do, call a meeting, so that this is among the interleavings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from runtime.model.books import Books
+from runtime.model.members import (
+    LIVING,
+    RANKS,
+    Habits,
+    Message,
+    Rank,
+    RealMeetings,
+    Words,
+    begin,
+    leave,
+    send,
+)
+
+
+class State(NamedTuple):
+    """All ranks, the number of the book's content, and the weather that may still come."""
+
+    ranks: tuple[Rank, ...]
+    book: int
+    signals: int
+    deaths: int
+    saves: int
+    anybody_died: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """The model.
+
+    Args:
+        collectives: whether there is one before each place.
+        signals, deaths, saves: how often at most; saves are wanted by rank 0.
+        joined: ranks that are connected from the start; the others join at some time.
+        by_access: one step is one access to what threads share, and not all that is done under one
+            lock, or about it.
+        both_at_once: the first save and the first signal are wanted at once, and heard at any
+            moment; a part of what there is.
+        signalled: ranks that get the signals.
+        alike: which rank is the first to die makes no difference.
+    """
+
+    books: Books
+    collectives: tuple[bool, ...] = (True, True, True)
+    signals: int = 0
+    deaths: int = 0
+    saves: int = 0
+    joined: tuple[bool, ...] = (True,) * RANKS
+    by_access: bool = False
+    both_at_once: bool = False
+    signalled: tuple[int, ...] = tuple(range(RANKS))
+    alike: bool = True
+    habits: Habits = field(default_factory=Habits)
+
+    @cached_property
+    def _meetings(self) -> RealMeetings:
+        return RealMeetings(self.habits.meetings)
+
+    @property
+    def last(self) -> int:
+        return len(self.collectives)
+
+    def starts(self) -> Iterator[State]:
+        """What is wanted first is wanted at once, and on its way to all. That it is wanted at any
+        moment is that each rank hears of it at any moment. A save that is wanted after a stop is
+        none, so that a save comes first."""
+        book = self.books.new
+        for rank, is_here in enumerate(self.joined):
+            if is_here:
+                book, _ = self.books.after(book, ("join", rank))
+        ranks = tuple(Rank(joined=is_here) for is_here in self.joined)
+        state = State(ranks, book, self.signals, self.deaths, self.saves)
+        if self.saves:
+            state = self._want_save(state)
+            yield self._signal(state, self.signalled[0]) if self.both_at_once else state
+        elif self.signals and all(self.joined):
+            yield self._signal(state, 0)
+        else:
+            yield state
+
+    # --- what may happen to them
+    # --------------------------------------------------------------------------------------------
+
+    def weather(self, state: State) -> Iterator[tuple[Words, State]]:
+        """Signals, deaths and the clock of the periodic saves.
+
+        The hub has the call at once: a call that takes its time is one that is made later, for
+        nothing in its rank waits for it.
+        """
+        is_first = state.deaths == self.deaths
+        for number, rank in enumerate(state.ranks):
+            if rank.phase not in LIVING:
+                continue
+            if state.signals and number in self.signalled:
+                yield ("signal to rank", number), self._signal(state, number)
+            if state.deaths and rank.joined and not (number and is_first and self.alike):
+                yield from self._death(state, number, rank)
+        if state.saves and state.ranks[0].phase in LIVING:
+            yield ("rank 0 wants a save",), self._want_save(state)
+
+    def _signal(self, state: State, number: int) -> State:
+        rank = state.ranks[number]
+        after = put(state, number, rank._replace(signals=rank.signals + 1))
+        after = after._replace(signals=state.signals - 1)
+        return self._tell(after, "handle", number, "want", "stop") if rank.joined else after
+
+    def _want_save(self, state: State) -> State:
+        return self._tell(state._replace(saves=state.saves - 1), "handle", 0, "want", "save")
+
+    def _death(self, state: State, number: int, rank: Rank) -> Iterator[tuple[Words, State]]:
+        after = state._replace(deaths=state.deaths - 1, anybody_died=True)
+        dead = Rank("dead", entered=rank.entered, saves=rank.saves)
+        arrives = dead._replace(up=(*rank.up, ("gone",)))
+        yield ("death of rank", number), put(after, number, arrives)
+        if rank.up:  # a connection that is reset may lose what was not read
+            words = ("death and loss of what it sent, rank", number)
+            yield words, put(after, number, dead._replace(up=(("gone",),)))
+
+    # --- what they do
+    # --------------------------------------------------------------------------------------------
+
+    def steps(self, state: State) -> Iterator[tuple[Words, State]]:
+        """Each thread's next, and the hub's."""
+        for number, rank in enumerate(state.ranks):
+            if rank.up:
+                yield ("hub reads of", number, *rank.up[0]), self._hub(state, number)
+            if rank.phase in LIVING:
+                for words, after in self._thread(state, rank):
+                    yield ("rank", number, words), put(state, number, after)
+                for words, after in self._listener(rank):
+                    yield ("rank", number, *words), put(state, number, after)
+
+    def _hub(self, state: State, number: int) -> State:
+        message, *rest = state.ranks[number].up
+        after = put(state, number, state.ranks[number]._replace(up=tuple(rest)))
+        if message[0] in ("join", "gone"):
+            return self._tell(after, message[0], number)
+        return self._tell(after, "handle", number, *message)
+
+    def _tell(self, state: State, *event: Any) -> State:
+        book, letters = self.books.after(state.book, event)
+        ranks = list(state.ranks)
+        for to, letter in letters:
+            if ranks[to].phase in LIVING:
+                ranks[to] = ranks[to]._replace(down=(*ranks[to].down, letter))
+        return state._replace(ranks=tuple(ranks), book=book)
+
+    def _listener(self, rank: Rank) -> Iterator[tuple[Words, Rank]]:
+        if not rank.joined:
+            wants = (("want", "stop"),) * rank.signals
+            yield ("joins",), rank._replace(joined=True, up=(("join",), *wants))
+        if rank.calling:
+            yield ("promises",), self._promise(rank)
+        elif rank.down:
+            letter, *rest = rank.down
+            after = rank._replace(down=tuple(rest))
+            if letter[0] != "wanted":
+                yield ("hears", *letter), self._meetings.do(after, *letter)
+                return
+            early = [rank.place] if self.habits.reads_place_early else []
+            calling = after._replace(calling=(*letter[1:], *early))
+            yield ("hears", *letter), calling if self.by_access else self._promise(calling)
+
+    def _promise(self, rank: Rank) -> Rank:
+        number, kind, *early = rank.calling
+        called = self._meetings.do(rank._replace(calling=()), "call", number, kind, *early)
+        return send(called, ("promise", number, called.called[-1][2]))
+
+    def _thread(self, state: State, rank: Rank) -> Iterator[tuple[str, Rank]]:
+        if rank.phase == "training":
+            if rank.place == self.last:
+                yield "finishes", leave(rank, "finished")
+            elif self.collectives[rank.place]:
+                yield "begins a collective", begin(rank)
+            else:
+                yield "reaches a place", self._reach(rank)
+        elif rank.phase == "in collective":
+            others = [(one.phase, one.entered) for one in state.ranks]
+            if all(entered >= rank.entered for _, entered in others):
+                yield "reaches a place", self._reach(rank)
+            elif is_missed(others, rank.entered):
+                yield "gets an error of its collective", leave(rank, "broken")
+        elif rank.phase == "saving":
+            others = [(one.phase, one.saves) for one in state.ranks]
+            if all(saves >= rank.saves for _, saves in others) or is_missed(others, rank.saves):
+                yield "has saved, or has seen that it cannot", self._go_on(rank)
+        elif rank.phase == "raising":
+            yield "raises its place", self._go_on(rank._replace(place=rank.place + 1))
+        elif rank.phase == "arriving":
+            after = self._look(rank)
+            if after is not None:
+                yield "looks", after
+        elif not self._has_to_wait(rank):
+            yield "waits no longer", self._hold(rank)
+
+    # --- a place
+    # --------------------------------------------------------------------------------------------
+
+    def _reach(self, rank: Rank) -> Rank:
+        after = rank._replace(place=rank.place + 1, phase="arriving")
+        if self.habits.looks_before_raising and not rank.called and not rank.calling:
+            return rank._replace(phase="raising")
+        return after if self.by_access else self._look(after) or after
+
+    def _look(self, rank: Rank) -> Rank | None:
+        """The list is looked at without the lock, and with something on it under the lock; None
+        while the other thread has that."""
+        is_locked = bool(rank.calling) and not self.habits.reads_place_early
+        if is_locked:
+            return None
+        if not rank.called:
+            return self._go_on(rank)
+        if self._has_to_wait(rank):
+            return rank._replace(phase="waiting")
+        return self._hold(rank)
+
+    def _has_to_wait(self, rank: Rank) -> bool:
+        if rank.calling and not self.habits.reads_place_early:
+            return True
+        return self.habits.waits and bool(self._meetings.do(rank, "has_to_wait"))
+
+    def _hold(self, rank: Rank) -> Rank:
+        """Hold the meetings of this place."""
+        if not self.habits.waits:
+            promised = any(one[1] == "stop" and one[2] == rank.place for one in rank.called)
+            return leave(rank, "stopped") if promised else self._go_on(rank)
+        called, held = self._meetings.do(rank, "meet")
+        if held is None:
+            return leave(rank, "failed")
+        if any(place != rank.place for _, place in held):
+            return rank._replace(phase="too late")
+        kinds = {kind for kind, _ in held}
+        after = rank._replace(called=called, stops="stop" in kinds)
+        if "save" not in kinds:
+            return self._go_on(after)
+        late = self.habits.raises_place_after_saving
+        return after._replace(
+            phase="saving", saves=rank.saves + 1, place=rank.place - 1 if late else rank.place
+        )
+
+    def _go_on(self, rank: Rank) -> Rank:
+        if self.habits.raises_place_after_saving and rank.phase == "saving":
+            rank = rank._replace(place=rank.place + 1)
+        if rank.stops or (self.habits.heeds_own_signal_alone and rank.signals):
+            return leave(rank, "stopped")
+        if not self.deaths and rank.place < self.last and self.collectives[rank.place]:
+            # to be late for a collective is then no different from being late for its end
+            return begin(rank)
+        return rank._replace(phase="training")
+
+    # --- what must be so
+    # --------------------------------------------------------------------------------------------
+
+    def fault(self, state: State) -> str | None:
+        """Ranks that are not of one mind."""
+        living = [rank for rank in state.ranks if rank.phase != "dead"]
+        said = {rank.phase for rank in living if rank.phase not in LIVING}
+        if "too late" in said:
+            return "a rank has passed the common place"
+        if "broken" in said and not state.anybody_died:
+            return "a rank left its peers in a collective"
+        stopped = {(rank.place, rank.entered) for rank in living if rank.phase == "stopped"}
+        if len(stopped) > 1:
+            return f"stopped at different places: {sorted(stopped)}"
+        said -= {"broken"}
+        if state.anybody_died:
+            said -= {"finished"}  # it had nothing left to do with the one that died
+        return f"no agreement: {sorted(said)}" if len(said) > 1 else None
+
+    def end_fault(self, state: State) -> str | None:
+        """Ranks that wait for ever, or have missed a save."""
+        for number, rank in enumerate(state.ranks):
+            if rank.phase in LIVING:
+                return f"rank {number} waits for ever, {rank.phase}"
+        if len({rank.saves for rank in state.ranks}) > 1 and not state.anybody_died:
+            return "not all ranks have saved"
+        return None
+
+
+def is_missed(others: list[tuple[str, int]], count: int) -> bool:
+    """Whether somebody will never come to it."""
+    return any(phase not in LIVING and theirs < count for phase, theirs in others)
+
+
+def put(state: State, number: int, rank: Rank) -> State:
+    """The state with one rank changed."""
+    return State((*state.ranks[:number], rank, *state.ranks[number + 1 :]), *state[1:])
+
+
+def write(message: Message) -> dict[str, Any]:
+    """A message as the book reads it."""
+    do, *more = message
+    if do == "want":
+        return {"do": do, "kind": more[0]}
+    if do == "promise":
+        return {"do": do, "meeting": more[0], "place": more[1]}
+    return {"do": do, "done": more[0]}
+
+
+def read(letter: dict[str, Any]) -> Message | None:
+    """A letter of the book, as far as meetings are concerned."""
+    say = letter["say"]
+    if say == "wanted":
+        return ("wanted", letter["meeting"], letter["kind"])
+    if say == "meet":
+        return ("meet_at", letter["meeting"], letter["place"])
+    if say == "meeting_failed":
+        return ("fail", letter["meeting"], letter["finished"])
+    return None

@@ -1,0 +1,112 @@
+"""Lives of the run in ``crew.py``, and what is done to its ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from processes import Child, wait_until
+
+from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.rundir import RunDir
+from hydroslurm.session.lives import Ledger, LifeRecord
+
+PROGRAM = Path(__file__).with_name("crew.py")
+_numbers = itertools.count()
+
+
+@dataclass
+class Life:
+    """One that has begun."""
+
+    crew: Child
+    world: int
+    pids: dict[int, int]
+    codes: dict[int, int] = field(default_factory=dict)
+    said: str = ""
+    _begin: int = 0
+
+    def signal(self, rank: int, signo: int = signal.SIGTERM) -> None:
+        os.kill(self.pids[rank], signo)
+
+    def end(self) -> Life:
+        """Wait until all ranks have ended."""
+        while len(self.codes) < self.world:
+            number, _, rest = self.crew.expect("rank ").partition(" ")
+            if rest.startswith("ended"):
+                self.codes[int(number)] = int(rest.split()[1])
+        self.crew.expect("all ended")
+        self.said = "\n".join(self.crew.lines[self._begin :])
+        return self
+
+
+@dataclass
+class Story:
+    """The lives of one run, in a folder of their own."""
+
+    crew: Child
+    folder: Path
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.folder / "run")
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def begin(self, world: int, **options: Any) -> Life:
+        """Start a life of so many ranks."""
+        begin = len(self.crew.lines)
+        given = {
+            "world": world,
+            "directory": str(self.run.root),
+            "out": str(self.out),
+            "meet": str(self.folder / f"meet-{next(_numbers)}"),
+            **options,
+        }
+        self.crew.say(json.dumps(given))
+        pids = {}
+        for rank in range(world):
+            pids[rank] = int(self.crew.expect(f"rank {rank} pid"))
+        return Life(self.crew, world, pids, _begin=begin)
+
+    def live(self, world: int, **options: Any) -> Life:
+        """One life, left alone to its end."""
+        return self.begin(world, **options).end()
+
+    def go(self) -> None:
+        """Let the rank go on that is held."""
+        (self.run.root / "go").touch()
+
+    def wait_for(self, kind: EventKind, *, world: int) -> None:
+        """Until every rank has written such an event in the life of now."""
+
+        def seen() -> bool:
+            return all(self._of_now(rank, kind) for rank in range(world))
+
+        wait_until(seen, f"{kind.value} of {world} ranks")
+
+    def _of_now(self, rank: int, kind: EventKind) -> bool:
+        if not self.run.rank_events(rank).exists():
+            return False
+        kinds = [event.kind for event in self.events(rank)]
+        begin = len(kinds) - 1 - kinds[::-1].index(EventKind.INSTALLED)
+        return kind in kinds[begin:]
+
+    def lives(self) -> tuple[LifeRecord, ...]:
+        return Ledger(self.run.lives_jsonl).lives()
+
+    def events(self, rank: int, *kinds: EventKind) -> list[Event]:
+        found = read_events(self.run.rank_events(rank))
+        return [event for event in found if not kinds or event.kind in kinds]
+
+    def steps(self, rank: int) -> list[list[Any]]:
+        """[step, loss, samples] in the order in which the rank trained them, over all lives."""
+        path = self.run.root / f"diary-{rank}"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

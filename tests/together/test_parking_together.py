@@ -1,0 +1,188 @@
+"""Several ranks: one that is paused has all parked, before one collective, with none in flight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from processes import wait_until
+from together.lives import Life, Story
+
+from hydroslurm.events import EventKind
+from hydroslurm.exitcodes import RUN_AGAIN
+
+WORLD = 3
+LONG = {"epochs": 400, "settle": False}
+"""Longer than any test."""
+
+
+def begin_training(story: Story, world: int = WORLD, **options: object) -> Life:
+    """A run whose ranks have all made steps."""
+    life = story.begin(world, **{**LONG, **options})
+    wait_until(lambda: all(story.steps(rank) for rank in range(world)), "the first steps")
+    story.wait_for(EventKind.RANKS_JOINED, world=world)
+    return life
+
+
+def parked_together(story: Story, rank: int) -> int:
+    """How often this rank was told that all are parked."""
+    return len(story.events(rank, EventKind.ALL_PARKED))
+
+
+def wait_for_parked(story: Story, number: int, world: int = WORLD) -> None:
+    wait_until(
+        lambda: all(parked_together(story, rank) >= number for rank in range(world)),
+        f"pause {number} of all ranks",
+    )
+
+
+def stop(story: Story, life: Life) -> None:
+    """The end of a test: all are saved and gone."""
+    life.signal(0)
+    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+
+
+@pytest.mark.parametrize("model", ["ddp", "fsdp"])
+def test_one_paused_rank_parks_all(model: str, story: Story) -> None:
+    """SIGUSR1 to one rank, again and again, a different one each time: all park, with nothing in
+    flight and at the same step or two steps beside one collective; SIGUSR2 to it lets all go on."""
+    life = begin_training(story, model=model)
+    for number in range(1, 7):
+        rank = number % WORLD
+        life.signal(rank, signal.SIGUSR1)
+        wait_for_parked(story, number)
+        before = [len(story.steps(one)) for one in range(WORLD)]
+        assert max(before) - min(before) <= 1
+        life.signal(rank, signal.SIGUSR2)
+        wait_until(
+            lambda before=before: all(
+                len(story.steps(one)) > before[one] + 1 for one in range(WORLD)
+            ),
+            "all ranks to train on",
+        )
+    for rank in range(WORLD):
+        told = story.events(rank, EventKind.ALL_PARKED)
+        assert [event.data["in_flight"] for event in told] == [0] * 6
+        assert not story.events(rank, EventKind.AGREEMENT_FAILED)
+    stop(story, life)
+
+
+def test_nobody_moves_while_parked(story: Story) -> None:
+    """As long as one rank is paused no rank makes a step, also when another one was paused and
+    resumed meanwhile."""
+    life = begin_training(story)
+    life.signal(0, signal.SIGUSR1)
+    wait_for_parked(story, 1)
+    life.signal(1, signal.SIGUSR1)
+    wait_until(lambda: _signals(story, 1) == 1, "the second pause")
+    life.signal(1, signal.SIGUSR2)
+    wait_until(lambda: _signals(story, 1) == 2, "its end")
+    before = [len(story.steps(one)) for one in range(WORLD)]
+    life.signal(2, signal.SIGUSR2)  # it never was paused: nothing happens
+    wait_until(lambda: _signals(story, 2) == 1, "the signal")
+    assert [len(story.steps(one)) for one in range(WORLD)] == before
+    life.signal(0, signal.SIGUSR2)
+    wait_until(lambda: len(story.steps(0)) > before[0] + 2, "all to train on")
+    stop(story, life)
+
+
+def _signals(story: Story, rank: int) -> int:
+    """How many signals of a person's this rank has noticed."""
+    seen = story.events(rank, EventKind.SIGNAL_RECEIVED)
+    return sum(str(event.data.get("signal", "")).startswith("SIGUSR") for event in seen)
+
+
+@pytest.mark.slow
+def test_a_suspend_longer_than_the_time_out(story: Story) -> None:
+    """As Slurm suspends: SIGTSTP to all, SIGSTOP, and SIGCONT after three times the collectives'
+    time-out. Nobody dies of it, and no step is missing."""
+    life = begin_training(story, timeout_s=2)
+    for rank in range(WORLD):
+        life.signal(rank, signal.SIGTSTP)
+    wait_for_parked(story, 1)
+    for rank in range(WORLD):
+        life.signal(rank, signal.SIGSTOP)
+    time.sleep(6)  # what is tested is the length of the suspend
+    before = len(story.steps(0))
+    for rank in range(WORLD):
+        life.signal(rank, signal.SIGCONT)
+    wait_until(lambda: len(story.steps(0)) > before + 5, "the run to go on")
+    stop(story, life)
+    for rank in range(WORLD):
+        steps = [step for step, _, _ in story.steps(rank)]
+        assert steps == list(range(len(steps)))
+
+
+def test_a_stop_wins_over_a_pause(story: Story) -> None:
+    """One rank is paused, another is told to stop: all are let go, save at one step and leave."""
+    life = begin_training(story)
+    life.signal(1, signal.SIGUSR1)
+    wait_for_parked(story, 1)
+    life.signal(2, signal.SIGTERM)
+    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    assert len({record.end_step for record in story.lives()}) == 1
+
+
+def test_a_rank_that_dies_in_a_pause_holds_nobody(story: Story) -> None:
+    """The paused rank is killed: the others are let go, and fail in their collective, as they would
+    have without a pause."""
+    life = begin_training(story)
+    life.signal(1, signal.SIGUSR1)
+    wait_for_parked(story, 1)
+    life.signal(1, signal.SIGKILL)
+    life.end()
+    assert life.codes[1] == -signal.SIGKILL
+    assert life.codes[0] == life.codes[2] == 1, life.said
+
+
+def test_a_pause_during_a_save(story: Story) -> None:
+    """Paused while a save is written in the background: the save is finished during the pause."""
+    life = begin_training(story, every_steps=1)
+    for number in range(1, 4):
+        life.signal(0, signal.SIGUSR1)
+        wait_for_parked(story, number)
+
+        def saves_are_over() -> bool:
+            ended = (EventKind.SAVE_COMMITTED, EventKind.SAVE_SKIPPED)
+            return all(
+                len(story.events(rank, EventKind.SAVE_STARTED))
+                == len(story.events(rank, EventKind.SAVE_COMMITTED))
+                for rank in range(WORLD)
+            ) and bool(story.events(0, *ended))
+
+        wait_until(saves_are_over, "the save to be committed while all are parked")
+        life.signal(0, signal.SIGUSR2)
+    stop(story, life)
+
+
+def test_without_the_hub_the_ranks_train_on(story: Story) -> None:
+    """The hub is killed: ranks are let go, warned, train on and pause alone; a stop then leaves
+    without saving, says so, and the next life goes on from the last checkpoint."""
+    life = begin_training(story, every_steps=2)
+    wait_until(lambda: story.events(0, EventKind.SAVE_COMMITTED), "a save")
+    os.kill(_hub_of(life.pids[0]), signal.SIGKILL)
+    story.wait_for(EventKind.AGREEMENT_FAILED, world=WORLD)
+    before = len(story.steps(0))
+    wait_until(lambda: len(story.steps(0)) > before + 3, "the run to train on")
+    for rank in range(WORLD):
+        life.signal(rank, signal.SIGTERM)
+    assert life.end().codes[0] == RUN_AGAIN, life.said
+    assert "cannot be saved" in life.said
+    again = story.live(WORLD, epochs=1)
+    assert "goes on from step" in again.said
+
+
+def _hub_of(pid: int) -> int:
+    """The hub is a child of rank 0."""
+    children = (open(f"/proc/{pid}/task/{tid}/children") for tid in os.listdir(f"/proc/{pid}/task"))
+    found = []
+    for file in children:
+        with file:
+            found += [int(word) for word in file.read().split()]
+    for child in found:
+        with open(f"/proc/{child}/cmdline") as file:
+            if "ranks.hub" in file.read():
+                return child
+    raise AssertionError(f"rank 0, {pid}, has no hub among {found}")
