@@ -47,6 +47,7 @@ class EventKind(str, Enum):
     RANKS_JOINED = "ranks_joined"
     LET_THROUGH = "let_through"
     ALL_PARKED = "all_parked"
+    RANK_GONE = "rank_gone"
     STOP_AGREED = "stop_agreed"
     AGREEMENT_FAILED = "agreement_failed"
     # of a Run: what was trained, saved, and why it left

@@ -21,6 +21,8 @@ Linux gives ports to whoever asks for any."""
 HUB_TRIES = 16
 """Ports that the first rank tries for the hub, and the others look at."""
 LOOPBACK = "127.0.0.1"
+LIFE_ENV = "HYDROSLURM_LIFE"
+"""Set by ``hydroslurm agent`` for its workers: the same on all nodes, new after a restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +74,14 @@ class World:
                 f"RANK={rank} and WORLD_SIZE={size} contradict each other: ranks go from 0 to "
                 f"{size - 1}. Was one of them set by hand?"
             )
-        host, port = environ.get("MASTER_ADDR", LOOPBACK), environ.get("MASTER_PORT", "")
-        start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        run = environ.get("TORCHELASTIC_RUN_ID", "")
-        job = "" if allocation is None else _slurm_life(allocation)
+        host = environ.get("MASTER_ADDR", LOOPBACK)
         return cls(
             rank=rank,
             world_size=size,
             local_rank=_number(environ, "LOCAL_RANK", default=rank),
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", default=size),
             host=host,
-            # the port is chosen anew by each rendezvous; the count alone is not raised on a node
-            # whose workers were restarted because of another node
-            life=f"torch {run} {host}:{port} start {start} {job}".rstrip(),
+            life=environ.get(LIFE_ENV) or _torch_life(environ, host, allocation),
         )
 
     @property
@@ -121,6 +118,15 @@ def set_torch_environment(environ: MutableMapping[str, str] | None = None) -> Wo
     environ.setdefault("LOCAL_RANK", str(world.local_rank))
     environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_world_size))
     return world
+
+
+def _torch_life(environ: Mapping[str, str], host: str, allocation: Allocation | None) -> str:
+    """The port is chosen anew by each rendezvous of torchrun; its count alone is not enough, for it
+    is not raised on a node whose workers were restarted because of another node."""
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
+    start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job = "" if allocation is None else _slurm_life(allocation)
+    return f"torch {run} {host}:{environ.get('MASTER_PORT', '')} start {start} {job}".rstrip()
 
 
 def _slurm_life(allocation: Allocation) -> str:

@@ -25,10 +25,12 @@ class Cursor:
         self._handed_out = 0
         self._loaded: Mapping[str, Any] | None = None
 
-    def use(self, loader: Any, *, shield: Collection[int]) -> None:
-        """Take batches from this loader; its workers survive the signals in ``shield``, which they
-        get too: torch would take their death for an error of the rank."""
-        self.position = position_of(loader, shield=shield)
+    def use(
+        self, loader: Any, *, shield: Collection[int], rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Take batches from this loader, as one rank of several; its workers survive the signals in
+        ``shield``, which they get too: torch would take their death for an error of the rank."""
+        self.position = position_of(loader, shield=shield, rank=rank, world_size=world_size)
 
     # --- what is saved
     # --------------------------------------------------------------------------------------------

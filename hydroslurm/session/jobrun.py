@@ -171,7 +171,7 @@ class JobRun(Run):
         for name, thing in objects.items():
             self._objects.add(name, thing)
         if loader is not None:
-            self._cursor.use(loader, shield=self._controller.plan.stopping())
+            self._use(loader)
 
     def begin_epoch(self) -> None:
         """An epoch begins."""

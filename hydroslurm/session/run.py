@@ -135,7 +135,7 @@ class Run:
             if self._installed_here:
                 undo.callback(installation.uninstall)
             if loader is not None:
-                self._cursor.use(loader, shield=self._controller.plan.stopping())
+                self._use(loader)
             self._life = Life(
                 self.dir, self._controller, limits=limits or Limits(), allocation=allocation
             )
@@ -349,6 +349,11 @@ class Run:
 
     # --- inside
     # --------------------------------------------------------------------------------------------
+
+    def _use(self, loader: Any) -> None:
+        company = self._company
+        shield = self._controller.plan.stopping()
+        self._cursor.use(loader, shield=shield, rank=company.rank, world_size=company.world_size)
 
     def _arrive(self) -> StopRequest | None:
         """This rank is at a place: the stop that is obeyed here. Where one is wanted and the ranks

@@ -1,22 +1,25 @@
 """A program that has torch loaded and forks the ranks of one life of a run at a time.
 
-A line of JSON on stdin starts a life of ``world`` ranks; each rank's ``rank N pid P`` comes back, what they
-print, and for each ``rank N ended CODE``. Options:
+A line of JSON on stdin starts a life of ``world`` ranks; each rank's ``rank N pid P`` comes back,
+what they print, and for each ``rank N ended CODE``. Options:
 
 world, directory, out: how many ranks, where, and where rank 0 writes what it has come to.
-steps_per_epoch, epochs, batch: of the whole job; every rank takes its share of ``batch``.
-hold: {"rank": r, "at": place} - that rank waits there until it is told to go on with a file of that
-    name in the run folder's ``go``; a place is "step 7" or "check 3".
+epochs: of 4 steps; every rank takes its share of a batch of 12.
+hold: {"rank": r, "at": place} - that rank waits there until there is a file ``go``
+    in the run folder; a place is "step 7" or "end".
 die: the same, and it ends there without a word.
+kind: "run", "job", or "own" for a loop that saves by itself.
 model: "ddp" or "fsdp". every_steps, every_s: of the Run. timeout_s: of collectives.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import hashlib
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -29,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydroslurm
-import hydroslurm.session.run  # noqa: F401 - loaded before the fork
+import hydroslurm.session.run  # loaded before the fork
 from hydroslurm.data import ResumableSampler
 
 
@@ -56,60 +59,133 @@ def wait_here(options: dict[str, Any], rank: int, place: str) -> None:
                 os.sched_yield()
 
 
-def train(options: dict[str, Any], rank: int) -> None:
-    world = options["world"]
-    directory = Path(options["directory"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{options['meet']}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=options.get("timeout_s", 60)),
-    )
-    torch.manual_seed(7)
-    data = TensorDataset(torch.randn(48, 6), torch.arange(48))
-    sampler = ResumableSampler(data, seed=3)
-    loader = DataLoader(data, batch_size=options.get("batch", 12) // world, sampler=sampler)
-    model: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
-    torch.manual_seed(100 + rank)
-    if options.get("model", "ddp") == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
-    else:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+class Parts:
+    """What the kinds of programs have in common: model, optimizer, loader and diary of one rank."""
 
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    if options.get("settle", True):
-        hydroslurm.settle_buckets(model, torch.zeros(2, 6))
-    diary = Diary(directory / f"diary-{rank}")
+    def __init__(self, options: dict[str, Any], rank: int) -> None:
+        world = options["world"]
+        self.options, self.rank = options, rank
+        torch.manual_seed(7)
+        data = TensorDataset(torch.randn(48, 6), torch.arange(48))
+        sampler = ResumableSampler(data, seed=3)
+        self.loader = DataLoader(data, batch_size=12 // world, sampler=sampler)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+        torch.manual_seed(100 + rank)
+        self.model = distributed(model, options.get("model", "ddp"), world)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        if options.get("settle", True):
+            hydroslurm.settle_buckets(self.model, torch.zeros(2, 6))
+        self.diary = Diary(Path(options["directory"]) / f"diary-{rank}")
+
+    def step(self, number: int, inputs: torch.Tensor, samples: torch.Tensor) -> None:
+        """Train one batch, and write it down."""
+        self.optimizer.zero_grad()
+        loss = self.model(inputs).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.diary.write(number, loss.item(), samples.tolist())
+        wait_here(self.options, self.rank, f"step {number}")
+
+    def tell(self, step: int) -> None:
+        """Write what it has come to; a collective."""
+        told = result(self.model, self.optimizer, step)
+        if self.rank == 0:
+            Path(self.options["out"]).write_text(told)
+        wait_here(self.options, self.rank, "end")
+
+
+def distributed(model: nn.Module, kind: str, world: int) -> nn.Module:
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+
+
+def with_run(parts: Parts) -> None:
+    """The loop over a Run."""
+    options = parts.options
     run = hydroslurm.Run(
-        model=model,
-        optimizer=optimizer,
-        loader=loader,
-        directory=directory,
+        model=parts.model,
+        optimizer=parts.optimizer,
+        loader=parts.loader,
+        directory=options["directory"],
         every_steps=options.get("every_steps", 0),
         every_s=options.get("every_s", 0),
     )
     with run:
         run.resume()
         for inputs, samples in run.batches(epochs=options.get("epochs", 3)):
-            optimizer.zero_grad()
-            loss = model(inputs).square().mean()
-            loss.backward()
-            optimizer.step()
-            diary.write(run.step, loss.item(), samples.tolist())
-            wait_here(options, rank, f"step {run.step}")
-            for check in range(options.get("checks", 0)):
-                dist.all_reduce(torch.ones(1))
-                wait_here(options, rank, f"check {check} of step {run.step}")
-                if check == options.get("checks", 0) - 1:
-                    continue
-        if rank == 0:
-            Path(options["out"]).write_text(result(model, optimizer, run.step))
-        else:
-            result(model, optimizer, run.step)
-        wait_here(options, rank, "end")
+            parts.step(run.step, inputs, samples)
+        parts.tell(run.step)
+
+
+def with_job(parts: Parts) -> None:
+    """The same as a Job, with a stop signal that only the first rank hears."""
+    options = parts.options
+    job = hydroslurm.Job("several")
+
+    @job.build
+    def build() -> None:
+        job.save("model", parts.model)
+        job.save("optimizer", parts.optimizer)
+        job.loader = parts.loader
+
+    @job.epoch
+    def train(job: Any) -> None:
+        for inputs, samples in job.run.epoch_batches():
+            parts.step(job.run.step, inputs, samples)
+
+    @job.exit
+    def tell(job: Any) -> None:
+        parts.tell(job.run.step)
+
+    @job.add_stop_signal
+    def enough(job: Any) -> bool:
+        return parts.rank == 0 and job.run.epoch >= options.get("epochs", 3)
+
+    manager = hydroslurm.MultiNodeCheckpointManager(options["directory"], every_steps=0, every_s=0)
+    print(f"epochs {hydroslurm.JobRunner(job, manager).run()}", flush=True)
+
+
+def with_own_saves(parts: Parts) -> None:
+    """HFAI's two calls, and a checkpoint of the loop's own, written by rank 0."""
+    options = parts.options
+    path = Path(options["directory"]) / "own.pt"
+    hydroslurm.receive_suspend_command()
+    parts.model.eval()  # no dropout: it saves no random numbers
+    step = 0
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        parts.model.load_state_dict(saved["model"])
+        parts.optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    while step < 12:
+        parts.step(step, torch.full((4, 6), float(step)), torch.tensor([step]))
+        step += 1
+        if hydroslurm.receive_suspend_command():
+            state = {"model": parts.model.state_dict(), "optimizer": parts.optimizer.state_dict()}
+            if parts.rank == 0:
+                torch.save({**state, "step": step}, path)
+            dist.barrier()
+            hydroslurm.go_suspend()
+    parts.tell(step)
+
+
+KINDS = {"run": with_run, "job": with_job, "own": with_own_saves}
+
+
+def train(options: dict[str, Any], rank: int) -> None:
+    """One rank, from its process group on."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{options['meet']}",
+        rank=rank,
+        world_size=options["world"],
+        timeout=datetime.timedelta(seconds=options.get("timeout_s", 60)),
+    )
+    KINDS[options.get("kind", "run")](Parts(options, rank))
 
 
 def result(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> str:
@@ -131,6 +207,7 @@ def result(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> str
 
 
 def be_rank(options: dict[str, Any], rank: int) -> int:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the crew
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -139,6 +216,7 @@ def be_rank(options: dict[str, Any], rank: int) -> int:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
         TORCHELASTIC_RUN_ID=options["meet"],
+        HYDROSLURM_RUN_DIR=options["directory"],
     )
     try:
         train(options, rank)

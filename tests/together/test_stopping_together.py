@@ -1,4 +1,4 @@
-"""Several ranks of one run: whichever is signalled, all stop behind one step, and go on as if not."""
+"""Several ranks of one run: whichever is signalled, all stop behind one step, and go on."""
 
 from __future__ import annotations
 

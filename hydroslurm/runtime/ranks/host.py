@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hydroslurm
 from hydroslurm.errors import HubLost, StaleRank
 from hydroslurm.runtime.ranks.frames import BadFrame, Unpacker, pack
 from hydroslurm.runtime.ranks.hub import make_ready
@@ -162,6 +161,6 @@ def _first_line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 def _package_path() -> str:
     """Where the package of now lies, also where it is not installed."""
-    ours = str(Path(hydroslurm.__file__).resolve().parent.parent)
+    ours = str(Path(__file__).resolve().parents[3])
     rest = os.environ.get("PYTHONPATH")
     return ours if not rest else f"{ours}{os.pathsep}{rest}"

@@ -98,13 +98,14 @@ class Meetings:
             self._changed.notify_all()
             return meeting.promise
 
-    def decide(self, number: int, place: int) -> None:
-        """The common place is known."""
+    def decide(self, number: int, place: int) -> Meeting | None:
+        """The common place is known; returns the meeting, None when it was not called here."""
         with self._changed:
-            for meeting in self._called:
-                if meeting.number == number:
-                    meeting.place = place
+            found = next((one for one in self._called if one.number == number), None)
+            if found is not None:
+                found.place = place
             self._changed.notify_all()
+            return found
 
     def fail(self, number: int, *, missing: tuple[int, ...], finished: bool) -> None:
         """It will not come about: ranks are gone. ``finished``: because they are done, as this one

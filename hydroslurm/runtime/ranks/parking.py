@@ -147,6 +147,8 @@ class Parking:
             if late:
                 self._undecided = False
         if late:
+            if self._gate.stops_at_collectives:
+                self._gate.hold_here()  # one that comes to no collective would train on
             in_flight = collectives.in_flight()
             self._tell(
                 EventKind.AGREEMENT_FAILED,

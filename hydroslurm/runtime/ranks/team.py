@@ -244,7 +244,7 @@ class Ranks:
         elif say == "wanted":
             self._called(message)
         elif say == "meet":
-            self.meetings.decide(message["meeting"], message["place"])
+            self._decided(message)
         elif say == "meeting_failed":
             self.meetings.fail(
                 message["meeting"],
@@ -253,6 +253,8 @@ class Ranks:
             )
         elif say == "gone":
             self._gone[message["rank"]] = message["died"]
+            if message["died"]:
+                self._tell(EventKind.RANK_GONE, {"of_rank": message["rank"]})
         elif say == "everybody":
             took_s = time.monotonic() - self._began_s
             self._tell(EventKind.RANKS_JOINED, {"world_size": self.world_size, "joined_s": took_s})
@@ -264,6 +266,19 @@ class Ranks:
         place = self.meetings.call(number, kind, of_rank=of_rank, words=words)
         self._send({"do": "promise", "meeting": number, "place": place})
         self._wanted(kind, of_rank, words)
+
+    def _decided(self, message: Mapping[str, Any]) -> None:
+        meeting = self.meetings.decide(message["meeting"], message["place"])
+        if meeting is not None and meeting.kind == "stop":
+            self._tell(
+                EventKind.STOP_AGREED,
+                {
+                    "of_rank": meeting.of_rank,
+                    "signal": meeting.words or None,
+                    "promised_place": meeting.promise,
+                    "place": meeting.place,
+                },
+            )
 
     def _answer(
         self,

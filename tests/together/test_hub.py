@@ -1,0 +1,363 @@
+"""The hub as ranks meet it: real processes and sockets, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from processes import wait_until
+
+from hydroslurm.errors import AgreementFailed, HubLost, UsageError
+from hydroslurm.events import EventKind
+from hydroslurm.runtime.gate.protocol import Action, Cause, GateState, GateStatus
+from hydroslurm.runtime.ranks import team
+from hydroslurm.runtime.ranks.frames import Unpacker, pack
+from hydroslurm.runtime.ranks.host import start_hub
+from hydroslurm.runtime.ranks.team import Ranks
+from hydroslurm.runtime.world import World
+
+
+class OpenGate:
+    """A gate that never closes: nothing here is about pausing."""
+
+    stops_at_collectives = True
+
+    def status(self) -> GateStatus:
+        return GateStatus(GateState.RUNNING, Cause(0), 0, 0, False, 0, 0, 0, 0)
+
+    def request(self, action: Action, causes: Cause) -> None:
+        return
+
+
+class Team:
+    """The ranks of one life, all in this process, each with its own connection."""
+
+    def __init__(self) -> None:
+        self.life = f"test {uuid.uuid4()}"
+        self.ranks: list[Ranks] = []
+        self.told: list[tuple[int, EventKind]] = []
+        self.warned: list[str] = []
+
+    def join(self, world_size: int, *ranks: int) -> list[Ranks]:
+        """Some ranks of a life of so many come, and are waited for when all are there."""
+        new = [self._make(rank, world_size) for rank in ranks or range(world_size)]
+        self.ranks += new
+        for one in new:
+            one.start()
+        if len(self.ranks) == world_size:
+            for one in self.ranks:
+                assert one.wait_for_all(timeout_s=60)
+        return new
+
+    def _make(self, rank: int, world_size: int) -> Ranks:
+        return Ranks(
+            World(rank=rank, world_size=world_size, local_rank=rank, life=self.life),
+            OpenGate(),  # type: ignore[arg-type]
+            tell=lambda kind, _: self.told.append((rank, kind)),
+            wanted=lambda *_: None,
+            warn=self.warned.append,
+        )
+
+
+@pytest.fixture
+def crew_of_threads() -> Iterator[Team]:
+    """A life that has no ranks yet; all have left afterwards."""
+    made = Team()
+    yield made
+    for one in made.ranks:
+        one.leave()
+
+
+def all_at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """The results, or the errors."""
+
+    def result(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (AgreementFailed, HubLost) as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(result, calls))
+
+
+def test_everybody_gets_everybodys_value(crew_of_threads: Team) -> None:
+    """An agreement gives the same mapping, in order of the ranks, to all; several may go on at
+    once."""
+    ranks = crew_of_threads.join(3)
+    calls = [
+        lambda one=one, topic=topic: one.agree(topic, [topic, one.rank])
+        for topic in ("a", "b")
+        for one in ranks
+    ]
+    for number, told in enumerate(all_at_once(*calls)):
+        topic = "ab"[number // 3]
+        assert list(told.items()) == [(rank, [topic, rank]) for rank in range(3)]
+
+
+def test_a_part_of_the_ranks_can_agree(crew_of_threads: Team) -> None:
+    """Among two of three nobody waits for the third; circles that differ fail for both."""
+    first, second, third = crew_of_threads.join(3)
+    told = all_at_once(
+        lambda: first.agree("x", 1, among=[0, 2]), lambda: third.agree("x", 3, among=[2, 0])
+    )
+    assert told == [{0: 1, 2: 3}] * 2
+    failed = all_at_once(
+        lambda: first.agree("y", 1, among=[0, 1]), lambda: second.agree("y", 2, among=[1, 2])
+    )
+    assert all("asked among" in str(error) for error in failed)
+
+
+def test_who_gives_up_fails_it_for_all(crew_of_threads: Team) -> None:
+    """A time-out, or a cancel, of one rank is the same failure for all, those who come later
+    included."""
+    first, second, third = crew_of_threads.join(3)
+    cancel = threading.Event()
+    cancel.set()
+    failed = all_at_once(
+        lambda: first.agree("slow", 1, timeout_s=0.2), lambda: second.agree("slow", 2)
+    )
+    failed += all_at_once(lambda: third.agree("slow", 3))
+    assert [error.withdrawn for error in failed] == [(0,)] * 3
+    assert len({str(error) for error in failed}) == 1
+    failed = all_at_once(
+        lambda: first.agree("off", 1, cancel=cancel), lambda: second.agree("off", 2)
+    )
+    assert [error.withdrawn for error in failed] == [(0,)] * 2
+
+
+def test_a_topic_that_is_being_asked_is_refused(crew_of_threads: Team) -> None:
+    """Twice the same at once is a mistake of the program, told to it."""
+    (first, _) = crew_of_threads.join(2)
+    asking = threading.Thread(target=lambda: all_at_once(lambda: first.agree("t", 1)))
+    asking.start()
+    wait_until(lambda: "t" in first._questions, "the question")
+    with pytest.raises(UsageError, match="used once"):
+        first.agree("t", 2)
+    crew_of_threads.ranks[1].agree("t", 2)
+    asking.join()
+
+
+def test_a_rank_that_is_gone_is_missed_by_all(crew_of_threads: Team) -> None:
+    """Cut off in the middle of an agreement, or gone before it: the others get its number."""
+    first, second, third = crew_of_threads.join(3)
+    waiting = threading.Thread(target=cut_off, args=(third, lambda: "x" in first._questions))
+    waiting.start()
+    failed = all_at_once(lambda: first.agree("x", 1), lambda: second.agree("x", 2))
+    waiting.join()
+    failed += all_at_once(lambda: second.agree("y", 1))
+    assert [error.missing for error in failed] == [(2,)] * 3
+    assert first.gone == {2: True}
+
+
+def cut_off(rank: Ranks, when: Callable[[], bool]) -> None:
+    """As if its process had been killed."""
+    wait_until(when, "the moment")
+    rank._leaving = True
+    assert rank._link is not None
+    rank._link._connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_what_a_rank_had_said_counts_when_it_dies_then(crew_of_threads: Team) -> None:
+    """A value that was handed in stays, so that what all have acknowledged can be finished."""
+    first, second = crew_of_threads.join(2)
+    threading.Thread(
+        target=lambda: all_at_once(lambda: second.agree("x", "mine", timeout_s=5.0)), daemon=True
+    ).start()
+    wait_until(lambda: "x" in second._questions, "its question")
+    second.agree("after", 2, among=[1])  # has gone the same way, behind it
+    cut_off(second, lambda: True)
+    wait_until(lambda: first.gone, "the death")
+    assert first.agree("x", "ours") == {0: "ours", 1: "mine"}
+
+
+def test_the_hub_is_killed(crew_of_threads: Team) -> None:
+    """Every rank is told once, those who wait are woken, a person is warned."""
+    ranks = crew_of_threads.join(2)
+    port = ranks[0]._link._connection.getpeername()[1]  # type: ignore[union-attr]
+    asking = threading.Thread(
+        target=lambda: results.extend(all_at_once(lambda: ranks[1].agree("x", 1)))
+    )
+    results: list[Any] = []
+    asking.start()
+    wait_until(lambda: "x" in ranks[1]._questions, "the question")
+    os.kill(hub_at(port), signal.SIGKILL)
+    asking.join(60)
+    assert isinstance(results[0], HubLost)
+    wait_until(lambda: all(one.lost for one in ranks), "both to know")
+    assert len(crew_of_threads.warned) == 2
+    with pytest.raises(HubLost):
+        ranks[0].agree("y", 1)
+
+
+def hub_at(port: int) -> int:
+    """The child of this process that has this port among its arguments."""
+    listed = subprocess.run(
+        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "pid=,args="],
+        capture_output=True,
+        text=True,
+    ).stdout
+    for line in listed.splitlines():
+        pid, _, words = line.strip().partition(" ")
+        if "ranks.hub" in words and str(port) in words:
+            return int(pid)
+    raise AssertionError(f"no hub at {port} in\n{listed}")
+
+
+# --- who may come in
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[World, int]]:
+    """A hub of two ranks that nobody has joined; gone afterwards."""
+    world = World(rank=0, world_size=2, life=f"door {uuid.uuid4()}")
+    port = start_hub(world)
+    yield world, port
+    with suppress(AssertionError):
+        os.kill(hub_at(port), signal.SIGKILL)
+
+
+def say(port: int, *messages: Any, raw: bytes = b"") -> list[Any]:
+    """What the hub answers until it has answered once or hung up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
+        line.sendall(raw + b"".join(map(pack, messages)))
+        unpacker = Unpacker()
+        while True:
+            data = line.recv(1 << 16)
+            if not data:
+                return []
+            if answers := unpacker.feed(data):
+                return answers
+
+
+def hello(world: World, rank: int = 1, **changes: Any) -> dict[str, Any]:
+    return {
+        "do": "join",
+        "life": world.life,
+        "rank": rank,
+        "world_size": world.world_size,
+        "who": {},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({"life": "the last one"}, False),
+        ({"rank": 2}, True),
+        ({"rank": -1}, True),
+        ({"world_size": 3}, True),
+    ],
+)
+def test_a_stranger_is_refused_with_a_reason(
+    changes: dict[str, Any], ours: bool, hub: tuple[World, int]
+) -> None:
+    """Another life, a rank that is none, another number of ranks: told why, and the hub goes on."""
+    world, port = hub
+    (answer,) = say(port, hello(world, **changes))
+    assert answer["say"] == "refused"
+    assert answer["ours"] is ours
+    assert say(port, hello(world))[0] == {"say": "welcome"}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 64,
+        b"\x00\x00\x00\x02{]",
+        pack([1, 2]),
+        pack({"do": "agree"}),
+        pack({"do": "join"}),
+        pack(None),
+    ],
+)
+def test_nonsense_costs_the_hub_nothing(raw: bytes, hub: tuple[World, int]) -> None:
+    """Whoever does not speak as a rank is hung up on; ranks come in as before."""
+    world, port = hub
+    assert say(port, raw=raw) == []
+    assert say(port, hello(world))[0] == {"say": "welcome"}
+
+
+def test_a_rank_that_has_joined_cannot_come_twice(hub: tuple[World, int]) -> None:
+    """The second process with the same number is refused, also when the first has died."""
+    world, port = hub
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
+        line.sendall(pack(hello(world)))
+        assert line.recv(1 << 16)
+        assert "joined already" in say(port, hello(world))[0]["why"]
+    wait_until(
+        lambda: "have ended" in say(port, hello(world))[0].get("why", ""), "the hub to see the end"
+    )
+
+
+def test_signals_to_the_job_do_not_end_the_hub(hub: tuple[World, int]) -> None:
+    """It lives on through everything that a job step gets but SIGKILL."""
+    world, port = hub
+    pid = hub_at(port)
+    for signo in (signal.SIGTERM, signal.SIGTSTP, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        os.kill(pid, signo)
+    assert say(port, hello(world))[0] == {"say": "welcome"}
+
+
+def test_a_port_that_is_taken_is_passed_over() -> None:
+    """Another program has the first port: the next one is used, and found by the ranks."""
+    team_ = Team()
+    world = World(rank=0, world_size=2, life=team_.life)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", world.hub_ports[0]))
+        other.listen()
+        ranks = team_.join(2)
+        used = ranks[1]._link._connection.getpeername()[1]  # type: ignore[union-attr]
+        assert used in world.hub_ports[1:]
+        for one in ranks:
+            one.leave()
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, crew_of_threads: Team) -> None:
+    """A rank that finds no hub trains alone, and says where it looked."""
+    monkeypatch.setattr(team, "JOIN_S", 0.5)
+    (lonely,) = crew_of_threads.join(2, 1)
+    wait_until(lambda: lonely.lost, "it to give up")
+    assert "MASTER_ADDR" in str(lonely.lost)
+    assert "pauses alone" in crew_of_threads.warned[0]
+
+
+def test_the_hub_ends_when_all_have_left(crew_of_threads: Team) -> None:
+    """No process stays behind a job step."""
+    ranks = crew_of_threads.join(2)
+    port = ranks[0]._link._connection.getpeername()[1]  # type: ignore[union-attr]
+    pid = hub_at(port)
+    for one in ranks:
+        one.done = True
+        one.leave()
+
+    def is_gone() -> bool:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return False
+        return True
+
+    wait_until(is_gone, "the hub to end")
+
+
+def test_the_hub_needs_no_torch() -> None:
+    """It starts in a tenth of a second, and takes the memory of a bare Python."""
+    code = "import sys, hydroslurm.runtime.ranks.hub; print([m for m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = json.loads(done.stdout.replace("'", '"'))
+    assert not {"torch", "numpy", "submitit"} & set(loaded)
