@@ -48,6 +48,7 @@ class EventKind(str, Enum):
     LET_THROUGH = "let_through"
     ALL_PARKED = "all_parked"
     RANK_GONE = "rank_gone"
+    HUB_LOST = "hub_lost"
     STOP_AGREED = "stop_agreed"
     AGREEMENT_FAILED = "agreement_failed"
     # of a Run: what was trained, saved, and why it left

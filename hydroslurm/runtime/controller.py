@@ -292,8 +292,9 @@ class Controller:
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
             record = self._recorder.record(seen)
-            if seen.kind is GateEventKind.PARKED and self.ranks and self.ranks.have_joined:
-                record.data["world_size"] = self.ranks.world_size
+            ranks = self.ranks
+            if seen.kind is GateEventKind.PARKED and ranks and ranks.have_joined and not ranks.lost:
+                record.data["world_size"] = ranks.world_size
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
             if self.ranks is not None:
                 self.ranks.see(seen)

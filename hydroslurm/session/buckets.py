@@ -25,6 +25,13 @@ from hydroslurm.runtime.engine import Engine
 # static_graph the first backward notes nothing.
 _MOST_PASSES = 3
 
+UNSETTLED = (
+    "DistributedDataParallel makes other buckets after the first step of a process, so that a run "
+    "of 3 ranks or more that was stopped differs in the last bits from one that was not. "
+    "hydroslurm.settle_buckets(model, batch) before the first step of each life makes them equal"
+)
+"""What a run says of a model that would cost the bits."""
+
 
 def settle_buckets(model: nn.Module, batch: Any) -> None:
     """Make DDP's buckets final, so that restarts do not change a bit with three ranks or more.

@@ -7,6 +7,7 @@ may go on, what Slurm said, whether it was requeued) is told to all before anybo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.runtime.ranks.meeting import Meeting
 from hydroslurm.runtime.ranks.team import Ranks
 
+CALL_AGAIN_S = 5.0
+"""A save that was called for, and not met for so long, is called for again."""
 GATHER_LOOK_S = 0.25
 STOPPED_GATHER_S = 1.5
 """How long ranks that were told to stop before all were there wait for the rest: there is nothing
@@ -124,7 +127,7 @@ class Together:
     def __init__(self, controller: Controller, ranks: Ranks) -> None:
         self._controller = controller
         self._ranks = ranks
-        self._save_called = False
+        self._save_called_s = -math.inf
         self._save_due = False
         self._topics: dict[str, int] = {}
 
@@ -168,12 +171,13 @@ class Together:
     def takes_save(self) -> bool:
         due, self._save_due = self._save_due, False
         if due:
-            self._save_called = False
+            self._save_called_s = -math.inf
         return due
 
     def call_save(self) -> None:
-        if not self._save_called:
-            self._save_called = True
+        now_s = time.monotonic()
+        if now_s - self._save_called_s > CALL_AGAIN_S:  # else it is on its way
+            self._save_called_s = now_s
             self._ranks.call("save")
 
     def decide(self, topic: str, decision: Callable[[], Any]) -> Any:

@@ -47,6 +47,12 @@ def write(run: RunDir, *, step: int) -> None:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
+def step_of(run: RunDir) -> int | None:
+    """At which step a run was done, None when it is not; as :func:`read`."""
+    done = read(run)
+    return None if done is None else done.step
+
+
 def read(run: RunDir) -> Finished | None:
     """The marker, None when the run has not finished.
 

@@ -35,7 +35,7 @@ from hydroslurm.session.arguments import (
     fast_store,
     run_directory,
 )
-from hydroslurm.session.buckets import is_settled
+from hydroslurm.session.buckets import UNSETTLED, is_settled
 from hydroslurm.session.company import company_of
 from hydroslurm.session.cursor import Cursor
 from hydroslurm.session.leaving import Departure, Leaver
@@ -194,7 +194,7 @@ class Run:
             raise self._stopping.leave_unsaved(
                 error, self._controller.stop_request, step=0
             ) from error
-        if (step := company.decide("finished", self._finished_step)) is not None:
+        if (step := company.decide("finished", lambda: finished.step_of(self.dir))) is not None:
             self._say(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
             self._leave()
             raise Departure.finished()
@@ -262,7 +262,8 @@ class Run:
         """
         stop = self._arrive()
         if self._life.note_step(self.step):
-            self._look_at_buckets()
+            if self._company.world_size > 2 and is_settled(self._model) is False:
+                self._say(UNSETTLED)
             state = self._state()  # now that the optimizer has its own
             require_savable(state)
             self._saver.reserve(state)
@@ -380,10 +381,6 @@ class Run:
     def _newest(self) -> Found | None:
         return newest_of(self._company, durable=self._durable, fast=self._fast)
 
-    def _finished_step(self) -> int | None:
-        done = finished.read(self.dir)
-        return None if done is None else done.step
-
     def _write_finished(self) -> None:
         self._life.end("finished", step=self.step)
         finished.write(self.dir, step=self.step)
@@ -397,16 +394,6 @@ class Run:
         """One rank speaks for all."""
         if self._company.rank == 0:
             notice(words)
-
-    def _look_at_buckets(self) -> None:
-        """Say in time what would cost the bits."""
-        if self._company.world_size > 2 and is_settled(self._model) is False:
-            self._say(
-                "DistributedDataParallel makes other buckets after the first step of a process, so "
-                "that a run of 3 ranks or more that was stopped differs in the last bits from one "
-                "that was not. hydroslurm.settle_buckets(model, batch) before the first step of "
-                "each life makes them equal"
-            )
 
     def _state(self) -> State:
         own = self._cursor.state(step=self._completed_step(), epoch=self.epoch)

@@ -18,7 +18,7 @@ from typing import Any
 
 from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.errors import RanksError, SaveFailed
+from hydroslurm.errors import HubLost, RanksError, SaveFailed
 from hydroslurm.events import EventKind
 from hydroslurm.exitcodes import RUN_AGAIN
 from hydroslurm.runtime.controller import StopRequest
@@ -53,7 +53,8 @@ class Stopping:
         if late:  # the disk is slower than it was
             self._saver.wait(timeout_s=max(0.0, orders.deadline_mono_s - time.monotonic()))
             saved += f"; newest committed step: {self._saver.durable_step}"
-        self._say(f"{orders.words}; {saved}")
+        if self._company.rank == 0:
+            notice(f"{orders.words}; {saved}")
         departure = self._depart(orders, step=step)
         # the signals stay ours: Slurm sends SIGTERM again, and this process is still leaving
         with contextlib.suppress(SaveFailed):  # told above; what matters now is the status
@@ -78,7 +79,8 @@ class Stopping:
             if self._company.rank == 0:
                 orders = self._leaver.orders()
         words = f"{orders.words}; {error}: step {step} cannot be saved, {kept}"
-        self._say(words, everybody=self._company.rank != 0)
+        if _speaks(self._company, error):
+            notice(words)
         return self._depart(orders, step=step)
 
     # --- inside
@@ -115,10 +117,6 @@ class Stopping:
         )
         self._life.record_end(orders.ending)
         return departure
-
-    def _say(self, words: str, *, everybody: bool = False) -> None:
-        if everybody or self._company.rank == 0:
-            notice(words)
 
 
 def agree_on_orders(company: Company, leaver: Leaver) -> Orders:
@@ -158,6 +156,14 @@ def depart_together(
         code = leave() if company.rank == 0 else orders.exit_code
     company.part()
     return Departure(code)
+
+
+def _speaks(company: Company, error: RanksError) -> bool:
+    """Whether this rank is the first of those that are left; without a hub nobody knows."""
+    if isinstance(error, HubLost):
+        return True
+    missing = getattr(error, "missing", ())
+    return company.rank == min(set(range(company.world_size)).difference(missing), default=0)
 
 
 def _now() -> StopRequest:

@@ -84,20 +84,20 @@ class Story:
         """Let the rank go on that is held."""
         (self.run.root / "go").touch()
 
-    def wait_for(self, kind: EventKind, *, world: int) -> None:
-        """Until every rank has written such an event in the life of now."""
+    def wait_for(self, kind: EventKind, *, world: int, times: int = 1) -> None:
+        """Until every rank has written such an event, so often, in the life of now."""
 
         def seen() -> bool:
-            return all(self._of_now(rank, kind) for rank in range(world))
+            return all(self._of_now(rank, kind) >= times for rank in range(world))
 
         wait_until(seen, f"{kind.value} of {world} ranks")
 
-    def _of_now(self, rank: int, kind: EventKind) -> bool:
+    def _of_now(self, rank: int, kind: EventKind) -> int:
         if not self.run.rank_events(rank).exists():
-            return False
+            return 0
         kinds = [event.kind for event in self.events(rank)]
         begin = len(kinds) - 1 - kinds[::-1].index(EventKind.INSTALLED)
-        return kind in kinds[begin:]
+        return kinds[begin:].count(kind)
 
     def lives(self) -> tuple[LifeRecord, ...]:
         return Ledger(self.run.lives_jsonl).lives()

@@ -182,23 +182,53 @@ def test_what_a_rank_had_said_counts_when_it_dies_then(crew_of_threads: Team) ->
     assert first.agree("x", "ours") == {0: "ours", 1: "mine"}
 
 
-def test_the_hub_is_killed(crew_of_threads: Team) -> None:
-    """Every rank is told once, those who wait are woken, a person is warned."""
+def test_a_hub_that_is_killed_is_followed_by_another(crew_of_threads: Team) -> None:
+    """What was being asked fails for all who asked; the ranks come together again, and agree."""
     ranks = crew_of_threads.join(2)
-    port = ranks[0]._link._connection.getpeername()[1]  # type: ignore[union-attr]
+    results: list[Any] = []
     asking = threading.Thread(
         target=lambda: results.extend(all_at_once(lambda: ranks[1].agree("x", 1)))
     )
-    results: list[Any] = []
     asking.start()
     wait_until(lambda: "x" in ranks[1]._questions, "the question")
-    os.kill(hub_at(port), signal.SIGKILL)
+    os.kill(hub_at(port_of(ranks[0])), signal.SIGKILL)
     asking.join(60)
     assert isinstance(results[0], HubLost)
-    wait_until(lambda: all(one.lost for one in ranks), "both to know")
+    told = all_at_once(lambda: ranks[0].agree("y", 0), lambda: ranks[1].agree("y", 1))
+    assert told == [{0: 0, 1: 1}] * 2
+    assert [rank for rank, kind in crew_of_threads.told if kind is EventKind.HUB_LOST]
+    (warned,) = crew_of_threads.warned
+    assert "started again" in warned
+
+
+def test_a_stop_that_the_hub_took_along_is_called_again(crew_of_threads: Team) -> None:
+    """Called on the hub that is killed before all have promised: they meet by the next one."""
+    ranks = crew_of_threads.join(2)
+    port = port_of(ranks[0])
+    os.kill(hub_at(port), signal.SIGSTOP)
+    ranks[1].call("stop", "SIGTERM")
+    os.kill(hub_at(port), signal.SIGKILL)
+    wait_until(lambda: all(one.meetings.is_called for one in ranks), "the stop to be heard of")
+    held = all_at_once(*(one.meetings.arrive for one in ranks))
+    assert [meeting.words for (meeting,) in held] == ["SIGTERM"] * 2
+
+
+def test_without_all_ranks_there_is_no_other_hub(crew_of_threads: Team) -> None:
+    """A rank is gone when the hub is killed: the others are told once, and warned."""
+    first, second, third = crew_of_threads.join(3)
+    cut_off(third, lambda: True)
+    wait_until(lambda: first.gone and second.gone, "the death")
+    os.kill(hub_at(port_of(first)), signal.SIGKILL)
+    wait_until(lambda: first.lost and second.lost, "both to know")
     assert len(crew_of_threads.warned) == 2
     with pytest.raises(HubLost):
-        ranks[0].agree("y", 1)
+        first.agree("y", 1)
+
+
+def port_of(rank: Ranks) -> int:
+    """Of the hub that it is connected with."""
+    assert rank._link is not None
+    return int(rank._link._connection.getpeername()[1])
 
 
 def hub_at(port: int) -> int:
@@ -322,8 +352,7 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
         other.bind(("127.0.0.1", world.hub_ports[0]))
         other.listen()
         ranks = team_.join(2)
-        used = ranks[1]._link._connection.getpeername()[1]  # type: ignore[union-attr]
-        assert used in world.hub_ports[1:]
+        assert port_of(ranks[1]) in world.hub_ports[1:]
         for one in ranks:
             one.leave()
 
@@ -340,7 +369,7 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, crew_of_threads: Team) 
 def test_the_hub_ends_when_all_have_left(crew_of_threads: Team) -> None:
     """No process stays behind a job step."""
     ranks = crew_of_threads.join(2)
-    port = ranks[0]._link._connection.getpeername()[1]  # type: ignore[union-attr]
+    port = port_of(ranks[0])
     pid = hub_at(port)
     for one in ranks:
         one.done = True

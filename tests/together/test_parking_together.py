@@ -158,21 +158,20 @@ def test_pauses_while_saves_are_written(story: Story) -> None:
     assert not any(story.events(rank, EventKind.SAVE_FAILED) for rank in range(WORLD))
 
 
-def test_without_the_hub_the_ranks_train_on(story: Story) -> None:
-    """The hub is killed: ranks are let go, warned, train on and pause alone; a stop then leaves
-    without saving, says so, and the next life goes on from the last checkpoint."""
-    life = begin_training(story, every_steps=2)
-    wait_until(lambda: story.events(0, EventKind.SAVE_COMMITTED), "a save")
+def test_the_hub_is_killed(story: Story) -> None:
+    """The ranks train on, meet at another hub, and pause and stop together as before; also when it
+    is killed during a pause, which then begins anew."""
+    life = begin_training(story)
     os.kill(_hub_of(life.pids[0]), signal.SIGKILL)
-    story.wait_for(EventKind.AGREEMENT_FAILED, world=WORLD)
+    story.wait_for(EventKind.RANKS_JOINED, world=WORLD, times=2)
+    life.signal(1, signal.SIGUSR1)
+    wait_for_parked(story, 1)
+    os.kill(_hub_of(life.pids[0]), signal.SIGKILL)
+    wait_for_parked(story, 2)
     before = len(story.steps(0))
+    life.signal(1, signal.SIGUSR2)
     wait_until(lambda: len(story.steps(0)) > before + 3, "the run to train on")
-    for rank in range(WORLD):
-        life.signal(rank, signal.SIGTERM)
-    assert life.end().codes[0] == RUN_AGAIN, life.said
-    assert "cannot be saved" in life.said
-    again = story.live(WORLD, epochs=1)
-    assert "goes on from step" in again.said
+    stop(story, life)
 
 
 def _hub_of(pid: int) -> int:

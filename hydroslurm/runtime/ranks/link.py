@@ -29,21 +29,18 @@ class Link:
         unpacker: Unpacker,
         *,
         hear: Callable[[Any], None],
-        lost: Callable[[HubLost], None],
         due_s: Callable[[], float | None],
         tick: Callable[[], None],
     ) -> None:
         """
         Args:
             hear: gets each message.
-            lost: called once, when the hub is gone and :meth:`close` was not called.
             due_s: when ``tick`` is wanted (``time.monotonic()``), None for not at all.
             tick: called then.
         """
         self._connection = connection
         self._unpacker = unpacker
         self._hear = hear
-        self._lost = lost
         self._due_s = due_s
         self._tick = tick
         self._sending = threading.Lock()
@@ -70,14 +67,18 @@ class Link:
             self._wake_write.send(b".")
 
     def close(self) -> None:
-        """End the thread at its next look; no ``lost`` is called."""
+        """End the thread at its next look."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self.wake()
 
     def run(self, first: list[Any]) -> None:
-        """The thread. ``first``: what came with the welcome."""
+        """The thread; until :meth:`close`. ``first``: what came with the welcome.
+
+        Raises:
+            HubLost: the hub is gone.
+        """
         try:
             for message in first:
                 self._hear(message)
@@ -85,7 +86,7 @@ class Link:
                 self._wait()
         except (OSError, BadFrame, HubLost) as error:
             if not self._closed:
-                self._lost(HubLost(f"what connects the ranks of this job is gone ({error})"))
+                raise HubLost(f"what connects the ranks of this job is gone ({error})") from error
         finally:
             for end in (self._connection, self._wake_read, self._wake_write):
                 end.close()

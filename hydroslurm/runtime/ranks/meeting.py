@@ -116,6 +116,13 @@ class Meetings:
                     _fail(meeting, missing, finished=finished)
             self._changed.notify_all()
 
+    def forget(self) -> None:
+        """The hub that knew of them is gone, and another one comes: what is still wanted is called
+        anew there."""
+        with self._changed:
+            self._called = []
+            self._changed.notify_all()
+
     def lose(self, error: RanksError) -> None:
         """Nothing connects the ranks any more: meetings that are not decided fail."""
         with self._changed:

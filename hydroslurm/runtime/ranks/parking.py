@@ -165,7 +165,10 @@ class Parking:
         self._publish()
 
     def lose(self) -> None:
-        """The hub is gone: nobody would ever let this rank go on."""
+        """The hub is gone: nobody would ever let this rank go on. Another one hears of a pause of
+        this rank's own by :meth:`catch_up`."""
+        with self._lock:
+            self._own = False
         self._release()
 
     # --- inside

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydroslurm.errors import AgreementFailed, HubLost, RanksError, UsageError
@@ -22,6 +23,8 @@ from hydroslurm.runtime.world import World
 JOIN_S = 600.0
 """How long a rank looks for the others: nodes that boot, containers that are fetched, imports over
 a slow file system."""
+AGAIN_S = 20.0
+"""The same for a hub that follows one that was killed."""
 _SLICE_S = 0.5
 
 
@@ -75,6 +78,8 @@ class Ranks:
         self._waiting: list[Any] = []
         self._link: Link | None = None
         self._everybody = threading.Event()
+        self._connected = False
+        self._stop_words: str | None = None
         self._leaving = False
         self._gone: dict[int, bool] = {}
         self._parking = Parking(gate, send=self._send, tell=tell, wake=self._wake)
@@ -178,6 +183,8 @@ class Ranks:
 
         Sent when the others can be reached; does nothing where nothing connects them any more.
         """
+        if kind == "stop":
+            self._stop_words = words
         try:
             self._send({"do": "want", "kind": kind, "words": words})
         except HubLost:
@@ -201,25 +208,33 @@ class Ranks:
     # --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._serve()
-        except HubLost as error:
-            self._lose(error)
-        except Exception as error:  # nobody waits for what this thread would have told
-            self._lose(HubLost(f"{type(error).__name__}: {error}"))
-
-    def _serve(self) -> None:
+        """Serve one hub after the other: one that is killed is followed by another."""
         world = self._world
+        for number in itertools.count(1):
+            try:
+                self._serve(world, timeout_s=JOIN_S if number == 1 else AGAIN_S)
+                return
+            except HubLost as error:
+                if not self._may_go_on():
+                    self._lose(error)
+                    return
+                self._interrupt(error)
+            except Exception as error:  # nobody waits for what this thread would have told
+                self._lose(HubLost(f"{type(error).__name__}: {error}"))
+                return
+            # other ports and another name: nobody is to meet what is left of the last one
+            world = replace(self._world, life=f"{self._world.life} hub {number + 1}")
+
+    def _serve(self, world: World, *, timeout_s: float) -> None:
         ports = (start_hub(world),) if world.rank == 0 else world.hub_ports
         who = {"pid": os.getpid(), "host": socket.gethostname()}
         connection, unpacker, first = find_hub(
-            world, who, ports=ports, timeout_s=JOIN_S, stop=lambda: self._leaving
+            world, who, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
         )
         link = Link(
             connection,
             unpacker,
             hear=self._hear,
-            lost=self._lose,
             due_s=lambda: self._parking.due_s,
             tick=self._parking.tick,
         )
@@ -258,7 +273,10 @@ class Ranks:
         elif say == "everybody":
             took_s = time.monotonic() - self._began_s
             self._tell(EventKind.RANKS_JOINED, {"world_size": self.world_size, "joined_s": took_s})
+            self._connected = True
             self._everybody.set()
+            if self._stop_words is not None:
+                self.call("stop", self._stop_words)  # the hub that knew of it may be gone
 
     def _called(self, message: Mapping[str, Any]) -> None:
         kind, of_rank, words = message["kind"], message["of_rank"], message["words"] or ""
@@ -293,17 +311,38 @@ class Ranks:
             question.values, question.failure = values or {}, failure
             question.decided.set()
 
+    def _may_go_on(self) -> bool:
+        """Whether all ranks can come together at another hub: they were all at this one, and none
+        has ended."""
+        return self._connected and not self._gone and not self._leaving
+
+    def _interrupt(self, error: HubLost) -> None:
+        """Between two hubs nothing is decided: what was being asked fails."""
+        with self._lock:
+            self._link = None
+            self._waiting = []
+        self._connected = False
+        self._parking.lose()
+        self.meetings.forget()
+        self._fail_questions(error)
+        self._tell(EventKind.HUB_LOST, {"words": str(error)})
+        if self.rank == 0:
+            self._warn(f"{error}; it is started again. A save in progress has failed by it")
+
+    def _fail_questions(self, error: HubLost) -> None:
+        with self._lock:
+            questions = list(self._questions.values())
+        for question in questions:
+            question.failure = question.failure or error
+            question.decided.set()
+
     def _lose(self, error: HubLost) -> None:
         if self._leaving or self.lost is not None:
             return
         self.lost = error
         self._parking.lose()
         self.meetings.lose(error)
-        with self._lock:
-            questions = list(self._questions.values())
-        for question in questions:
-            question.failure = question.failure or error
-            question.decided.set()
+        self._fail_questions(error)
         self._everybody.set()
         self._tell(EventKind.AGREEMENT_FAILED, {"what": "connection", "words": str(error)})
         self._warn(
