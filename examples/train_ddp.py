@@ -122,11 +122,15 @@ def process_group(args: argparse.Namespace) -> Iterator[None]:
     hydroslurm.set_torch_environment()  # what torchrun would have set, where srun started the ranks
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
+    # ranks may come seconds apart: a short time-out is for collectives, and not for their meeting
+    store, rank, world_size = next(dist.rendezvous("env://"))
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
         timeout=timedelta(seconds=args.collective_timeout_s),
     )
-    world_size = dist.get_world_size()
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size {args.batch_size} cannot be divided by {world_size} ranks")
     try:

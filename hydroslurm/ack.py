@@ -1,8 +1,9 @@
 """Waiting for a rank's answer: its event file is the acknowledgement.
 
 A request is a signal, the answer is what the rank writes down: ``parked``, or ``resumed`` and
-``first_operator_released``. Take an :class:`EventTail` *before* the signal is sent, so that no
-answer can be missed.
+``first_operator_released``. A rank that is joined with others has not answered a pause before
+``all_parked``: a suspend that came sooner could find one of them inside a collective. Take an
+:class:`EventTail` *before* the signal is sent, so that no answer can be missed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from hydroslurm.events import Event, EventKind
-from hydroslurm.rankstate import latest
+from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.rankstate import fold, latest
 
 _POLL_S = 0.002
+_PEERS = ["peers"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,15 @@ class Answer:
         latency_us: signal's arrival in the rank -> parked, or -> first operator released. None when
             nothing changed, or when no thread was held (a rank that was waiting for data).
         words: in words, for people.
+        all_parked_us: signal's arrival in the rank -> all ranks parked at the same collectives;
+            None for a rank that is alone, and where that was not reached.
     """
 
     rank: int
     done: bool
     latency_us: float | None
     words: str
+    all_parked_us: float | None = None
 
 
 class EventTail:
@@ -62,35 +68,86 @@ class EventTail:
         return found
 
 
-Judge = Callable[[Event], "Answer | None"]
+class Judge(Protocol):
+    """What a rank's events answer to one request."""
+
+    def __call__(self, event: Event) -> Answer | None:
+        """The next event; the answer, when it is complete."""
+
+    def when_late(self) -> Answer | None:
+        """The time is over: what has come about so far; None: nothing that could be told."""
 
 
 class JudgePause:
     """The answers to a pause. A rank that is held already says so at once, one that is still on its
-    way to be parked when it has arrived."""
+    way to be parked when it has arrived, and one of several when all have."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._parked: Event | None = None
+        self._all_parked: Event | None = None
+        self._failed = ""
 
     def __call__(self, event: Event) -> Answer | None:
-        if event.kind is EventKind.PARKED:
-            park_us = float(event.data["park_us"])
-            asleep = "" if event.data.get("held") else ", it was waiting and issues nothing"
-            return Answer(event.rank, True, park_us, f"parked after {park_us:.0f} us{asleep}")
-        if event.kind is EventKind.CAUSES_CHANGED and event.data.get("causes"):
-            now = latest(self._path)
-            if now is not None and now.state == "parked":
-                words = f"held already; causes now: {', '.join(now.causes)}"
-                return Answer(event.rank, True, None, words)
-        return _judge_ending(event)
+        kind = event.kind
+        if kind is EventKind.PARKED:
+            self._parked = self._parked or event  # it parks again behind each collective
+        elif kind is EventKind.ALL_PARKED:
+            self._all_parked = event  # two threads write: this line may come first
+        elif kind is EventKind.AGREEMENT_FAILED:
+            self._failed = str(event.data.get("words", ""))
+            if self._parked is not None and event.data.get("what") == "connection":
+                return self.when_late()
+        elif kind is EventKind.RESUMED and self._parked is not None:
+            return Answer(event.rank, False, None, "was resumed before all ranks were parked")
+        elif kind is EventKind.CAUSES_CHANGED and event.data.get("causes"):
+            return self._held_already(event)
+        else:
+            return _judge_ending(event)
+        return self._when_parked()
+
+    def when_late(self) -> Answer | None:
+        """A rank that is parked, and the others have not come to where it is."""
+        if self._parked is None:
+            return None
+        why = self._failed or "the other ranks have not come to one collective with it yet"
+        words = f"{_parked_words(self._parked)}, alone: {why}"
+        return Answer(self._parked.rank, False, _park_us(self._parked), words)
+
+    def _when_parked(self) -> Answer | None:
+        parked = self._parked
+        if parked is None:
+            return None
+        if parked.data.get("world_size", 1) == 1:
+            return Answer(parked.rank, True, _park_us(parked), _parked_words(parked))
+        since_ns = int(parked.data.get("requested_mono_ns", parked.mono_ns))
+        if self._all_parked is None or self._all_parked.mono_ns < since_ns:
+            return None  # or it is of the pause before
+        took_us = (self._all_parked.mono_ns - since_ns) / 1e3
+        words = f"{_parked_words(parked)}; {_together_words(parked, self._all_parked, took_us)}"
+        return Answer(parked.rank, True, _park_us(parked), words, all_parked_us=took_us)
+
+    def _held_already(self, event: Event) -> Answer | None:
+        """Also a rank whose peers closed its gate before its own signal did comes here: it is
+        waited for."""
+        if self._parked is not None:
+            return None
+        now = latest(self._path)
+        if now is None or now.state != "parked":
+            return None
+        if now.world_size > 1 and not now.parked_together:
+            return None
+        words = f"held already; causes now: {', '.join(now.causes)}"
+        return Answer(event.rank, True, None, words)
 
 
 class JudgeResume:
     """The answers to a resume: opened, and then the first operator that runs again, when one was
-    held."""
+    held. A rank that is held for its peers only waits for the last of them to be resumed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path) -> None:  # noqa: ARG002 - as the other judges
         """``path`` is not read: the events say it all."""
+        self._held_for_peers: Event | None = None
 
     def __call__(self, event: Event) -> Answer | None:
         if event.kind is EventKind.FIRST_OPERATOR_RELEASED:
@@ -100,22 +157,35 @@ class JudgeResume:
             return Answer(event.rank, True, None, "running again; no thread was held")
         if event.kind is EventKind.CAUSES_CHANGED:
             causes = event.data.get("causes")
+            if causes == _PEERS:
+                self._held_for_peers = event
+                return None
             if causes:
                 return Answer(event.rank, False, None, f"still held for: {', '.join(causes)}")
             return Answer(event.rank, True, None, "was running already")
         return _judge_ending(event)
 
+    def when_late(self) -> Answer | None:
+        """A rank that another one keeps."""
+        if self._held_for_peers is None:
+            return None
+        words = "still held, because another rank of the job is paused"
+        return Answer(self._held_for_peers.rank, False, None, words)
+
 
 class JudgeStop:
-    """The answers to a stop: the save on its way, and whether the job is queued again."""
+    """The answers to a stop: the save on its way, and whether the job is queued again. Of several
+    ranks one asks for the requeue, and the others have answered when they leave saved."""
 
-    def __init__(self, path: Path) -> None:  # noqa: ARG002 - as the other judges
-        """``path`` is not read: the events say it all."""
+    def __init__(self, path: Path) -> None:
+        state = fold(read_events(path)) if path.exists() else None
+        self._follows = state is not None and state.world_size > 1 and state.rank > 0
         self._asked_ns = 0
-        self._saved = "nothing was left to save"
+        self._saved = ""
 
     def __call__(self, event: Event) -> Answer | None:
         kind = event.kind
+        saved = self._saved or "nothing was left to save"
         if kind is EventKind.STOP_REQUESTED and not self._asked_ns:
             self._asked_ns = int(event.data.get("requested_mono_ns", event.mono_ns))
         elif kind is EventKind.SAVE_COMMITTED and event.data.get("tier") == "durable":
@@ -124,15 +194,42 @@ class JudgeStop:
             self._saved = f"step {step} committed {took_ms:.0f} ms after the signal"
         elif kind is EventKind.REQUEUED:
             since_us = (event.mono_ns - self._asked_ns) / 1e3 if self._asked_ns else None
-            return Answer(event.rank, True, since_us, f"{self._saved}; requeued")
+            return Answer(event.rank, True, since_us, f"{saved}; requeued")
         elif kind is EventKind.REQUEUE_FAILED:
             reason = event.data.get("reason")
-            return Answer(event.rank, False, None, f"{self._saved}; not requeued: {reason}")
+            return Answer(event.rank, False, None, f"{saved}; not requeued: {reason}")
         elif kind is EventKind.RUN_FINISHED:
             return Answer(event.rank, False, None, "finished its training meanwhile")
+        elif kind is EventKind.LIFE_ENDED and self._follows:
+            left = "leaves with the others"
+            return Answer(event.rank, bool(self._saved), None, f"{saved}; {left}")
         elif kind is EventKind.UNINSTALLED:
-            return Answer(event.rank, False, None, f"{self._saved}; it has left, not requeued")
+            return Answer(event.rank, False, None, f"{saved}; it has left, not requeued")
         return None
+
+    def when_late(self) -> Answer | None:
+        """Nothing: the save, or the requeue, may yet come."""
+        return None
+
+
+def _park_us(parked: Event) -> float:
+    return float(parked.data["park_us"])
+
+
+def _parked_words(parked: Event) -> str:
+    asleep = "" if parked.data.get("held") else ", it was waiting and issues nothing"
+    return f"parked after {_park_us(parked):.0f} us{asleep}"
+
+
+def _together_words(parked: Event, all_parked: Event, took_us: float) -> str:
+    world_size = parked.data["world_size"]
+    if in_flight := all_parked.data.get("in_flight"):
+        plural = "" if in_flight == 1 else "s"
+        return (
+            f"all {world_size} ranks after {took_us / 1e3:.1f} ms, with {in_flight} "
+            f"collective{plural} in flight: a suspend longer than their time-out ends the job"
+        )
+    return f"all {world_size} ranks at one collective after {took_us / 1e3:.1f} ms"
 
 
 def _judge_ending(event: Event) -> Answer | None:
@@ -156,6 +253,9 @@ def wait_for_answers(
             for event in tail.new():
                 if rank not in answers and (answer := judges[rank](event)):
                     answers[rank] = answer
-        if len(answers) == len(tails) or time.monotonic() >= deadline:
+        if len(answers) == len(tails):
             return answers
+        if time.monotonic() >= deadline:
+            late = {rank: judges[rank].when_late() for rank in tails.keys() - answers.keys()}
+            return answers | {rank: answer for rank, answer in late.items() if answer}
         time.sleep(_POLL_S)

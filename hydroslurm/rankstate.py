@@ -29,6 +29,9 @@ class RankState:
         pauses: how many pauses this life has had.
         park_us: latency of the latest park, microseconds; None before the first.
         committed_step: newest step that is saved durably; None when nothing is, or nobody tells.
+        world_size: ranks that this one is joined with, itself included; 1 while it is alone.
+        all_parked_epoch_ns: since when all of them are parked at the same collectives; None while
+            they are not.
     """
 
     rank: int
@@ -42,6 +45,13 @@ class RankState:
     pauses: int = 0
     park_us: float | None = None
     committed_step: int | None = None
+    world_size: int = 1
+    all_parked_epoch_ns: int | None = None
+
+    @property
+    def parked_together(self) -> bool:
+        """Whether all ranks are held, none of them before a collective that another is in."""
+        return self.state == "parked" and self.all_parked_epoch_ns is not None
 
 
 _ENTERS = {
@@ -90,14 +100,34 @@ def _after(state: RankState | None, event: Event) -> RankState:
     )
     if "causes" in event.data:
         state = replace(state, causes=tuple(event.data["causes"]))
-    if event.kind is EventKind.PARKED:
+    # a rank that is let through to a collective parks again: the first time is what was measured
+    if event.kind is EventKind.PARKED and state.state != "parked":
         state = replace(state, park_us=float(event.data["park_us"]))
     if isinstance(event.data.get("pause"), int):
         state = replace(state, pauses=event.data["pause"])
     if event.kind is EventKind.SAVE_COMMITTED and event.data.get("tier") == "durable":
         state = replace(state, committed_step=event.data.get("checkpoint_step"))
+    state = _among_others(state, event)
     entered = _ENTERS.get(event.kind)
     # a stop opens the gate: what follows it is the way out, not a return to running
-    if entered and not (state.state == "stopping" and entered == "running"):
-        state = replace(state, state=entered, since_epoch_ns=event.epoch_ns)
+    if entered in (None, state.state) or (state.state == "stopping" and entered == "running"):
+        return state
+    return replace(state, state=str(entered), since_epoch_ns=event.epoch_ns)
+
+
+def _among_others(state: RankState, event: Event) -> RankState:
+    """What several ranks add to it."""
+    kind = event.kind
+    if kind in (EventKind.RANKS_JOINED, EventKind.PARKED):
+        return replace(state, world_size=event.data.get("world_size", state.world_size))
+    if kind is EventKind.AGREEMENT_FAILED and event.data.get("what") == "connection":
+        return replace(state, world_size=1)
+    if kind is EventKind.ALL_PARKED:
+        return replace(state, all_parked_epoch_ns=event.epoch_ns)
+    since_epoch_ns = state.all_parked_epoch_ns
+    # two threads write: the line of a closing may follow that of the agreement which came of it
+    if kind in (EventKind.GATE_CLOSED, EventKind.RESUMED) and (
+        since_epoch_ns is not None and event.epoch_ns > since_epoch_ns
+    ):
+        return replace(state, all_parked_epoch_ns=None)
     return state

@@ -1,7 +1,7 @@
 """Run every profiling script, keep what it printed in profiling/results/, bring README's table up
 to date.
 
-    bench.py                    everything, about half an hour
+    bench.py                    everything, about three quarters of an hour
     bench.py --only overhead    one of them
     bench.py --readme           only the table, from the results that are there
     bench.py --quick --out DIR  to see that it all runs; never in README
@@ -28,6 +28,8 @@ SCRIPTS = (
     "stop",
     "killwait",
     "stock_submitit",
+    "ranks",
+    "long_suspend",
     "gpu_check",
 )
 LIMIT_S = 1200.0

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "events": BASE,
     "registry": BASE,
     "rankstate": BASE | {"events"},
+    "agentstate": BASE | {"events"},
     "ack": BASE | {"events", "rankstate"},
     "client": BASE | {"ack", "registry", "runtime.signals"},
     "runtime": BASE | {"events", "rundir", "registry", "slurm.allocation", "slurm.policy"},
@@ -49,6 +50,7 @@ MAY_IMPORT = {
         "rundir",
         "events",
         "rankstate",
+        "agentstate",
         "ack",
         "exitcodes",
         "runtime.install",
@@ -96,10 +98,13 @@ def _run(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["hydroslurm", "hydroslurm.cli", "hydroslurm.client"])
+@pytest.mark.parametrize(
+    "module",
+    ["hydroslurm", "hydroslurm.cli", "hydroslurm.client", "hydroslurm.runtime.ranks.hub"],
+)
 def test_import_is_light(module: str) -> None:
-    """Importing the package, its command line or its client loads neither torch, submitit, numpy
-    nor pyslurm."""
+    """Importing the package, its command line, its client or the hub of its ranks loads neither
+    torch, submitit, numpy nor pyslurm."""
     heavy = _run(
         f"import sys, {module}; print([m for m in ('torch', 'submitit', 'numpy', 'matplotlib', "
         "'pyslurm') if m in sys.modules])"

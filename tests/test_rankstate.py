@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hydroslurm.events import Event, EventKind, EventLog
@@ -46,6 +47,46 @@ def test_a_requeued_rank_begins_anew() -> None:
     state = fold([*PAUSED, _event(EventKind.INSTALLED, 20)])
     assert state is not None
     assert (state.state, state.causes, state.pauses) == ("running", (), 0)
+
+
+def test_a_rank_that_is_let_through_stays_parked() -> None:
+    """It parks again behind each collective; its state, since when, and its latency are those of
+    the first time."""
+    passage = [
+        _event(EventKind.LET_THROUGH, 5, pause=1, collectives=1),
+        _event(EventKind.PARKED, 6, pause=1, park_us=900.0, causes=["user", "peers"], held=1),
+    ]
+    state = fold([*PAUSED, *passage])
+    assert state is not None
+    assert (state.state, state.since_epoch_ns, state.park_us) == ("parked", 4, 51.5)
+
+
+def test_parked_together() -> None:
+    """From the word that all ranks are parked until this one goes on or the hub is gone."""
+    joined = _event(EventKind.RANKS_JOINED, 1, world_size=4, joined_s=0.1)
+    all_parked = _event(EventKind.ALL_PARKED, 8, of_ranks=[3], in_flight=0)
+    told = fold([PAUSED[0], joined, *PAUSED[1:], all_parked])
+    assert told is not None
+    assert (told.world_size, told.parked_together) == (4, True)
+    before = fold([PAUSED[0], joined, *PAUSED[1:]])
+    resumed = fold([*PAUSED, all_parked, _event(EventKind.RESUMED, 9, causes=[])])
+    again = fold([*PAUSED, all_parked, *(_at(event, 20) for event in PAUSED[2:])])
+    assert [state and state.parked_together for state in (before, resumed, again)] == [False] * 3
+    lost = fold([joined, _event(EventKind.AGREEMENT_FAILED, 9, what="connection", words="gone")])
+    assert lost is not None
+    assert lost.world_size == 1
+
+
+def test_two_threads_write_one_file() -> None:
+    """The line of a closing may follow that of the agreement which came of it."""
+    all_parked = _event(EventKind.ALL_PARKED, 8, of_ranks=[3], in_flight=0)
+    state = fold([PAUSED[0], all_parked, *PAUSED[2:]])
+    assert state is not None
+    assert state.parked_together
+
+
+def _at(event: Event, at: int) -> Event:
+    return replace(event, mono_ns=at + event.mono_ns, epoch_ns=at + event.epoch_ns)
 
 
 def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:

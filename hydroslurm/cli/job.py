@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from hydroslurm.ack import Answer
+    from hydroslurm.agentstate import AgentState
     from hydroslurm.launch.control import JobAnswer, JobStatus
     from hydroslurm.rankstate import RankState
 
@@ -134,14 +135,32 @@ def _print_status(found: JobStatus) -> None:
     )
     if not found.ranks:
         typer.echo(f"  no rank has announced itself in {found.run_dir.events}")
+    for node in found.nodes:
+        typer.echo(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
     for rank in found.ranks:
         typer.echo(f"  {_rank_line(rank, now_epoch_ns=time.time_ns())}")
+
+
+def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
+    since_s = (now_epoch_ns - node.since_epoch_ns) / 1e9
+    counts = ", ".join(f"{count} {state}" for state, count in node.counts)
+    causes = f" for {', '.join(node.held_for)}" if node.held_for else ""
+    words = [f"node {node.node} {node.host}:{node.pid}  {node.state}{causes} since {since_s:.1f} s"]
+    words.append(f"{node.workers} rank{'' if node.workers == 1 else 's'}")
+    if node.state == "mixed":
+        words.append(counts)
+    if node.asked is not None and not node.answered:
+        words.append(f"asked for {node.asked}, and not all ranks have answered")
+    if node.status is not None:
+        words.append(f"status {node.status}")
+    return ", ".join(words)
 
 
 def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
     since_s = (now_epoch_ns - rank.since_epoch_ns) / 1e9
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
-    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.state}{causes} since {since_s:.1f} s"]
+    state = f"{rank.state} together" if rank.parked_together else rank.state
+    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {state}{causes} since {since_s:.1f} s"]
     if rank.step is not None:
         words.append(f"step {rank.step}")
     if rank.committed_step is not None:
@@ -162,5 +181,6 @@ def _as_json(found: JobStatus) -> dict[str, object]:
         "nodes": list(job.nodes),
         "restart_count": job.restart_count,
         "run_dir": str(found.run_dir.root),
-        "ranks": [vars(rank) for rank in found.ranks],
+        "agents": [vars(node) for node in found.nodes],
+        "ranks": [{**vars(rank), "parked_together": rank.parked_together} for rank in found.ranks],
     }

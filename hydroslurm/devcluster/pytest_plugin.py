@@ -47,6 +47,13 @@ def gang_requeue_cluster() -> Iterator[DevCluster]:
     yield from _cluster(ClusterSpec(nodes=2, profile="gang-requeue", kill_wait_s=5))
 
 
+@pytest.fixture(scope="session")
+def ranks_cluster() -> Iterator[DevCluster]:
+    """A cluster of 17 nodes for several jobs of several nodes side by side, whose ``low`` jobs are
+    requeued by ``urgent`` ones."""
+    yield from _cluster(ClusterSpec(nodes=17, profile="requeue", kill_wait_s=10))
+
+
 def _cluster(spec: ClusterSpec) -> Iterator[DevCluster]:
     require_slurm()
     with DevCluster.up(spec) as cluster:

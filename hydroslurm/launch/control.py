@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydroslurm import rundir
+from hydroslurm import agentstate, rundir
 from hydroslurm.ack import (
     Answer,
     EventTail,
@@ -16,6 +16,7 @@ from hydroslurm.ack import (
     JudgeStop,
     wait_for_answers,
 )
+from hydroslurm.agentstate import AgentState
 from hydroslurm.errors import NoSuchJob, NotPermitted, TargetError, WrongJobState
 from hydroslurm.events import EventKind, read_events
 from hydroslurm.rankstate import RankState, latest
@@ -42,11 +43,13 @@ class JobAnswer:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job as Slurm sees it, and its ranks as they see themselves."""
+    """A job as Slurm sees it, and its ranks as they see themselves. ``nodes``: as their agents see
+    them, where ranks were started by ``hydroslurm agent``."""
 
     job: Job
     run_dir: RunDir
     ranks: tuple[RankState, ...]
+    nodes: tuple[AgentState, ...] = ()
 
 
 def run_dir_of(job: Job) -> RunDir:
@@ -80,7 +83,13 @@ def job_status(job: Job) -> JobStatus:
     states = [state for path in run.rank_event_files().values() if (state := latest(path))]
     if job.state.has_ended:
         states = [s if s.state == "ended" else replace(s, state="killed") for s in states]
-    return JobStatus(job, run, tuple(states))
+    return JobStatus(job, run, tuple(states), _agents(job, run))
+
+
+def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:
+    """Of the job's present life; another life may have had more nodes."""
+    found = (agentstate.latest(run.agent_events(node)) for node in range(len(job.nodes)))
+    return tuple(one for one in found if one and one.restart_count == job.restart_count)
 
 
 def pause_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:

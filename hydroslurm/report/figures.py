@@ -14,12 +14,14 @@ The file holds one JSON object. A latency that nobody measured is absent from it
     incomplete       number of those
     stop_requests    number of requests to save and leave; two for one preemption are normal
     parked_total_s   parked time of all ranks added up
+    in_flight        pauses in which collectives were in flight when all ranks were parked
     park_us          SUMMARY of request -> parked
+    all_parked_us    SUMMARY of request -> all ranks parked, of each rank (several ranks only)
     drain_us         SUMMARY of parked -> devices idle (GPU only)
     resume_us        SUMMARY of request -> running again
     parked_s         SUMMARY of the parked time
     by_cause         cause -> {pauses, park_us, resume_us, parked_s}; a pause counts under its first
-                     cause, ``unknown`` when that was lost
+                     cause, ``peers`` only where it has no other, ``unknown`` when that was lost
     every_pause      one object per pause: the fields of report.pauses.Pause, ``outcome``, and
                      ``at_s``, the seconds from the run's begin; stamps are CLOCK_MONOTONIC ns
     stops            the lives that were stopped, and how the run went on:
@@ -77,7 +79,9 @@ def figures_of(history: History) -> dict[str, Any]:
         "incomplete": sum(not pause.complete for pause in pauses),
         "stop_requests": len(history.stop_requests),
         "parked_total_s": math.fsum(pause.parked_s or 0.0 for pause in pauses),
+        "in_flight": sum(bool(pause.in_flight) for pause in pauses),
         "park_us": summary(pause.park_us for pause in pauses),
+        "all_parked_us": summary(pause.all_parked_us for pause in pauses),
         "drain_us": summary(pause.drain_us for pause in pauses),
         "resume_us": summary(pause.resume_us for pause in pauses),
         "parked_s": summary(pause.parked_s for pause in pauses),
@@ -129,7 +133,7 @@ def percentile(ordered: list[float], percent: int) -> float:
 def _by_cause(pauses: Iterable[Pause]) -> dict[str, Any]:
     groups: dict[str, list[Pause]] = {}
     for pause in pauses:
-        groups.setdefault(pause.causes[0] if pause.causes else "unknown", []).append(pause)
+        groups.setdefault(pause.main_cause or "unknown", []).append(pause)
     return {
         cause: {
             "pauses": len(group),

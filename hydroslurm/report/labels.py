@@ -96,10 +96,12 @@ class Labels:
 
 
 def _latency(pause: Pause) -> str:
-    """With the unit that keeps it short; what became of the pause where nothing was measured."""
+    """With the unit that keeps it short; what became of the pause where nothing was measured; and a
+    mark where collectives were in flight."""
     if pause.park_us is None:
         return pause.outcome
+    mark = " !" if pause.in_flight else ""
     if pause.park_us < 999.5:
-        return f"{pause.park_us:.0f} µs"
+        return f"{pause.park_us:.0f} µs{mark}"
     ms = pause.park_us / 1e3
-    return f"{ms:.1f} ms" if ms < 99.95 else f"{ms / 1e3:.2f} s"
+    return f"{ms:.1f} ms{mark}" if ms < 99.95 else f"{ms / 1e3:.2f} s{mark}"

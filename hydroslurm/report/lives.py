@@ -64,6 +64,7 @@ def _life(events: Sequence[Event]) -> Life:
         pauses=_pauses(events),
         stops=tuple(_stop(event) for event in events if event.kind is EventKind.STOP_REQUESTED),
         progress=progress_of(events),
+        world_size=max((integer(data_of(event), "world_size") or 1 for event in events), default=1),
     )
 
 
@@ -117,7 +118,27 @@ def _pauses(events: Sequence[Event]) -> tuple[Pause, ...]:
                 current, draft.signals, signals = draft, tuple(signals), []
             elif event.kind is EventKind.RESUMED:
                 signals = []  # what came before asked for this resume, not for the next pause
+    for event in events:
+        if event.kind is EventKind.ALL_PARKED or _has_failed(event):
+            _add_by_time(event, drafts.values())
     return tuple(_pause(drafts[number]) for number in sorted(drafts))
+
+
+def _has_failed(event: Event) -> bool:
+    """The ranks did not come to one collective in time; they may, later."""
+    return event.kind is EventKind.AGREEMENT_FAILED and data_of(event).get("what") == "park"
+
+
+def _add_by_time(event: Event, drafts: Iterable[_Draft]) -> None:
+    """What another thread has written belongs to the pause that was in force, wherever its line
+    is."""
+    for draft in drafts:
+        closed, resumed = (
+            stamp_of(draft.events.get(kind)) for kind in (EventKind.GATE_CLOSED, EventKind.RESUMED)
+        )
+        begun = closed is not None and closed <= event.mono_ns
+        if begun and (resumed is None or event.mono_ns <= resumed):
+            draft.add(event)
 
 
 def _pause(draft: _Draft) -> Pause:
@@ -127,6 +148,7 @@ def _pause(draft: _Draft) -> Pause:
     parked, resumed = seen.get(EventKind.PARKED), seen.get(EventKind.RESUMED)
     closed, released = seen.get(EventKind.GATE_CLOSED), seen.get(EventKind.FIRST_OPERATOR_RELEASED)
     drained = seen.get(EventKind.DRAINED)
+    all_parked, failed = seen.get(EventKind.ALL_PARKED), seen.get(EventKind.AGREEMENT_FAILED)
     requested_ns = first_integer((closed, parked), "requested_mono_ns")
     resume_requested_ns = first_integer((resumed, released), "requested_mono_ns")
     on = released if released is not None else (None if _waited(draft) else resumed)
@@ -141,11 +163,15 @@ def _pause(draft: _Draft) -> Pause:
         closed_mono_ns=stamp_of(closed),
         held_mono_ns=stamp_of(held),
         parked_mono_ns=stamp_of(parked),
+        all_parked_mono_ns=stamp_of(all_parked),
         drained_mono_ns=stamp_of(drained),
         resume_requested_mono_ns=resume_requested_ns,
         resumed_mono_ns=stamp_of(resumed),
         released_mono_ns=stamp_of(released),
         park_us=_measured(parked, "park_us", requested_ns, stamp_of(parked)),
+        all_parked_us=_measured(all_parked, "all_parked_us", requested_ns, stamp_of(all_parked)),
+        in_flight=first_integer((all_parked, failed), "in_flight"),
+        let_through=integer(data_of(all_parked), "let_through") or 0,
         drain_us=_measured(drained, "drain_us", stamp_of(parked), stamp_of(drained)),
         undrained_s=number(data_of(seen.get(EventKind.NOT_DRAINED)), "waited_s"),
         parked_s=_measured(resumed, "parked_s", stamp_of(parked), stamp_of(resumed))

@@ -12,6 +12,8 @@ from typing import Literal
 
 from hydroslurm.report.progress import Progress
 
+PEERS = "peers"
+
 Outcome = Literal["complete", "withdrawn", "not resumed", "not parked", "incomplete"]
 
 
@@ -23,18 +25,25 @@ class Pause:
         rank: global rank.
         number: 1, 2, ... within one life.
         restart_count: how often the job had been requeued before this life.
-        causes: why, in order of appearance: ``slurm``, ``user``, ``api``, ``terminal``.
+        causes: why, in order of appearance: ``slurm``, ``user``, ``api``, ``terminal``; ``peers``:
+            because another rank of the job was paused.
         signal: the signal that asked for it, None for a call of ``pause()``.
         step: training step when the gate closed, None when nobody told us.
         requested_mono_ns: the signal handler's stamp, or that of the call.
         closed_mono_ns: the gate was armed.
         held_mono_ns: the first operator was held; None when the rank was quiet.
-        parked_mono_ns: no training thread issues anything any more.
+        parked_mono_ns: no training thread issues anything any more, for the first time. A rank that
+            is let through to a collective of its peers parks again.
+        all_parked_mono_ns: all ranks were told that all of them are parked, at the same
+            collectives; None for a rank that is alone, and where that was not reached.
         drained_mono_ns: the devices have finished what was launched; None without devices.
         resume_requested_mono_ns: the stamp of the request that opened the gate.
         resumed_mono_ns: the gate was opened.
         released_mono_ns: the first thread that was held runs again.
         park_us: from the request to parked.
+        all_parked_us: from the request, at this rank, until all ranks were parked.
+        in_flight: collectives that were in flight then; or when the ranks gave up coming together.
+        let_through: collectives that this rank was let through on its way.
         drain_us: how long the devices took to finish what was launched.
         undrained_s: how long they were waited for in vain; None when they drained or there are
             none.
@@ -56,11 +65,15 @@ class Pause:
     closed_mono_ns: int | None = None
     held_mono_ns: int | None = None
     parked_mono_ns: int | None = None
+    all_parked_mono_ns: int | None = None
     drained_mono_ns: int | None = None
     resume_requested_mono_ns: int | None = None
     resumed_mono_ns: int | None = None
     released_mono_ns: int | None = None
     park_us: float | None = None
+    all_parked_us: float | None = None
+    in_flight: int | None = None
+    let_through: int = 0
     drain_us: float | None = None
     undrained_s: float | None = None
     parked_s: float | None = None
@@ -72,6 +85,13 @@ class Pause:
     @property
     def complete(self) -> bool:
         return not self.missing
+
+    @property
+    def main_cause(self) -> str | None:
+        """The first of its own causes, ``peers`` only where it has none; None when they are
+        lost."""
+        own = [cause for cause in self.causes if cause != PEERS]
+        return next(iter(own or self.causes), None)
 
     @property
     def outcome(self) -> Outcome:
@@ -114,6 +134,7 @@ class Life:
         ended: it uninstalled; False when it was killed or is still running.
         pauses, stops: those of this life. Two stop requests for one preemption are normal.
         progress: what its ``Run`` wrote down; None where there was none.
+        world_size: ranks that it was joined with, itself included; 1: it was alone.
     """
 
     rank: int
@@ -128,6 +149,7 @@ class Life:
     pauses: tuple[Pause, ...] = ()
     stops: tuple[StopRequest, ...] = ()
     progress: Progress | None = None
+    world_size: int = 1
 
     def epoch_ns(self, mono_ns: int) -> int:
         """A stamp of this life as CLOCK_REALTIME, to be lined up with other ranks and lives."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hydroslurm.events import Event, EventKind
@@ -50,6 +50,8 @@ class Progress:
         state_bytes: that were committed.
         requeued_mono_ns: Slurm has the job in its queue again.
         requeue_error: why it has not, in Slurm's words.
+        stop_of_rank: whose signal it was that the ranks agreed to stop for; None where that is not
+            told, or the rank was alone.
         ending: how it ended, in the word of lives.jsonl.
     """
 
@@ -67,6 +69,7 @@ class Progress:
     state_bytes: int | None = None
     requeued_mono_ns: int | None = None
     requeue_error: str | None = None
+    stop_of_rank: int | None = None
     ending: str | None = None
 
 
@@ -98,8 +101,17 @@ def progress_of(events: Sequence[Event]) -> Progress | None:
         state_bytes=integer(data_of(durable or fast), "state_bytes"),
         requeued_mono_ns=stamp_of(first.get(EventKind.REQUEUED)),
         requeue_error=text(data_of(first.get(EventKind.REQUEUE_FAILED)), "reason"),
+        stop_of_rank=next(_stops_of_ranks(events), None),
         ending=text(data_of(ended), "ending"),
     )
+
+
+def _stops_of_ranks(events: Iterable[Event]) -> Iterator[int]:
+    for event in events:
+        if event.kind is EventKind.STOP_AGREED:
+            rank = integer(data_of(event), "of_rank")
+            if rank is not None:
+                yield rank
 
 
 def _of_stop(

@@ -33,7 +33,9 @@ class Stop:
         rank: global rank.
         restart_count: how often the job had been requeued before the life that was stopped.
         life: its number in lives.jsonl, from 1; None when its first lines are lost.
-        signal: the first that asked it to stop; None when it was killed, or asked by its program.
+        signal: the first that asked it to stop; None when it was killed, asked by its program, or
+            told by another rank.
+        of_rank: that other rank.
         reason: why, as Slurm said: ``preempted``, ``time_limit``, ``requeued``, ``cancelled`` ...
         words: the same, for people.
         requested_mono_ns: the signal handler's stamp.
@@ -63,6 +65,7 @@ class Stop:
     restart_count: int = 0
     life: int | None = None
     signal: str | None = None
+    of_rank: int | None = None
     reason: str | None = None
     words: str | None = None
     requested_mono_ns: int | None = None
@@ -156,6 +159,7 @@ def _stop(life: Life, following: Life | None) -> Stop:
         restart_count=life.restart_count,
         life=seen.life,
         signal=request.signal if request else None,
+        of_rank=None if seen.stop_of_rank == life.rank else seen.stop_of_rank,
         reason=seen.reason,
         words=seen.words,
         requested_mono_ns=since_ns,
@@ -231,18 +235,19 @@ def _steps_lost(left: str, step: int | None, next_step: int | None) -> int | Non
 
 def _missing(life: Life, following: Life | None, left: str) -> Iterator[EventKind]:
     """Only what this way to leave does write: nothing of a Run where there was none, no requeue by
-    a process outside of a job."""
+    a process outside of a job; one of several ranks asks Slurm for all."""
     seen = life.progress
     if seen is None or left == "error":
         return
     wanted: dict[EventKind, object] = {}
     if left != "finished":
         wanted[EventKind.STOP_REQUESTED] = life.stops or None
-        if life.job_id is not None:
+        asks = life.job_id is not None and (life.world_size == 1 or life.rank == 0)
+        if asks:
             wanted[EventKind.STOP_REASON] = seen.reason
         wanted[EventKind.SAFE_POINT] = seen.safe_point_mono_ns
         wanted[EventKind.SAVE_COMMITTED] = _first(seen.durable_mono_ns, seen.fast_mono_ns)
-        if life.job_id is not None and left in _REQUEUES:
+        if asks and left in _REQUEUES:
             wanted[EventKind.REQUEUED] = _first(seen.requeued_mono_ns, seen.requeue_error)
         wanted[EventKind.LIFE_ENDED] = seen.ending
         if following is not None:

@@ -108,7 +108,8 @@ def _why(stop: Stop) -> str:
     if stop.left == KILLED:
         return f"{stop.reason}, killed" if stop.reason else KILLED
     if stop.reason in (None, "unknown"):
-        return stop.signal or stop.left
+        told = stop.left if stop.of_rank is None else f"rank {stop.of_rank}"
+        return stop.signal or told
     return f"{stop.reason}, {stop.left}" if stop.left == "finished" else str(stop.reason)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
-from hydroslurm.report.pauses import Life, Pause
+from hydroslurm.report.pauses import PEERS, Life, Pause
 from hydroslurm.report.stops_table import stop_sentences, stops_summary, stops_table
 
 _UNKNOWN = "–"
@@ -41,7 +41,9 @@ def pauses_table(history: History, *, max_rows: int = 40) -> Table:
     for name in ("at\n(s)", "rank", "pause"):
         table.add_column(name, justify="right")
     table.add_column("cause")
-    for name in ("signal →\nparked\n(µs)", "parked\n(s)", "resume →\nrunning\n(µs)"):
+    together = any(life.world_size > 1 for life in history.lives)
+    all_parked = ["all\nparked\n(ms)"] if together else []
+    for name in ("signal →\nparked\n(µs)", *all_parked, "parked\n(s)", "resume →\nrunning\n(µs)"):
         table.add_column(name, justify="right")
     table.add_column("held at", overflow="fold")
     for at_s, life, pause in _in_time(history)[:max_rows]:
@@ -49,8 +51,9 @@ def pauses_table(history: History, *, max_rows: int = 40) -> Table:
             f"{at_s:.2f}",
             f"{life.rank}",
             _number_of(history, life, pause),
-            "+".join(pause.causes) or _UNKNOWN,
+            _causes(pause),
             _number(pause.park_us, ",.0f"),
+            *([_all_parked(pause)] if together else []),
             _number(pause.parked_s, ".3f"),
             _number(pause.resume_us, ",.0f"),
             _held_at(pause),
@@ -68,6 +71,7 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for label, key, form in (
         ("signal → parked (µs)", "park_us", ",.0f"),
+        ("signal → all ranks parked (µs)", "all_parked_us", ",.0f"),
         ("parked → devices idle (µs)", "drain_us", ",.0f"),
         ("parked (s)", "parked_s", ".3f"),
         ("resume → running (µs)", "resume_us", ",.0f"),
@@ -88,7 +92,26 @@ def _about_pauses(
     left_out = len(history.pauses) - max_rows
     if left_out > 0:
         parts.append(Text(f"{left_out} later pauses are left out; the figures below are of all."))
-    return [*parts, summary_table(figures)]
+    return [*parts, summary_table(figures), *map(Text, _together_sentences(history, figures))]
+
+
+def _together_sentences(history: History, figures: Mapping[str, Any]) -> list[str]:
+    """What a suspend could have found in the middle of something."""
+    said = []
+    if in_flight := figures["in_flight"]:
+        said.append(
+            f"{_counted(in_flight, 'pause')} with collectives in flight (! above): such a suspend "
+            "has to be shorter than their time-out."
+        )
+    alone = sum(
+        pause.all_parked_us is None and pause.parked_mono_ns is not None
+        for life in history.lives
+        if life.world_size > 1
+        for pause in life.pauses
+    )
+    if alone:
+        said.append(f"{_counted(alone, 'pause')} ended before all ranks were parked.")
+    return said
 
 
 def _about_stops(
@@ -134,6 +157,18 @@ def _in_time(history: History) -> list[tuple[float, Life, Pause]]:
 def _number_of(history: History, life: Life, pause: Pause) -> str:
     own = str(pause.number)
     return f"{history.life_number(life)}.{own}" if history.several_lives else own
+
+
+def _causes(pause: Pause) -> str:
+    """Its own; that the peers' cause joined them goes without saying."""
+    own = [cause for cause in pause.causes if cause != PEERS]
+    return "+".join(own or pause.causes) or _UNKNOWN
+
+
+def _all_parked(pause: Pause) -> str:
+    if pause.all_parked_us is None:
+        return f"{_UNKNOWN} !" if pause.in_flight else _UNKNOWN
+    return f"{pause.all_parked_us / 1e3:,.1f}{' !' if pause.in_flight else ''}"
 
 
 def _held_at(pause: Pause) -> str:

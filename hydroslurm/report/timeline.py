@@ -41,6 +41,7 @@ _LOOKS = {
     "user": _Look("parked: user", "#E69F00", "\\\\\\\\"),
     "api": _Look("parked: api", "#009E73", "...."),
     "terminal": _Look("parked: terminal", "#CC79A7", "xxxx"),
+    "peers": _Look("parked: with another rank", "#56B4E9", "----"),
 }
 _UNKNOWN = _Look("parked: unknown", "#999999", "++")
 
@@ -101,7 +102,7 @@ def _draw_pauses(axes: Axes, placed: Sequence[PlacedPause], *, lane: int) -> Non
 
 def _look(pause: Pause) -> _Look:
     """By the first cause; others that joined later are in the table."""
-    return _LOOKS.get(pause.causes[0], _UNKNOWN) if pause.causes else _UNKNOWN
+    return _LOOKS.get(pause.main_cause or "", _UNKNOWN)
 
 
 def _dress(figure: Figure, axes: Axes, history: History, *, left_out: int) -> None:
@@ -137,6 +138,10 @@ def _title(history: History) -> str:
     if park_us["count"]:
         median_us, max_us = park_us["p50"], park_us["max"]
         parts.append(f"request → parked: median {median_us:,.0f} µs, max {max_us:,.0f} µs")
+    all_parked_us = summary(pause.all_parked_us for pause in history.pauses)
+    if all_parked_us["count"]:
+        median_ms, max_ms = all_parked_us["p50"] / 1e3, all_parked_us["max"] / 1e3
+        parts.append(f"→ all ranks parked: median {median_ms:,.1f} ms, max {max_ms:,.1f} ms")
     return "\n".join(["  ·  ".join(parts), *_stops_in_title(history)])
 
 

@@ -27,6 +27,10 @@ STOPPED_GATHER_S = 1.5
 to save, and little time to say so."""
 
 
+NEWS_S = 1.0
+"""How long after a failed collective the news of a rank's death is waited for."""
+
+
 class Company(Protocol):
     """What a run asks of its ranks."""
 
@@ -81,6 +85,10 @@ class Company(Protocol):
             HubLost, AgreementFailed: a rank is gone.
         """
 
+    def broken(self) -> RanksError | None:
+        """Why the ranks are not together any more, after a collective has failed; None when they
+        are. Waits a moment: the failure may be here before the news of a death."""
+
     def part(self) -> None:
         """This rank has nothing more to do with the others: it is done, or has stopped with
         them."""
@@ -116,6 +124,9 @@ class Alone:
 
     def exchange(self, topic: str, value: Any) -> Mapping[int, Any]:  # noqa: ARG002 - as above
         return {0: value}
+
+    def broken(self) -> None:
+        return None
 
     def part(self) -> None:
         return
@@ -200,6 +211,17 @@ class Together:
 
     def exchange(self, topic: str, value: Any) -> Mapping[int, Any]:
         return self._ranks.agree(self._numbered(topic), value)
+
+    def broken(self) -> RanksError | None:
+        end_s = time.monotonic() + NEWS_S
+        while time.monotonic() < end_s:
+            died = tuple(rank for rank, has_died in self._ranks.gone.items() if has_died)
+            if died:
+                return AgreementFailed(f"gone: rank {', '.join(map(str, died))}", missing=died)
+            if self._ranks.lost is not None:
+                return self._ranks.lost
+            time.sleep(0.02)
+        return None
 
     def part(self) -> None:
         self._ranks.done = True

@@ -343,6 +343,8 @@ class Run:
         if kind is None:
             self.finish()
         elif not isinstance(error, Departure):
+            if isinstance(error, Exception):
+                self._leave_if_cut_short(error)
             if self._company.rank == 0:
                 self._life.end("error", step=self.step)
             self._life.record_end("error")
@@ -350,6 +352,22 @@ class Run:
 
     # --- inside
     # --------------------------------------------------------------------------------------------
+
+    def _leave_if_cut_short(self, error: Exception) -> None:
+        """A rank that died in the middle of a stop makes the collectives of the others fail. That
+        is no error of the program: within the grace its status would end the job.
+
+        Raises:
+            Departure: as of a stop that nothing could be saved at.
+        """
+        request = self._controller.stop_request
+        if request is None or self._life.number is None:
+            return
+        broken = self._company.broken()
+        if broken is None:
+            return
+        notice(f"while the ranks were about to stop: {type(error).__name__}: {error}")
+        raise self._stopping.leave_unsaved(broken, request, step=self.step) from error
 
     def _use(self, loader: Any) -> None:
         company = self._company
