@@ -87,6 +87,7 @@ class JudgePause:
         self._parked: Event | None = None
         self._all_parked: Event | None = None
         self._failed = ""
+        self._hub_lost = False
 
     def __call__(self, event: Event) -> Answer | None:
         kind = event.kind
@@ -98,6 +99,10 @@ class JudgePause:
             self._failed = str(event.data.get("words", ""))
             if self._parked is not None and event.data.get("what") == "connection":
                 return self.when_late()
+        elif kind is EventKind.HUB_LOST:
+            self._hub_lost = True  # another one follows, which has them parked again
+        elif kind is EventKind.RESUMED and self._hub_lost:
+            self._parked, self._hub_lost = None, False
         elif kind is EventKind.RESUMED and self._parked is not None:
             return Answer(event.rank, False, None, "was resumed before all ranks were parked")
         elif kind is EventKind.CAUSES_CHANGED and event.data.get("causes"):

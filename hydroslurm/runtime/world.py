@@ -122,7 +122,11 @@ def set_torch_environment(environ: MutableMapping[str, str] | None = None) -> Wo
 
 def _torch_life(environ: Mapping[str, str], host: str, allocation: Allocation | None) -> str:
     """The port is chosen anew by each rendezvous of torchrun; its count alone is not enough, for it
-    is not raised on a node whose workers were restarted because of another node."""
+    is not raised on a node whose workers were restarted because of another node. Where the
+    variables are those of set_torch_environment() it is the life that they were made of."""
+    ours = allocation is not None and allocation.world_size == _number(environ, "WORLD_SIZE")
+    if allocation is not None and ours and "TORCHELASTIC_RUN_ID" not in environ:
+        return _slurm_life(allocation)
     run = environ.get("TORCHELASTIC_RUN_ID", "")
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     job = "" if allocation is None else _slurm_life(allocation)

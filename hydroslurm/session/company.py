@@ -174,6 +174,7 @@ class Together:
             if self._ranks.lost is not None and self._controller.stop_request is not None:
                 raise self._ranks.lost
             return None
+        self._ranks.stopping = True
         return self._controller.stop_request or self._heard_of(stop)
 
     def stop_wanted(self) -> bool:
@@ -192,6 +193,7 @@ class Together:
             self._ranks.call("save")
 
     def decide(self, topic: str, decision: Callable[[], Any]) -> Any:
+        self._require_all()
         topic = self._numbered(topic)
         circle: Sequence[int] = range(self.world_size)
         mine: dict[str, Any] | None = None
@@ -210,6 +212,7 @@ class Together:
         raise AssertionError("this rank is one of those that are left")
 
     def exchange(self, topic: str, value: Any) -> Mapping[int, Any]:
+        self._require_all()
         return self._ranks.agree(self._numbered(topic), value)
 
     def broken(self) -> RanksError | None:
@@ -225,6 +228,11 @@ class Together:
 
     def part(self) -> None:
         self._ranks.done = True
+
+    def _require_all(self) -> None:
+        """A rank that leaves before all have come must not wait for those that may never come."""
+        if not self._ranks.have_joined:
+            raise AgreementFailed(f"not all {self.world_size} ranks have come")
 
     def _numbered(self, topic: str) -> str:
         """A topic is used once; all ranks come to the same ones in the same order."""

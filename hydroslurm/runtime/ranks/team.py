@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +28,8 @@ a slow file system."""
 AGAIN_S = 20.0
 """The same for a hub that follows one that was killed."""
 _SLICE_S = 0.5
+_BEGUN_MOST = 16
+"""Of what takes several agreements, such as a save, no more is under way at a time."""
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Ranks:
         lost: why nothing connects the ranks (any more); None while it does, or may yet.
         done: this rank has trained to the end, or stopped with the others; to be set before it
             leaves. One that leaves undone has failed, and the others will not meet it.
+        stopping: this rank obeys a stop; to be set before it does. Should the hub be lost now, it
+            leaves by itself: it would wait at another one for ranks that have left already.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Ranks:
         self.meetings = Meetings()
         self.lost: HubLost | None = None
         self.done = False
+        self.stopping = False
         self._world = world
         self._tell = tell
         self._wanted = wanted
@@ -79,6 +86,9 @@ class Ranks:
         self._link: Link | None = None
         self._everybody = threading.Event()
         self._connected = False
+        self._together_by_s = math.inf
+        self._begun: collections.deque[str] = collections.deque(maxlen=_BEGUN_MOST)
+        self._cut_off: frozenset[str] = frozenset()
         self._stop_words: str | None = None
         self._leaving = False
         self._gone: dict[int, bool] = {}
@@ -135,6 +145,7 @@ class Ranks:
             UsageError: this rank waits for that topic already.
         """
         question = _Question()
+        self._require_one_hub(topic)
         with self._lock:
             if topic in self._questions:
                 raise UsageError(f"{topic!r} is being agreed on already; a topic is used once")
@@ -149,6 +160,29 @@ class Ranks:
         if question.failure is not None:
             raise question.failure
         return question.values
+
+    def _require_one_hub(self, topic: str) -> None:
+        """What takes several agreements (``save/3/open``, ``save/3/commit``) and was begun at a hub
+        that is gone is over: a rank that has heard so does not come to the rest of it.
+
+        Raises:
+            HubLost: some rank has begun it at another hub.
+        """
+        whole = _whole(topic)
+        if whole in self._cut_off:
+            raise _cut_off(whole)
+        if whole not in self._begun:
+            self._begun.append(whole)
+
+    def _cut_off_together(self, others: Iterable[Any]) -> None:
+        """All ranks are at another hub: what one of them has begun at the last one is over."""
+        self._cut_off = self._cut_off.union(*(who.get("cut_off", ()) for who in others))
+        with self._lock:
+            questions = [(_whole(topic), one) for topic, one in self._questions.items()]
+        for whole, question in questions:
+            if whole in self._cut_off:
+                question.failure = _cut_off(whole)
+                question.decided.set()
 
     def _wait(
         self,
@@ -227,7 +261,11 @@ class Ranks:
 
     def _serve(self, world: World, *, timeout_s: float) -> None:
         ports = (start_hub(world),) if world.rank == 0 else world.hub_ports
-        who = {"pid": os.getpid(), "host": socket.gethostname()}
+        who = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "cut_off": sorted(self._cut_off),
+        }
         connection, unpacker, first = find_hub(
             world, who, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
         )
@@ -235,8 +273,8 @@ class Ranks:
             connection,
             unpacker,
             hear=self._hear,
-            due_s=lambda: self._parking.due_s,
-            tick=self._parking.tick,
+            due_s=self._due_s,
+            tick=self._tick,
         )
         with self._lock:
             self._link, waiting = link, self._waiting
@@ -247,6 +285,19 @@ class Ranks:
         if self._leaving:
             link.close()
         link.run(first)
+
+    def _due_s(self) -> float | None:
+        parking_s = self._parking.due_s
+        if self._connected or math.isinf(self._together_by_s):
+            return parking_s
+        return min(self._together_by_s, math.inf if parking_s is None else parking_s)
+
+    def _tick(self) -> None:
+        if not self._connected and time.monotonic() >= self._together_by_s:
+            raise HubLost(
+                "what connected the ranks of this job is gone, and not all came to another"
+            )
+        self._parking.tick()
 
     def _hear(self, message: Any) -> None:
         say = message["say"]
@@ -274,6 +325,7 @@ class Ranks:
             took_s = time.monotonic() - self._began_s
             self._tell(EventKind.RANKS_JOINED, {"world_size": self.world_size, "joined_s": took_s})
             self._connected = True
+            self._cut_off_together(message["ranks"].values())
             self._everybody.set()
             if self._stop_words is not None:
                 self.call("stop", self._stop_words)  # the hub that knew of it may be gone
@@ -313,8 +365,9 @@ class Ranks:
 
     def _may_go_on(self) -> bool:
         """Whether all ranks can come together at another hub: they were all at this one, and none
-        has ended."""
-        return self._connected and not self._gone and not self._leaving
+        has ended or is about to."""
+        about_to_end = self._leaving or self.stopping
+        return self._connected and not self._gone and not about_to_end
 
     def _interrupt(self, error: HubLost) -> None:
         """Between two hubs nothing is decided: what was being asked fails."""
@@ -322,6 +375,9 @@ class Ranks:
             self._link = None
             self._waiting = []
         self._connected = False
+        self._together_by_s = time.monotonic() + AGAIN_S
+        self._cut_off = frozenset(one for one in self._begun if not one.startswith("run/"))
+        self._begun.clear()
         self._parking.lose()
         self.meetings.forget()
         self._fail_questions(error)
@@ -370,6 +426,15 @@ class Ranks:
     def _wake(self) -> None:
         if self._link is not None:
             self._link.wake()
+
+
+def _whole(topic: str) -> str:
+    """What an agreement is a part of: ``save/3`` of ``save/3/open``."""
+    return "/".join(topic.split("/")[:2])
+
+
+def _cut_off(whole: str) -> HubLost:
+    return HubLost(f"what connects the ranks of this job was lost in the middle of {whole}")
 
 
 def _failure(message: Mapping[str, Any]) -> AgreementFailed:

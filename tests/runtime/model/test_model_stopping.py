@@ -9,7 +9,8 @@ import pytest
 from runtime.model.books import Books
 from runtime.model.checker import Counterexample, explore
 from runtime.model.members import Habits, Rank
-from runtime.model.stopping import State, Stopping, read, write
+from runtime.model.stopped import State, read, write
+from runtime.model.stopping import Stopping
 
 from hydroslurm.runtime.ranks.book import Book
 from hydroslurm.runtime.ranks.meeting import Meetings
@@ -18,6 +19,7 @@ HERE, LATE = True, False
 TWO = (HERE, HERE)
 EACH = (True, True)
 """A collective before each of two places."""
+BY_ACCESS = {"by_access": True, "joined": TWO}
 
 
 def look(
@@ -38,10 +40,9 @@ def stops(ends: list[State]) -> set[int]:
     return {one.place for end in ends for one in end.ranks if one.phase == "stopped"}
 
 
-@pytest.mark.parametrize("collectives", [(True, True, True), (True, False, True)])
-def test_all_stop_at_one_place_or_all_finish(collectives: tuple[bool, ...]) -> None:
+def test_all_stop_at_one_place_or_all_finish() -> None:
     """With two signals at any moments and ranks, all ranks end alike, and each place can be it."""
-    wrong, ends = look(signals=2, collectives=collectives)
+    wrong, ends = look(signals=2, collectives=(True, False, True))
     assert wrong is None, str(wrong)
     assert phases(ends) == {"stopped", "finished"}
     assert stops(ends) == {1, 2, 3}
@@ -58,11 +59,10 @@ def test_what_is_done_without_a_lock(bounds: dict[str, Any]) -> None:
     assert phases(ends) == {"stopped", "finished"}
 
 
-@pytest.mark.parametrize(("signals", "deaths"), [(1, 1), (1, 2)])
-def test_deaths(signals: int, deaths: int) -> None:
+def test_deaths() -> None:
     """With ranks that die at any moment nobody waits for ever, and the living are of one mind: a
     place that was decided stands, and otherwise all are told of the same failure."""
-    wrong, ends = look(signals=signals, deaths=deaths)
+    wrong, ends = look(signals=1, deaths=2)
     assert wrong is None, str(wrong)
     assert {"dead+stopped", "dead+failed", "broken+dead", "dead+finished"} <= phases(ends)
 
@@ -87,7 +87,7 @@ def test_signals_before_a_rank_has_joined(bounds: dict[str, Any]) -> None:
     [
         {"saves": 2, "joined": TWO},
         {"saves": 1, "joined": TWO, "collectives": (True, False, True)},
-        {"saves": 1, "joined": TWO, "deaths": 1},
+        {"saves": 1, "joined": TWO, "deaths": 1, "collectives": (True,)},
         {"saves": 1, "both_at_once": True, "collectives": (True,)},
     ],
     ids=["two saves", "apart", "a death", "three ranks"],
@@ -175,8 +175,8 @@ class CallsTheAbsent(Book):
     ("bounds", "words"),
     [
         ({"habits": Habits(meetings=PromisesThisPlace)}, "passed the common place"),
-        ({"habits": Habits(reads_place_early=True), "by_access": True}, "left its peers"),
-        ({"habits": Habits(looks_before_raising=True), "by_access": True}, "left its peers"),
+        ({"habits": Habits(reads_place_early=True), **BY_ACCESS}, "left its peers"),
+        ({"habits": Habits(looks_before_raising=True), **BY_ACCESS}, "left its peers"),
         ({"habits": Habits(waits=False)}, "left its peers"),
         ({"habits": Habits(heeds_own_signal_alone=True)}, "left its peers"),
         ({"habits": Habits(raises_place_after_saving=True), "saves": 1, "joined": TWO}, "passed"),

@@ -1,0 +1,149 @@
+"""Runs of several ranks in the report: who was paused, when all were parked, and who asked for a
+stop."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from report.ranklog import RankLog
+from rich.console import Console
+
+from hydroslurm.events import EventKind
+from hydroslurm.report.figures import figures_of
+from hydroslurm.report.history import History
+from hydroslurm.report.lives import lives_of
+from hydroslurm.report.pauses import Pause
+from hydroslurm.report.table import report_view
+from hydroslurm.report.timeline import timeline
+
+
+def history_of(*logs: RankLog) -> History:
+    return History(name="run", lives=lives_of(event for log in logs for event in log.events))
+
+
+def joined(rank: int, *, world_size: int = 2) -> RankLog:
+    log = RankLog(rank=rank, pid=100 + rank).installed()
+    return log.add(EventKind.RANKS_JOINED, 0.5, world_size=world_size, joined_s=0.5)
+
+
+def all_parked(log: RankLog, at_s: float, *, in_flight: int = 0, let_through: int = 0) -> RankLog:
+    return log.add(
+        EventKind.ALL_PARKED, at_s, of_ranks=[0], in_flight=in_flight, rounds=2,
+        let_through=let_through, agreed_us=7e3,
+    )  # fmt: skip
+
+
+def only(history: History) -> Pause:
+    (pause,) = history.pauses
+    return pause
+
+
+def shown(run: History) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(report_view(run))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_first_parking_is_the_latency() -> None:
+    """A rank that is let through parks again behind each collective: its own latency is that of
+    the first time, and that of all ranks is told beside it."""
+    log = joined(1).pause(2, for_s=3, park_us=90)
+    log.add(EventKind.LET_THROUGH, 2.001, pause=1, collectives=2)
+    log.add(EventKind.PARKED, 2.004, pause=1, park_us=4e3, held=1, quiet=0, causes=["slurm"])
+    pause = only(history_of(all_parked(log, 2.01, let_through=2)))
+    assert (pause.park_us, pause.let_through, pause.in_flight) == (90, 2, 0)
+    assert pause.all_parked_us == pytest.approx(10_000, rel=1e-3)
+    assert pause.complete
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_agreement_belongs_to_the_pause_of_its_time(first: bool) -> None:
+    """Two threads write the file: where the line is says nothing, its stamp does."""
+    log = all_parked(joined(1), 6.02) if first else joined(1)
+    log.pause(2, for_s=1).pause(6, for_s=1)
+    if not first:
+        all_parked(log, 6.02)
+    before, behind = history_of(log).pauses
+    assert before.all_parked_mono_ns is None
+    assert behind.all_parked_us == pytest.approx(20_000, rel=1e-3)
+
+
+def test_a_rank_that_is_held_for_another() -> None:
+    """``peers`` is the cause of a rank that has none of its own, and of no other."""
+    signalled = joined(0).pause(2, cause="user")
+    signalled.add(EventKind.CAUSES_CHANGED, 2.002, causes=["user", "peers"])
+    late = joined(2).pause(2, cause="peers")
+    history = history_of(signalled, joined(1).pause(2, cause="peers"), late)
+    assert [pause.main_cause for pause in history.pauses] == ["user", "peers", "peers"]
+    by_cause = figures_of(history)["by_cause"]
+    assert {cause: group["pauses"] for cause, group in by_cause.items()} == {"user": 1, "peers": 2}
+
+
+def test_figures_of_several_ranks() -> None:
+    """All parked has a summary of its own; pauses with collectives in flight are counted; a rank
+    that is alone has neither."""
+    logs = [all_parked(joined(rank).pause(2), 2.01, in_flight=rank) for rank in range(2)]
+    figures = figures_of(history_of(*logs))
+    assert figures["all_parked_us"]["count"] == 2
+    assert figures["in_flight"] == 1
+    alone = figures_of(history_of(RankLog().installed().pause(2)))
+    assert (alone["all_parked_us"], alone["in_flight"]) == ({"count": 0}, 0)
+
+
+def test_the_table_of_several_ranks() -> None:
+    """A row tells when all were parked and whether collectives were in flight; ranks that were let
+    go before are counted; one that is alone has no such column."""
+    good = all_parked(joined(0).pause(2, cause="user"), 2.01)
+    bad = all_parked(joined(1).pause(2, cause="user"), 2.012, in_flight=1).pause(6, cause="peers")
+    output = shown(history_of(good, bad))
+    rows = [line.split() for line in output.splitlines() if "aten::linear" in line]
+    assert [row[:6] for row in rows] == [
+        ["2.00", "0", "1", "user", "80", "10.0"],
+        ["2.00", "1", "1", "user", "80", "12.0"],
+        ["6.00", "1", "2", "peers", "80", "–"],
+    ]
+    assert rows[1][6] == "!"
+    assert "1 pause with collectives in flight" in output
+    assert "1 pause ended before all ranks were parked" in output
+    assert "all\n" not in shown(history_of(RankLog().installed().pause(2)))
+
+
+def test_ranks_that_did_not_come_together() -> None:
+    """When they gave up, what was in flight then is told."""
+    log = joined(0).pause(2, for_s=5)
+    log.add(EventKind.AGREEMENT_FAILED, 3.5, what="park", in_flight=2, words="busy")
+    pause = only(history_of(log))
+    assert (pause.all_parked_us, pause.in_flight) == (None, 2)
+
+
+def test_the_picture_of_several_ranks() -> None:
+    """One lane per rank; who was held for another looks otherwise than who was signalled; the title
+    tells both latencies, and a mark what was in flight."""
+    logs = [
+        all_parked(joined(rank).pause(2, cause=cause), 2.01, in_flight=rank).uninstalled(5)
+        for rank, cause in enumerate(("user", "peers"))
+    ]
+    figure = timeline(history_of(*logs))
+    axes = figure.axes[0]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"parked: user", "parked: with another rank"} <= set(legend)
+    assert "all ranks parked: median 10.0 ms" in axes.get_title(loc="left")
+    assert [text.get_text() for text in axes.texts] == ["80 µs", "80 µs !"]
+
+
+def test_one_rank_asks_slurm_for_all() -> None:
+    """A stop of several ranks is complete although only one of them knows why and was requeued; the
+    others name the rank that was signalled."""
+    first = joined(0).stop(10, step=40)
+    second = joined(1).stop(10, step=40, without=("stop_reason", "requeue_asked", "requeued"))
+    second.events = [event for event in second.events if event.kind is not EventKind.STOP_REQUESTED]
+    second.add(EventKind.STOP_REQUESTED, 10, signal=None, requested_mono_ns=second.mono_ns(10))
+    second.add(EventKind.STOP_AGREED, 10.005, of_rank=0, place=40)
+    history = history_of(first, second)
+    assert [stop.missing for stop in history.stops] == [(), ()]
+    assert [stop.of_rank for stop in history.stops] == [None, 0]
+    row = next(line.split() for line in shown(history).splitlines() if " rank 0 " in line)
+    assert row[:5] == ["10.0", "1", "1", "rank", "0"]

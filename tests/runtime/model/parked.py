@@ -1,0 +1,95 @@
+"""What a state of the model of parking is made of, and its letters as the real book has them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hydroslurm.runtime.ranks.book import Book
+
+Message = tuple[Any, ...]
+
+ROUND = 1
+
+
+class Rank(NamedTuple):
+    """One rank.
+
+    Attributes:
+        issued: collectives that are counted; the next one is at this index of its program.
+        passing: through the gate with the next one, which is not counted yet.
+        own, peers: why the gate is closed.
+        allowance: collectives that it is let through in spite of that.
+        due: the pause, of a report that is wanted; 0: none is.
+        owing: it could move when it last reported, and has not moved since.
+    """
+
+    issued: int = 0
+    passing: bool = False
+    own: bool = False
+    peers: bool = False
+    allowance: int = 0
+    due: int = 0
+    owing: bool = False
+    dead: bool = False
+    up: tuple[Message, ...] = ()
+    down: tuple[Message, ...] = ()
+
+
+class State(NamedTuple):
+    """All ranks, the number of the book's content, and the weather that may still come."""
+
+    ranks: tuple[Rank, ...]
+    book: int
+    pauses: int
+    resumes: int
+    deaths: int
+    told: bool = False
+
+
+def put(state: State, number: int, rank: Rank, **more: int) -> State:
+    """The state with one rank changed."""
+    ranks = (*state.ranks[:number], rank, *state.ranks[number + 1 :])
+    return state._replace(ranks=ranks, **more) if more else State(ranks, *state[1:])
+
+
+def send(state: State, number: int, *message: Any) -> State:
+    """Put a message of a rank on its way to the hub."""
+    rank = state.ranks[number]
+    return put(state, number, rank._replace(up=(*rank.up, message)))
+
+
+def tidy(book: Book) -> None:
+    """Take out the number of the round, and how many of them brought nothing new.
+
+    A round begins when all have reported in the one before, so that no rank is ever in another; and
+    rounds that lead nowhere are seen as a circle.
+    """
+    pausing = book._pausing
+    pausing._round = ROUND if pausing._round else 0
+    pausing._stalled, pausing._before = 0, {}
+    if not pausing._active:
+        pausing._equal, pausing._counts, pausing._told = 0, {}, False
+
+
+def write(message: Message) -> dict[str, Any]:
+    """A message as the book reads it."""
+    do, *more = message
+    if do != "counts":
+        return {"do": do}
+    pause, groups, allowance = more
+    told = {key: [list(ranks), issued] for key, ranks, issued in groups}
+    return {
+        "do": do,
+        "pause": pause,
+        "round": ROUND,
+        "groups": told,
+        "in_flight": 0,
+        "allowance": allowance,
+    }
+
+
+def read(letter: dict[str, Any]) -> Message | None:
+    """A letter of the book, as far as pauses are concerned."""
+    if letter["say"] in ("hold", "count", "pass", "all_parked", "release"):
+        return (letter["say"], letter["pause"], letter.get("n", 0))
+    return None

@@ -1,0 +1,175 @@
+"""Who a rank is and where its peers are, from what srun and torchrun set."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hydroslurm.errors import UsageError
+from hydroslurm.runtime.world import FIRST_PORT, HUB_TRIES, PORTS, World, set_torch_environment
+
+SRUN = {
+    "SLURM_JOB_ID": "31",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NODELIST": "n[3-6]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_SUBMIT_DIR": "/work",
+    "SLURM_CLUSTER_NAME": "one",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "run",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+
+
+def world(given: dict[str, str], **more: str) -> World:
+    return World.from_environ({**given, **more})
+
+
+def test_a_process_of_neither_is_alone() -> None:
+    """Without variables, and in a batch script without srun, there is one rank."""
+    assert World.from_environ({}) == World()
+    batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    assert World.from_environ({**batch, "SLURM_NTASKS": "8"}) == World()
+
+
+def test_a_task_of_srun() -> None:
+    """Rank, world and node come from the job step; rank 0 is on its first node."""
+    seen = world(SRUN)
+    assert (seen.rank, seen.world_size, seen.local_rank) == (5, 7, 1)
+    assert seen.host == "n3"
+    assert world(SRUN, MASTER_ADDR="10.0.0.9").host == "10.0.0.9"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "wanted"),
+    [
+        ("2(x3),1", "0", 2),
+        ("2(x3),1", "2", 2),
+        ("2(x3),1", "3", 1),
+        ("1,3,2(x2)", "1", 3),
+        ("1,3,2(x2)", "3", 2),
+        ("4", "0", 4),
+    ],
+)
+def test_tasks_of_this_node(tasks: str, node: str, wanted: int) -> None:
+    """Slurm's list is read at this node's place."""
+    seen = world(SRUN, SLURM_STEP_TASKS_PER_NODE=tasks, SLURM_NODEID=node)
+    assert seen.local_world_size == wanted
+
+
+def test_tasks_where_slurm_does_not_tell() -> None:
+    """On a single node all ranks are here, and they need no network."""
+    single = {**SRUN, "SLURM_STEP_NODELIST": "n3", "SLURM_NODEID": "0"}
+    del single["SLURM_STEP_TASKS_PER_NODE"]
+    seen = World.from_environ(single)
+    assert (seen.local_world_size, seen.host) == (7, "127.0.0.1")
+
+
+def test_torchruns_variables_win() -> None:
+    """Below an srun task torchrun's workers have ranks of their own."""
+    seen = world({**SRUN, **TORCHRUN})
+    assert (seen.rank, seen.world_size, seen.local_rank, seen.local_world_size) == (3, 4, 1, 2)
+    assert seen.host == "n1"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 and WORLD_SIZE=4 contradict"),
+        ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+        ({**SRUN, "SLURM_PROCID": "7"}, "SLURM_PROCID=7 and SLURM_STEP_NUM_TASKS=7 contradict"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(3)"}, "is not a list such as"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "a few"}, "is not a list such as"),
+    ],
+)
+def test_contradictions(given: dict[str, str], words: str) -> None:
+    """What neither of them sets is refused, with the variable and its value."""
+    with pytest.raises(UsageError) as raised:
+        World.from_environ(given)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "other"),
+    [
+        (SRUN, {"SLURM_RESTART_COUNT": "1"}),
+        (SRUN, {"SLURM_STEP_ID": "1"}),
+        (SRUN, {"SLURM_JOB_ID": "32"}),
+        (SRUN, {"SLURM_CLUSTER_NAME": "two"}),
+        (SRUN, {"SLURM_SUBMIT_DIR": "/other"}),
+        (TORCHRUN, {"MASTER_PORT": "29501"}),
+        (TORCHRUN, {"TORCHELASTIC_RESTART_COUNT": "1"}),
+        (TORCHRUN, {"TORCHELASTIC_RUN_ID": "other"}),
+        ({**SRUN, **TORCHRUN}, {"SLURM_RESTART_COUNT": "1"}),
+        (TORCHRUN, {"HYDROSLURM_LIFE": "the agent's"}),
+    ],
+)
+def test_another_life_has_another_name(given: dict[str, str], other: dict[str, str]) -> None:
+    """What starts the ranks anew changes the life, and with it the ports; ranks of one life agree
+    on all of it."""
+    one, another = world(given), world(given, **other)
+    assert one.life != another.life
+    assert (one.torch_port, one.hub_ports) != (another.torch_port, another.hub_ports)
+    peers = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    peers |= {"RANK": "0", "LOCAL_RANK": "0"} if "RANK" in given else {}
+    peer = world(given, **peers)
+    assert (peer.life, peer.torch_port, peer.hub_ports) == (one.life, one.torch_port, one.hub_ports)
+
+
+def test_ports_lie_in_their_ranges() -> None:
+    """Torch's and the hub's do not overlap, and none is one that Linux gives to whoever asks."""
+    for restart in range(300):
+        seen = world(SRUN, SLURM_RESTART_COUNT=str(restart))
+        assert FIRST_PORT <= seen.torch_port < FIRST_PORT + PORTS
+        assert len(set(seen.hub_ports)) == HUB_TRIES
+        assert min(seen.hub_ports) >= FIRST_PORT + PORTS
+        assert max(seen.hub_ports) < FIRST_PORT + 2 * PORTS < 32768
+
+
+def test_what_init_process_group_reads() -> None:
+    """In ranks of srun all six variables are set."""
+    environ = dict(SRUN)
+    seen = set_torch_environment(environ)
+    assert {name: environ[name] for name in environ if "SLURM" not in name} == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n3",
+        "MASTER_PORT": str(seen.torch_port),
+    }
+
+
+def test_what_is_set_stays() -> None:
+    """Torchrun's workers have all of it, and a person may have chosen a port."""
+    environ = dict(TORCHRUN)
+    set_torch_environment(environ)
+    assert environ == TORCHRUN
+    environ = {**SRUN, "MASTER_PORT": "1234"}
+    set_torch_environment(environ)
+    assert environ["MASTER_PORT"] == "1234"
+
+
+def test_the_same_world_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that were set for torch do not make another life of this one: the process that has
+    them, and one that reads only Slurm's, are ranks of the same."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_")) or name in TORCHRUN:
+            monkeypatch.delenv(name)
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    before = set_torch_environment()
+    assert World.from_environ(os.environ) == before
