@@ -30,6 +30,7 @@ SCRIPTS = (
     "stock_submitit",
     "ranks",
     "long_suspend",
+    "fault_rounds",
     "gpu_check",
 )
 LIMIT_S = 1200.0

@@ -1,0 +1,75 @@
+"""The profiling scripts of several ranks run and print what they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydroslurm.devcluster.pytest_plugin import require_slurm
+
+PROFILING = Path(__file__).resolve().parents[2] / "profiling"
+
+
+def _run(script: str, folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(PROFILING / script), "--quick", "--json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert (result["script"], result["quick"]) == (script, True)
+    assert not list(folder.glob("hydroslurm-*")), "nothing stays of the ranks"
+    return result
+
+
+@pytest.mark.slow
+def test_ranks(tmp_path: Path) -> None:
+    """Two and four ranks stop behind one step, park with nothing in flight, and every arm of the
+    cost of a step has a ratio."""
+    result = _run("ranks.py", tmp_path)
+    assert result["stop_skew_steps"] == 0
+    assert result["in_flight_when_parked"] == 0
+    assert result["state_bytes"] > 36e6
+    for world in (2, 4):
+        assert result[f"committed_{world}"] == result[f"stops_{world}"] == 1
+        in_order = [
+            result[f"{what}_{world}_p50"]
+            for what in (
+                "common_step_known_ms",
+                "signal_to_all_at_safe_point_ms",
+                "signal_to_all_durable_ms",
+            )
+        ]
+        assert 0 < in_order[0] < in_order[2]
+        assert in_order[1] < in_order[2]
+        parked_ms = [result[f"signal_to_{who}_parked_ms_{world}_p50"] for who in ("first", "all")]
+        assert 0 < parked_ms[0] < parked_ms[1]
+        assert result[f"resume_to_all_released_ms_{world}_p50"] > 0
+    for ratio in ("per_step_cost_ratio", "per_step_cost_ratio_flag", "ratio_bare_again"):
+        assert result[ratio] > 0
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_long_suspend(tmp_path: Path) -> None:
+    """On a real Slurm ranks that were suspended for longer than the time-out of their collectives
+    go on, with DDP and with FSDP2, and none was held inside of one."""
+    require_slurm()
+    result = _run("long_suspend.py", tmp_path)
+    assert result["suspended_s"] > result["collective_timeout_s"]
+    assert result["continued_ddp"] == result["rounds_ddp"] == 1
+    assert result["continued_fsdp"] == result["rounds_fsdp"] == 1
+    assert result["all_parked"] == 2
+    assert result["in_flight_ranks"] == 0
+    assert result["rounds_without"] == 1
+    assert result["resume_command_to_all_trained_s_p50"] > 0
