@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Variables: see setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test faults lint bench clean
 PY := .venv/bin/python
 
 help:
 	@echo 'make demo    two acts on a private Slurm: paused in place; stopped, requeued, continued. Tables and pictures'
 	@echo 'make test    run every test, those on a real Slurm included'
+	@echo 'make faults  200 randomised fault rounds of runs of 2 to 4 ranks (about ten minutes)'
 	@echo 'make lint    format, lint and type checks'
 	@echo 'make bench   measure every figure that README quotes (about half an hour)'
 	@echo 'make setup   only install what the others need'
@@ -18,6 +19,9 @@ demo: setup
 
 test: setup
 	@$(PY) -m pytest $(ARGS)
+
+faults: setup
+	@$(PY) tests/faults/run.py $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff format --check .

@@ -1,0 +1,266 @@
+"""Plays the rounds that ``plans`` draws: life after life, until the run has finished."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from faults.families import family_of, hub_of
+from faults.plans import Fault, Plan
+from faults.verdicts import Complaint, LifeSeen, check_last, check_life
+from processes import Child, child
+
+from hydroslurm.rundir import RunDir
+
+EPOCHS = 5
+TIMEOUT_S = 60
+"""Of collectives: far longer than any fault lasts."""
+HANG_S = 200.0
+"""A life that lasts longer hangs. One on an idle machine takes a second or two."""
+START_S = 240.0
+"""The crew loads torch, on a machine that may have much else to do."""
+LINGER_S = 2.0
+"""After the end of the first rank the rest is told to stop, as srun does it."""
+LOOK_S = 0.02
+GRACE_S = 0.3
+"""Between SIGTSTP and SIGSTOP; 2 s with Slurm."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round has come to."""
+
+    plan: Plan
+    complaints: tuple[Complaint, ...]
+    lives: tuple[LifeSeen, ...]
+    seconds: float
+
+    @property
+    def faults(self) -> int:
+        return sum(len(life.fired) for life in self.lives)
+
+    @property
+    def said(self) -> str:
+        """By all ranks in all lives."""
+        told = (f"--- life {number}\n{life.said}" for number, life in enumerate(self.lives, 1))
+        return "\n".join(told)
+
+    @property
+    def planned(self) -> int:
+        return sum(len(faults) for faults in self.plan.lives)
+
+
+@contextlib.contextmanager
+def players(folder: Path) -> Iterator[Player]:
+    """Everything that is needed to play rounds; what they leave behind lies in the folder."""
+    environ = {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
+    code = "from faults.worker import main\nmain()\n"
+    with child(code, folder, environ=environ) as crew:
+        crew.expect("ready", limit_s=START_S)
+        yield Player(crew, folder)
+
+
+class Player:
+    """Plays rounds one after the other."""
+
+    def __init__(self, crew: Child, folder: Path) -> None:
+        self._crew = crew
+        self._folder = folder
+        self._undisturbed: dict[tuple[int, str], Path] = {}
+        self._numbers = itertools.count()
+
+    def play(self, plan: Plan) -> Outcome:
+        """All lives of a round, and what is to be said against them."""
+        begin_s = time.monotonic()
+        undisturbed = self._alone(plan.world, plan.model)
+        folder = self._folder / f"round-{plan.seed}-{plan.number}"
+        complaints: list[Complaint] = []
+        lives: list[LifeSeen] = []
+        for faults in (*plan.lives, ()):
+            seen = self._live(folder, plan, faults)
+            complaints += check_life(seen, before=lives[-1] if lives else None)
+            lives.append(seen)
+            if seen.hung:
+                break
+        else:
+            complaints += check_last(lives[-1], undisturbed)
+        if not complaints:
+            shutil.rmtree(folder)
+        return Outcome(plan, tuple(complaints), tuple(lives), time.monotonic() - begin_s)
+
+    def _alone(self, world: int, model: str) -> Path:
+        """The folder of such a run to which nothing was done."""
+        key = (world, model)
+        if key not in self._undisturbed:
+            folder = self._folder / f"alone-{world}-{model}"
+            seen = self._live(folder, Plan(0, 0, world, model), ())
+            assert set(seen.codes.values()) == {0}, seen.said
+            self._undisturbed[key] = folder
+        return self._undisturbed[key]
+
+    def _live(self, folder: Path, plan: Plan, faults: tuple[Fault, ...]) -> LifeSeen:
+        options = {
+            **plan.options,
+            "world": plan.world,
+            "model": plan.model,
+            "directory": str(folder / "run"),
+            "out": str(folder / "out"),
+            "meet": str(self._folder / f"meet-{next(self._numbers)}"),
+            "epochs": EPOCHS,
+            "timeout_s": TIMEOUT_S,
+            "faults": [asdict(fault) for fault in faults],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        playing = _Life(self._crew, plan.world, faults)
+        self._crew.say(json.dumps(options))
+        playing.see_through()
+        return LifeSeen.look(
+            RunDir(folder / "run"),
+            out=folder / "out",
+            life=str(options["meet"]),
+            pids=playing.pids,
+            world=plan.world,
+            keep=plan.options.get("keep", 2),
+            codes=playing.codes,
+            fired=tuple(faults[index] for index in playing.fired),
+            hung=playing.hung,
+            seconds=playing.seconds,
+            said=playing.said,
+        )
+
+
+@dataclass
+class _Life:
+    """One life as it goes on. ``due``: what is to be done later, as a heap."""
+
+    crew: Child
+    world: int
+    faults: tuple[Fault, ...]
+    pids: dict[int, int] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
+    fired: list[int] = field(default_factory=list)
+    due: list[tuple[float, int, int | str, int]] = field(default_factory=list)
+    hung: bool = False
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._begin = self._read = len(self.crew.lines)
+        self._over = False
+        self._numbers = itertools.count()
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.crew.lines[self._begin : self._read])
+
+    def see_through(self) -> None:
+        """Until all ranks have ended."""
+        begin_s = time.monotonic()
+        told_s: float | None = None
+        while not self._over:
+            self._hear()
+            self._do_what_is_due()
+            now_s = time.monotonic()
+            if self.codes and not self._over and now_s - (told_s or self._first_end_s) > LINGER_S:
+                told_s = now_s
+                self._signal("all", signal.SIGTERM)
+            if now_s - begin_s > HANG_S:
+                self._end_by_force()
+            assert self.crew.process.poll() is None, f"the crew has ended:\n{self.said}"
+            time.sleep(LOOK_S)
+        self.seconds = time.monotonic() - begin_s
+
+    def _hear(self) -> None:
+        for line in self.crew.lines[self._read :]:
+            self._read += 1
+            if found := re.search(r"rank (\d+) pid (\d+)$", line):
+                self.pids[int(found[1])] = int(found[2])
+            elif found := re.search(r"rank (\d+) ended (-?\d+)$", line):
+                if not self.codes:
+                    self._first_end_s = time.monotonic()
+                self.codes[int(found[1])] = int(found[2])
+            elif found := re.search(r"^fault (\d+) (\d+)$", line):
+                self._follow(int(found[1]), hub=int(found[2]))
+            elif line == "all ended":
+                self._over = True
+
+    def _follow(self, index: int, *, hub: int) -> None:
+        """A fault has begun: what follows now and later."""
+        self.fired.append(index)
+        fault = self.faults[index]
+        if fault.what == "pause":
+            self._later(fault.seconds, fault.rank, signal.SIGUSR2)
+        elif fault.what == "freeze":
+            self._later(fault.seconds, fault.rank, signal.SIGCONT)
+        elif fault.what == "freeze_hub":
+            self._later(fault.seconds, f"pid {hub}", signal.SIGCONT)
+        elif fault.what == "stop_all":
+            self._signal("all and the hub", signal.SIGTERM)
+        elif fault.what.startswith("suspend"):
+            whom = "all" if fault.what == "suspend" else "all and the hub"
+            self._signal("all", signal.SIGTSTP)
+            self._later(GRACE_S, whom, signal.SIGSTOP)
+            self._later(GRACE_S + fault.seconds, whom, signal.SIGCONT)
+
+    def _later(self, after_s: float, whom: int | str, signo: int) -> None:
+        at_s = time.monotonic() + after_s
+        heapq.heappush(self.due, (at_s, next(self._numbers), whom, signo))
+
+    def _do_what_is_due(self) -> None:
+        while self.due and self.due[0][0] <= time.monotonic():
+            _, _, whom, signo = heapq.heappop(self.due)
+            self._signal(whom, signo)
+
+    def _signal(self, whom: int | str, signo: int) -> None:
+        for pid in self._pids_of(whom):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signo)
+
+    def _pids_of(self, whom: int | str) -> list[int]:
+        """A rank alone; with its workers, "all" but the hub, or "all and the hub"; or "pid P"."""
+        there = {rank: pid for rank, pid in self.pids.items() if rank not in self.codes}
+        if isinstance(whom, int):
+            return [there[whom]] if whom in there else []
+        if whom.startswith("pid "):
+            return [pid for pid in [int(whom.removeprefix("pid "))] if pid]
+        hub = hub_of(there[0]) if 0 in there and whom == "all" else None
+        return [pid for rank in there.values() for pid in family_of(rank) if pid != hub]
+
+    def _end_by_force(self) -> None:
+        """It hangs: have all that are left say where, and end them."""
+        self.hung = True
+        for signo in (signal.SIGCONT, signal.SIGQUIT):
+            self._signal("all and the hub", signo)
+        time.sleep(1.0)
+        self._signal("all", signal.SIGKILL)
+        while not self._over and self.crew.process.poll() is None:
+            self._hear()
+            time.sleep(LOOK_S)
+
+
+def as_json(outcomes: list[Outcome], *, seed: int) -> dict[str, Any]:
+    """The figures of all rounds; the units are in the names."""
+    kinds = [complaint.kind for outcome in outcomes for complaint in outcome.complaints]
+    return {
+        "seed": seed,
+        "rounds": len(outcomes),
+        "lives": sum(len(outcome.lives) for outcome in outcomes),
+        "faults": sum(outcome.faults for outcome in outcomes),
+        "faults_planned": sum(outcome.planned for outcome in outcomes),
+        "hangs": kinds.count("hang"),
+        "lost_commits": kinds.count("lost commit"),
+        "other_bits": kinds.count("other bits"),
+        "disagreements": kinds.count("disagreement"),
+        "bad_rounds": sum(bool(outcome.complaints) for outcome in outcomes),
+        "seconds": round(sum(outcome.seconds for outcome in outcomes), 1),
+    }
