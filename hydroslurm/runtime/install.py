@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -196,16 +196,22 @@ def _require_installed() -> _Installed:
 
 
 def _uninstall_at_exit() -> None:
+    """Slurm sends SIGTERM again, and a person's signal may come late. A process on its last steps
+    must not die of it, for its status counts."""
     if not is_installed():
         return
-    plan = controller().plan
+    mine = controller()
+    late = mine.plan.pausing() | mine.plan.stopping()
+    if mine.stop_request is not None:  # else the second SIGTERM could come while we uninstall
+        _ignore(late)
     uninstall()
-    # Slurm sends SIGTERM again, and a person's signal may come late. A process on its last steps
-    # must not die of it, for its status counts
-    for signo in plan.pausing() | plan.stopping():
+    _ignore({signo for signo in late if signal.getsignal(signo) is signal.SIG_DFL})
+
+
+def _ignore(signals: Collection[int]) -> None:
+    for signo in signals:
         with contextlib.suppress(ValueError, OSError):  # not the main thread
-            if signal.getsignal(signo) is signal.SIG_DFL:
-                signal.signal(signo, signal.SIG_IGN)
+            signal.signal(signo, signal.SIG_IGN)
 
 
 def _is_alone(alone: bool | None, environ: Mapping[str, str]) -> bool:

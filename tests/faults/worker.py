@@ -49,6 +49,7 @@ SELF_SIGNALS = {
     "kill": (signal.SIGKILL,),
     "freeze": (signal.SIGSTOP,),
 }
+LATE = (signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGUSR2)
 HUB_SIGNALS = {"kill_hub": signal.SIGKILL, "freeze_hub": signal.SIGSTOP}
 
 
@@ -203,7 +204,10 @@ def main() -> None:
         moments = Moments(mine, rank=rank, directory=directory, life=options["meet"])
         watch(moments)
         moments.reach("start")
-        return be_rank(options, rank)
+        code = be_rank(options, rank)
+        for signo in LATE:  # as at the exit of a process that ends by itself
+            signal.signal(signo, signal.SIG_IGN)
+        return code
 
     crew.be_rank = be_faulty_rank
     crew.KINDS["run"] = train

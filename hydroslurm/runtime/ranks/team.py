@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hydroslurm.errors import AgreementFailed, HubLost, RanksError, UsageError
+from hydroslurm.errors import HubLost
 from hydroslurm.events import EventKind
 from hydroslurm.runtime.gate.protocol import Gate, GateEvent
 from hydroslurm.runtime.ranks.host import find_hub, start_hub
 from hydroslurm.runtime.ranks.link import Link
 from hydroslurm.runtime.ranks.meeting import Meetings
 from hydroslurm.runtime.ranks.parking import Parking, Tell
+from hydroslurm.runtime.ranks.questions import Questions
 from hydroslurm.runtime.world import World
 
 JOIN_S = 600.0
@@ -27,18 +27,6 @@ JOIN_S = 600.0
 a slow file system."""
 AGAIN_S = 20.0
 """The same for a hub that follows one that was killed."""
-_SLICE_S = 0.5
-_BEGUN_MOST = 16
-"""Of what takes several agreements, such as a save, no more is under way at a time."""
-
-
-@dataclass
-class _Question:
-    """An agreement that this rank waits for."""
-
-    decided: threading.Event = field(default_factory=threading.Event)
-    values: dict[int, Any] = field(default_factory=dict)
-    failure: RanksError | None = None
 
 
 class Ranks:
@@ -81,14 +69,12 @@ class Ranks:
         self._wanted = wanted
         self._warn = warn
         self._lock = threading.Lock()
-        self._questions: dict[str, _Question] = {}
+        self._questions = Questions(send=self._send, lost=lambda: self.lost)
         self._waiting: list[Any] = []
         self._link: Link | None = None
         self._everybody = threading.Event()
         self._connected = False
         self._together_by_s = math.inf
-        self._begun: collections.deque[str] = collections.deque(maxlen=_BEGUN_MOST)
-        self._cut_off: frozenset[str] = frozenset()
         self._stop_words: str | None = None
         self._leaving = False
         self._gone: dict[int, bool] = {}
@@ -144,70 +130,7 @@ class Ranks:
             HubLost: nothing connects the ranks any more.
             UsageError: this rank waits for that topic already.
         """
-        question = _Question()
-        self._require_one_hub(topic)
-        with self._lock:
-            if topic in self._questions:
-                raise UsageError(f"{topic!r} is being agreed on already; a topic is used once")
-            self._questions[topic] = question
-        circle = None if among is None else sorted(among)
-        try:
-            self._send({"do": "agree", "topic": topic, "value": value, "among": circle})
-            self._wait(topic, question, timeout_s=timeout_s, cancel=cancel)
-        finally:
-            with self._lock:
-                self._questions.pop(topic, None)
-        if question.failure is not None:
-            raise question.failure
-        return question.values
-
-    def _require_one_hub(self, topic: str) -> None:
-        """What takes several agreements (``save/3/open``, ``save/3/commit``) and was begun at a hub
-        that is gone is over: a rank that has heard so does not come to the rest of it.
-
-        Raises:
-            HubLost: some rank has begun it at another hub.
-        """
-        whole = _whole(topic)
-        if whole in self._cut_off:
-            raise _cut_off(whole)
-        if whole not in self._begun:
-            self._begun.append(whole)
-
-    def _cut_off_together(self, others: Iterable[Any]) -> None:
-        """All ranks are at another hub: what one of them has begun at the last one is over."""
-        self._cut_off = self._cut_off.union(*(who.get("cut_off", ()) for who in others))
-        with self._lock:
-            questions = [(_whole(topic), one) for topic, one in self._questions.items()]
-        for whole, question in questions:
-            if whole in self._cut_off:
-                question.failure = _cut_off(whole)
-                question.decided.set()
-
-    def _wait(
-        self,
-        topic: str,
-        question: _Question,
-        *,
-        timeout_s: float | None,
-        cancel: threading.Event | None,
-    ) -> None:
-        """Until it is decided. The hub answers a withdrawal too, which may come too late."""
-        waited_s, withdrawn = 0.0, False
-        slice_s = _SLICE_S if cancel is None else 0.02
-        while not question.decided.is_set():
-            if self.lost is not None:
-                raise self.lost
-            left_s = slice_s if timeout_s is None else min(slice_s, max(0.0, timeout_s - waited_s))
-            begin_s = time.monotonic()
-            question.decided.wait(left_s if not withdrawn else _SLICE_S)
-            # a slice that took long was one in which this process was stopped
-            waited_s += min(time.monotonic() - begin_s, 2 * slice_s)
-            given_up = cancel is not None and cancel.is_set()
-            late = timeout_s is not None and waited_s >= timeout_s
-            if (given_up or late) and not withdrawn and not question.decided.is_set():
-                withdrawn = True
-                self._send({"do": "withdraw", "topic": topic})
+        return self._questions.ask(topic, value, timeout_s=timeout_s, cancel=cancel, among=among)
 
     # --- meetings
     # --------------------------------------------------------------------------------------------
@@ -264,7 +187,7 @@ class Ranks:
         who = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "cut_off": sorted(self._cut_off),
+            "cut_off": sorted(self._questions.cut_off),
         }
         connection, unpacker, first = find_hub(
             world, who, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
@@ -304,9 +227,9 @@ class Ranks:
         if say in ("hold", "count", "pass", "all_parked", "release"):
             self._parking.hear(message)
         elif say == "agreed":
-            self._answer(message["topic"], values={int(r): v for r, v in message["values"]})
+            self._questions.agreed(message)
         elif say == "failed":
-            self._answer(message["topic"], failure=_failure(message))
+            self._questions.failed(message)
         elif say == "wanted":
             self._called(message)
         elif say == "meet":
@@ -325,7 +248,7 @@ class Ranks:
             took_s = time.monotonic() - self._began_s
             self._tell(EventKind.RANKS_JOINED, {"world_size": self.world_size, "joined_s": took_s})
             self._connected = True
-            self._cut_off_together(message["ranks"].values())
+            self._questions.meet(who.get("cut_off", ()) for who in message["ranks"].values())
             self._everybody.set()
             if self._stop_words is not None:
                 self.call("stop", self._stop_words)  # the hub that knew of it may be gone
@@ -350,19 +273,6 @@ class Ranks:
                 },
             )
 
-    def _answer(
-        self,
-        topic: str,
-        *,
-        values: dict[int, Any] | None = None,
-        failure: RanksError | None = None,
-    ) -> None:
-        with self._lock:
-            question = self._questions.get(topic)
-        if question is not None:
-            question.values, question.failure = values or {}, failure
-            question.decided.set()
-
     def _may_go_on(self) -> bool:
         """Whether all ranks can come together at another hub: they were all at this one, and none
         has ended or is about to."""
@@ -376,21 +286,12 @@ class Ranks:
             self._waiting = []
         self._connected = False
         self._together_by_s = time.monotonic() + AGAIN_S
-        self._cut_off = frozenset(one for one in self._begun if not one.startswith("run/"))
-        self._begun.clear()
         self._parking.lose()
         self.meetings.forget()
-        self._fail_questions(error)
+        self._questions.interrupt(error)
         self._tell(EventKind.HUB_LOST, {"words": str(error)})
         if self.rank == 0:
             self._warn(f"{error}; it is started again. A save in progress has failed by it")
-
-    def _fail_questions(self, error: HubLost) -> None:
-        with self._lock:
-            questions = list(self._questions.values())
-        for question in questions:
-            question.failure = question.failure or error
-            question.decided.set()
 
     def _lose(self, error: HubLost) -> None:
         if self._leaving or self.lost is not None:
@@ -398,7 +299,7 @@ class Ranks:
         self.lost = error
         self._parking.lose()
         self.meetings.lose(error)
-        self._fail_questions(error)
+        self._questions.fail(error)
         self._everybody.set()
         self._tell(EventKind.AGREEMENT_FAILED, {"what": "connection", "words": str(error)})
         self._warn(
@@ -426,28 +327,3 @@ class Ranks:
     def _wake(self) -> None:
         if self._link is not None:
             self._link.wake()
-
-
-def _whole(topic: str) -> str:
-    """What an agreement is a part of: ``save/3`` of ``save/3/open``."""
-    return "/".join(topic.split("/")[:2])
-
-
-def _cut_off(whole: str) -> HubLost:
-    return HubLost(f"what connects the ranks of this job was lost in the middle of {whole}")
-
-
-def _failure(message: Mapping[str, Any]) -> AgreementFailed:
-    missing, withdrawn = tuple(message["missing"]), tuple(message["withdrawn"])
-    parts = []
-    if missing:
-        parts.append(f"gone: rank {', '.join(map(str, missing))}")
-    if withdrawn:
-        parts.append(f"given up: rank {', '.join(map(str, withdrawn))}")
-    if message.get("words"):
-        parts.append(str(message["words"]))
-    return AgreementFailed(
-        f"not all ranks took part in {message['topic']!r}: {'; '.join(parts)}",
-        missing=missing,
-        withdrawn=withdrawn,
-    )
