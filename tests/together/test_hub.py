@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -382,6 +383,30 @@ def test_the_hub_ends_when_all_have_left(crew_of_threads: Team) -> None:
         return True
 
     wait_until(is_gone, "the hub to end")
+
+
+def test_a_hub_that_nobody_joined_ends_after_its_parent() -> None:
+    """Rank 0 starts the hub and ends at once, as a short program does: no process stays behind."""
+    code = (
+        "import os; from hydroslurm.runtime.world import World; "
+        "from hydroslurm.runtime.ranks.host import start_hub; "
+        f"print(start_hub(World(rank=0, world_size=2, life='{uuid.uuid4()}')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert hubs_at(int(done.stdout))
+    wait_until(lambda: not hubs_at(int(done.stdout)), "the hub to end")
+
+
+def hubs_at(port: int) -> list[str]:
+    """All hubs of this machine that listen at a port."""
+    with_port = []
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = cmdline.read_text().replace("\0", " ")
+            if "ranks.hub" in words and str(port) in words:
+                with_port.append(words)
+    return with_port
 
 
 def test_the_hub_needs_no_torch() -> None:

@@ -39,6 +39,7 @@ def start_hub(world: World) -> int:
         "world_size": world.world_size,
         "host": world.host,
         "ports": world.hub_ports,
+        "parent_pid": os.getpid(),
     }
     command = [sys.executable, "-m", "hydroslurm.runtime.ranks.hub", json.dumps(options)]
     # from its first moment: between exec and Python's first line a signal to the job would kill it

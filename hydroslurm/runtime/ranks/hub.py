@@ -28,7 +28,7 @@ from hydroslurm.runtime.ranks.frames import BadFrame, Unpacker, pack
 
 JOIN_S = 900.0
 """The hub of a job whose ranks never come ends after so long."""
-LINGER_S = 30.0
+LINGER_S = 10.0
 """With nobody connected it waits so long for ranks that are still to come, or to come back."""
 HELLO_LIMIT_BYTES = 1 << 16
 """Of what a stranger may send before it has said who it is."""
@@ -38,7 +38,10 @@ _READ_BYTES = 1 << 18
 class Hub:
     """Sockets around a :class:`Book`; one thread."""
 
-    def __init__(self, listener: socket.socket, *, life: str, world_size: int) -> None:
+    def __init__(
+        self, listener: socket.socket, *, life: str, world_size: int, parent_pid: int
+    ) -> None:
+        """``parent_pid``: of rank 0, which may end before it has joined."""
         self._life = life
         self._book = Book(world_size)
         self._listener = listener
@@ -47,6 +50,7 @@ class Hub:
         self._lines: dict[int, _Line] = {}
         self._open: set[_Line] = set()
         self._alone_since_s = time.monotonic()
+        self._parent_pid = parent_pid
 
     def run(self) -> None:
         """Serve until all ranks have left, or nobody comes."""
@@ -65,7 +69,8 @@ class Hub:
             return False
         if self._book.is_over:
             return True
-        patience_s = LINGER_S if self._book.died or self._book.left else JOIN_S
+        some_left = self._book.died or self._book.left or os.getppid() != self._parent_pid
+        patience_s = LINGER_S if some_left else JOIN_S
         return time.monotonic() - self._alone_since_s > patience_s
 
     def _accept(self) -> None:
@@ -240,7 +245,12 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         _say({"error": str(error)})
         return 1
-    hub = Hub(listener, life=options["life"], world_size=options["world_size"])
+    hub = Hub(
+        listener,
+        life=options["life"],
+        world_size=options["world_size"],
+        parent_pid=options["parent_pid"],
+    )
     _say({"port": listener.getsockname()[1]})
     hub.run()
     return 0
