@@ -24,7 +24,8 @@ def test_default_table_means_what_the_documentation_says() -> None:
     assert table[signal.SIGTERM].action is Action.STOP
     assert table[signal.SIGTERM].only_if_handled
     assert table[signal.SIGINT].action is Action.RESUME
-    assert table[signal.SIGINT].causes == Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL
+    everything = Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL | Cause.PEERS
+    assert table[signal.SIGINT].causes == everything
 
 
 def test_environment_changes_the_plan() -> None:
