@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 @pytest.fixture(autouse=True)
 def _own_registry(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keep the tests' processes out of the user's registry, and the user's settings out of the
-    tests."""
+) -> Iterator[None]:
+    """Keep the tests' processes out of the user's registry, the user's settings out of the tests,
+    and what one test puts into the environment out of the next: a RANK that stays behind would make
+    every later Run of this process wait for its peers."""
+    before = dict(os.environ)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
     for name in [
         n for n in os.environ if n.startswith("HYDROSLURM_") and n != "HYDROSLURM_REQUIRE_SLURM"
     ]:
         monkeypatch.delenv(name)
+    yield
+    monkeypatch.undo()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
