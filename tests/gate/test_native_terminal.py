@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import wait_until
 
 from hydroslurm.runtime.gate.native_gate import NativeGate
 
 LIMIT_S = 60.0
 
 PROGRAM = """
-import signal, threading
+import os, signal, threading
 import torch
 from hydroslurm.runtime.gate.native_gate import NativeGate
 from hydroslurm.runtime.gate.protocol import Action, Cause, SignalRule
@@ -36,7 +37,7 @@ def tell():
         for event in gate.wait_events(None):
             print(f"<{event.kind.name}>", flush=True)
 threading.Thread(target=tell, daemon=True).start()
-print("<ready>", flush=True)
+print(f"<ready {os.getpid()}>", flush=True)
 while True:
     torch.ones(8, 8) @ torch.ones(8, 8)
 """
@@ -70,11 +71,34 @@ class Terminal:
         before, found, self.seen = self.seen.partition(text)
         self.used += before + found
 
+    def expect_rank(self) -> int:
+        """The rank's process id, once it is ready."""
+        self.expect("<ready ")
+        self.expect(">")
+        return int(self.used.rpartition("<ready ")[2].rstrip(">"))
+
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        """Ends the whole session: a rank that a failed test leaves behind would run for ever."""
+        for pid in members(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self.fd)
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session, its leader among them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(ValueError, ProcessLookupError):
+            if os.getsid(int(entry.name)) == session:
+                found.append(int(entry.name))
+    return found
+
+
+def state_of(pid: int) -> str:
+    """As in /proc/PID/stat: T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @contextlib.contextmanager
@@ -99,7 +123,7 @@ def test_ctrl_z_gives_the_shell_back_and_fg_continues(script: Path) -> None:
     it; and so again."""
     with terminal(["/bin/bash", "--norc", "--noediting", "-i"], script.parent) as tty:
         tty.type(f"{sys.executable} -u {script}\n")
-        tty.expect("<ready>")
+        tty.expect_rank()
         for _ in range(2):
             tty.type("\x1a")
             tty.expect("Stopped")
@@ -124,9 +148,11 @@ def test_ctrl_z_in_a_script_stops_the_job(script: Path) -> None:
     wrapper.write_text(f"{sys.executable} -u {script}\ntrue\n")
     with terminal(["/bin/bash", "--norc", "--noediting", "-i"], script.parent) as tty:
         tty.type(f"bash {wrapper}\n")
-        tty.expect("<ready>")
+        rank = tty.expect_rank()
         tty.type("\x1a")
         tty.expect("Stopped")
+        # the shell says so when its own child, the script, has stopped; the rank parks first
+        wait_until(lambda: state_of(rank) == "T", "the rank to stop", limit_s=LIMIT_S)
         tty.type("fg\n")
         tty.expect("<GATE_OPENED>")
         tty.type("\x1a")
@@ -139,7 +165,7 @@ def test_ctrl_z_without_a_shell_is_ignored(script: Path) -> None:
     """In an orphaned process group nobody could continue the rank: the kernel ignores Ctrl-Z there,
     and so does the gate."""
     with terminal([sys.executable, "-u", str(script)], script.parent) as tty:
-        tty.expect("<ready>")
+        tty.expect_rank()
         tty.type("\x1a")
         tty.expect("<TERMINAL_IGNORED>")
         tty.expect("<SIGNAL_RECEIVED>")

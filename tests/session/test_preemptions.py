@@ -105,7 +105,8 @@ def requeue_by_hand(training: Training) -> None:
 def wait_for_warnings(training: Training) -> None:
     """The time limit of one minute comes by itself; when it has often enough, an operator lifts
     it."""
-    training.wait_for_life(STOPS + 1)
+    for life in range(2, STOPS + 2):  # each has a limit of its own to come
+        training.wait_for_life(life)
     training.slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
 
 

@@ -437,6 +437,9 @@ void Watcher::stop_for_terminal() noexcept {
     if (signals.resume[3].load() >= ctrl_z_ns) return; /* continued in the meantime */
     event_push(news_of(HS_EVENT_TERMINAL_STOP, ctrl_z_ns));
     events_announce();
+    /* Once more, right before it: a SIGCONT that comes between the look and the stop is lost, as in any program that
+     * stops itself. A shell that watches a process further up may send it within a millisecond. */
+    if (signals.resume[3].load() >= ctrl_z_ns) return;
     syscall(SYS_tgkill, getpid(), thread_id(), SIGSTOP);
     wish_raise(signals.resume[3], ctrl_z_ns);
     bell_ring(); /* look again at once */
