@@ -16,7 +16,9 @@ from manyranks.rankstraining import AGENT, FSDP, RanksTraining
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.events import EventKind
 
-PREEMPTIONS = 5
+PREEMPTIONS = {"ddp": 5, "fsdp": 5 if os.environ.get("HYDROSLURM_ALL_STOPS") else 3}
+"""How often each is suspended and preempted. Loading torch for a life of four ranks takes a machine
+with two cores 20 s: `HYDROSLURM_ALL_STOPS=1 make test ARGS=tests/manyranks` does all."""
 SEED = 20261121
 COLLECTIVE_TIMEOUT_S = 3
 SUSPENDED_S = 10 * COLLECTIVE_TIMEOUT_S
@@ -38,12 +40,14 @@ class Story:
     seen: dict[str, list[str]] = field(default_factory=dict)
 
 
-def preempted(cluster: DevCluster, folder: Path, *, command: str, first_node: int) -> Story:
-    """Suspended and preempted in turn, at random steps."""
+def preempted(
+    cluster: DevCluster, folder: Path, *, command: str, first_node: int, times: int
+) -> Story:
+    """Suspended and preempted in turn, so often, at random steps."""
     nodes = [f"n{number}" for number in range(first_node, first_node + 4)]
     training = RanksTraining(cluster, folder, command=command)
     training.submit(f"--nodelist={','.join(nodes)}")
-    moments = sorted(random.Random(SEED + first_node).sample(range(5, 290), 2 * PREEMPTIONS))
+    moments = sorted(random.Random(SEED + first_node).sample(range(5, 290), 2 * times))
     for life, (pause, stop) in enumerate(zip(moments[::2], moments[1::2], strict=True), start=1):
         training.wait_for_ranks(life)
         training.wait_for_step(pause)
@@ -55,11 +59,13 @@ def preempted(cluster: DevCluster, folder: Path, *, command: str, first_node: in
 
 
 def ddp(cluster: DevCluster, folder: Path) -> Story:
-    return preempted(cluster, folder, command=RanksTraining.command, first_node=1)
+    return preempted(
+        cluster, folder, command=RanksTraining.command, first_node=1, times=PREEMPTIONS["ddp"]
+    )
 
 
 def fsdp(cluster: DevCluster, folder: Path) -> Story:
-    return preempted(cluster, folder, command=FSDP, first_node=5)
+    return preempted(cluster, folder, command=FSDP, first_node=5, times=PREEMPTIONS["fsdp"])
 
 
 def worlds(cluster: DevCluster, folder: Path) -> Story:
