@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import hashlib
+import io
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -251,6 +252,8 @@ def live(options: dict[str, Any]) -> None:
 def main() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="hydroslurm")  # what they say is in the output
+    # unbuffered, each print is two writes, and what another rank says comes in between
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True, write_through=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.optim.Adam([torch.ones(1)])  # imports most of what torch has
