@@ -93,6 +93,9 @@ class SlurmClient(Protocol):
             NoSuchJob: accounting has nothing on it (yet: records arrive a moment late).
         """
 
+    def submit_line(self, job_id: int) -> str:
+        """The words that the job was submitted with, from accounting; empty where it has none."""
+
     def partitions(self) -> tuple[Partition, ...]:
         """Describe all partitions, hidden ones included."""
 
@@ -169,6 +172,21 @@ class SlurmClient(Protocol):
 
         Raises:
             WrongJobState: it has ended.
+        """
+
+    def set_requeue(self, job_id: int, *, allowed: bool) -> None:
+        """Say whether Slurm may start a job again; its owner may change that while it runs.
+
+        Raises:
+            WrongJobState: it has ended.
+        """
+
+    def node_address(self, name: str) -> str:
+        """Where a node is reached: a host name or an address. Slurm knows it also where the name of
+        the node does not resolve.
+
+        Raises:
+            SlurmError: there is no such node.
         """
 
 

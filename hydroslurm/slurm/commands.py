@@ -74,6 +74,10 @@ class CommandClient:
             )
         return lives
 
+    def submit_line(self, job_id: int) -> str:
+        options = ("-X", "-P", "-n", "-o", "SubmitLine")
+        return self._ask("sacct", *options, "-j", str(checked_job_id(job_id))).rstrip("\n")
+
     def partitions(self) -> tuple[Partition, ...]:
         return scontrol_text.read_partitions(self._ask("scontrol", "-a", "-o", "show", "partition"))
 
@@ -155,6 +159,12 @@ class CommandClient:
 
     def release(self, job_id: int) -> None:
         self._act(job_id, "scontrol", "release", str(job_id))
+
+    def set_requeue(self, job_id: int, *, allowed: bool) -> None:
+        self._act(job_id, "scontrol", "update", f"JobId={job_id}", f"Requeue={int(allowed)}")
+
+    def node_address(self, name: str) -> str:
+        return scontrol_text.read_node_address(self._ask("scontrol", "-o", "show", "node", name))
 
     def _all_jobs(self, user: str | None) -> tuple[Job, ...]:
         # JSON first: exact, and no comment can pass for a record. 22.05 pays no heed to --user with

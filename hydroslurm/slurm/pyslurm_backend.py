@@ -99,6 +99,9 @@ class PyslurmClient:
         # pyslurm.db tells the last life of a job only; sacct -D tells all
         return self._commands.history(job_id)
 
+    def submit_line(self, job_id: int) -> str:
+        return self._commands.submit_line(job_id)
+
     def partitions(self) -> tuple[Partition, ...]:
         return self._ask(
             "load partitions",
@@ -176,6 +179,12 @@ class PyslurmClient:
 
     def release(self, job_id: int) -> None:
         self._act(job_id, "release", lambda job: job.release())
+
+    def set_requeue(self, job_id: int, *, allowed: bool) -> None:
+        self._commands.set_requeue(job_id, allowed=allowed)
+
+    def node_address(self, name: str) -> str:
+        return self._commands.node_address(name)
 
     def _act(
         self,

@@ -68,6 +68,18 @@ def read_config(output: str) -> Config:
     return Config(entries)
 
 
+def read_node_address(output: str) -> str:
+    """Read NodeAddr of ``scontrol show node -o NAME``.
+
+    Raises:
+        UnreadableOutput: it is not there.
+    """
+    address = _pairs(output.strip()).get("NodeAddr")
+    if not address:
+        raise UnreadableOutput(f"scontrol show node: no NodeAddr in {output[:200]!r}")
+    return address
+
+
 def _job_fields(block: str) -> dict[str, str]:
     """Key -> value of one record; the lines that follow a free field and are none belong to it."""
     first, *lines = block.split("\n")

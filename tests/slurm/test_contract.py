@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.errors import NoSuchJob, SlurmMissing, WrongJobState
+from hydroslurm.errors import NoSuchJob, SlurmError, SlurmMissing, WrongJobState
 from hydroslurm.slurm.client import Job, JobState, SlurmClient, open_client
 
 pytestmark = pytest.mark.slurm
@@ -261,6 +261,25 @@ def test_jobs_that_cannot_be_requeued(
         client.requeue(interactive)
     with pytest.raises(WrongJobState):
         client.signal(interactive, "USR1", batch=True)
+
+
+def test_a_job_that_may_not_be_requeued_any_more(client: SlurmClient, jobs: Jobs) -> None:
+    """Whether a running job may be requeued can be changed; Slurm's requeue then heeds it."""
+    job_id = jobs.submit()
+    _wait_state(client, job_id, JobState.RUNNING)
+    client.set_requeue(job_id, allowed=False)
+    assert client.job(job_id).may_requeue is False
+    with pytest.raises(WrongJobState):
+        client.requeue(job_id)
+    client.set_requeue(job_id, allowed=True)
+    assert client.job(job_id).may_requeue is True
+
+
+def test_node_address(client: SlurmClient) -> None:
+    """The address of a node is told; an unknown node is an error that names it."""
+    assert client.node_address("n1") == "127.0.0.1"
+    with pytest.raises(SlurmError, match="no-such-node"):
+        client.node_address("no-such-node")
 
 
 def test_exit_codes(client: SlurmClient, jobs: Jobs) -> None:
