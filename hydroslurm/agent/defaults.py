@@ -18,13 +18,13 @@ class Meeting:
         nnodes: how many agents there are: one per task of the job step.
         endpoint: HOST:PORT of torch's store.
         run_id: another one in each life of the job, so that no agent of the last is met.
-        is_host: whether this agent has the store.
+        rank: of this agent; the first has the store.
     """
 
     nnodes: int
     endpoint: str
     run_id: str
-    is_host: bool
+    rank: int
 
 
 def meeting(environ: Mapping[str, str]) -> Meeting | None:
@@ -44,13 +44,16 @@ def meeting(environ: Mapping[str, str]) -> Meeting | None:
         nnodes=allocation.world_size,
         endpoint=f"{world.host}:{world.torch_port}",
         run_id=f"{allocation.job_id}.{allocation.step_id}.{allocation.restart_count}",
-        is_host=allocation.rank == 0,
+        rank=allocation.rank,
     )
 
 
 def fill_in(chosen: argparse.Namespace, where: Meeting, *, untouched: argparse.Namespace) -> bool:
-    """Set the rendezvous in torchrun's parsed arguments, unless one of them was given; --rdzv-conf
-    alone says how they meet and not where.
+    """Set the rendezvous in torchrun's parsed arguments, unless they say where it is themselves.
+
+    --rdzv-conf says how the agents meet and not where. So do --nnodes, when its greatest number is
+    that of the agents that there are, and --rdzv-backend c10d; with `--rdzv-backend static` they
+    meet at the same place, each with the node rank of its task.
 
     Args:
         untouched: what torchrun's parser gives where nothing is said.
@@ -58,18 +61,27 @@ def fill_in(chosen: argparse.Namespace, where: Meeting, *, untouched: argparse.N
     Returns:
         Whether anything was set.
     """
-    names = (
-        "standalone", "nnodes", "node_rank", "master_addr", "master_port",
-        "rdzv_backend", "rdzv_endpoint", "rdzv_id",
-    )  # fmt: skip
+    names = ("standalone", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
     if any(getattr(chosen, name, None) != getattr(untouched, name, None) for name in names):
         return False
-    chosen.nnodes = str(where.nnodes)
+    says_nodes = chosen.nnodes != untouched.nnodes
+    if says_nodes and chosen.nnodes.rpartition(":")[2] != str(where.nnodes):
+        return False
+    backend = chosen.rdzv_backend
+    if backend not in ("c10d", "static"):
+        return False
+    if not says_nodes:
+        chosen.nnodes = str(where.nnodes)
+    if backend == "static" and says_nodes and ":" not in chosen.nnodes:
+        chosen.node_rank = where.rank
+        chosen.master_addr, _, port = where.endpoint.rpartition(":")
+        chosen.master_port = int(port)
+        return True
     chosen.rdzv_backend = "c10d"
     chosen.rdzv_endpoint = where.endpoint
     chosen.rdzv_id = where.run_id
     if "is_host=" not in chosen.rdzv_conf:
         # which host is meant cannot always be told by its name: several agents may share one
-        is_host = f"is_host={'1' if where.is_host else '0'}"
+        is_host = f"is_host={int(where.rank == 0)}"
         chosen.rdzv_conf = ",".join(filter(None, (chosen.rdzv_conf, is_host)))
     return True

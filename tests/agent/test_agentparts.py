@@ -83,11 +83,11 @@ def test_where_the_tasks_of_a_job_step_meet() -> None:
     """One agent per task, at the first node, elsewhere in each life; one alone needs nothing."""
     where = meeting(_step())
     assert where is not None
-    assert (where.nnodes, where.run_id, where.is_host) == (3, "12.0.0", False)
+    assert (where.nnodes, where.run_id, where.rank) == (3, "12.0.0", 1)
     assert where.endpoint.startswith("n1:")
     first = meeting(_step(SLURM_PROCID="0", SLURM_NODEID="0"))
     assert first is not None
-    assert (first.endpoint, first.is_host) == (where.endpoint, True)
+    assert (first.endpoint, first.rank) == (where.endpoint, 0)
     again = meeting(_step(SLURM_RESTART_COUNT="1"))
     assert again is not None
     assert again.endpoint != where.endpoint
@@ -107,21 +107,38 @@ def _arguments(**values: object) -> argparse.Namespace:
 def test_what_was_said_stays(given: dict[str, object]) -> None:
     """One word of the user's about the rendezvous, and none of it is changed."""
     chosen = _arguments(**given)
-    assert not fill_in(chosen, Meeting(3, "n1:2", "12.0.0", True), untouched=_arguments())
+    assert not fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 0), untouched=_arguments())
     assert chosen == _arguments(**given)
 
 
 def test_what_was_not_said_is_filled_in() -> None:
     """Without a word the tasks meet in torch's c10d store, which the first of them has."""
     chosen = _arguments()
-    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", True), untouched=_arguments())
+    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 0), untouched=_arguments())
     assert vars(chosen) == {
         "nnodes": "3", "rdzv_backend": "c10d", "rdzv_endpoint": "n1:2", "rdzv_id": "12.0.0",
         "rdzv_conf": "is_host=1", "standalone": False,
     }  # fmt: skip
     chosen = _arguments(rdzv_conf="join_timeout=9")
-    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", False), untouched=_arguments())
+    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 1), untouched=_arguments())
     assert (chosen.nnodes, chosen.rdzv_conf) == ("3", "join_timeout=9,is_host=0")
+
+
+@pytest.mark.parametrize(("nodes", "backend"), [("1:3", "c10d"), ("3", "c10d"), ("2:3", "static")])
+def test_nodes_alone_say_not_where(nodes: str, backend: str) -> None:
+    """How many nodes there may be is the user's; where they meet is filled in."""
+    chosen = _arguments(nnodes=nodes, rdzv_backend=backend)
+    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 1), untouched=_arguments())
+    assert (chosen.nnodes, chosen.rdzv_backend) == (nodes, "c10d")
+    assert (chosen.rdzv_endpoint, chosen.rdzv_conf) == ("n1:2", "is_host=0")
+
+
+def test_a_static_meeting() -> None:
+    """With the static backend and a fixed number of nodes each has the node rank of its task."""
+    chosen = _arguments(nnodes="3")
+    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 1), untouched=_arguments())
+    assert (chosen.rdzv_backend, chosen.node_rank) == ("static", 1)
+    assert (chosen.master_addr, chosen.master_port) == ("n1", 2)
 
 
 def _rank(state: str, *causes: str, since: int = 1) -> RankState:
