@@ -15,6 +15,7 @@ from hydroslurm.errors import UsageError
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
+from hydroslurm.supervised import SAVE_EVERY_ENV
 
 DEFAULT_EVERY_S = 600.0
 """Seconds between two periodic saves when nothing was said: what a crash may cost."""
@@ -28,12 +29,16 @@ class Cadence:
     every_s: float
 
     @classmethod
-    def of(cls, every_steps: int | None, every_s: float | None) -> Cadence:
-        """From the arguments, None for what was not said.
+    def of(
+        cls, every_steps: int | None, every_s: float | None, environ: Mapping[str, str]
+    ) -> Cadence:
+        """From the arguments, None for what was not said, and HYDROSLURM_SAVE_EVERY_S.
 
         Raises:
-            UsageError: a negative one.
+            UsageError: a negative one; a variable that is no number.
         """
+        if environ.get(SAVE_EVERY_ENV):
+            every_s = _seconds(environ, SAVE_EVERY_ENV)
         for name, value in (("every_steps", every_steps), ("every_s", every_s)):
             if value is not None and value < 0:
                 raise UsageError(f"{name}={value}: wanted 0 (never) or more")
@@ -52,6 +57,13 @@ class Cadence:
     def is_due_by_clock(self, last_save_mono_s: float) -> bool:
         """Sooner on one rank than on another."""
         return bool(self.every_s) and time.monotonic() - last_save_mono_s >= self.every_s
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float:
+    try:
+        return float(environ[name])
+    except ValueError:
+        raise UsageError(f"{name}={environ[name]!r}: wanted seconds, such as 600") from None
 
 
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
@@ -82,7 +94,7 @@ def fast_store(given: str | os.PathLike[str] | None, run: RunDir) -> CheckpointS
 
 def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller, bool]:
     """The controller of this process, and whether it was installed for this run."""
-    if installation.is_installed():
+    if installation.is_installed() and not installation.gives_way():
         return installation.controller(), False
     folder = rundir.from_environment(environ) or run
     return installation.install(run_dir=folder.root, environ=environ), True

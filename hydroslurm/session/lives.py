@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.errors import RunEnded, RunFolderError, UsageError
+from hydroslurm.supervised import LIVES_ENV, SUPERVISED_ENV
 
 Ending = Literal["preempted", "time_limit", "cancelled", "requeued", "asked", "error", "finished"]
 DIED = "died"
@@ -54,6 +55,23 @@ class Limits:
                     f"Limits({name}={value!r}): wanted a whole number of {least} or more, or None "
                     "for without limit"
                 )
+
+
+def limits_of(given: Limits | None, environ: Mapping[str, str]) -> Limits:
+    """The limits of a run: what its script says, and above it HYDROSLURM_LIVES_WITHOUT_PROGRESS.
+    The supervisor of a TrainingJob counts failures itself, over all ranks; there a run has no limit
+    of its own for them unless its script says one.
+
+    Raises:
+        UsageError: the variable is no number of 1 or more.
+    """
+    limits = given or Limits(failures=None if environ.get(SUPERVISED_ENV) else Limits.failures)
+    text = environ.get(LIVES_ENV)
+    if not text:
+        return limits
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"{LIVES_ENV}={text!r}: wanted a whole number of 1 or more")
+    return replace(limits, lives_without_progress=int(text))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from hydroslurm.session.company import company_of
 from hydroslurm.session.cursor import Cursor
 from hydroslurm.session.leaving import Departure, Leaver
 from hydroslurm.session.life import Life
-from hydroslurm.session.lives import Limits
+from hydroslurm.session.lives import Limits, limits_of
 from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects, require_savable
 from hydroslurm.session.recording import record_save
@@ -108,7 +108,7 @@ class Run:
     ) -> None:
         environ = os.environ if environ is None else environ
         allocation = Allocation.from_environ(environ)
-        self._cadence = Cadence.of(every_steps, every_s)
+        self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
         self.step = 0
         self.epoch = 0
@@ -137,7 +137,10 @@ class Run:
             if loader is not None:
                 self._use(loader)
             self._life = Life(
-                self.dir, self._controller, limits=limits or Limits(), allocation=allocation
+                self.dir,
+                self._controller,
+                limits=limits_of(limits, environ),
+                allocation=allocation,
             )
             self._saver = Saver(
                 self._durable,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hydroslurm.errors import RunEnded, RunFolderError, UsageError
-from hydroslurm.session.lives import Ledger, LifeRecord, Limits, check_limits
+from hydroslurm.session.lives import Ledger, LifeRecord, Limits, check_limits, limits_of
+from hydroslurm.supervised import LIVES_ENV, SUPERVISED_ENV
 
 
 def _lives(*endings: tuple[int, str | None]) -> tuple[LifeRecord, ...]:
@@ -94,3 +95,15 @@ def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     """No life at all is not a limit."""
     with pytest.raises(UsageError, match="wanted a whole number"):
         Limits(**options)
+
+
+def test_the_environment_has_its_say_about_limits() -> None:
+    """A spec's livesWithoutProgress counts above the script's; a supervised run counts no failures
+    unless its script says so."""
+    assert limits_of(None, {}) == Limits()
+    assert limits_of(None, {SUPERVISED_ENV: "1"}) == Limits(failures=None)
+    assert limits_of(Limits(failures=3), {SUPERVISED_ENV: "1", LIVES_ENV: "9"}) == Limits(
+        failures=3, lives_without_progress=9
+    )
+    with pytest.raises(UsageError, match="HYDROSLURM_LIVES_WITHOUT_PROGRESS='many'"):
+        limits_of(None, {LIVES_ENV: "many"})
