@@ -18,7 +18,8 @@ import signal
 from collections.abc import Iterator
 
 _ENDED = re.compile(
-    r"srun: (?:error: |launch/slurm: _task_finish: )?(?P<nodes>[^\s:]+): tasks? (?P<tasks>[0-9,-]+): (?P<how>\S.*?)"
+    # "error: ", "launch/slurm: _task_finish: ": releases differ in what stands here
+    r"srun: (?:[\w/]+: )*(?P<nodes>[^\s:]+): tasks? (?P<tasks>[0-9,-]+): (?P<how>\S.*?)"
     r"(?: \(core dumped\))?\s*"
 )
 _EXITED = re.compile(r"Exited with exit code (\d+)")
