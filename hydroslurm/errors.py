@@ -18,6 +18,8 @@
     |   |-- NotPermitted           this user may not do that
     |   |-- WrongJobState          suspend of a pending job, requeue of an srun allocation ...
     |   `-- UnreadableOutput       Slurm printed what no known release prints
+    |-- SpankError                 the plugin for --preempt cannot be built or installed
+    |-- SpecError                  a job spec that is not one: what, where, and what to write instead
     |-- LaunchError                a job could not be submitted
     |-- RunFolderError             a run folder that is not one, or that cannot be written
     |-- CheckpointError            a checkpoint could not be written, found, trusted or applied
@@ -117,6 +119,14 @@ class WrongJobState(SlurmError):
 
 class UnreadableOutput(SlurmError):
     """Slurm's answer has a form that no known release prints."""
+
+
+class SpankError(HydroslurmError):
+    """Slurm's plugin for ``--preempt`` could not be built, installed or taken away."""
+
+
+class SpecError(HydroslurmError):
+    """A job spec cannot be read or is not one; the message has a line for each thing that is wrong."""
 
 
 class LaunchError(HydroslurmError):

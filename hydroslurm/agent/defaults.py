@@ -53,14 +53,18 @@ def fill_in(chosen: argparse.Namespace, where: Meeting, *, untouched: argparse.N
 
     --rdzv-conf says how the agents meet and not where. So do --nnodes, when its greatest number is
     that of the agents that there are, and --rdzv-backend c10d; with `--rdzv-backend static` they
-    meet at the same place, each with the node rank of its task.
+    meet at the same place, each with the node rank of its task. At a server of etcd the job gets a
+    name of its own.
 
     Args:
         untouched: what torchrun's parser gives where nothing is said.
 
     Returns:
-        Whether anything was set.
+        Whether the place was set.
     """
+    if chosen.rdzv_backend.startswith("etcd") and chosen.rdzv_id == untouched.rdzv_id:
+        chosen.rdzv_id = where.run_id
+        return False
     names = ("standalone", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
     if any(getattr(chosen, name, None) != getattr(untouched, name, None) for name in names):
         return False

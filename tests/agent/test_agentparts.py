@@ -133,6 +133,13 @@ def test_nodes_alone_say_not_where(nodes: str, backend: str) -> None:
     assert (chosen.rdzv_endpoint, chosen.rdzv_conf) == ("n1:2", "is_host=0")
 
 
+def test_a_server_of_etcd_serves_many_jobs() -> None:
+    """Where it is the user says; jobs are told apart by their names there."""
+    chosen = _arguments(nnodes="3", rdzv_backend="etcd-v2", rdzv_endpoint="h:1")
+    assert not fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 1), untouched=_arguments())
+    assert (chosen.rdzv_endpoint, chosen.rdzv_id) == ("h:1", "12.0.0")
+
+
 def test_a_static_meeting() -> None:
     """With the static backend and a fixed number of nodes each has the node rank of its task."""
     chosen = _arguments(nnodes="3")

@@ -1,0 +1,71 @@
+"""``hydroslurm validate | render | schema``: job specs without Slurm doing anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Job specs.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A job spec.")]
+
+
+def validate(files: Files) -> None:
+    """Check job specs, ours or T9k's; exit status 1 when one has a problem. Asks Slurm nothing."""
+    from hydroslurm.errors import SpecError
+    from hydroslurm.spec.reading import load
+
+    wrong = 0
+    for file in files:
+        try:
+            spec = load(file)
+        except SpecError as error:
+            typer.echo(str(error), err=True)
+            wrong += 1
+            continue
+        job = spec.job
+        kinds = ", ".join(f"{one.replicas} {one.type}" for one in job.replica_specs)
+        typer.echo(f"{file}: ok: {job.name}, {kinds}")
+        if spec.meaningless:
+            typer.echo("  these fields have no meaning on Slurm and are left out:")
+        for one in spec.meaningless:
+            typer.echo(f"    {one}")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def render(
+    file: File,
+    folder: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="The resolved spec instead, every default filled in.")
+    ] = False,
+) -> None:
+    """Print the batch script that submit would hand to sbatch; nothing is submitted or written."""
+    import os
+
+    from hydroslurm.spec.reading import dumps, load
+
+    spec = load(file)
+    if as_yaml:
+        typer.echo(dumps(spec.job), nl=False)
+        return
+    from hydroslurm.launch.trainingjob import plan_for
+    from hydroslurm.launch.trainingjob import render as script_of
+
+    plan, notes = plan_for(spec, environ=os.environ)
+    for note in notes:
+        typer.echo(f"hydroslurm: {note}", err=True)
+    typer.echo(script_of(spec, plan, root=folder.absolute() / "RUN_FOLDER"))
+
+
+def schema(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="A page for people instead.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of a job spec, for editors and other tools."""
+    from hydroslurm.spec.reference import reference, schema_text
+
+    typer.echo(reference() if markdown else schema_text(), nl=False)

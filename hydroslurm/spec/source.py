@@ -1,0 +1,275 @@
+"""A YAML text as plain values, and where each of them stands.
+
+Read by PyYAML's safe loader, whose every other tag is refused, within bounds that no job spec comes
+near and that a hostile file cannot pass: its size, how deep it nests, and how much it is once its
+aliases are written out. Dates are no dates here but the text that they are written as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hydroslurm.errors import SpecError
+
+MOST_BYTES = 1 << 18
+"""Of a file."""
+DEEPEST = 40
+LONGEST_NUMBER = 40
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {f"{_TAG}{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}
+_NUMBERS = (f"{_TAG}int", f"{_TAG}float")
+
+KeyPath = tuple[str | int, ...]
+"""Where a value stands: names of fields and numbers in lists."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How much a text may hold, its aliases written out.
+
+    Attributes:
+        values: names, items, lists and mappings.
+        content_bytes: of all texts together. Linux hands about 2 MiB to a program.
+    """
+
+    values: int
+    content_bytes: int
+
+
+OF_A_FILE = Bounds(values=20_000, content_bytes=1 << 20)
+RESOLVED = Bounds(values=20 * OF_A_FILE.values, content_bytes=20 * OF_A_FILE.content_bytes)
+"""Of the same with every default filled in, as it lies in a run folder."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without its dates and its ``=``: nobody who writes them means a value other than
+    the text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own name for it, never changed
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN or "merge" in tag]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file says.
+
+    Attributes:
+        name: of the file, for messages.
+        value: made of dict, list, str, int, float, bool and None.
+        lines: where each key or list item begins; from 1.
+        written: each value that is neither list nor mapping, as the file spells it.
+    """
+
+    name: str
+    value: Any
+    lines: Mapping[KeyPath, int]
+    written: Mapping[KeyPath, str]
+
+    def line_of(self, path: KeyPath) -> int:
+        """The line of a value; for one that is not there, of what it would stand in."""
+        for end in range(len(path), -1, -1):
+            line = self.lines.get(path[:end])
+            if line is not None:
+                return line
+        return 1
+
+
+def path_text(path: KeyPath) -> str:
+    """``replicaSpecs[0].template`` for people."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")
+
+
+def read_source(path: Path) -> Source:
+    """Read a file.
+
+    Raises:
+        SpecError: it cannot be read, or as :func:`parse_source`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > MOST_BYTES:
+        raise SpecError(f"{path}: is larger than {MOST_BYTES >> 10} KiB; is it a job spec?")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise SpecError(f"{path}:{line}: is not UTF-8 text ({error.reason})") from error
+    return parse_source(text, name=str(path), bounds=OF_A_FILE)
+
+
+def parse_source(text: str, *, name: str, bounds: Bounds = RESOLVED) -> Source:
+    """Read a text that holds one YAML document.
+
+    Raises:
+        SpecError: not YAML, not one document, beyond a bound, a tag that is not plain data, a key
+            twice.
+    """
+    lines: dict[KeyPath, int] = {}
+    written: dict[KeyPath, str] = {}
+    try:
+        _check_bounds(text, name, bounds)
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                raise SpecError(f"{name}: is empty; wanted a job spec (hydroslurm schema)")
+            lines[()] = _line(node)
+            value = _value(node, (), _Reading(loader, name, lines, written))
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise SpecError(_words(error, name, text)) from error
+    return Source(name, value, lines, written)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    loader: _Loader
+    name: str
+    lines: dict[KeyPath, int]
+    written: dict[KeyPath, str]
+
+    def error(self, node: yaml.Node, words: str) -> SpecError:
+        return SpecError(f"{self.name}:{_line(node)}: {words}")
+
+
+def _line(at: yaml.Node | yaml.Event) -> int:
+    mark = at.start_mark
+    return 1 if mark is None else int(mark.line) + 1
+
+
+def _value(node: yaml.Node, path: KeyPath, reading: _Reading) -> Any:
+    if node.tag not in _PLAIN:
+        shown = node.tag.replace(_TAG, "!!", 1)[:60]
+        raise reading.error(node, f"the tag {shown} is not read; a job spec is plain values")
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, path, reading)
+    if isinstance(node, yaml.SequenceNode):
+        found = []
+        for index, item in enumerate(node.value):
+            where = (*path, index)
+            reading.lines[where] = _line(item)
+            found.append(_value(item, where, reading))
+        return found
+    reading.written[path] = str(node.value)
+    return _scalar(node, reading)
+
+
+def _mapping(node: yaml.MappingNode, path: KeyPath, reading: _Reading) -> dict[str, Any]:
+    seen: dict[str, int] = {}
+    for key_node, _ in node.value:  # as written: a merge may repeat what it brings
+        if key_node.tag == f"{_TAG}merge":
+            continue
+        key, line = _key(key_node, reading), _line(key_node)
+        if key in seen:
+            shown = key if len(key) <= 60 else f"{key[:57]}..."
+            raise reading.error(key_node, f"{shown!r} is there twice, first in line {seen[key]}")
+        seen[key] = line
+    reading.loader.flatten_mapping(node)
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = _key(key_node, reading)
+        where = (*path, key)
+        reading.lines[where] = _line(key_node)
+        found[key] = _value(value_node, where, reading)
+    return found
+
+
+def _key(node: yaml.Node, reading: _Reading) -> str:
+    """Names of fields are text, also those that YAML reads as numbers or truth values."""
+    if not isinstance(node, yaml.ScalarNode):
+        raise reading.error(node, "a list or a mapping cannot be the name of a field")
+    return str(node.value)
+
+
+def _scalar(node: yaml.Node, reading: _Reading) -> Any:
+    if node.tag in _NUMBERS and len(node.value) > LONGEST_NUMBER:
+        raise reading.error(
+            node, f"is a number of {len(node.value)} characters; put it in quotes if it is text"
+        )
+    try:
+        return reading.loader.construct_object(node)
+    except (yaml.YAMLError, ValueError, ArithmeticError, KeyError, IndexError) as error:
+        kind = node.tag.replace(_TAG, "", 1)
+        shown = str(node.value)[:60]
+        raise reading.error(node, f"{shown!r} is not a value of the kind {kind}") from error
+
+
+@dataclass(frozen=True)
+class _Size:
+    """How much there is so far, aliases written out."""
+
+    values: int = 0
+    content_bytes: int = 0
+
+    def __add__(self, other: _Size) -> _Size:
+        return _Size(self.values + other.values, self.content_bytes + other.content_bytes)
+
+    def __sub__(self, other: _Size) -> _Size:
+        return _Size(self.values - other.values, self.content_bytes - other.content_bytes)
+
+
+def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
+    """Before anything is built, on PyYAML's stream of events, which needs no recursion."""
+    now = _Size()
+    sizes: dict[str, _Size] = {}
+    opened: list[tuple[str | None, _Size]] = []
+    documents = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        where = f"{name}:{_line(event)}"
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        if documents > 1:
+            raise SpecError(f"{where}: a second document begins here; wanted one job a file")
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, now))
+            now += _Size(1)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            if anchor is not None:
+                sizes[anchor] = now - before
+        elif isinstance(event, yaml.ScalarEvent):
+            size = _Size(1, len(event.value.encode(errors="replace")))
+            now += size
+            if event.anchor is not None:
+                sizes[event.anchor] = size
+        elif isinstance(event, yaml.AliasEvent):
+            anchor = str(event.anchor)
+            if anchor in (one for one, _ in opened):
+                raise SpecError(f"{where}: *{anchor[:60]} stands within itself")
+            now += sizes.get(anchor, _Size(1))
+        if len(opened) > DEEPEST:
+            raise SpecError(f"{where}: nests deeper than {DEEPEST} levels; is it a job spec?")
+        if now.values > bounds.values or now.content_bytes > bounds.content_bytes:
+            raise SpecError(
+                f"{where}: with its aliases written out this is more than {bounds.values} values "
+                f"or {bounds.content_bytes >> 20} MiB; is it a job spec?"
+            )
+
+
+def _words(error: yaml.YAMLError, name: str, text: str) -> str:
+    """PyYAML's complaint in one line."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        odd = error.character if isinstance(error.character, int) else ord(error.character)
+        return f"{name}:{line}: is not YAML: holds the character U+{odd:04X}; is it a text file?"
+    mark = getattr(error, "problem_mark", None)
+    where = f"{name}:{mark.line + 1}" if mark is not None else name
+    problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
+    if "'\\t'" in problem:
+        return f"{where}: is not YAML: a tab; indent with blanks"
+    context = getattr(error, "context", None)
+    return f"{where}: is not YAML: {problem[:200]}{f' ({context})' if context else ''}"

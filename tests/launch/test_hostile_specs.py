@@ -1,0 +1,329 @@
+"""A job spec is data: no shell reads its strings, and they arrive as they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from processes import wait_until
+
+from hydroslurm.errors import LaunchError, RunFolderError, SpecError
+from hydroslurm.launch.trainingjob import SubmittedJob, plan_for, render, submit_job
+from hydroslurm.slurm.client import open_client
+from hydroslurm.spec.reading import JobSpec, load, loads
+
+pytestmark = pytest.mark.slurm
+
+# what each of them would do if a shell, sbatch, srun, YAML, JSON or a format string read it
+NASTY = [
+    "$(touch canary)", "`touch canary`", "; touch canary #", "' ; touch canary ; '",
+    '"; touch canary; "', "|| touch canary", "& touch canary &", "> canary", "${HOME}", "$HOME",
+    "~", "~root", "*", "?", "[a-z]*", "{a,b}", "!!", "\\", "\\\\", "\\n", "a\\", "'", '"', "''",
+    '""', "`", "'\"'\"'", "#SBATCH --wrap=x", "#", "%j", "%t", "%%", "%s", "%N-%x", "-", "--", "-c",
+    "--help", "-m", "--signal=KILL@1", "=", "a=b", ":", "- a", "key: value", "[x]", "{x}", "&a",
+    "*a", "!tag", "|", ">", "@", "{}", "{0}", "{job}", "null", "true", "1", "1e3", "0x10", "1:30",
+    "2026-11-22", "yes", "<<", "ü", "日本語", "🙂", "e\u0301", "\u200d", "\u202e", "\ufeff", " ",
+    "  a  ", "a b", "../..", "/", "/dev/null", "$IFS", "$0", "$@", "$SLURM_JOB_ID",
+    "hydroslurm:/tmp", "x" * 150,
+]  # fmt: skip
+# what no line of a batch script could hold, and no printable line
+WILD = [
+    "\n", "\r\n", "\n#SBATCH --wrap=x\n", "\ntouch canary\n", "\t", "\x1b[2J", "\x07", "\x7f",
+    "\x85", "\u2028", "\u2029", "\nEOF\n", "a\nb", "x" * 500,
+]  # fmt: skip
+
+characters = st.characters(exclude_categories=("Cs",), exclude_characters="\0")
+text = st.lists(
+    st.sampled_from(NASTY) | st.sampled_from(WILD) | st.text(characters, max_size=8), max_size=5
+).map("".join)
+line = (
+    st.lists(st.sampled_from(NASTY) | st.text(characters, max_size=8), min_size=1, max_size=4)
+    .map("".join)
+    .map(lambda words: "".join(c for c in words if c.isprintable()))
+    .map(lambda words: words.encode()[:180].decode(errors="ignore"))
+    .filter(str.strip)
+)
+words = st.lists(text, max_size=4)
+folder_name = (
+    text.map(lambda words: words.replace("/", "_").encode()[:120].decode(errors="ignore"))
+    .filter(lambda words: words.strip(". \n\r\t") != "")
+)  # fmt: skip
+env_name = st.from_regex(r"H_[A-Za-z0-9_]{0,20}", fullmatch=True)
+slurm_word = st.from_regex(r"[A-Za-z0-9_.,:@+*/=()\[\]|&-]{1,40}", fullmatch=True)
+
+DUMP = """
+import json, os, sys
+told = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}
+with open(os.environ["DUMP_TO"], "a") as file:
+    file.write(json.dumps(told) + "\\n")
+"""
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> dict[str, Any]:
+    """A spec with something hostile in every string that is free, and a word where a word is
+    wanted; the places that the test knows of are filled in later."""
+    env = draw(st.dictionaries(env_name, text, max_size=4))
+    return {
+        "name": draw(line),
+        "labels": draw(st.dictionaries(line, line, max_size=2)),
+        "scheduler": {"partition": "low", "options": {"mail-user": draw(slurm_word)}},
+        "preemption": {"checkpointDirectory": draw(folder_name)},
+        "torchrunConfig": {"extraOptions": [f"x{word}" for word in draw(words)]},
+        "runMode": {"debug": {"replicaSpecs": [{"command": ["sleep", *draw(words)]}]}},
+        "runPolicy": {"backoffLimit": 0},
+        "replicaSpecs": [
+            {
+                "restartPolicy": "Never",
+                "template": {
+                    "args": draw(words),
+                    "env": env,
+                    "workingDirectory": draw(folder_name),
+                    "init": [{"name": draw(line), "args": draw(words)}],
+                },
+            }
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One spec on its way through Slurm."""
+
+    value: dict[str, Any]
+    told: Path
+    job: SubmittedJob
+
+    @property
+    def template(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.value["replicaSpecs"][0]["template"]
+        return found
+
+
+@pytest.fixture
+def on_cluster(ranks_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process talks to the dev cluster."""
+    for name, value in ranks_cluster.environ().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that canaries would be found in, with a spec's folder of an unlucky name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dump.py").write_text(DUMP)
+    return tmp_path
+
+
+UNLUCKY = 'it\'s "here" $(touch canary) `touch canary`; ü # *'
+
+
+def written(value: dict[str, Any], place: Path, number: int) -> tuple[Path, Path]:
+    """The spec as a file in a folder of its own; and where its program tells what it got."""
+    folder = place / f"{number} {UNLUCKY}"
+    folder.mkdir(exist_ok=True)
+    told = folder / "told.jsonl"
+    template = value["replicaSpecs"][0]["template"]
+    template["command"] = ["python", str(place / "dump.py")]
+    template["init"][0]["command"] = ["python", str(place / "dump.py")]
+    template["env"]["DUMP_TO"] = str(told)
+    (folder / template["workingDirectory"]).mkdir(exist_ok=True)
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(value, sort_keys=False))
+    return path, told
+
+
+def submitted(value: dict[str, Any], place: Path, number: int) -> Case:
+    path, told = written(value, place, number)
+    spec = load(path)
+    job = submit_job(spec, folder=place / f"runs {UNLUCKY}", environ=os.environ)
+    return Case(value, told, job)
+
+
+@settings(
+    max_examples=2,  # the first of all examples is always the simplest
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(drawn=st.lists(specs(), min_size=8, max_size=8))
+def test_what_is_written_is_what_arrives(
+    on_cluster: None, place: Path, drawn: list[dict[str, Any]]
+) -> None:
+    """Through sbatch, srun and exec, every argument, variable and folder is what the file says;
+    Slurm shows the job by its name; and nothing was run on the way."""
+    client = open_client()
+    different = {json.dumps(value): value for value in drawn}.values()
+    first = len(list(place.iterdir()))
+    cases = [submitted(value, place, number) for number, value in enumerate(different, first)]
+    try:
+        for case in cases:
+            job = client.job(case.job.job_id)
+            assert job.name == case.value["name"]
+            assert job.partition == "low"
+            assert job.comment == f"hydroslurm:{case.job.run.root}"
+        for case in cases:
+            wait_until(
+                lambda case=case: len(_told(case)) == 2,
+                f"both programs of {case.value!r} have run",
+                limit_s=120,
+            )
+    finally:
+        for case in cases:
+            client.cancel(case.job.job_id)
+    for case in cases:
+        init, main = _told(case)
+        template = case.template
+        assert init["argv"] == template["init"][0]["args"]
+        assert main["argv"] == template["args"]
+        for told in (init, main):
+            assert Path(told["cwd"]) == case.told.parent / template["workingDirectory"]
+            assert {name: told["env"].get(name) for name in template["env"]} == template["env"]
+    assert _canaries(place) == []
+
+
+def _told(case: Case) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in case.told.read_text().splitlines()]
+    except (FileNotFoundError, ValueError):
+        return []
+
+
+def _canaries(place: Path) -> list[Path]:
+    return list(place.rglob("canary"))
+
+
+WORDS = ["partition", "qos", "account", "reservation"]
+
+
+@pytest.mark.parametrize("field", [*WORDS, "options.constraint", "options.mail-user"])
+@settings(deadline=None, max_examples=40)
+@given(value=st.sampled_from(NASTY + WILD) | text)
+def test_what_becomes_an_option_of_sbatch_is_one_word(field: str, value: str) -> None:
+    """Anything else is refused before sbatch, with the name of the field."""
+    outer, _, inner = field.partition(".")
+    scheduler = {outer: {inner: value} if inner else value}
+    spec = {"scheduler": scheduler, "replicaSpecs": [{"template": {"command": ["true"]}}]}
+    told = _refusal(spec)
+    if told:
+        assert f"scheduler.{field}: " in told
+        return
+    job = loads(yaml.safe_dump(spec)).job
+    assert re.fullmatch(r"[A-Za-z0-9_.,:@+*/=()\[\]|&-]+", value)
+    assert value in (getattr(job.scheduler, outer, None), job.scheduler.options.get(inner))
+
+
+@settings(deadline=None, max_examples=100)
+@given(name=st.sampled_from(NASTY + WILD) | text)
+def test_what_names_an_option_of_sbatch_is_one_of_its(name: str) -> None:
+    """No name that could end early and begin another option."""
+    spec = {
+        "scheduler": {"options": {name: "x"}},
+        "replicaSpecs": [{"template": {"command": ["true"]}}],
+    }
+    told = _refusal(spec)
+    assert "scheduler.options" in told if told else re.fullmatch(r"[a-z][a-z0-9_-]*", name)
+
+
+@settings(deadline=None, max_examples=100)
+@given(value=st.sampled_from(NASTY + WILD) | text | st.text(max_size=300))
+def test_every_string_arrives_or_is_refused_by_its_name(value: str) -> None:
+    """All of them at once: those that are refused are named, and without them the rest is as it was
+    written."""
+    strings = {
+        "name": value,
+        "labels.a": value,
+        "replicaSpecs[0].template.image": value,
+        "replicaSpecs[0].template.workingDirectory": value,
+        "replicaSpecs[0].template.init[0].name": value,
+        "tensorboard.host": value,
+        "tensorboard.logDirectory": value,
+        "preemption.checkpointDirectory": value,
+    }
+    told = _refusal(_spec(strings))
+    kept = {field: one for field, one in strings.items() if f": {field}: " not in told}
+    job = loads(yaml.safe_dump(_spec(kept))).job.model_dump(by_alias=True)
+    assert {field: one for field, one in _strings(job).items() if field in kept} == kept
+    assert len(told.splitlines()) in (0, 1 + len(strings) - len(kept))
+
+
+def _spec(strings: dict[str, str]) -> dict[str, Any]:
+    """With these strings and no others."""
+    made: dict[str, Any] = {
+        "labels": {},
+        "tensorboard": {},
+        "preemption": {},
+        "replicaSpecs": [{"template": {"command": ["true"], "init": [{"command": ["true"]}]}}],
+    }
+    for field, value in strings.items():
+        here: Any = made
+        *holders, last = re.findall(r"[A-Za-z]+|[0-9]+", field)
+        for part in holders:
+            here = here[int(part) if part.isdecimal() else part]
+        here[last] = value
+    return made
+
+
+def _strings(value: Any, path: str = "") -> dict[str, Any]:
+    """Each by its path."""
+    if isinstance(value, dict):
+        inner = [(f"{path}.{name}".lstrip("."), one) for name, one in value.items()]
+    elif isinstance(value, (list, tuple)):
+        inner = [(f"{path}[{number}]", one) for number, one in enumerate(value)]
+    else:
+        return {path: value}
+    return {name: one for where, held in inner for name, one in _strings(held, where).items()}
+
+
+def _refusal(spec: dict[str, Any]) -> str:
+    try:
+        loads(yaml.safe_dump(spec))
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+@settings(deadline=None, max_examples=40)
+@given(drawn=specs())
+def test_the_batch_script_is_the_same_but_for_its_words(
+    drawn: dict[str, Any],
+) -> None:
+    """Every line that a shell reads is one of ours, whatever the spec holds."""
+    drawn["replicaSpecs"][0]["template"]["command"] = ["python"]
+    drawn["replicaSpecs"][0]["template"]["init"] = []
+    spec = loads(yaml.safe_dump(drawn), folder=Path("/") / UNLUCKY)
+    plain = loads("name: x\nreplicaSpecs:\n- template: {command: [python]}\n")
+    assert _shell_lines(spec) == _shell_lines(plain)
+
+
+def _shell_lines(spec: JobSpec) -> list[str]:
+    plan, _ = plan_for(spec, environ=os.environ)
+    script = render(spec, plan, root=Path("/run"))
+    return [line for line in script.split("\n") if not line.startswith("#SBATCH ")]
+
+
+@pytest.mark.parametrize("folder", ["a\ntouch canary\n", "%j", "100%", "a\\b", "a\x1b"])
+def test_run_folders_that_sbatch_would_misread(on_cluster: None, place: Path, folder: str) -> None:
+    """The name of a log file is a pattern to Slurm, and a line of the batch script."""
+    (place / "job.yaml").write_text("replicaSpecs:\n- template: {command: [python]}\n")
+    with pytest.raises(RunFolderError, match="Choose another folder"):
+        submit_job(load(place / "job.yaml"), folder=place / folder, environ=os.environ)
+    assert _canaries(place) == []
+
+
+def test_an_image_is_named_when_nothing_can_run_it(on_cluster: None, place: Path) -> None:
+    """Quoted, and in one line."""
+    text = "replicaSpecs:\n- template: {command: [python], image: '$(touch canary) \"x'}\n"
+    (place / "job.yaml").write_text(text)
+    with pytest.raises(LaunchError, match="touch canary") as caught:
+        submit_job(load(place / "job.yaml"), folder=place / "runs", environ=os.environ)
+    assert "\n" not in str(caught.value)
+    assert _canaries(place) == []

@@ -1,0 +1,179 @@
+"""Files that are no job specs, hostile ones included: a SpecError that says where, soon, and never
+anything else."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydroslurm.errors import SpecError
+from hydroslurm.spec.reading import JobSpec, load, loads
+from hydroslurm.spec.source import MOST_BYTES, OF_A_FILE
+
+SPEC = "replicaSpecs:\n- template: {command: [python, train.py]}\n"
+LIMIT_S = 60.0
+"""For what takes well under two seconds on a machine that does nothing else."""
+
+
+def refused(path: Path) -> str:
+    """The message; in bounded time."""
+    began = time.monotonic()
+    with pytest.raises(SpecError) as caught:
+        load(path)
+    assert time.monotonic() - began < LIMIT_S
+    return str(caught.value)
+
+
+HOSTILE = {
+    "deep-flow": ("[" * 10_000, "nests deeper"),
+    "deep-block": ("- " * 10_000, "nests deeper"),
+    "deep-keys": ("? " * 10_000, "nests deeper"),
+    "deep-mappings": ("{a: " * 10_000, "nests deeper"),
+    "bomb-of-lists": (
+        "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n},*a{n},*a{n}]\n" for n in range(30)),
+        "aliases written out",
+    ),
+    "bomb-of-merges": (
+        "a0: &a0 {x: 1}\n"
+        + "".join(f"a{n + 1}: &a{n + 1}\n  <<: [*a{n}, *a{n}]\n" for n in range(30)),
+        "aliases written out",
+    ),
+    "bomb-of-text": (
+        f"a: &a {'x' * 60_000}\nb: [{', '.join(['*a'] * 5000)}]\n",
+        "aliases written out",
+    ),
+    "within-itself": ("a: &a [*a]\n", "stands within itself"),
+    "merged-with-itself": ("a: &a\n  <<: *a\n", "stands within itself"),
+    "many-values": (f"a: [{'x,' * (OF_A_FILE.values + 1)}]\n", "is it a job spec?"),
+    "many-fields": ("".join(f"k{n}: 1\n" for n in range(5000)), "more than 30 problems"),
+    "long-number": (f"{SPEC}runPolicy: {{backoffLimit: {'9' * 5000}}}\n", "5000 characters"),
+    "long-hexadecimal": (f"{SPEC}runPolicy: {{backoffLimit: 0x{'f' * 9000}}}\n", "characters"),
+    "long-sexagesimal": (f"{SPEC}runPolicy: {{backoffLimit: {'1:' * 9000}1.5}}\n", "characters"),
+    "not-a-number": (f"{SPEC}runPolicy: {{backoffLimit: .nan}}\n", "wanted a whole number"),
+    "infinite": (
+        "replicaSpecs:\n- template:\n    command: [a]\n    resources: {cpus: .inf}\n",
+        "inf is not",
+    ),
+    "object": ("name: !!python/object/apply:os.system [touch canary]\n" + SPEC, "is not read"),
+    "binary-tag": ("name: !!binary aGVsbG8=\n" + SPEC, "is not read"),
+    "own-tag": ("name: !vault x\n" + SPEC, "is not read"),
+    "forced-tag": (f"{SPEC}runPolicy: {{backoffLimit: !!int many}}\n", "not a value of the kind"),
+    "unknown-alias": ("name: *nobody\n", "undefined alias"),
+    "list-as-key": ("? [a, b]\n: c\n", "cannot be the name of a field"),
+    "key-twice-as-number": (f"1: a\n'1': b\n{SPEC}", "is there twice"),
+    "merge-of-text": (f"<<: 3\n{SPEC}", "merging"),
+    "tab": ("replicaSpecs:\n\t- template\n", "indent with blanks"),
+    "newlines": ("\n" * (MOST_BYTES - 1), "is empty"),
+    "comment": ("# nothing\n", "is empty"),
+    "empty": ("", "is empty"),
+    "null": ("~\n", "wanted the fields"),
+    "a-word": ("hello\n", "wanted the fields"),
+    "another-yaml": (f"%YAML 9.9\n---\n{SPEC}", "is not YAML"),
+    "two-documents": (f"{SPEC}---\n{SPEC}", "second document"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_texts(tmp_path: Path, name: str) -> None:
+    """Whatever its size and its depth, in the time of a glance."""
+    text, words = HOSTILE[name]
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    told = refused(path)
+    assert words in told
+    assert "job.yaml" in told.splitlines()[0]
+    assert all(len(line) < 600 for line in told.splitlines())
+    assert len(told.splitlines()) < 40
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x7fELF\x02\x01\x01\x00", "is it a text file?"),
+        (b"name: \xff\xfe\n", ":1: is not UTF-8"),
+        (b"name: a\nlabels: {a: \xe9}\n", ":2: is not UTF-8"),
+        ("name: ä\n".encode("utf-16"), "is not UTF-8"),
+        (b"a" * 10_000_000, "is larger than 256 KiB"),
+    ],
+    ids=["program", "binary", "latin-1", "utf-16", "ten-megabytes"],
+)
+def test_what_is_no_text(tmp_path: Path, content: bytes, words: str) -> None:
+    """Bytes of another kind are said to be that, with their line where they have one."""
+    path = tmp_path / "job.yaml"
+    path.write_bytes(content)
+    assert words in refused(path)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    """The name and the reason."""
+    assert refused(tmp_path) == f"cannot read {tmp_path}: Is a directory"
+    absent = tmp_path / "absent.yaml"
+    assert refused(absent) == f"cannot read {absent}: No such file or directory"
+    assert "larger" in refused(Path("/dev/zero"))
+    assert "is empty" in refused(Path("/dev/null"))
+
+
+def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
+    """As editors on Windows write it, with their line ends."""
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + SPEC.replace("\n", "\r\n").encode())
+    assert load(path).job.replica_specs[0].template.command == ("python", "train.py")
+
+
+def test_dates_and_names_are_text() -> None:
+    """What YAML 1.1 takes for a date is what it looks like, and a field's name always is text."""
+    job = loads(f"name: 2026-11-22\nlabels: {{on: 'x', 1: 'y', =: z}}\n{SPEC}").job
+    assert job.name == "2026-11-22"
+    assert job.labels == {"on": "x", "1": "y", "=": "z"}
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x" * 220, "\x1b[2J", "  "])
+def test_a_file_whose_name_names_no_job(tmp_path: Path, name: str) -> None:
+    """A job without a name takes the file's, where Slurm could show it."""
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(SPEC)
+    assert load(path).job.name == "training"
+
+
+def judged(path: Path) -> None:
+    """A job or a SpecError, in bounded time; nothing else."""
+    began = time.monotonic()
+    try:
+        found = load(path)
+    except SpecError:
+        pass
+    else:
+        assert isinstance(found, JobSpec)
+    assert time.monotonic() - began < LIMIT_S
+
+
+@settings(deadline=None, max_examples=100)
+@given(content=st.binary(max_size=400))
+def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    """A file may hold anything."""
+    path = tmp_path_factory.getbasetemp() / f"bytes-{os.getpid()}.yaml"
+    path.write_bytes(content)
+    judged(path)
+
+
+PIECES = [
+    "replicaSpecs:", "- template:", "command:", "name:", "env:", "kind: PyTorchTrainingJob",
+    "spec:", "&a", "*a", "<<:", "!!int", "!!python/name:os.system", "? ", ": ", "- ", "[", "]",
+    "{", "}", ",", "|", ">", "'", '"', "\\", "#", "%", "@", "`", "---", "...", "~", ".nan", ".inf",
+    "0x1f", "1:30", "=", "\n", "\n  ", "\n    ", "\t", " ", "\r", "\x85", "\u2028", "\ufeff", "a",
+    "null", "true",
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=25).map("".join))
+def test_any_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    """Also one that is nearly YAML, and nearly a spec."""
+    path = tmp_path_factory.getbasetemp() / f"text-{os.getpid()}.yaml"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    judged(path)
