@@ -19,7 +19,7 @@
     |   |-- WrongJobState          suspend of a pending job, requeue of an srun allocation ...
     |   `-- UnreadableOutput       Slurm printed what no known release prints
     |-- SpankError                 the plugin for --preempt cannot be built or installed
-    |-- SpecError                  a job spec that is not one: what, where, and what to write instead
+    |-- SpecError                  a job spec that is none: what, where, what to write instead
     |-- LaunchError                a job could not be submitted
     |-- RunFolderError             a run folder that is not one, or that cannot be written
     |-- CheckpointError            a checkpoint could not be written, found, trusted or applied
@@ -126,7 +126,7 @@ class SpankError(HydroslurmError):
 
 
 class SpecError(HydroslurmError):
-    """A job spec cannot be read or is not one; the message has a line for each thing that is wrong."""
+    """A job spec cannot be read or is not one; the message has a line for each problem."""
 
 
 class LaunchError(HydroslurmError):

@@ -151,6 +151,8 @@ def _words(error: dict[str, Any], path: KeyPath, written: str | None) -> str:
         return "is empty; give it a value, or leave the field out"
     if kind == "value_error":
         return str(context["error"])
+    if isinstance(given, str) and "env" in path[-2:] and kind.startswith("model_"):
+        return f"wanted {{name: {given.partition('=')[0][:60]}, value: ...}}, got both in one text"
     wanted = _WANTED.get(kind)
     if wanted is not None:
         hint = "; without quotes" if kind == "int_type" and _is_number(given) else ""

@@ -93,6 +93,9 @@ def _option_name(value: str) -> str:
 
 
 def _env_name(value: str) -> str:
+    name, equals, _ = value.partition("=")
+    if equals:  # the value may be a secret
+        raise ValueError(f"{name[:60]!r} and a value in one; wanted each in its own field")
     if not _ENV_NAME.fullmatch(value):
         raise ValueError(
             f"{value[:60]!r} cannot name an environment variable; wanted letters, digits and _, "
