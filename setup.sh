@@ -13,7 +13,7 @@ say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 # --- system packages --------------------------------------------------------------------------------------
-# Each line: a program that must be found, and the Debian package that brings it. Slurm's daemons are used by
+# Each line: a program or file that must be found, and the Debian package that brings it. Slurm's daemons are used by
 # `hydroslurm cluster` only, which starts its own private ones; mariadb-server-core is the bare server without
 # a system service.
 needs() {
@@ -25,10 +25,12 @@ squeue slurm-client
 slurmdbd slurmdbd
 munged munge
 mariadbd mariadb-server-core
+/usr/include/slurm/spank.h libslurm-dev
 LIST
 }
 
-find_program() { PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin" command -v "$1" >/dev/null 2>&1; }
+# `command -v` of an absolute path asks whether it can be executed; a header cannot
+find_program() { [ -e "$1" ] || PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin" command -v "$1" >/dev/null 2>&1; }
 
 missing_packages() {
     local program package

@@ -24,7 +24,8 @@ from hydroslurm.devcluster.daemons import Daemon, start
 from hydroslurm.devcluster.layout import Layout
 from hydroslurm.devcluster.programs import Programs, slurm_release, system_tables_sql
 from hydroslurm.devcluster.spec import ClusterSpec
-from hydroslurm.errors import ClusterError
+from hydroslurm.errors import ClusterError, HydroslurmError
+from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
 
 CLUSTER_ENV = "HYDROSLURM_CLUSTER"
 """Marks the daemons of a cluster, and slurmstepd, with its folder. Jobs do not have it."""
@@ -56,6 +57,8 @@ class Bringup:
     programs: Programs
     control: Control
     daemons: list[Daemon] = field(default_factory=list)
+    no_preempt: str = ""
+    """Why srun has no ``--preempt`` here; empty where it has."""
 
     def run(self) -> None:
         """Start everything and wait until all nodes are idle.
@@ -76,6 +79,7 @@ class Bringup:
         self._finish(loopback)
         self._start_database()
         self._start("slurmdbd", ["-D"], LD_PRELOAD=str(self._loopback_so))
+        self._make_plugin()
         self._wait("slurmdbd to listen", lambda: tcp.listening(self.ports.slurmdbd))
         self._register()
         # slurmctld after the registration: it asks for its cluster once, at its start
@@ -117,7 +121,6 @@ class Bringup:
         _write(self.layout.slurm_conf, slurm_conf(self.spec, self.place, self.ports))
         _write(self.layout.slurmdbd_conf, slurmdbd_conf(self.place, self.ports))
         _write(self.layout.cgroup_conf, cgroup_conf(slurm_release(self.programs)))
-        _write(self.layout.plugstack_conf, plugstack_conf())
         _write(self.layout.munge_key, os.urandom(128))
         for name in (
             "slurmctld",
@@ -131,6 +134,16 @@ class Bringup:
         source = Path(__file__).with_name("loopback.c")
         argv = [self.programs.compiler, "-x", "c", "-O1", "-shared", "-fPIC"]
         return self._begin("compiler", [*argv, "-o", str(self._loopback_so), str(source), "-ldl"])
+
+    def _make_plugin(self) -> None:
+        """``srun --preempt``, where Slurm's headers are: a cluster is of use without it, too."""
+        plugin = self._base / "run" / PLUGIN
+        try:
+            build_plugin(plugin, environ=self.environ(CC=self.programs.compiler))
+            _write(self.layout.plugstack_conf, plugstack_conf(plugin))
+        except HydroslurmError as error:
+            self.no_preempt = str(error)
+            _write(self.layout.plugstack_conf, plugstack_conf(None, self.no_preempt))
 
     def _make_database(self) -> None:
         """Make MariaDB's system tables; slurmdbd needs them for its stored procedures."""

@@ -71,6 +71,7 @@ class DevCluster:
     ) -> None:
         """Not for callers: use :meth:`up` or :meth:`attach`."""
         self.spec = running.spec
+        self.no_preempt = ""
         self._layout = layout
         self._running = running
         self._supervisor = supervisor  # its stdin is this process's hold on the cluster
@@ -100,7 +101,7 @@ class DevCluster:
         request = Request(spec, layout.root, detach, temporary, path, os.getpid())
         supervisor = _start_supervisor(layout)
         try:
-            _ask(supervisor, request, layout, timeout_s=timeout_s)
+            no_preempt = _ask(supervisor, request, layout, timeout_s=timeout_s)
             running = Running.read(layout)
             if running is None:
                 raise ClusterError(f"{layout.cluster_json} has gone; somebody ended the cluster")
@@ -113,7 +114,9 @@ class DevCluster:
             if temporary:
                 layout.remove_all()
             raise
-        return cls(layout, running, None if detach else supervisor)
+        cluster = cls(layout, running, None if detach else supervisor)
+        cluster.no_preempt = no_preempt
+        return cluster
 
     @classmethod
     def attach(cls, directory: Path) -> DevCluster:
@@ -268,8 +271,8 @@ def _start_supervisor(layout: Layout) -> subprocess.Popen[bytes]:
 
 def _ask(
     supervisor: subprocess.Popen[bytes], request: Request, layout: Layout, *, timeout_s: float
-) -> None:
-    """Send the request and wait for the answer."""
+) -> str:
+    """Send the request and wait for the answer: why there is no ``--preempt``, if that is so."""
     _say(supervisor, request.to_line())
     answer = _read_answer(supervisor, timeout_s=timeout_s)
     if answer is None:
@@ -277,9 +280,10 @@ def _ask(
     if not answer:
         lines = "".join(f"  {line}\n" for line in tail(layout.log("supervisor")))
         raise ClusterError(f"the cluster's supervisor ended. Its last lines:\n{lines}")
-    error = json.loads(answer).get("error")
-    if error:
-        raise ClusterError(error)
+    told = json.loads(answer)
+    if "error" in told:
+        raise ClusterError(told["error"])
+    return str(told["no_preempt"])
 
 
 def _read_answer(supervisor: subprocess.Popen[bytes], *, timeout_s: float) -> bytes | None:

@@ -127,7 +127,7 @@ AccountingStoragePort={ports.slurmdbd}
 AccountingStoragePass={place.munge_socket}
 
 {nodes}
-{_preemption(spec)}"""
+{spec.partitions or _preemption(spec)}"""
 
 
 def _preemption(spec: ClusterSpec) -> str:
@@ -205,9 +205,14 @@ CgroupPlugin={plugin}
 """
 
 
-def plugstack_conf() -> str:
-    """plugstack.conf without a plugin: the place to name a SPANK plugin later."""
+def plugstack_conf(plugin: Path | None, why_not: str = "") -> str:
+    """plugstack.conf with the plugin that brings ``--preempt``, or with the reason why not."""
+    if plugin is not None:
+        line = f"optional {plugin}"
+    else:
+        line = "".join(f"# no --preempt: {part}\n" for part in why_not.splitlines()).rstrip("\n")
     return f"""\
 # {WARNING}.
-# SPANK plugins, for example:  optional /path/to/plugin.so
+# SPANK plugins: more may be named here, and count from the next srun on.
+{line}
 """

@@ -28,6 +28,8 @@ class ClusterSpec:
             it in its slurm.conf, and Slurm pays no heed). A lower bound: Slurm looks every 30 s
             whether it is over.
         kill_wait_s: KillWait, from SIGTERM to SIGKILL. slurmd makes at least 5 of it.
+        partitions: lines of slurm.conf in the place of the profile's preemption and partitions, of
+            which one must be ``low``: for trying what is meant for another cluster.
 
     Raises:
         UsageError: a value out of its range; the message names the range.
@@ -39,6 +41,7 @@ class ClusterSpec:
     directory: Path | None = None
     grace_s: int = 5
     kill_wait_s: int = 30
+    partitions: str = ""
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:

@@ -1,8 +1,9 @@
 """The process that owns all daemons of one dev cluster. A program: ``python -m`` this module.
 
-Speaks with its caller over stdin and stdout, a line of JSON each way: the request, and then ``{}``
-or ``{"error": ...}``. It lives until its caller is gone (the end of stdin), unless the caller says
-``stay`` first; then until SIGTERM. However it ends, by SIGKILL too, the daemons end with it.
+Speaks with its caller over stdin and stdout, a line of JSON each way: the request, and then
+``{"no_preempt": ...}`` or ``{"error": ...}``. It lives until its caller is gone (the end of stdin),
+unless the caller says ``stay`` first; then until SIGTERM. However it ends, by SIGKILL too, the
+daemons end with it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
         bringup.run()
         pids = tuple((daemon.name, daemon.id or me) for daemon in bringup.daemons)
         replace(running, up=True, daemons=pids).write(layout)
-        _tell({})
+        _tell({"no_preempt": bringup.no_preempt})
         _stand_by(bringup, control)
     finally:
         # a second signal, or an impatient caller, must not leave half of it

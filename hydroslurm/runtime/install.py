@@ -14,7 +14,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +22,7 @@ from hydroslurm import registry, rundir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
 from hydroslurm.events import EventLog
 from hydroslurm.rundir import RunDir
+from hydroslurm.runtime import autoload
 from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.signals import SignalPlan
@@ -43,6 +44,8 @@ class _Installed:
     controller: Controller
     shield: SpawnShield
     registry_base: Path | None
+    unasked: bool = False
+    """By ``srun --preempt``, not by a call in the script."""
 
 
 _lock = threading.Lock()
@@ -91,6 +94,9 @@ def install(
     global _installed
     environ = os.environ if environ is None else environ
     plan = (signals or SignalPlan()).with_environment(environ)
+    autoload.stand_down()
+    if gives_way():
+        uninstall()
     with _lock:
         if _installed is not None and _installed.pid == os.getpid():
             raise AlreadyInstalled(
@@ -100,9 +106,26 @@ def install(
         _require_torch()
         _installed = _set_up(run_dir, plan, gate, model, environ)
         if not _is_alone(alone, environ):
-            _join(_installed.controller, environ)
+            _join(_installed.controller, World.from_environ(environ))
         atexit.register(_uninstall_at_exit)
         return _installed.controller
+
+
+def install_unasked() -> None:
+    """:func:`install` on behalf of ``srun --preempt``, until the script makes a call of its own:
+    that one then counts, with all its options. Does nothing where there was one already.
+
+    Raises as :func:`install` does.
+    """
+    if is_installed():
+        return
+    mine = install(alone=True)
+    _require_installed().unasked = True
+    if not _is_alone(None, os.environ):
+        # a life apart: who has left the ranks of a life cannot come back to them, and the call that
+        # takes our place is to find the others under the usual one
+        world = World.from_environ(os.environ)
+        _join(mine, replace(world, life=f"{world.life} unasked"))
 
 
 def _set_up(
@@ -168,6 +191,12 @@ def is_installed() -> bool:
     return _installed is not None and _installed.pid == os.getpid()
 
 
+def gives_way() -> bool:
+    """Whether this process is pausable by ``srun --preempt`` only, so that :func:`install` would
+    take its place."""
+    return is_installed() and _require_installed().unasked
+
+
 def set_step(step: int) -> None:
     """Tell the training step to the events; does nothing where nothing is installed."""
     if _installed is not None:
@@ -220,9 +249,8 @@ def _is_alone(alone: bool | None, environ: Mapping[str, str]) -> bool:
     return environ.get(ALONE_ENV, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def _join(controller: Controller, environ: Mapping[str, str]) -> None:
+def _join(controller: Controller, world: World) -> None:
     """Connect with the other ranks, where there are any."""
-    world = World.from_environ(environ)
     if world.world_size > 1:
         controller.join(world, warn=_warn)
 

@@ -96,9 +96,17 @@ def test_an_odd_hostname_does_no_harm(hostname: str, host: str) -> None:
 def test_every_file_says_what_it_is_for() -> None:
     """The first line of each file warns whoever opens it."""
     spec = ClusterSpec(nodes=2)
-    for text in (slurm_conf(spec, PLACE, PORTS), slurmdbd_conf(PLACE, PORTS), plugstack_conf()):
+    plugstack = plugstack_conf(Path("/t/p.so")), plugstack_conf(None, "no header\nat all")
+    for text in (slurm_conf(spec, PLACE, PORTS), slurmdbd_conf(PLACE, PORTS), *plugstack):
         assert text.startswith("# FOR TRYING AND TESTING ONLY, NOT FOR PRODUCTION")
-    assert all(line.startswith("#") for line in plugstack_conf().splitlines())
+
+
+def test_the_plugin_is_optional_or_its_absence_explained() -> None:
+    """srun goes on without a plugin that has gone; why there is none is a comment."""
+    assert plugstack_conf(Path("/t/p.so")).splitlines()[-1] == "optional /t/p.so"
+    without = plugstack_conf(None, "no header\nat all").splitlines()
+    assert without[-2:] == ["# no --preempt: no header", "# no --preempt: at all"]
+    assert all(line.startswith("#") for line in without)
 
 
 def test_slurmdbd_reaches_its_database_by_socket_only() -> None:

@@ -223,6 +223,19 @@ def test_a_missing_program_is_named_and_no_folder_made(
     assert not (tmp_path / "c").exists()
 
 
+def test_without_slurms_headers_it_comes_up_without_preempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing is said, to the caller and in plugstack.conf; all else works."""
+    line = 'case "$*" in *slurm/spank.h*) exit 1 ;; esac; exec {real} "$@"'
+    _on_path(tmp_path, "cc", line, monkeypatch)
+    with DevCluster.up(ClusterSpec(nodes=1)) as cluster:
+        assert "libslurm-dev" in cluster.no_preempt
+        assert "# no --preempt: " in Layout(cluster.directory).plugstack_conf.read_text()
+        assert cluster.run(["srun", "echo", "here"]).stdout == "here\n"
+        assert "--preempt" not in cluster.run(["srun", "--help"]).stdout
+
+
 def _on_path(folder: Path, name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a program before the real one on PATH; ``{real}`` in its line is the real one's path."""
     places = [*os.environ["PATH"].split(":"), "/usr/sbin"]

@@ -29,7 +29,7 @@ import os
 from pathlib import Path
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 with DevCluster.up(ClusterSpec(nodes=2, directory=Path("c").absolute())) as cluster:
-    both = ["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"]
+    both = ["srun", "--preempt", "-N2", "-n2", "printenv", "SLURMD_NODENAME"]
     print(*sorted(cluster.run(both).stdout.split()))
     job = cluster.run(["sbatch", "--parsable", "-o", "/dev/null", "--wrap", "srun sleep 600"])
     cluster.run(["scontrol", "show", "job", job.stdout.strip()])
@@ -84,7 +84,8 @@ def package_for_all() -> Iterator[Path]:
 
 
 def test_an_ordinary_user_can_do_it(folder_of_nobody: Path, package_for_all: Path) -> None:
-    """With no privileges at all, and no home: all daemons are the user's, and all are gone."""
+    """With no privileges at all, and no home: all daemons are the user's, srun has --preempt, and
+    all are gone."""
     uid = pwd.getpwnam("nobody").pw_uid
     as_nobody = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
     # the interpreter of these tests may lie in a folder that only its owner can reach

@@ -1,0 +1,90 @@
+"""``hydroslurm spank build | install | uninstall``: the --preempt option of srun, for admins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+spank_app = typer.Typer(no_args_is_help=True)
+
+Include = Annotated[
+    Path | None, typer.Option(help="Folder that holds slurm/spank.h; default: the compiler's.")
+]
+Plugstack = Annotated[
+    Path | None, typer.Option(help="plugstack.conf; default: the one that Slurm reads.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")
+]
+
+
+@spank_app.command("build")
+def build(
+    out: Annotated[Path, typer.Option(help="File or folder to write.")] = Path(),
+    include: Include = None,
+) -> None:
+    """Compile the plugin against this machine's Slurm and print its path. Changes nothing else.
+
+    Needs a C compiler and Slurm's headers (libslurm-dev on Debian and Ubuntu, slurm-devel on RPM
+    systems). A plugin works with the release of Slurm that it was built for.
+    """
+    import os
+
+    from hydroslurm.slurm.spank.build import build_plugin
+
+    typer.echo(str(build_plugin(out, environ=os.environ, include=include).absolute()))
+
+
+@spank_app.command("install")
+def install(
+    plugstack: Plugstack = None,
+    lib: Annotated[
+        Path | None, typer.Option(help="Folder for the plugin; default: beside plugstack.conf.")
+    ] = None,
+    include: Include = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Build the plugin and name it in plugstack.conf, as optional; says what it changes.
+
+    All other lines stay. May be run again, after an upgrade of Slurm for example, for which the
+    plugin has to be built anew; uninstall takes it back.
+
+    srun, sbatch and salloc read plugstack.conf at each start, slurmstepd for each job step: nothing
+    has to be restarted. The file and the plugin must be there on every node that submits or
+    computes, under the same paths. Where the plugin is missing, jobs run without --preempt.
+    """
+    import os
+
+    from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
+    from hydroslurm.slurm.spank.place import plugstack_of
+    from hydroslurm.slurm.spank.plugstack import added, apply
+
+    path = plugstack or plugstack_of(os.environ)
+    target = (lib or path.parent).absolute() / PLUGIN
+    change = added(path, target)
+    if dry_run:
+        typer.echo(f"would build {target}\n{change.words}")
+        return
+    build_plugin(target, environ=os.environ, include=include)
+    apply(change)
+    typer.echo(f"built {target}\n{change.words}")
+    typer.echo(
+        "every node needs both files under the same paths (configless clusters hand out "
+        "plugstack.conf, not the plugin). Try it: srun --help | grep -A1 preempt"
+    )
+
+
+@spank_app.command("uninstall")
+def uninstall(plugstack: Plugstack = None, dry_run: DryRun = False) -> None:
+    """Take the line out of plugstack.conf again. The plugin's file stays, for jobs that run."""
+    import os
+
+    from hydroslurm.slurm.spank.place import plugstack_of
+    from hydroslurm.slurm.spank.plugstack import apply, removed
+
+    change = removed(plugstack or plugstack_of(os.environ))
+    if not dry_run:
+        apply(change)
+    typer.echo(change.words)

@@ -1,0 +1,132 @@
+/* hydroslurm_spank.c: the option --preempt[=pause|requeue] of srun, sbatch and salloc.
+ *
+ * What it does, and all that it does: the option becomes the variable HYDROSLURM_PREEMPT in every
+ * process of the job. The Python package reads it (hydroslurm/runtime/autoload.py). Nothing here
+ * can fail a job: without the option every callback returns at once, and with it the worst that can
+ * happen is that the variable is missing and the script runs as it always did. The one refusal is
+ * an unknown value, at submission, before there is a job.
+ *
+ * Where it runs:
+ *   srun, sbatch, salloc   check the value; set the variable in their own environment, which they
+ *                          hand to the job. So the sruns inside a batch script inherit it.
+ *   slurmstepd             set it in each task, the batch script included, for those who submit with
+ *                          --export=NONE: that environment is not handed on, the option is.
+ *
+ * Built against slurm/spank.h of the Slurm that is to load it, named in plugstack.conf as
+ * "optional". Single-threaded where Slurm calls it; no allocation of its own.
+ */
+
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+#include <slurm/spank.h>
+
+SPANK_PLUGIN(hydroslurm, 1);
+
+#define VARIABLE "HYDROSLURM_PREEMPT"
+/* How Slurm hands the option of sbatch and salloc on to what runs in the job. */
+#define FORWARDED "SLURM_SPANK__SLURM_SPANK_OPTION_hydroslurm_preempt"
+
+static const char *const modes[] = {"pause", "requeue"};
+#define MODES (sizeof(modes) / sizeof(modes[0]))
+
+/* Points into modes; NULL when the option was not given to this process. */
+static const char *chosen;
+
+/* HYDROSLURM_PREEMPT=off wins over the option, so that one srun inside `sbatch --preempt` can go without: Slurm hands
+ * the option of sbatch and salloc to every srun inside, as if it had been given there. */
+static int is_off(const char *text)
+{
+    static const char *const words[] = {"off", "0", "no", "none", "false"};
+    for (size_t i = 0; text != NULL && i < sizeof(words) / sizeof(words[0]); i++)
+        if (strcasecmp(text, words[i]) == 0)
+            return 1;
+    return 0;
+}
+
+/* "(null)" is how Slurm 22.05 writes an option without argument into the environment of a job, from where the sruns
+ * inside take it. */
+static const char *mode_find(const char *text)
+{
+    if (text == NULL || *text == '\0' || strcmp(text, "(null)") == 0)
+        return modes[0];
+    for (size_t i = 0; i < MODES; i++)
+        if (strcmp(text, modes[i]) == 0)
+            return modes[i];
+    return NULL;
+}
+
+static int option_take(int value, const char *argument, int remote)
+{
+    (void)value;
+    const char *mode = mode_find(argument);
+    if (mode == NULL && remote)
+        return ESPANK_SUCCESS; /* checked before it came here; a job that runs is left alone */
+    if (mode == NULL) {
+        slurm_error("--preempt=%.60s: wanted \"pause\" (park in place, go on in place) or "
+                    "\"requeue\" (save, leave, be requeued); --preempt alone means pause",
+                    argument);
+        return ESPANK_BAD_ARG;
+    }
+    chosen = mode;
+    return ESPANK_SUCCESS;
+}
+
+static struct spank_option preempt_option = {
+    "preempt",
+    "[pause|requeue]",
+    "make PyTorch ranks preemptible with hydroslurm: pause (the default) parks them "
+    "between two operators; requeue is for scripts with a hydroslurm.Run, which save, "
+    "leave and go on later",
+    2, /* has an argument, which may be left out */
+    0,
+    option_take,
+};
+
+int slurm_spank_init(spank_t spank, int argc, char *argv[])
+{
+    (void)argc;
+    (void)argv;
+    switch (spank_context()) {
+    case S_CTX_LOCAL:
+    case S_CTX_ALLOCATOR:
+    case S_CTX_REMOTE:
+        chosen = NULL;
+        if (spank_option_register(spank, &preempt_option) != ESPANK_SUCCESS)
+            slurm_error("hydroslurm: --preempt could not be added; is there another plugin with "
+                        "this option?");
+        break;
+    default: /* slurmd itself, prolog and epilog: nothing to do */
+        break;
+    }
+    return ESPANK_SUCCESS;
+}
+
+int slurm_spank_init_post_opt(spank_t spank, int argc, char *argv[])
+{
+    (void)spank;
+    (void)argc;
+    (void)argv;
+    if (chosen == NULL || spank_context() == S_CTX_REMOTE || is_off(getenv(VARIABLE)))
+        return ESPANK_SUCCESS;
+    if (setenv(VARIABLE, chosen, 1) != 0)
+        slurm_error("hydroslurm: no memory for " VARIABLE "; the job will not be preemptible");
+    return ESPANK_SUCCESS;
+}
+
+int slurm_spank_task_init(spank_t spank, int argc, char *argv[])
+{
+    (void)argc;
+    (void)argv;
+    char present[16] = "", forwarded[16] = "";
+    if (spank_getenv(spank, VARIABLE, present, sizeof(present)) == ESPANK_SUCCESS && is_off(present))
+        return ESPANK_SUCCESS;
+    /* Slurm gives the option to the tasks of srun. A batch script finds it in its environment only. */
+    const char *mode = chosen;
+    if (mode == NULL && spank_getenv(spank, FORWARDED, forwarded, sizeof(forwarded)) == ESPANK_SUCCESS)
+        mode = mode_find(forwarded);
+    if (mode != NULL && spank_setenv(spank, VARIABLE, mode, 1) != ESPANK_SUCCESS)
+        slurm_error("hydroslurm: cannot set " VARIABLE "; this task will not be preemptible");
+    return ESPANK_SUCCESS;
+}

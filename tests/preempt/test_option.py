@@ -1,0 +1,126 @@
+"""``--preempt`` of a stock srun, sbatch and salloc, with the plugin of the dev cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.slurm.spank.build import PLUGIN
+
+pytestmark = pytest.mark.slurm
+
+# what a job finds of ours; the batch script's own variable, and those of three job steps in it
+SHOW = 'printf "%s\\n" "${HYDROSLURM_PREEMPT:-nothing}"'
+BATCH = f"""#!/bin/bash
+{SHOW}
+srun -n1 /bin/sh -c '{SHOW}'
+srun -n1 --preempt=requeue /bin/sh -c '{SHOW}'
+HYDROSLURM_PREEMPT=off srun -n1 /bin/sh -c '{SHOW}'
+echo end
+"""
+
+
+@pytest.fixture
+def slurm(pause_cluster: DevCluster, tmp_path: Path):
+    """Runs a program of Slurm's; returns how it ended."""
+
+    def run(
+        *argv: str, environ: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            argv,
+            cwd=tmp_path,
+            env=pause_cluster.child_environ({**os.environ, **(environ or {})}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("program", ["srun", "sbatch", "salloc"])
+def test_everybody_knows_it(slurm, tmp_path: Path, program: str) -> None:
+    """It stands in --help, and a bad value is refused at once, in our words; no job is made."""
+    script = tmp_path / "job.sh"
+    script.write_text(BATCH)
+    script.chmod(0o755)
+    assert "--preempt=[pause|requeue]" in slurm(program, "--help").stdout
+    refused = slurm(program, "--preempt=nonsense", str(script))
+    assert refused.returncode != 0
+    assert f'{program}: error: --preempt=nonsense: wanted "pause"' in refused.stderr
+    assert "Granted" not in refused.stderr
+    assert refused.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "seen"),
+    [
+        ([], None, "nothing"),
+        (["--preempt"], None, "pause"),
+        (["--preempt=pause"], None, "pause"),
+        (["--preempt=requeue"], None, "requeue"),
+        (["--preempt=requeue"], "pause", "requeue"),
+        (["--preempt"], "off", "off"),
+        ([], "requeue", "requeue"),
+        (["--preempt", "--export=NONE"], None, "pause"),
+        (["--preempt=requeue", "--export=NONE"], None, "requeue"),
+    ],
+)
+def test_srun(slurm, option: list[str], variable: str | None, seen: str) -> None:
+    """The variable says what was asked for; off wins, and --export=NONE keeps it."""
+    environ = {} if variable is None else {"HYDROSLURM_PREEMPT": variable}
+    done = slurm("srun", *option, "/bin/sh", "-c", SHOW, environ=environ)
+    assert (done.stdout, done.returncode) == (f"{seen}\n", 0), done.stderr
+
+
+SBATCH = {
+    "--preempt": ["pause", "pause", "requeue", "off"],
+    "--preempt=requeue": ["requeue", "requeue", "requeue", "off"],
+    "--preempt --export=NONE": ["pause", "pause", "requeue", "pause"],
+    "--comment=nothing": ["nothing", "nothing", "requeue", "off"],
+}
+
+
+def test_sbatch(slurm, tmp_path: Path) -> None:
+    """Given to sbatch it reaches the sruns inside. They may ask for something else, or for nothing,
+    unless --export=NONE keeps them from saying so."""
+    (tmp_path / "job.sh").write_text(BATCH)
+    for number, options in enumerate(SBATCH):
+        done = slurm("sbatch", "-n1", "-o", f"out-{number}", *options.split(), "job.sh")
+        assert done.returncode == 0, done.stderr
+    outputs = [tmp_path / f"out-{number}" for number in range(len(SBATCH))]
+    wait_until(lambda: all("end" in _lines(out) for out in outputs), "all jobs", limit_s=120)
+    assert [_lines(out)[:-1] for out in outputs] == list(SBATCH.values())
+
+
+def _lines(out: Path) -> list[str]:
+    """What the job printed, without srun's own words about CPUs that are not free yet."""
+    lines = out.read_text().splitlines() if out.exists() else []
+    return [line for line in lines if not line.startswith("srun:")]
+
+
+def test_salloc(slurm) -> None:
+    """The shell and its sruns have it."""
+    done = slurm("salloc", "--preempt=requeue", "sh", "-c", f"{SHOW}; srun sh -c '{SHOW}'")
+    assert done.stdout == "requeue\nrequeue\n", done.stderr
+
+
+def test_a_plugin_that_has_gone_fails_nothing(pause_cluster: DevCluster, slurm) -> None:
+    """Its line says optional: without the file srun works, and knows no --preempt."""
+    plugin = pause_cluster.directory / "run" / PLUGIN
+    hidden = plugin.with_suffix(".gone")
+    plugin.rename(hidden)
+    try:
+        done = slurm("srun", "echo", "here")
+        assert (done.stdout, done.returncode) == ("here\n", 0), done.stderr
+        assert "--preempt" not in slurm("srun", "--help").stdout
+    finally:
+        hidden.rename(plugin)

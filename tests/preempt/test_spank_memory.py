@@ -1,0 +1,125 @@
+"""The SPANK plugin under AddressSanitizer and UBSan, driven as Slurm drives it, bad arguments
+first.
+
+It is loaded into srun, sbatch and slurmstepd: a fault of it would be a fault of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.slurm.spank.build import source_text
+
+DRIVER = Path(__file__).with_name("spank_driver.c")
+FORWARDED = "SLURM_SPANK__SLURM_SPANK_OPTION_hydroslurm_preempt"
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spank")
+    (folder / "plugin.c").write_text(source_text())
+    made = folder / "driver"
+    words = ["cc", "-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror"]
+    words += [
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        "-fno-omit-frame-pointer",
+    ]
+    words += [*os.environ.get("SPANK_INCLUDE", "").split(), "-o", str(made)]
+    done = subprocess.run(
+        [*words, str(folder / "plugin.c"), str(DRIVER)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+def drive(driver: Path, *words: str, **environ: str) -> tuple[list[str], str]:
+    done = subprocess.run(
+        [str(driver), *words],
+        capture_output=True,
+        text=True,
+        env={"ASAN_OPTIONS": "detect_leaks=1", **environ},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("context", ["local", "allocator"])
+@pytest.mark.parametrize(
+    "bad", ["=bogus", "=Pause", "=pause ", "=" + "x" * 100_000, "=\x01", "=%s%n"]
+)
+def test_a_bad_value_is_refused_with_our_words(driver: Path, context: str, bad: str) -> None:
+    """The message says what was wanted, and is short whatever was given."""
+    out, told = drive(driver, context, bad)
+    assert out == ["refused", "process -", "task -"]
+    assert '"pause"' in told
+    assert '"requeue"' in told
+    assert len(told) < 400
+
+
+def test_a_bad_value_fails_no_job_that_runs(driver: Path) -> None:
+    """In slurmstepd nothing is refused any more."""
+    out, _ = drive(driver, "remote", "=bogus")
+    assert out == ["process -", "task -"]
+
+
+@pytest.mark.parametrize("context", ["local", "allocator"])
+@pytest.mark.parametrize(
+    ("option", "mode"),
+    [
+        ("bare", "pause"),
+        ("=", "pause"),
+        ("=(null)", "pause"),
+        ("=pause", "pause"),
+        ("=requeue", "requeue"),
+    ],
+)
+def test_submission_sets_its_own_environment(
+    driver: Path, context: str, option: str, mode: str
+) -> None:
+    """Which is what the job inherits. Slurm 22.05 writes an option without argument as (null)."""
+    assert drive(driver, context, option)[0] == [f"process {mode}", "task -"]
+
+
+@pytest.mark.parametrize(
+    ("option", "variables", "task"),
+    [
+        ("none", [], "-"),
+        ("=requeue", [], "requeue"),
+        ("bare", ["HYDROSLURM_PREEMPT=requeue"], "pause"),
+        ("=pause", ["HYDROSLURM_PREEMPT=off"], "off"),
+        ("=pause", ["HYDROSLURM_PREEMPT=No"], "No"),
+        ("none", [f"{FORWARDED}=(null)"], "pause"),
+        ("none", [f"{FORWARDED}=requeue"], "requeue"),
+        ("none", [f"{FORWARDED}=nonsense"], "-"),
+        ("none", [f"{FORWARDED}={'y' * 1000}"], "-"),
+        ("=pause", ["HYDROSLURM_PREEMPT=" + "z" * 1000], "pause"),
+    ],
+)
+def test_tasks(driver: Path, option: str, variables: list[str], task: str) -> None:
+    """The option of srun, that of sbatch in the batch script, and the word that wins over both."""
+    assert drive(driver, "remote", option, *variables)[0] == ["process -", f"task {task}"]
+
+
+@pytest.mark.parametrize("context", ["slurmd", "script"])
+def test_elsewhere_nothing_is_done(driver: Path, context: str) -> None:
+    """slurmd, prolog and epilog load it too."""
+    assert drive(driver, context, "none")[0] == ["process -", "task -"]
+
+
+def test_off_wins_at_the_submission(driver: Path) -> None:
+    """One srun inside sbatch --preempt can go without."""
+    out, _ = drive(driver, "local", "=pause", HYDROSLURM_PREEMPT="off")
+    assert out == ["process off", "task -"]
+
+
+@pytest.mark.parametrize("refusal", ["DRIVER_REFUSES_OPTION", "DRIVER_REFUSES_ENV"])
+def test_what_slurm_refuses_fails_nothing(driver: Path, refusal: str) -> None:
+    """The job runs as if there were no plugin; the log says why."""
+    out, told = drive(driver, "remote", "=pause", **{refusal: "1"})
+    assert out[-1] == "task -"
+    assert "hydroslurm" in told
