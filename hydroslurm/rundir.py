@@ -2,6 +2,12 @@
 
 <run folder>/
   job.sbatch, submission.json  what was submitted (an intent line before sbatch, the id after)
+  job.yaml, plan.json          of a TrainingJob: the resolved spec, and what each task runs
+  conditions.jsonl             what became of it, and when
+  attempts/                    each start of its replicas, and how it ended
+  active.json                  how long it has held its nodes
+  tensorboard.json             where its TensorBoard answers, while it does
+  scratch/worker-2/            a replica's own, removed by cleanPolicy All
   events/rank-00000.jsonl      everything that happened, both clocks, in order
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
@@ -40,6 +46,46 @@ class RunDir:
     @property
     def job_sbatch(self) -> Path:
         return self.root / "job.sbatch"
+
+    @property
+    def job_yaml(self) -> Path:
+        return self.root / "job.yaml"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def conditions_jsonl(self) -> Path:
+        return self.root / "conditions.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
+    @property
+    def active_json(self) -> Path:
+        return self.root / "active.json"
+
+    @property
+    def tensorboard_json(self) -> Path:
+        return self.root / "tensorboard.json"
+
+    @property
+    def tensorboard_log(self) -> Path:
+        return self.logs / "tensorboard.log"
+
+    @property
+    def scratch(self) -> Path:
+        return self.root / "scratch"
+
+    def srun_log(self, attempt: int) -> Path:
+        """What srun says of one attempt."""
+        return self.logs / f"srun-{attempt:06d}.log"
+
+    def task_log(self, task: int) -> Path:
+        """What one task of a TrainingJob prints, in all its lives."""
+        return self.logs / f"task-{task}.log"
 
     @property
     def events(self) -> Path:

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "errors": set(),
     "exitcodes": set(),
     "rundir": BASE,
+    "supervised": set(),
     "events": BASE,
     "registry": BASE,
     "rankstate": BASE | {"events"},
@@ -29,7 +30,17 @@ MAY_IMPORT = {
     "slurm": BASE | {"exitcodes"},
     "data": BASE | {"checkpoint.rng"},
     "checkpoint": BASE | {"rundir"},
-    "session": BASE | {"checkpoint", "data", "runtime", "events", "rundir", "exitcodes", "slurm"},
+    "session": BASE
+    | {
+        "checkpoint",
+        "data",
+        "runtime",
+        "events",
+        "rundir",
+        "exitcodes",
+        "slurm",
+        "supervised",
+    },
     "doctor": BASE | {"slurm", "rundir"},
     "agent": BASE
     | {
@@ -53,8 +64,27 @@ MAY_IMPORT = {
         "agentstate",
         "ack",
         "exitcodes",
+        "runtime.autoload",
         "runtime.install",
         "runtime.signals",
+        "runtime.world",
+        "spec",
+        "supervisor",
+    },
+    "spec": BASE,
+    # inside the batch script: the plan is read, and carried out
+    "supervisor": BASE
+    | {
+        "spec",
+        "slurm",
+        "rundir",
+        "registry",
+        "exitcodes",
+        "supervised",
+        "launch.images",
+        "launch.plan",
+        "launch.submission",
+        "runtime.autoload",
     },
     "cli": {""},  # everything
     "__init__": {""},
@@ -100,11 +130,19 @@ def _run(code: str) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["hydroslurm", "hydroslurm.cli", "hydroslurm.client", "hydroslurm.runtime.ranks.hub"],
+    [
+        "hydroslurm",
+        "hydroslurm.cli",
+        "hydroslurm.client",
+        "hydroslurm.launch.task",
+        "hydroslurm.runtime.autoload",
+        "hydroslurm.runtime.ranks.hub",
+        "hydroslurm.supervisor.main",
+    ],
 )
 def test_import_is_light(module: str) -> None:
-    """Importing the package, its command line, its client or the hub of its ranks loads neither
-    torch, submitit, numpy nor pyslurm."""
+    """What is imported beside a training, or before it, loads neither torch, submitit, numpy nor
+    pyslurm."""
     heavy = _run(
         f"import sys, {module}; print([m for m in ('torch', 'submitit', 'numpy', 'matplotlib', "
         "'pyslurm') if m in sys.modules])"
@@ -121,11 +159,11 @@ def test_every_public_name_exists() -> None:
 
 
 def test_only_the_command_line_prints() -> None:
-    """No module outside cli/ calls print, except the two that are programs themselves."""
-    programs = {"client.py"}
+    """No module outside cli/ calls print, except those that are programs themselves."""
+    programs = {"client.py", "launch/beside.py", "launch/task.py", "supervisor/main.py"}
     for path in PACKAGE.rglob("*.py"):
         inner = path.relative_to(PACKAGE)
-        if inner.parts[0] == "cli" or inner.name in programs:
+        if inner.parts[0] == "cli" or inner.as_posix() in programs:
             continue
         calls = [
             node.lineno

@@ -16,7 +16,11 @@ import hydroslurm.cli.doctor as doctor
 import hydroslurm.cli.gate as gate
 import hydroslurm.cli.job as job
 import hydroslurm.cli.report as report
+import hydroslurm.cli.run as run
+import hydroslurm.cli.spank as spank
+import hydroslurm.cli.spec as spec
 import hydroslurm.cli.submit as submit
+import hydroslurm.cli.trainingjob as trainingjob
 from hydroslurm.errors import HydroslurmError, UsageError
 
 app = typer.Typer(
@@ -28,11 +32,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
+app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("agent", context_settings=agent.CONTEXT)(agent.agent)
 app.command("pause")(job.pause)
 app.command("resume")(job.resume)
 app.command("requeue")(job.requeue)
 app.command("status")(job.status)
+app.command("validate")(spec.validate)
+app.command("render")(spec.render)
+app.command("schema")(spec.schema)
+app.command("describe")(trainingjob.describe)
+app.command("list")(trainingjob.list_jobs)
+app.command("cancel")(trainingjob.cancel)
+app.command("logs")(trainingjob.logs)
+app.command("attach")(trainingjob.attach)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.add_typer(
@@ -45,6 +58,11 @@ app.add_typer(
     cluster.app,
     name="cluster",
     help="A private Slurm on this machine, for trying and testing only.",
+)
+app.add_typer(
+    spank.spank_app,
+    name="spank",
+    help="The option --preempt of srun, sbatch and salloc: build, install, uninstall.",
 )
 
 

@@ -124,6 +124,7 @@ def _print_job(answer: JobAnswer) -> None:
 
 
 def _print_status(found: JobStatus) -> None:
+    from hydroslurm.launch.overview import conditions_of, newest
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
     job = found.job
@@ -133,6 +134,11 @@ def _print_status(found: JobStatus) -> None:
         f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
         f"{limit}, restarts {job.restart_count}"
     )
+    condition = newest(conditions_of(found.run_dir, job))
+    if condition is not None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
+        message = f": {condition.message}" if condition.message else ""
+        typer.echo(f"  {condition.type} {condition.reason} since {since}{message}")
     if not found.ranks:
         typer.echo(f"  no rank has announced itself in {found.run_dir.events}")
     for node in found.nodes:
@@ -172,7 +178,10 @@ def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
 
 
 def _as_json(found: JobStatus) -> dict[str, object]:
+    from hydroslurm.launch.overview import conditions_of, newest
+
     job = found.job
+    condition = newest(conditions_of(found.run_dir, job))
     return {
         "job_id": job.job_id,
         "name": job.name,
@@ -181,6 +190,7 @@ def _as_json(found: JobStatus) -> dict[str, object]:
         "nodes": list(job.nodes),
         "restart_count": job.restart_count,
         "run_dir": str(found.run_dir.root),
+        "condition": None if condition is None else vars(condition),
         "agents": [vars(node) for node in found.nodes],
         "ranks": [{**vars(rank), "parked_together": rank.parked_together} for rank in found.ranks],
     }

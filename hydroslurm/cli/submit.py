@@ -1,4 +1,4 @@
-"""``hydroslurm submit [options] train.py [args...]``."""
+"""``hydroslurm submit job.yaml``, and ``hydroslurm submit [options] train.py [args...]``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ CONTEXT = {
 
 def submit(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="Python script to run in every rank, unmodified.")],
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="A job spec (.yaml), or a Python script to run in every rank."
+        ),
+    ],
     folder: Annotated[
         Path, typer.Option(help="Where run folders are made; all nodes must see it.")
     ] = Path("runs"),
@@ -47,7 +52,13 @@ def submit(
         bool, typer.Option("--wait", help="Wait for the end; exit 1 if the job fails.")
     ] = False,
 ) -> None:
-    """Submit a script through submitit, pausable from its first operator on."""
+    """Submit a job spec, or a script, through submitit: preemptible from its first operator on.
+
+    A spec says all by itself: only --folder and --wait may stand beside it.
+    """
+    if not module and Path(script).suffix in (".yaml", ".yml"):
+        _submit_spec(context, Path(script), folder, wait=wait)
+        return
     from hydroslurm.launch.executor import Executor
 
     executor = Executor(folder)
@@ -70,6 +81,36 @@ def submit(
     typer.echo(f"  hydroslurm status {job.job_id}          hydroslurm pause --job {job.job_id}")
     if wait:
         _wait(job)
+
+
+def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool) -> None:
+    import os
+
+    from hydroslurm.errors import UsageError
+    from hydroslurm.launch.trainingjob import submit_job, wait_for_verdict
+    from hydroslurm.spec.reading import load
+
+    beside = [
+        f"--{name.replace('_', '-')}"
+        for name in context.params
+        if name not in ("script", "folder", "wait")
+        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if beside or context.args:
+        raise UsageError(
+            f"{' '.join([*beside, *context.args])} cannot stand beside {file}: write it into the "
+            "spec (hydroslurm schema lists its fields)"
+        )
+    job = submit_job(load(file), folder=folder, environ=os.environ)
+    for note in job.notes:
+        typer.echo(f"hydroslurm: {note}", err=True)
+    typer.echo(f"job {job.job_id}  run folder {job.run.root}")
+    typer.echo(f"  hydroslurm describe {job.job_id}        hydroslurm logs -f {job.job_id}")
+    if wait:
+        verdict = wait_for_verdict(job)
+        typer.echo(f"job {job.job_id} {verdict.type}: {verdict.message}", err=verdict.is_failure)
+        if verdict.is_failure:
+            raise typer.Exit(1)
 
 
 def _pairs(options: list[str]) -> dict[str, str | bool]:

@@ -1,7 +1,8 @@
 """The batch scripts of jobs that stop, save and are requeued. Pure: values in, text out.
 
-``sbatch/requeue.sbatch`` is what :func:`requeue_script` gives for its defaults, and
-``sbatch/multi-node.sbatch`` for :data:`MULTI_NODE`; a test compares them. ``hydroslurm submit`` and
+``sbatch/requeue.sbatch`` is what :func:`requeue_script` gives for its defaults,
+``sbatch/multi-node.sbatch`` for :data:`MULTI_NODE` and ``sbatch/torchrun.sbatch`` for
+:data:`TORCHRUN`; a test compares them. ``hydroslurm submit`` and
 the executor use :func:`requeue_lines` in submitit's script.
 """
 
@@ -28,6 +29,7 @@ class RequeueScript:
         nodes, tasks_per_node: how many ranks, and where. A life may have other ``nodes``
             (``scontrol update JobId=... NumNodes=...`` while the job waits).
         file, example: where the script lies and what it runs, for the words at its top.
+        remarks: more lines there.
     """
 
     command: str = '"$PYTHON" -u examples/train_run.py "$@"'
@@ -40,6 +42,7 @@ class RequeueScript:
     tasks_per_node: int = 1
     file: str = "sbatch/requeue.sbatch"
     example: str = "train_run.py"
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("time_min", "warning_s", "cpus_per_task", "nodes", "tasks_per_node"):
@@ -61,6 +64,21 @@ MULTI_NODE = RequeueScript(
     example="train_ddp.py",
 )
 """One rank on each of four nodes."""
+TORCHRUN = RequeueScript(
+    command='"$PYTHON" -m hydroslurm.cli agent -- --nproc-per-node="${RANKS_PER_NODE:-2}" \\\n'
+    '    examples/train_ddp.py "$@"',
+    job_name="torchrun",
+    nodes=2,
+    cpus_per_task=2,
+    file="sbatch/torchrun.sbatch",
+    example="train_ddp.py",
+    remarks=(
+        "One task on each node, which starts the ranks as torchrun does: RANKS_PER_NODE of them, 2",
+        "by default. `srun torchrun` in its place would get pauses and warnings that no rank hears",
+        "of, and die of some; `hydroslurm agent` takes the same options and hands them on.",
+    ),
+)
+"""Two ranks of torchrun's on each of two nodes."""
 
 
 def requeue_script(script: RequeueScript | None = None) -> str:
@@ -74,7 +92,7 @@ def requeue_script(script: RequeueScript | None = None) -> str:
             alone=f"sbatch {script.file}",
             with_options=f"sbatch {script.file} --epochs 30",
             example=script.example,
-            several=_several(script),
+            several=_remarks(script) + _several(script),
             size=_size(script),
             hours=script.time_min // 60,
             minutes=script.time_min % 60,
@@ -84,6 +102,12 @@ def requeue_script(script: RequeueScript | None = None) -> str:
         + "\n".join(requeue_lines())
         + "\n"
     )
+
+
+def in_option_line(text: str) -> str:
+    """A text as submitit is to be given it for a line of ``#SBATCH``: it quotes for a shell, but
+    sbatch reads a backslash as an escape between single quotes, too. Seen on Slurm 22.05.8."""
+    return text.replace("\\", "\\\\")
 
 
 def requeue_lines() -> list[str]:
@@ -114,6 +138,11 @@ def requeue_lines() -> list[str]:
 
 def _is_one_rank(script: RequeueScript) -> bool:
     return script.nodes == script.tasks_per_node == 1
+
+
+def _remarks(script: RequeueScript) -> str:
+    lines = ("", *script.remarks) if script.remarks else ()
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
 def _several(script: RequeueScript) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from hydroslurm.ack import (
     wait_for_answers,
 )
 from hydroslurm.agentstate import AgentState
-from hydroslurm.errors import NoSuchJob, NotPermitted, TargetError, WrongJobState
+from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, WrongJobState
 from hydroslurm.events import EventKind, read_events
 from hydroslurm.rankstate import RankState, latest
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
+
+_SUBMITTED = re.compile(r"sbatch (/.+)/logs/\.?submission_file_\w+\.sh", re.DOTALL)
+"""How submitit calls sbatch: with a file in the run folder and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,21 @@ def find_job(client: SlurmClient, job_id: int) -> Job:
         lives = client.history(job_id)
         if not lives:
             raise
-        return lives[-1]
+        return _commented(client, lives[-1])
+
+
+def _commented(client: SlurmClient, job: Job) -> Job:
+    """The job with the comment that leads to its run folder. Accounting keeps comments only where
+    AccountingStoreFlags says so, but always the words of sbatch."""
+    if job.comment:
+        return job
+    try:
+        match = _SUBMITTED.fullmatch(client.submit_line(job.job_id))
+    except SlurmError:
+        match = None
+    if match is None:
+        return job
+    return replace(job, comment=rundir.comment_for(RunDir(Path(match[1]))))
 
 
 def job_status(job: Job) -> JobStatus:

@@ -30,9 +30,9 @@ from submitit.core import utils as submitit_utils
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm import rundir
-from hydroslurm.errors import LaunchError, SlurmMissing, UsageError
+from hydroslurm.errors import LaunchError, RunFolderError, SlurmMissing, UsageError
 from hydroslurm.launch import submission
-from hydroslurm.launch.batchscript import requeue_lines
+from hydroslurm.launch.batchscript import in_option_line, requeue_lines
 from hydroslurm.launch.rank import InRank, Script
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir
@@ -121,7 +121,7 @@ class Executor(SlurmExecutor):
             return []
         is_array = len(delayed_submissions) > 1
         name = self.parameters.get("job_name") or _name_of(delayed_submissions[0].function)
-        run = _new_run(self.folder, name)
+        run = new_run(self.folder, name)
         intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
         submission.write(run, intent)
         for delayed in delayed_submissions:
@@ -144,7 +144,7 @@ class Executor(SlurmExecutor):
         inner.folder = run.logs
         inner.parameters = {
             **self.parameters,
-            "job_name": name,
+            "job_name": in_option_line(name),
             "comment": rundir.comment_for(RunDir(run.root / "%a") if len(delayed) > 1 else run),
             "setup": [
                 *(self.parameters.get("setup") or []),
@@ -211,8 +211,18 @@ def _pausable(job: submitit.Job[Any], run: RunDir, *, is_array: bool) -> Pausabl
     return handle
 
 
-def _new_run(base: Path, name: str) -> RunDir:
-    """A run folder that nobody else has, named so that the newest sorts last."""
+def new_run(base: Path, name: str) -> RunDir:
+    """A run folder that nobody else has, named so that the newest sorts last.
+
+    Raises:
+        RunFolderError: it cannot be made there.
+    """
+    odd = next((c for c in str(base) if c in "%\\" or not c.isprintable()), None)
+    if odd is not None:
+        raise RunFolderError(
+            f"run folders cannot be made in {str(base)!r}: in the name of a log file Slurm takes "
+            f"{odd!r} for something else. Choose another folder (--folder)"
+        )
     safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:40].strip("-.") or "job"
     stamp = time.strftime("%Y%m%d-%H%M%S")
     return RunDir(base / f"{stamp}-{safe}-{secrets.token_hex(2)}").create()

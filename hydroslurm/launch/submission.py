@@ -40,7 +40,7 @@ def write(run: RunDir, submission: Submission) -> None:
     """
     temporary = run.submission_json.with_suffix(".tmp")
     try:
-        with temporary.open("w") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             json.dump(asdict(submission), file, indent=2)
             file.write("\n")
             file.flush()
@@ -58,7 +58,7 @@ def read(root: Path) -> Submission:
     """
     path = RunDir(root).submission_json
     try:
-        return Submission(**json.loads(path.read_text()))
+        return Submission(**json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise RunFolderError(
             f"{root} is not a run folder: no {path.name} in it ({error.strerror})"

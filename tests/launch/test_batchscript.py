@@ -13,6 +13,7 @@ import pytest
 from hydroslurm.errors import UsageError
 from hydroslurm.launch.batchscript import (
     MULTI_NODE,
+    TORCHRUN,
     RequeueScript,
     requeue_lines,
     requeue_script,
@@ -21,7 +22,9 @@ from hydroslurm.launch.batchscript import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("script", [RequeueScript(), MULTI_NODE], ids=lambda script: script.file)
+@pytest.mark.parametrize(
+    "script", [RequeueScript(), MULTI_NODE, TORCHRUN], ids=lambda script: script.file
+)
 def test_the_file_in_sbatch_is_the_generated_one(script: RequeueScript) -> None:
     """It is never edited by hand, and names itself and the example that it runs."""
     text = (ROOT / script.file).read_text()

@@ -1,0 +1,263 @@
+"""``hydroslurm describe | list | cancel | logs | attach``: jobs that were submitted with a spec."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hydroslurm.launch.overview import Overview
+    from hydroslurm.spec.replicas import ReplicaSpec
+    from hydroslurm.supervisor.conditions import Condition
+    from hydroslurm.supervisor.ledger import Attempt
+
+Which = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or a run folder.")]
+Replica = Annotated[str | None, typer.Option(help="Such as worker-2; default: the master.")]
+
+ASK_EVERY_S = 10.0
+"""How often Slurm is asked whether a job has ended: sites do not like more."""
+_MANY = 8
+"""So many names and attempts are listed; more are counted."""
+
+
+def describe(which: Which) -> None:
+    """Show a job: what was asked for, what became of it and when, and where to look."""
+    from hydroslurm.launch.overview import overview
+    from hydroslurm.slurm.client import open_client
+
+    for line in _description(overview(open_client(), which)):
+        typer.echo(line)
+
+
+def list_jobs() -> None:
+    """List my jobs that have a spec: id, state, replicas, attempts, and since when."""
+    import getpass
+
+    from hydroslurm.launch.overview import overviews
+    from hydroslurm.slurm.client import open_client
+
+    rows = [_row(one) for one in overviews(open_client(), getpass.getuser())]
+    if not rows:
+        typer.echo("no jobs with a spec; submit one: hydroslurm submit job.yaml")
+        return
+    header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "FAILURES", "PREEMPTIONS", "SINCE")
+    widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
+    for row in [header, *rows]:
+        typer.echo(
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        )
+
+
+def cancel(which: Which) -> None:
+    """End a job for good. Ranks that can save do so; it is not started again."""
+    from hydroslurm.errors import NotPermitted, WrongJobState
+    from hydroslurm.launch.overview import overview
+    from hydroslurm.slurm.client import open_client
+
+    client = open_client()
+    found = overview(client, which)
+    if found.slurm is None:
+        raise WrongJobState(f"Slurm does not know the job of {found.run.root} (any more)")
+    job_id = found.slurm.job_id
+    if found.slurm.state.has_ended:
+        typer.echo(f"job {job_id} has ended already: {found.slurm.state.value}")
+        return
+    # a rank that takes the signal for a preemption would ask for a requeue, and get it
+    with contextlib.suppress(NotPermitted, WrongJobState):
+        client.set_requeue(job_id, allowed=False)
+    client.cancel(job_id)
+    typer.echo(f"job {job_id} is cancelled; hydroslurm describe {job_id} says how it ends")
+
+
+def logs(
+    which: Which,
+    replica: Replica = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job has ended, over requeues.")
+    ] = False,
+    tail: Annotated[
+        int, typer.Option(min=0, help="Only the last N lines of what is there; 0: all.")
+    ] = 0,
+    supervisor: Annotated[
+        bool, typer.Option("--supervisor", help="What the supervisor says instead.")
+    ] = False,
+) -> None:
+    """Print what a replica has printed, all its lives in one."""
+    from hydroslurm.launch.follow import follow_files, supervisor_logs, task_logs
+    from hydroslurm.launch.overview import overview
+    from hydroslurm.slurm.client import open_client
+
+    found = overview(open_client(), which)
+    files = supervisor_logs(found) if supervisor else task_logs(found, replica)
+    with contextlib.suppress(KeyboardInterrupt):
+        for text in follow_files(files, tail=tail, until=_Ended(found) if follow else None):
+            typer.echo(text, nl=False)
+
+
+def attach(
+    which: Which,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Default: your shell. After --, if it has options.")
+    ] = None,
+    replica: Replica = None,
+) -> None:
+    """Get a shell, or run a command, where a replica runs: on its node, with its environment."""
+    from hydroslurm.launch.attach import attach_command
+    from hydroslurm.launch.overview import overview
+    from hydroslurm.slurm.client import open_client
+
+    words = attach_command(
+        overview(open_client(), which),
+        replica=replica,
+        command=command or (),
+        environ=os.environ,
+        has_terminal=os.isatty(0) and os.isatty(1),
+    )
+    os.execvp(words[0], words)
+
+
+class _Ended:
+    """Whether a job is over: the run folder tells at once, Slurm where nobody can write there."""
+
+    def __init__(self, found: Overview) -> None:
+        self._found = found
+        self._asked_s = time.monotonic()
+
+    def __call__(self) -> bool:
+        from hydroslurm.errors import HydroslurmError
+        from hydroslurm.launch.overview import overview
+        from hydroslurm.slurm.client import open_client
+        from hydroslurm.supervisor.conditions import read_conditions, verdict
+
+        if self._found.is_over or verdict(read_conditions(self._found.run.conditions_jsonl)):
+            return True
+        if time.monotonic() - self._asked_s > ASK_EVERY_S:
+            with contextlib.suppress(HydroslurmError):
+                self._found = overview(open_client(), str(self._found.run.root))
+            self._asked_s = time.monotonic()
+        return self._found.is_over
+
+
+def _row(found: Overview) -> tuple[str, ...]:
+    assert found.slurm is not None
+    condition = found.condition
+    return (
+        str(found.slurm.job_id),
+        found.job.name[:30],
+        condition.type if condition else "-",
+        found.slurm.state.value,
+        str(found.job.replicas),
+        f"{found.failures}/{found.job.run_policy.backoff_limit}",
+        str(found.preemptions),
+        _moment(condition.epoch_ns) if condition else "-",
+    )
+
+
+def _description(found: Overview) -> list[str]:
+    from hydroslurm.slurm.text import compress_nodes
+    from hydroslurm.supervisor.deadline import ActiveTime
+
+    slurm, job, policy = found.slurm, found.job, found.job.run_policy
+    lines = [f"Name:         {job.name}"]
+    if slurm is None:
+        lines.append("Slurm:        knows nothing of it, or cannot be asked")
+    else:
+        waits = f" ({slurm.reason})" if slurm.reason not in ("", "None") else ""
+        where = f" on {compress_nodes(slurm.nodes)}" if slurm.nodes else waits
+        lines.append(f"Slurm:        job {slurm.job_id}, {slurm.state.value}{where}")
+        lines.append(f"Partition:    {slurm.partition}{f', QOS {slurm.qos}' if slurm.qos else ''}")
+    lines.append(f"Run folder:   {found.run.root}")
+    lines += [f"Label:        {_one_line(f'{key}={text}')}" for key, text in job.labels.items()]
+    lines += _replica_lines(found)
+    lines.append(f"Failures:     {found.failures} of backoffLimit {policy.backoff_limit}")
+    most = (
+        "" if policy.preemption_limit is None else f" of preemptionLimit {policy.preemption_limit}"
+    )
+    lines.append(f"Preemptions:  {found.preemptions}{most}, mode {job.preemption.mode}")
+    if policy.active_deadline_seconds is not None:
+        active_s = ActiveTime(found.run.active_json).seconds
+        lines.append(
+            f"Active:       {active_s:.0f} s of activeDeadlineSeconds "
+            f"{policy.active_deadline_seconds}"
+        )
+    lines += _tensorboard_lines(found)
+    left_out = len(found.attempts) - _MANY
+    lines.append("Attempts:     " + (f"{left_out} before these" if left_out > 0 else ""))
+    lines += [f"  {_attempt_line(one)}" for one in found.attempts[-_MANY:]] or ["  none yet"]
+    lines.append("Conditions:")
+    lines += [f"  {_condition_line(one)}" for one in found.conditions] or ["  none"]
+    return [line.rstrip() for line in lines]
+
+
+def _replica_lines(found: Overview) -> list[str]:
+    from hydroslurm.launch.replicas import replica_states
+
+    states = replica_states(found)
+    lines = []
+    for spec in found.job.replica_specs:
+        lines.append(
+            f"Replicas:     {spec.replicas} {spec.type}, restartPolicy {spec.restart_policy}"
+        )
+        lines.append(f"  Command:    {_command(found, spec)}")
+        names = ", ".join(one.name for one in spec.template.env)
+        if names:
+            lines.append(f"  Variables:  {names} (values are not shown)")
+        own = {name: words for name, words in states.items() if name.startswith(f"{spec.type}-")}
+        for words in dict.fromkeys(own.values()):
+            alike = [name for name, state in own.items() if state == words]
+            listed = ", ".join(alike[:_MANY]) + (", ..." if len(alike) > _MANY else "")
+            lines.append(f"  {f'{len(alike)}:':<12}{listed} {words}")
+    return lines
+
+
+def _command(found: Overview, spec: ReplicaSpec) -> str:
+    if not found.job.run_mode.debug.enable:
+        return _one_line(" ".join((*spec.template.command, *spec.template.args)))
+    tasks = found.plan.tasks if found.plan is not None else ()
+    words = next((task.argv for task in tasks if task.type == spec.type), ())
+    return f"{_one_line(' '.join(words))} (debug mode: hydroslurm attach gives a shell)"
+
+
+def _tensorboard_lines(found: Overview) -> list[str]:
+    if found.job.tensorboard is None:
+        return []
+    if found.is_over:
+        return ["TensorBoard:  ended with the job"]
+    if found.tensorboard is None:
+        return [f"TensorBoard:  does not answer now; see {found.run.tensorboard_log}"]
+    lines = [f"TensorBoard:  {found.tensorboard.url} on {found.tensorboard.node}"]
+    if found.tensorboard.tunnel is not None:
+        lines.append(f"              from elsewhere: {found.tensorboard.tunnel}")
+    return lines
+
+
+def _attempt_line(one: Attempt) -> str:
+    from hydroslurm.supervisor.judge import status_words
+
+    until = "" if one.ended_epoch_ns is None else f" to {_moment(one.ended_epoch_ns)}"
+    how = "no end is written down" if one.ending is None else one.ending.value
+    who = "" if one.replica is None or one.status is None else f" by {one.replica}"
+    status = "" if not one.status else f", status {status_words(one.status)}"
+    return (
+        f"{one.number}  life {one.life}, {_moment(one.began_epoch_ns)}{until}: {how}{who}{status}"
+    )
+
+
+def _condition_line(one: Condition) -> str:
+    reason = f" {one.reason}" if one.reason else ""
+    message = f": {_one_line(one.message)}" if one.message else ""
+    return f"{_moment(one.epoch_ns)}  {one.type}{reason}{message}"
+
+
+def _one_line(text: str) -> str:
+    """For a terminal: what is no printable character is written out."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return shown if len(shown) <= 400 else f"{shown[:400]} ..."
+
+
+def _moment(epoch_ns: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))

@@ -1,0 +1,187 @@
+"""A TrainingJob as its run folder and Slurm tell it together: what ``describe`` and ``list``
+show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.errors import (
+    ControllerUnreachable,
+    NoSuchJob,
+    RunFolderError,
+    SlurmError,
+    SlurmMissing,
+    SpecError,
+)
+from hydroslurm.events import EventKind, read_events
+from hydroslurm.launch import submission
+from hydroslurm.launch.control import find_job, run_dir_of
+from hydroslurm.launch.plan import Plan
+from hydroslurm.rundir import RunDir
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.values import Job, JobState
+from hydroslurm.spec.job import TrainingJob
+from hydroslurm.spec.reading import loads
+from hydroslurm.supervisor.conditions import Condition, read_conditions, verdict
+from hydroslurm.supervisor.ledger import Attempt, Attempts, Ending
+from hydroslurm.supervisor.tensorboard import Address, read_address
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Everything that is known of one job.
+
+    Attributes:
+        run: its folder.
+        slurm: as slurmctld or accounting has it; None when neither can tell.
+        job: what was asked for.
+        plan: what it is on Slurm; None when the submission was interrupted.
+        conditions: oldest first, with the pauses that its ranks have written down.
+        attempts: oldest first.
+        tensorboard: where it answers now.
+    """
+
+    run: RunDir
+    slurm: Job | None
+    job: TrainingJob
+    plan: Plan | None
+    conditions: tuple[Condition, ...]
+    attempts: tuple[Attempt, ...]
+    tensorboard: Address | None
+
+    @property
+    def condition(self) -> Condition | None:
+        """What it is now: the verdict, else the newest."""
+        return newest(self.conditions)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it will run any more."""
+        ended = self.slurm is not None and self.slurm.state.has_ended
+        return ended or verdict(self.conditions) is not None
+
+    @property
+    def failures(self) -> int:
+        """What backoffLimit is compared with."""
+        return sum(one.ending is Ending.FAILED for one in self.attempts)
+
+    @property
+    def preemptions(self) -> int:
+        """What preemptionLimit is compared with."""
+        return len({one.life for one in self.attempts if one.ending is Ending.PREEMPTED})
+
+
+def overview(client: SlurmClient, which: str) -> Overview:
+    """Of a job id or a run folder; of the latter also where there is no Slurm.
+
+    Raises:
+        NoSuchJob, SlurmMissing, ControllerUnreachable: Slurm knows no such job, or cannot be asked.
+        RunFolderError: the job was submitted without a spec, or the folder is none of such a job.
+    """
+    if not which.isdecimal():
+        run = RunDir(Path(which).absolute())
+        if not run.root.is_dir():
+            raise NoSuchJob(f"{which!r} is neither the id of a job nor a run folder")
+        job = _job_in(run, or_else=f"{run.root} is not the run folder of a job with a spec")
+        return _read(run, job, _slurm_job(client, _job_id(run)))
+    try:
+        slurm = find_job(client, int(which))
+    except (NoSuchJob, SlurmMissing, ControllerUnreachable) as error:
+        words = f"{error}. Where the run folder of the job is known, give that in place of its id"
+        raise type(error)(words) from None
+    run = run_dir_of(slurm)
+    without = (
+        f"job {which} was submitted without a spec, or by another user; hydroslurm status {which} "
+        "may know more"
+    )
+    return _read(run, _job_in(run, or_else=without), slurm)
+
+
+def overviews(client: SlurmClient, user: str) -> tuple[Overview, ...]:
+    """Of all jobs of a user that have a spec; one question to Slurm."""
+    found = []
+    for slurm in client.jobs(user=user):
+        run = run_dir_of(slurm)
+        if run.job_yaml.is_file():
+            found.append(_read(run, _job_in(run, or_else=""), slurm))
+    return tuple(found)
+
+
+def conditions_of(run: RunDir, slurm: Job | None) -> tuple[Condition, ...]:
+    """Oldest first; what Slurm and the ranks say of pauses is among them."""
+    own = read_conditions(run.conditions_jsonl)
+    found = sorted((*own, *_pauses(run)), key=lambda one: one.epoch_ns)
+    is_paused = bool(found) and found[-1].type == "Paused"
+    if slurm is not None and slurm.state is JobState.SUSPENDED and not is_paused:
+        since_ns = (slurm.suspend_epoch_s or 0) * 10**9
+        words = "suspended by Slurm; no rank of it has said that it is parked"
+        found.append(Condition("Paused", since_ns, "Suspended", words, slurm.restart_count))
+    return tuple(found)
+
+
+def newest(conditions: tuple[Condition, ...]) -> Condition | None:
+    """What a job is now: the verdict, else the newest."""
+    return verdict(conditions) or (conditions[-1] if conditions else None)
+
+
+def _job_in(run: RunDir, *, or_else: str) -> TrainingJob:
+    try:
+        return loads(
+            run.job_yaml.read_text(encoding="utf-8"), name=str(run.job_yaml), folder=run.root
+        ).job
+    except OSError as error:
+        raise RunFolderError(f"{or_else} ({run.job_yaml}: {error.strerror})") from None
+    except SpecError as error:
+        raise RunFolderError(f"{run.job_yaml} was written by another version: {error}") from None
+
+
+def _read(run: RunDir, job: TrainingJob, slurm: Job | None) -> Overview:
+    try:
+        plan = Plan.loads(run.plan_json.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        plan = None
+    return Overview(
+        run,
+        slurm,
+        job,
+        plan,
+        conditions_of(run, slurm),
+        Attempts(run.attempts).all(),
+        read_address(run.tensorboard_json),
+    )
+
+
+def _pauses(run: RunDir) -> Iterator[Condition]:
+    """Paused and Running again, from the first rank's events: the supervisor is suspended together
+    with the ranks and can write nothing."""
+    files = run.rank_event_files()
+    if not files:
+        return
+    for event in read_events(files[min(files)]):
+        if event.kind is EventKind.PARKED:
+            causes = ", ".join(event.data.get("causes") or ())
+            words = f"parked between two operators{f' for {causes}' if causes else ''}"
+            yield Condition("Paused", event.epoch_ns, "Parked", words, event.restart_count)
+        elif event.kind is EventKind.RESUMED:
+            yield Condition(
+                "Running", event.epoch_ns, "Resumed", "goes on in place", event.restart_count
+            )
+
+
+def _job_id(run: RunDir) -> int | None:
+    try:
+        text = submission.read(run.root).job_id
+    except RunFolderError:
+        return None
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _slurm_job(client: SlurmClient, job_id: int | None) -> Job | None:
+    if job_id is None:
+        return None
+    try:
+        return find_job(client, job_id)
+    except SlurmError:
+        return None

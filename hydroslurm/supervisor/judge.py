@@ -1,0 +1,119 @@
+"""What follows when tasks of an attempt have ended. Pure: statuses in, one judgement out.
+
+The rules are T9k's and Kubeflow's: the end of the master is the job's, a failure is what the
+replica's restart policy says. What differs is what a restart is. Ranks that train together cannot
+go on when one of them is started anew, so all of them are; it counts as one failure, of the replica
+that failed first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.launch.plan import Plan
+
+RETRYABLE = frozenset({130, 137, 138, 140, 143})
+"""Under ExitCode: SIGINT, SIGKILL, SIGUSR1 (T9k's "the user wants it again"), SIGUSR2 (submitit's
+default signal) and SIGTERM, as 128 + N."""
+
+
+class Next(Enum):
+    """What to do."""
+
+    WAIT = "wait"
+    SUCCEED = "succeed"
+    RESTART = "restart"
+    FAIL = "fail"
+    LEAVE = "leave"
+    """Saved, to be requeued."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What follows, and because of whom.
+
+    Attributes:
+        next: what to do.
+        replica, status: whose end decided it.
+        is_failure: whether the restart counts against backoffLimit.
+        reason, words: for the job's conditions: one word, one sentence.
+    """
+
+    next: Next
+    replica: str | None = None
+    status: int | None = None
+    is_failure: bool = False
+    reason: str = ""
+    words: str = ""
+
+
+def judge(plan: Plan, statuses: Mapping[int, int], order: Sequence[int]) -> Judgement:
+    """Look at the ends in the order in which they came; the first that decides counts.
+
+    Args:
+        plan: what runs.
+        statuses: task -> how it has ended; those that run are not in it.
+        order: the tasks of ``statuses``, the first to end first.
+    """
+    saved = [task for task in order if statuses[task] == RUN_AGAIN]
+    if saved:  # others may have ended badly because of it
+        replica = plan.tasks[saved[0]].replica
+        return Judgement(Next.LEAVE, replica, RUN_AGAIN, words=f"{replica} has saved and left")
+    for position, task in enumerate(order):
+        found = _of_one(plan, task, statuses[task], statuses, order[: position + 1])
+        if found is not None:
+            return found
+    return Judgement(Next.WAIT)
+
+
+def _of_one(
+    plan: Plan, task: int, status: int, statuses: Mapping[int, int], until_now: Sequence[int]
+) -> Judgement | None:
+    replica = plan.tasks[task].replica
+    policy = plan.policy_of(replica)
+    is_master = replica == plan.replicas[0]
+    if status == MUST_NOT_RUN_AGAIN:
+        words = f"{replica} says that it must not be run again (status {status})"
+        return Judgement(Next.FAIL, replica, status, reason="MustNotRunAgain", words=words)
+    if status == 0:
+        own = [number for number, one in enumerate(plan.tasks) if one.replica == replica]
+        done = all(number in until_now and statuses[number] == 0 for number in own)
+        if not (done and is_master):
+            return None
+        if policy == "Always":
+            words = f"{replica} has ended, and restartPolicy Always starts it again"
+            return Judgement(Next.RESTART, replica, 0, reason="Always", words=words)
+        words = f"{replica} has ended with status 0"
+        return Judgement(Next.SUCCEED, replica, 0, reason="MasterSucceeded", words=words)
+    if restarts(policy, status):
+        words = f"{replica} failed with status {status_words(status)}"
+        return Judgement(Next.RESTART, replica, status, True, "ReplicaFailed", words)
+    if is_master:
+        words = (
+            f"{replica} failed with status {status_words(status)}, which restartPolicy {policy} "
+            "takes for final"
+        )
+        return Judgement(Next.FAIL, replica, status, reason="MasterFailed", words=words)
+    return None
+
+
+def restarts(policy: str, status: int) -> bool:
+    """Whether a policy starts a replica again that ended so."""
+    if policy == "Always":
+        return True
+    if policy == "OnFailure":
+        return status != 0
+    return policy == "ExitCode" and status in RETRYABLE
+
+
+def status_words(status: int) -> str:
+    """``137 (SIGKILL)``"""
+    import signal
+
+    try:
+        return f"{status} ({signal.Signals(status - 128).name})" if status > 128 else str(status)
+    except ValueError:
+        return str(status)

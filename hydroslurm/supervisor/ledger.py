@@ -1,0 +1,198 @@
+"""How often the replicas of a job were started, and how each of these attempts ended.
+
+One file per attempt, made before it begins, and one more when it has ended, each put in place whole
+and once: whatever kills whom, each attempt is counted once. An attempt without an end is still
+running, or died with its whole life (the supervisor, the node).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.errors import RunFolderError
+
+
+class Ending(str, Enum):
+    """Why an attempt is over."""
+
+    SUCCEEDED = "succeeded"
+    RESTARTED = "restarted"
+    """Ended well, and its policy wants it again."""
+    FAILED = "failed"
+    PREEMPTED = "preempted"
+    """Preempted, requeued, or lost with its node."""
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What an attempt was the last word of.
+
+    Attributes:
+        failed: whether the job has.
+        reason, words: one word, one sentence.
+    """
+
+    failed: bool
+    reason: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all replicas.
+
+    Attributes:
+        number: from 1.
+        life: Slurm's restart count.
+        began_epoch_ns, ended_epoch_ns: when.
+        srun_pid, srun_started: of the process that has the job step, and its start in clock ticks;
+            None before it runs.
+        ending: None while it is not known.
+        replica, status: which one failed first, and how.
+        decision: what it decided of the job; None where it was started again.
+    """
+
+    number: int
+    life: int
+    began_epoch_ns: int
+    srun_pid: int | None = None
+    srun_started: int | None = None
+    ending: Ending | None = None
+    replica: str | None = None
+    status: int | None = None
+    ended_epoch_ns: int | None = None
+    decision: Decision | None = None
+
+
+class Attempts:
+    """The ledger of one run, in a folder of its own. Written by one supervisor at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def all(self) -> tuple[Attempt, ...]:
+        """Oldest first; a file that holds no attempt is passed over.
+
+        Raises:
+            RunFolderError: the folder cannot be read.
+        """
+        try:
+            names = sorted(path.name for path in self.folder.iterdir())
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self.folder}: {error.strerror}") from error
+        found = []
+        for name in names:
+            if name.endswith(".began.json") and (begun := self._read(name)) is not None:
+                stem = name.removesuffix(".began.json")
+                ended = self._read(f"{stem}.ended.json") or {}
+                started = self._read(f"{stem}.srun.json") or {}
+                found.append(_attempt({**begun, **started, **ended}))
+        return tuple(found)
+
+    def begin(self, life: int) -> Attempt:
+        """Write down that an attempt begins, durably.
+
+        Raises:
+            RunFolderError: the folder cannot be written.
+        """
+        number = max((one.number for one in self.all()), default=0) + 1
+        attempt = Attempt(number, life, time.time_ns())
+        row = {"number": number, "life": life, "began_epoch_ns": attempt.began_epoch_ns}
+        self._write(f"{number:06d}.began.json", row, new=True)
+        return attempt
+
+    def started(self, attempt: Attempt, *, srun_pid: int, srun_started: int) -> Attempt:
+        """Write down which process has its job step."""
+        row = {"srun_pid": srun_pid, "srun_started": srun_started}
+        self._write(f"{attempt.number:06d}.srun.json", row)
+        return replace(attempt, srun_pid=srun_pid, srun_started=srun_started)
+
+    def end(
+        self,
+        attempt: Attempt,
+        ending: Ending,
+        *,
+        replica: str | None = None,
+        status: int | None = None,
+        decision: Decision | None = None,
+    ) -> Attempt:
+        """Write down how it ended; of two ends the first counts."""
+        row: dict[str, Any] = {
+            "ending": ending.value,
+            "replica": replica,
+            "status": status,
+            "ended_epoch_ns": time.time_ns(),
+            "decision": None if decision is None else asdict(decision),
+        }
+        self._write(f"{attempt.number:06d}.ended.json", row, new=True, quietly=True)
+        return next(one for one in self.all() if one.number == attempt.number)
+
+    def failures(self) -> int:
+        """What backoffLimit is compared with."""
+        return sum(one.ending is Ending.FAILED for one in self.all())
+
+    def preemptions(self) -> int:
+        """Lives that ended because somebody else wanted the nodes."""
+        return len({one.life for one in self.all() if one.ending is Ending.PREEMPTED})
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            value = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def _write(
+        self, name: str, row: Mapping[str, Any], *, new: bool = False, quietly: bool = False
+    ) -> None:
+        """A file that is there whole or not at all; with ``new`` it must not be there yet."""
+        path, temporary = self.folder / name, self.folder / f".{name}.{os.getpid()}"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(row, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if new:
+                try:
+                    os.link(temporary, path)
+                except FileExistsError:
+                    if not quietly:
+                        raise
+                finally:
+                    temporary.unlink()
+            else:
+                temporary.replace(path)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _attempt(row: Mapping[str, Any]) -> Attempt:
+    known = {name: row.get(name) for name in Attempt.__dataclass_fields__}
+    ending, decision = known.pop("ending"), known.pop("decision")
+    return Attempt(
+        **known,  # type: ignore[arg-type]
+        ending=None if ending is None else Ending(ending),
+        decision=None if decision is None else Decision(**decision),
+    )
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,191 @@
+"""One job step with all tasks of an attempt: start it, see its tasks end, end it.
+
+srun's words go to a file in the run folder and not to a pipe: a supervisor that dies and is started
+again finds them there, and the step runs on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydroslurm import registry
+from hydroslurm.launch.images import Runtime, pyxis_options
+from hydroslurm.launch.plan import Plan
+from hydroslurm.runtime.autoload import PREEMPT_ENV
+from hydroslurm.slurm.srun_text import task_ends
+from hydroslurm.spec.job import TrainingJob
+from hydroslurm.supervised import LIVES_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
+
+LOST = 1
+"""The status of a task of which srun has said nothing when it ended badly."""
+
+
+@dataclass
+class Ends:
+    """Which tasks have ended, and how, as srun's file tells it so far.
+
+    Attributes:
+        statuses: task -> status.
+        order: the same tasks, the first to end first.
+        step_id: of the job step, once srun has said it.
+    """
+
+    path: Path
+    statuses: dict[int, int] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    _offset: int = 0
+
+    def look(self) -> bool:
+        """Read what is new; whether any task has ended since."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return False
+        whole, newline, _ = new.rpartition(b"\n")
+        if not newline:
+            return False
+        self._offset += len(whole) + 1
+        before = len(self.order)
+        for line in whole.decode(errors="replace").splitlines():
+            for task, status in task_ends(line):
+                if task not in self.statuses:
+                    self.statuses[task] = status
+                    self.order.append(task)
+        return len(self.order) > before
+
+    def fill_in(self, tasks: int, status: int) -> None:
+        """srun has ended: those that it said nothing of have ended with it."""
+        for task in range(tasks):
+            if task not in self.statuses:
+                self.statuses[task] = status
+                self.order.append(task)
+
+
+@dataclass
+class RunningStep:
+    """The process that has a job step; a child of ours, or of a supervisor that is no more."""
+
+    pid: int
+    started: int
+    child: subprocess.Popen[bytes] | None = None
+
+    def has_ended(self) -> bool:
+        """Whether srun is gone."""
+        if self.child is not None:
+            return self.child.poll() is not None
+        return registry.start_ticks(self.pid) != self.started
+
+    @property
+    def status(self) -> int | None:
+        """srun's own, where it was our child and has ended."""
+        return None if self.child is None else self.child.returncode
+
+    def wait(self, until_mono_s: float, poll_s: float = 0.05) -> bool:
+        """Whether it has ended by then."""
+        while not self.has_ended():
+            if time.monotonic() > until_mono_s:
+                return False
+            time.sleep(poll_s)
+        return True
+
+    def end(self, patience_s: float = 30.0) -> None:
+        """End its tasks, at once: srun makes a SIGKILL of a SIGTERM. Ranks that listen to SIGTERM
+        would take that for a stop of the job, save, and have it requeued."""
+        self._signal(signal.SIGTERM)
+        if not self.wait(time.monotonic() + patience_s):
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, signo: signal.Signals) -> None:
+        if not self.has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signo)
+
+
+def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> list[str]:
+    """The words that start all tasks of a plan."""
+    layout = "--distribution=arbitrary"
+    if plan.is_even:
+        layout = f"--ntasks-per-node={plan.tasks_per_node[0]}"
+    return [
+        "srun",
+        "-v",  # names each task that ends well, too
+        f"--nodes={plan.nodes}",
+        f"--ntasks={len(plan.tasks)}",
+        layout,
+        f"--cpus-per-task={plan.cpus_per_task}",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--export=ALL",
+        "--unbuffered",
+        "--open-mode=append",
+        f"--output={str(logs).replace('%', '%%')}/task-%t.log",
+        *_container(plan, plan_file.parent),
+        "python3" if plan.runtime == Runtime.PYXIS else python,
+        "-m",
+        "hydroslurm.launch.task",
+        str(plan_file),
+    ]
+
+
+def _container(plan: Plan, root: Path) -> list[str]:
+    """Of pyxis; all tasks of a job step have the same image there."""
+    task = next((task for task in plan.tasks if task.image), None)
+    if task is None or task.image is None or plan.runtime != Runtime.PYXIS:
+        return []
+    there = Path(task.working_directory)
+    folders = [root, *([there] if there.is_dir() else [])]
+    return pyxis_options(task.image, folders=folders, working_directory=str(there))
+
+
+def host_list(plan: Plan, nodes: Sequence[str]) -> str:
+    """SLURM_HOSTFILE: the node of each task, a line each."""
+    return "".join(f"{nodes[task.node]}\n" for task in plan.tasks)
+
+
+def meeting_place(address: str) -> dict[str, str]:
+    """MASTER_ADDR for the ranks: Slurm knows where a node is also where its name does not
+    resolve."""
+    if not address.startswith("127."):
+        return {"MASTER_ADDR": address}
+    # a cluster on one machine: gloo would look for an interface by the machine's name
+    return {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def rank_variables(job: TrainingJob) -> dict[str, str]:
+    """What the ranks are told of the spec's ``preemption`` by their environment."""
+    wanted = job.preemption
+    made = {PREEMPT_ENV: "requeue" if wanted.mode == "requeue" else "pause", SUPERVISED_ENV: "1"}
+    if wanted.save_every_seconds is not None:
+        made[SAVE_EVERY_ENV] = str(wanted.save_every_seconds)
+    if wanted.lives_without_progress is not None:
+        made[LIVES_ENV] = str(wanted.lives_without_progress)
+    return made
+
+
+def start_step(command: Sequence[str], *, environ: Mapping[str, str], log: Path) -> RunningStep:
+    """Start srun, with its words going to ``log``.
+
+    Raises:
+        OSError: there is no srun.
+    """
+    with log.open("ab", buffering=0) as words:
+        child = subprocess.Popen(
+            command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=words, stderr=words
+        )
+    return RunningStep(child.pid, registry.start_ticks(child.pid) or 0, child)
+
+
+def python_of() -> str:
+    """The interpreter that runs this, by the name it was started by: one of a virtual environment
+    is a link whose place tells which."""
+    return sys.executable or os.path.realpath("/proc/self/exe")

@@ -1,0 +1,348 @@
+"""The supervisor of one job: attempt after attempt, until there is a verdict or the job leaves.
+
+It runs in the batch script, on the job's first node, and holds nothing that is not in the run
+folder: when it is killed, the script starts it again and it goes on with the job step that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+from hydroslurm.errors import SlurmError
+from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.launch.plan import Plan
+from hydroslurm.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.stops import Stop, StopReason, ask_why
+from hydroslurm.spec.job import TrainingJob
+from hydroslurm.supervisor.conditions import ConditionType, add_condition, read_conditions, verdict
+from hydroslurm.supervisor.deadline import ActiveTime
+from hydroslurm.supervisor.judge import Judgement, Next, judge
+from hydroslurm.supervisor.ledger import Attempt, Attempts, Decision, Ending
+from hydroslurm.supervisor.steps import (
+    LOST,
+    Ends,
+    RunningStep,
+    host_list,
+    meeting_place,
+    python_of,
+    rank_variables,
+    srun_command,
+    start_step,
+)
+
+PEERS_S = 10.0
+"""How long the others may take to end by themselves when one replica has failed, or the master has
+succeeded: they may still be writing."""
+SAVE_S = 120.0
+"""How long ranks that were told to save may take; Slurm ends them before where it must."""
+LONGEST_DELAY_S = 10.0
+"""Before the n-th restart it waits n seconds, and at most so many: what fails at once and always is
+not to fail a hundred times a minute."""
+TICK_S = 0.1
+DEADLINE_EXCEEDED = "DeadlineExceeded"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a life of the job has ended: the status of the batch script, and the words for it."""
+
+    status: int
+    words: str
+
+
+class Supervisor:
+    """Of one life of the job; used from the main thread."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        job: TrainingJob,
+        plan: Plan,
+        *,
+        client: SlurmClient,
+        allocation: Allocation,
+        environ: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._run = run
+        self._job = job
+        self._plan = plan
+        self._client = client
+        self._allocation = allocation
+        self._environ = environ
+        self._say = say
+        self._attempts = Attempts(run.attempts)
+        self._active = ActiveTime(run.active_json)
+        self._told_to_end = False
+
+    def supervise(self) -> Outcome:
+        """Run the job to a verdict, or to where it has to leave its nodes."""
+        known = verdict(read_conditions(self._run.conditions_jsonl))
+        if known is not None:
+            status = MUST_NOT_RUN_AGAIN if known.is_failure else 0
+            return Outcome(status, f"{known.type} already: {known.message}")
+        with self._listening():
+            try:
+                self._settle_earlier_lives()
+                return self._decided_before() or self._run_attempts()
+            finally:
+                self._active.write()
+
+    def _run_attempts(self) -> Outcome:
+        preemptions, limit = self._attempts.preemptions(), self._job.run_policy.preemption_limit
+        if limit is not None and preemptions > limit:
+            words = f"preempted {preemptions} times, with preemptionLimit {limit}"
+            self._become("Failed", "PreemptionLimitExceeded", words)
+            return Outcome(MUST_NOT_RUN_AGAIN, words)
+        while True:
+            outcome = self._attempt()
+            if outcome is not None:
+                return outcome
+            if self._told_to_end and (stop := self._why()) is not None:
+                return self._leave(None, stop, saved=False)
+
+    # --- one attempt
+
+    def _attempt(self) -> Outcome | None:
+        """One start of all replicas; None when another is to follow."""
+        attempt, step, ends = self._adopted() or self._begun()
+        judgement = self._watch(step, ends)
+        stop = None if judgement.next is Next.SUCCEED else self._why()
+        if judgement.next is Next.LEAVE or stop is not None:
+            step.wait(time.monotonic() + SAVE_S)
+            return self._leave(attempt, stop, saved=judgement.next is Next.LEAVE)
+        decision = self._decision(judgement)
+        attempt = self._attempts.end(
+            attempt,
+            _ending(judgement, decision),
+            replica=judgement.replica,
+            status=judgement.status,
+            decision=decision,
+        )
+        if decision is not None:
+            return self._conclude(decision, step)
+        self._see_out(step, PEERS_S)
+        self._become("Restarting", judgement.reason, judgement.words)
+        self._pause_between(self._attempts.failures() if judgement.is_failure else 0)
+        return None
+
+    def _decision(self, judgement: Judgement) -> Decision | None:
+        """What becomes of the job; None where it is started again."""
+        if judgement.next is Next.SUCCEED:
+            return Decision(False, judgement.reason, judgement.words)
+        policy = self._job.run_policy
+        if self._is_over_deadline():
+            words = f"activeDeadlineSeconds ({policy.active_deadline_seconds}) are over"
+            return Decision(True, DEADLINE_EXCEEDED, words)
+        if judgement.next is Next.FAIL:
+            return Decision(True, judgement.reason, judgement.words)
+        failures = self._attempts.failures() + judgement.is_failure
+        if judgement.is_failure and failures > policy.backoff_limit:
+            words = (
+                f"{judgement.words}: failure {failures}, with backoffLimit {policy.backoff_limit}"
+            )
+            return Decision(True, "BackoffLimitExceeded", words)
+        return None
+
+    def _decided_before(self) -> Outcome | None:
+        """A supervisor that was killed had decided, and not come to the end of it."""
+        for attempt in reversed(self._attempts.all()):
+            if attempt.decision is not None:
+                return self._conclude(attempt.decision, self._step_of(attempt))
+        return None
+
+    def _conclude(self, decision: Decision, step: RunningStep | None) -> Outcome:
+        """Carry cleanPolicy out, and say how the job has ended."""
+        clean_policy = self._job.run_policy.clean_policy
+        if step is not None:
+            patience_s = float("inf") if clean_policy == "None" else PEERS_S
+            self._see_out(step, 0.0 if decision.reason == DEADLINE_EXCEEDED else patience_s)
+        if clean_policy == "All":
+            shutil.rmtree(self._run.scratch, ignore_errors=True)
+        self._become("Failed" if decision.failed else "Succeeded", decision.reason, decision.words)
+        return Outcome(MUST_NOT_RUN_AGAIN if decision.failed else 0, decision.words)
+
+    def _adopted(self) -> tuple[Attempt, RunningStep, Ends] | None:
+        """The attempt of a supervisor that was killed in this very life."""
+        for attempt in reversed(self._attempts.all()):
+            if attempt.ending is None and attempt.life == self._allocation.restart_count:
+                step = self._step_of(attempt)
+                if step is None:
+                    # killed between the two: the step may run, but nobody knows its process
+                    self._attempts.end(attempt, Ending.PREEMPTED)
+                    continue
+                self._say(f"goes on with attempt {attempt.number}, whose supervisor was killed")
+                return attempt, step, Ends(self._run.srun_log(attempt.number))
+        return None
+
+    def _step_of(self, attempt: Attempt) -> RunningStep | None:
+        """Its job step, if it is one of this life."""
+        pid, started = attempt.srun_pid, attempt.srun_started
+        if pid is None or started is None or attempt.life != self._allocation.restart_count:
+            return None
+        return RunningStep(pid, started)
+
+    def _begun(self) -> tuple[Attempt, RunningStep, Ends]:
+        attempt = self._attempts.begin(self._allocation.restart_count)
+        log = self._run.srun_log(attempt.number)
+        command = srun_command(
+            self._plan, plan_file=self._run.plan_json, logs=self._run.logs, python=python_of()
+        )
+        step = start_step(command, environ=self._step_environ(), log=log)
+        attempt = self._attempts.started(attempt, srun_pid=step.pid, srun_started=step.started)
+        self._become(
+            "Running", "Started", f"attempt {attempt.number} on {len(self._plan.tasks)} tasks"
+        )
+        return attempt, step, Ends(log)
+
+    def _step_environ(self) -> dict[str, str]:
+        nodes = self._allocation.nodes
+        hosts = self._run.root / "hosts"
+        hosts.write_text(host_list(self._plan, nodes), encoding="utf-8")
+        return {
+            **self._environ,
+            **meeting_place(self._client.node_address(nodes[0])),
+            **({} if self._plan.is_even else {"SLURM_HOSTFILE": str(hosts)}),
+            **rank_variables(self._job),
+            RUN_DIR_ENV: str(self._run.root),
+        }
+
+    def _watch(self, step: RunningStep, ends: Ends) -> Judgement:
+        """Until something is decided, or there is nothing to wait for."""
+        while True:
+            over = step.has_ended()  # first: what it said before it ended is in the file then
+            ends.look()
+            if over:
+                ends.fill_in(len(self._plan.tasks), step.status or LOST)
+            judgement = judge(self._plan, ends.statuses, ends.order)
+            if judgement.next is not Next.WAIT or over:
+                return judgement
+            self._active.tick()
+            if self._is_over_deadline():
+                self._forbid_requeue()
+                return Judgement(Next.FAIL, reason=DEADLINE_EXCEEDED)
+            time.sleep(TICK_S)
+
+    # --- with Slurm
+
+    def _why(self) -> Stop | None:
+        """Whether Slurm has stopped the job; None when what happened had reasons of its own."""
+        stop = ask_why(self._client, self._allocation.job_id)
+        return stop if _is_slurms(stop) else None
+
+    def _leave(self, attempt: Attempt | None, stop: Stop | None, *, saved: bool) -> Outcome:
+        """The job is to go on later, or was ended by a person or its time limit.
+
+        Args:
+            attempt: the one that was interrupted; None between two.
+            stop: Slurm's reason; None when a rank asked for it.
+            saved: whether a rank says that it has.
+        """
+        reason = None if stop is None else stop.reason
+        words = "a rank has saved and left" if stop is None else stop.words
+        if reason is StopReason.CANCELLED:
+            self._end(attempt, Ending.CANCELLED)
+            self._become("Failed", "Cancelled", words)
+            return Outcome(CANCELLED, words)
+        if reason is StopReason.TIME_LIMIT and not saved:
+            self._end(attempt, Ending.TIME_LIMIT)
+            words = f"{words}, and nothing was saved that could go on"
+            self._become("Failed", "TimeLimit", words)
+            return Outcome(MUST_NOT_RUN_AGAIN, words)
+        is_limit = reason is StopReason.TIME_LIMIT
+        self._end(attempt, Ending.TIME_LIMIT if is_limit else Ending.PREEMPTED)
+        name = "Requeued" if reason is None else reason.value.title().replace("_", "")
+        self._become("Preempted", name, words)
+        try:
+            self._client.requeue(self._allocation.job_id)
+        except SlurmError as error:
+            # the batch script tries again for status 75
+            self._say(f"the job could not be requeued: {error}")
+        return Outcome(RUN_AGAIN, words)
+
+    def _end(self, attempt: Attempt | None, ending: Ending) -> None:
+        if attempt is not None:
+            self._attempts.end(attempt, ending)
+
+    def _settle_earlier_lives(self) -> None:
+        """Attempts without an end, of lives that are over: Slurm took their nodes away."""
+        for attempt in self._attempts.all():
+            if attempt.ending is None and attempt.life < self._allocation.restart_count:
+                self._attempts.end(attempt, Ending.PREEMPTED)
+                self._become("Preempted", "Requeued", f"life {attempt.life} was ended by Slurm")
+
+    def _forbid_requeue(self) -> None:
+        """Ranks that save at a SIGTERM would have the job started again."""
+        with contextlib.suppress(SlurmError):
+            self._client.set_requeue(self._allocation.job_id, allowed=False)
+
+    # --- the end of a step
+
+    def _see_out(self, step: RunningStep, patience_s: float) -> None:
+        """Wait for tasks that end by themselves; then end them."""
+        until_s = time.monotonic() + patience_s
+        while not step.has_ended() and time.monotonic() < until_s and not self._is_over_deadline():
+            self._active.tick()
+            time.sleep(TICK_S)
+        if not step.has_ended():
+            step.end()
+
+    def _is_over_deadline(self) -> bool:
+        limit_s = self._job.run_policy.active_deadline_seconds
+        return limit_s is not None and self._active.tick() >= limit_s
+
+    def _pause_between(self, failures: int) -> None:
+        until_s = time.monotonic() + min(max(1.0, failures), LONGEST_DELAY_S)
+        while time.monotonic() < until_s and not self._told_to_end:
+            self._active.tick()
+            time.sleep(TICK_S)
+
+    # --- words
+
+    def _become(self, kind: ConditionType, reason: str, message: str) -> None:
+        add_condition(
+            self._run.conditions_jsonl,
+            kind,
+            reason=reason,
+            message=message,
+            life=self._allocation.restart_count,
+        )
+        self._say(f"{kind}: {message}")
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """A SIGTERM ends nothing here: the ranks have it too, and what they do of it counts."""
+
+        def note(_signo: int, _frame: FrameType | None) -> None:
+            self._told_to_end = True
+
+        before = {one: signal.signal(one, note) for one in (signal.SIGTERM, signal.SIGURG)}
+        try:
+            yield
+        finally:
+            for signo, handler in before.items():
+                signal.signal(signo, handler)
+
+
+def _ending(judgement: Judgement, decision: Decision | None) -> Ending:
+    if judgement.next is Next.SUCCEED:
+        return Ending.SUCCEEDED
+    if decision is not None and decision.reason == DEADLINE_EXCEEDED:
+        return Ending.DEADLINE
+    return Ending.RESTARTED if judgement.status == 0 else Ending.FAILED
+
+
+def _is_slurms(stop: Stop) -> bool:
+    """A job that runs on, without a preemption in progress, was not stopped by Slurm: a time limit
+    that is near ends nothing yet."""
+    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
+        return False
+    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)

@@ -1,0 +1,161 @@
+"""A TrainingJob on a real Slurm, submitted as a user would, and what is done to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.rundir import RunDir
+from hydroslurm.supervisor.conditions import Condition, read_conditions, verdict
+from hydroslurm.supervisor.ledger import Attempt, Attempts
+
+HERE = Path(__file__).parent
+LIMIT_S = 240.0
+LOOK_S = 0.05
+Acts = Mapping[str, list[int | str]]
+
+
+@dataclass
+class Scene:
+    """One job.
+
+    Attributes:
+        cluster: where it runs.
+        folder: its own; job.yaml, acts.json and the run folder are in it.
+        acts: what its replicas do, see actor.py.
+        job_id, run: once it is submitted.
+        said: what submit has printed, stdout and stderr.
+        seen: what the test wants to remember.
+    """
+
+    cluster: DevCluster
+    folder: Path
+    acts: Acts = field(default_factory=dict)
+    job_id: int = 0
+    run: RunDir = field(default_factory=lambda: RunDir(Path()))
+    said: str = ""
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    def submit(self, spec: str) -> Scene:
+        """`hydroslurm submit job.yaml`; in the spec, ACTOR stands for a command that plays."""
+        self.folder.mkdir(parents=True)
+        shutil.copy(HERE / "actor.py", self.folder)
+        (self.folder / "acts.json").write_text(json.dumps(self.acts))
+        file = self.folder / "job.yaml"
+        file.write_text(spec.replace("ACTOR", "command: [python, actor.py, acts.json]"))
+        return self.submit_file(file)
+
+    def submit_file(self, file: Path) -> Scene:
+        """The same of a spec that is there."""
+        done = self.hydroslurm("submit", file.name)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.said = done.stdout + done.stderr
+        first = done.stdout.splitlines()[0].split()
+        self.job_id, self.run = int(first[1]), RunDir(Path(first[-1]))
+        return self
+
+    def hydroslurm(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The command line, from the spec's folder."""
+        return subprocess.run(
+            [sys.executable, "-m", "hydroslurm.cli", *arguments],
+            cwd=self.folder,
+            env=self.cluster.child_environ(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
+    # --- what has become of it
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        return read_conditions(self.run.conditions_jsonl)
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        return Attempts(self.run.attempts).all()
+
+    def verdict(self) -> Condition:
+        """Wait for it."""
+        self.wait(lambda: verdict(self.conditions) is not None, "a verdict")
+        found = verdict(self.conditions)
+        assert found is not None
+        return found
+
+    def printed(self, task: int) -> str:
+        """All that a task has, in all attempts."""
+        try:
+            return self.run.task_log(task).read_text()
+        except FileNotFoundError:
+            return ""
+
+    def supervisor_said(self) -> str:
+        return "".join(path.read_text() for path in self.run.logs.glob(f"{self.job_id}_*_log.out"))
+
+    # --- what is done to it
+
+    def wait(self, condition: Callable[[], bool], words: str) -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while not condition():
+            if time.monotonic() > deadline_s:
+                state = "\n".join(map(str, self.conditions))
+                raise AssertionError(
+                    f"no {words} within {LIMIT_S:.0f} s\n{state}\n{self.supervisor_said()[-3000:]}"
+                )
+            time.sleep(LOOK_S)
+
+    def wait_until_playing(self, attempt: int, *, replicas: int) -> None:
+        """Until all tasks say what they do in this attempt."""
+        self.wait(
+            lambda: all(f" attempt {attempt}: " in self.printed(n) for n in range(replicas)),
+            f"attempt {attempt} of {replicas} replicas",
+        )
+
+    def touch(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def slurm(self, *words: str) -> str:
+        return self.cluster.run(words, timeout_s=LIMIT_S).stdout
+
+    def preempt(self, nodes: Iterable[str]) -> None:
+        """An urgent job for all of these nodes, while it is there."""
+        names = list(nodes)
+        urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodes={len(names)}")
+        self.slurm("srun", *urgent, f"--nodelist={','.join(names)}", "true")
+
+    def processes(self, word: str) -> list[int]:
+        """Of this machine, those whose command line has the run folder and a word in it."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if word in line and str(self.run.root) in line:
+                found.append(int(path.parent.name))
+        return found
+
+    def kill_supervisor(self, *, with_shell: bool) -> None:
+        """SIGKILL, to it alone or first to the batch shell that would start it again."""
+        (pid,) = self.processes("submitit.core._submit")
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for victim in [*([parent] if with_shell else []), pid]:
+            os.kill(victim, signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

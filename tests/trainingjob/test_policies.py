@@ -1,0 +1,143 @@
+"""What becomes of jobs whose replicas end in this way and that, on a real Slurm."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from trainingjob.scene import Scene
+from trainingjob.stage import ENDINGS, PREEMPTIONS
+
+from hydroslurm.supervisor.ledger import Ending
+
+pytestmark = pytest.mark.slurm
+
+STATUSES = [1, 130, 137, 138, 140, 143, 137, 143]
+"""Of ENDINGS: a signal is 128 and its number."""
+
+
+def statuses(scene: Scene) -> list[int | None]:
+    return [one.status for one in scene.attempts]
+
+
+def types(scene: Scene) -> list[str]:
+    return [one.type for one in scene.conditions]
+
+
+def slurms_state(scene: Scene) -> str:
+    shown = scene.slurm("sacct", "-X", "-n", "-P", "-j", str(scene.job_id), "-o", "State,ExitCode")
+    return shown.splitlines()[-1]
+
+
+@pytest.mark.scene("on_failure")
+def test_on_failure_restarts_whatever_the_status(scene: Scene) -> None:
+    """Every status but 0, and every signal, is followed by another start, until it succeeds."""
+    assert len(ENDINGS) == len(STATUSES)
+    assert statuses(scene) == [*STATUSES, 0]
+    assert scene.verdict().type == "Succeeded"
+    assert types(scene).count("Restarting") == len(STATUSES)
+    assert slurms_state(scene) == "COMPLETED|0:0"
+
+
+@pytest.mark.scene("exit_code")
+def test_exit_code_restarts_after_signals_only(scene: Scene) -> None:
+    """130, 137, 138, 140 and 143, as statuses and as signals; a plain 1 is final."""
+    assert statuses(scene) == [*STATUSES[1:], 1]
+    verdict = scene.verdict()
+    assert (verdict.type, verdict.reason) == ("Failed", "MasterFailed")
+    assert slurms_state(scene) == "FAILED|93:0"
+
+
+@pytest.mark.scene("always")
+def test_always_restarts_also_after_success(scene: Scene) -> None:
+    """And a success does not count against backoffLimit, which ends it in the end."""
+    assert statuses(scene) == [0, 1, 0, 137, 0, 3]
+    assert [one.ending for one in scene.attempts][:2] == [Ending.RESTARTED, Ending.FAILED]
+    assert scene.verdict().reason == "BackoffLimitExceeded"
+
+
+@pytest.mark.scene("never")
+def test_never_takes_a_status_for_final(scene: Scene) -> None:
+    """Even 138, which asks for a restart elsewhere."""
+    assert statuses(scene) == [138]
+    assert scene.verdict().reason == "MasterFailed"
+    assert "138 (SIGUSR1)" in scene.verdict().message
+
+
+@pytest.mark.scene("never_killed")
+def test_never_takes_a_signal_for_final(scene: Scene) -> None:
+    """A SIGKILL counts as 137."""
+    assert statuses(scene) == [137]
+    assert scene.verdict().reason == "MasterFailed"
+
+
+@pytest.mark.scene("shared_limit")
+def test_all_replicas_share_one_limit(scene: Scene) -> None:
+    """backoffLimit=2 is spent by failures of three different replicas."""
+    assert [one.replica for one in scene.attempts] == ["worker-1", "worker-2", "worker-0"]
+    assert statuses(scene) == [3, 4, 137]
+    verdict = scene.verdict()
+    assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "failure 3, with backoffLimit 2" in verdict.message
+
+
+@pytest.mark.slow
+@pytest.mark.scene("preempted")
+def test_preemptions_are_no_failures(scene: Scene) -> None:
+    """Ten preemptions and one failure, with backoffLimit=1: it lives, and succeeds."""
+    endings = [one.ending for one in scene.attempts]
+    assert endings == [*[Ending.PREEMPTED] * PREEMPTIONS, Ending.FAILED, Ending.SUCCEEDED]
+    assert [one.life for one in scene.attempts] == [*range(PREEMPTIONS + 1), PREEMPTIONS]
+    assert types(scene).count("Preempted") == PREEMPTIONS
+    assert scene.verdict().type == "Succeeded"
+
+
+@pytest.mark.scene("preempted_too_often")
+def test_preemptions_have_a_limit_of_their_own(scene: Scene) -> None:
+    """With preemptionLimit=1 the second one ends the job, and no replica is started again."""
+    assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED] * 2
+    assert scene.verdict().reason == "PreemptionLimitExceeded"
+
+
+@pytest.mark.scene("deadline")
+def test_the_deadline_counts_over_all_lives(scene: Scene) -> None:
+    """Half of activeDeadlineSeconds in one life, half in the next; then it is over for good."""
+    assert [one.life for one in scene.attempts] == [0, 1]
+    assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED, Ending.DEADLINE]
+    assert scene.verdict().reason == "DeadlineExceeded"
+    assert slurms_state(scene) == "FAILED|93:0"
+
+
+@pytest.mark.slow
+@pytest.mark.scene("suspended")
+def test_a_suspension_does_not_count_against_the_deadline(scene: Scene) -> None:
+    """A job that was suspended for longer than activeDeadlineSeconds goes on to its end."""
+    assert scene.seen["while suspended"].strip() == "SUSPENDED"
+    assert scene.verdict().type == "Succeeded"
+
+
+@pytest.mark.scene("init_fails")
+def test_an_init_step_that_fails_fails_its_replica(scene: Scene) -> None:
+    """Its status is the replica's, and the replica itself is not started."""
+    assert statuses(scene) == [4]
+    assert "looking" in scene.printed(0)
+    assert "init step 'look' of worker-0 failed with status 4" in scene.printed(0)
+    assert "attempt" not in scene.printed(0)
+
+
+@pytest.mark.scene("uneven")
+def test_ranks_are_counted_from_the_master_on(scene: Scene) -> None:
+    """Replicas of several ranks and several replicas on a node: each rank knows its place."""
+    lines = [scene.printed(task).splitlines()[0] for task in range(9)]
+    names = [line.split()[0] for line in lines]
+    assert names == ["master-0", *[f"worker-{n}" for n in range(4) for _ in range(2)]]
+    found = [re.search(r"RANK=(\d+) WORLD_SIZE=9 LOCAL_RANK=(\d+) LOCAL_WORLD_SIZE=(\d+) "
+                       r"SLURMD_NODENAME=(\S+)", line) for line in lines]  # fmt: skip
+    assert all(found)
+    where = [tuple(one.groups()) for one in found if one]
+    assert [int(rank) for rank, *_ in where] == list(range(9))
+    assert [int(local) for _, local, *_ in where] == [0, 0, 1, 2, 3, 0, 1, 2, 3]
+    assert [int(size) for _, _, size, _ in where] == [1, *[4] * 8]
+    nodes = [node for *_, node in where]
+    assert len({*nodes}) == 3
+    assert len({*nodes[1:5]}) == len({*nodes[5:]}) == 1

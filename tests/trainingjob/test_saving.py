@@ -1,0 +1,48 @@
+"""A TrainingJob whose script has a Run is preempted and loses nothing. On a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainingjob.scene import HERE, Scene
+
+from hydroslurm.events import EventKind, read_events
+from hydroslurm.supervisor.ledger import Ending
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.mark.scene("saved")
+def test_a_preempted_run_goes_on_where_it_was(scene: Scene, tmp_path: Path) -> None:
+    """Preempted once, it ends with the weights of a run left alone; a requeue is no failure."""
+    assert scene.verdict().type == "Succeeded"
+    assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED, Ending.SUCCEEDED]
+    (tmp_path / "hurry").touch()
+    alone = subprocess.run(
+        [sys.executable, HERE.parent / "launch/submitted.py", tmp_path],
+        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    assert json.loads(scene.printed(0).splitlines()[-1]) == json.loads(alone.stdout)
+
+
+@pytest.mark.scene("saved")
+def test_the_spec_decides_where_and_how_often_it_saves(scene: Scene) -> None:
+    """checkpointDirectory and saveEverySeconds count above what the script says, which is never."""
+    events = list(read_events(scene.run.rank_events(0)))
+    first_life = [event for event in events if event.restart_count == 0]
+    stopped = next(n for n, one in enumerate(first_life) if one.kind is EventKind.STOP_REQUESTED)
+    saves = [one for one in first_life[:stopped] if one.kind is EventKind.SAVE_COMMITTED]
+    assert len(saves) >= 2
+    kept = scene.folder / "kept here"
+    assert list(kept.glob("step-*"))
+    listed = scene.hydroslurm("checkpoint", "ls", str(scene.run.root))
+    assert all(str(int(path.name[5:])) in listed.stdout for path in kept.glob("step-*"))
