@@ -1,4 +1,4 @@
-"""sbatch/pause.sbatch and sbatch/partitions.conf on a real Slurm."""
+"""sbatch/pause.sbatch and sbatch/torchrun.sbatch on a real Slurm."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from hydroslurm.report.history import read_history
 from hydroslurm.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
+
+LIMIT_S = 180.0
 
 
 def slurm(cluster: DevCluster, *command: str, cwd: Path) -> str:
@@ -55,39 +57,29 @@ def test_batch_job_is_parked_for_an_urgent_one(
     assert (pause.causes, pause.signal) == (("slurm",), "SIGTSTP")
 
 
-def test_requeue_snippet_is_what_the_cluster_runs_with(
+@pytest.mark.slow
+def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
     requeue_cluster: DevCluster, root: Path, tmp_path: Path
 ) -> None:
-    """Every setting of the requeue snippet is one that is in force where requeues are tested."""
-    snippet = (root / "sbatch" / "partitions-requeue.conf").read_text()
-    config = slurm(requeue_cluster, "scontrol", "show", "config", cwd=tmp_path)
-    for name in ("PreemptType", "PreemptMode", "JobRequeue"):
-        (wanted,) = re.findall(rf"^{name}=(\S+)", snippet, flags=re.MULTILINE)
-        (seen,) = re.findall(rf"^{name}\s*= (\S+)", config, flags=re.MULTILINE)
-        assert seen == wanted, name
-    for name in ("low", "urgent"):
-        (line,) = re.findall(rf"^PartitionName={name} .*", snippet, flags=re.MULTILINE)
-        shown = slurm(requeue_cluster, "scontrol", "-o", "show", "partition", name, cwd=tmp_path)
-        seen_settings = dict(word.partition("=")[::2] for word in shown.split())
-        for setting in ("PriorityTier", "PreemptMode"):
-            (wanted,) = re.findall(rf"{setting}=(\S+)", line)
-            assert seen_settings[setting] == wanted, (name, setting)
-
-
-def test_snippet_is_what_the_cluster_runs_with(
-    pause_cluster: DevCluster, root: Path, tmp_path: Path
-) -> None:
-    """Every preemption setting of the snippet is in force where the other test has seen it work."""
-    snippet = (root / "sbatch" / "partitions.conf").read_text()
-    config = slurm(pause_cluster, "scontrol", "show", "config", cwd=tmp_path)
-    for name in ("PreemptType", "PreemptMode", "SelectType"):
-        (wanted,) = re.findall(rf"^{name}=(\S+)", snippet, flags=re.MULTILINE)
-        (seen,) = re.findall(rf"^{name}\s*= (\S+)", config, flags=re.MULTILINE)
-        assert set(seen.split(",")) == set(wanted.split(",")), name
-    for name in ("low", "urgent"):
-        (line,) = re.findall(rf"^PartitionName={name} .*", snippet, flags=re.MULTILINE)
-        shown = slurm(pause_cluster, "scontrol", "-o", "show", "partition", name, cwd=tmp_path)
-        seen_settings = dict(word.partition("=")[::2] for word in shown.split())
-        for setting in ("PriorityTier", "PreemptMode", "OverSubscribe"):
-            (wanted,) = re.findall(rf"{setting}=(\S+)", line)
-            assert seen_settings[setting] == wanted, (name, setting)
+    """The script runs unchanged; below the agents the ranks save, the job is requeued, and its next
+    life goes on behind the step that was saved, to the end."""
+    (tmp_path / "examples").symlink_to(root / "examples")
+    script = str(root / "sbatch" / "torchrun.sbatch")
+    # the nodes of a dev cluster have no names that could be looked up
+    here = "--export=ALL,RANKS_PER_NODE=1,MASTER_ADDR=127.0.0.1,GLOO_SOCKET_IFNAME=lo"
+    options = ("--epochs", "20", "--log-every", "10")
+    job = slurm(requeue_cluster, "sbatch", "--parsable", here, script, *options, cwd=tmp_path)
+    log = tmp_path / f"torchrun-{job}.out"
+    wait_until(lambda: log.exists() and " step 10 " in log.read_text(), "steps", limit_s=LIMIT_S)
+    urgent = ("srun", "--partition=urgent", "--exclusive", "--nodes=2", "true")
+    slurm(requeue_cluster, *urgent, cwd=tmp_path)
+    wait_until(lambda: "sha256" in log.read_text(), "the end of the training", limit_s=LIMIT_S)
+    assert f"job {job} is requeued and goes on later" in log.read_text()
+    went_on = re.search(r"life 2 goes on from step (\d+)", log.read_text())
+    assert went_on is not None
+    assert int(went_on[1]) >= 10
+    wait_until(
+        lambda: len(re.findall("leaves with status 0", log.read_text())) == 2,
+        "the agents",
+        limit_s=LIMIT_S,
+    )
