@@ -31,6 +31,7 @@ SCRIPTS = (
     "ranks",
     "long_suspend",
     "fault_rounds",
+    "startup",
     "gpu_check",
 )
 LIMIT_S = 1200.0

@@ -27,7 +27,7 @@ def _run(script: str, *arguments: str) -> tuple[dict[str, Any], list[str]]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -106,7 +106,7 @@ def test_bench_keeps_results_and_spares_readme(tmp_path: Path) -> None:
     readme = (PROFILING.parent / "README.md").read_bytes()
     argv = [sys.executable, str(PROFILING / "bench.py"), "--quick", "--only", "gpu_check"]
     subprocess.run(
-        [*argv, "--out", str(tmp_path)], check=True, timeout=150, stdout=subprocess.DEVNULL
+        [*argv, "--out", str(tmp_path)], check=True, timeout=400, stdout=subprocess.DEVNULL
     )
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_check.json"]
     assert readme_table.load(tmp_path) == {}
@@ -146,3 +146,17 @@ def test_only_what_is_between_the_markers_is_replaced() -> None:
     assert readme_table.replace_between(text, "new") == f"before\n{begin}\nnew\n{end}\nafter\n"
     with pytest.raises(ValueError, match="wanted one"):
         readme_table.replace_between("no markers", "new")
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_startup() -> None:
+    """Every start has a figure, and its peer or its noise beside it."""
+    require_slurm()
+    result, _ = _run("startup.py", "--json")
+    for key in ("python_start_ratio", "python_start_ratio_bare_again", "python_start_ms", "help_s"):
+        assert result[key] > 0
+    assert result["submit_to_first_operator_s"] > 0
+    assert result["sbatch_to_first_operator_s"] > 0
+    assert result["submit_to_first_operator_ratio"] > 0
+    assert (result["starts"], result["submissions"]) == (10, 1)

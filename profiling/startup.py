@@ -1,0 +1,183 @@
+"""What it costs to begin: Python with the package installed, the command line, a job's first
+operator.
+
+`python_start_ratio`: the start of a Python that has the package, which nobody asked for
+(HYDROSLURM_PREEMPT is not set), to the start of one that has not. Two bare virtual environments
+that differ in the package and its .pth file only; a third one, bare like the first, shows the
+noise. `submit_to_first_operator_s`: from the start of `hydroslurm submit job.yaml` to the end of
+the first operator in the rank, on a dev cluster of its own; the peer is plain sbatch with srun and
+the same script, in the same rounds. Import of torch included, in both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from harness import Options, finish, median_ratio, options
+
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = HERE.parent / "hydroslurm"
+SCRIPT = HERE / "first_operator.py"
+LIMIT_S = 120.0
+HELP = "from hydroslurm.cli import main; main()"  # what the program `hydroslurm` is
+
+
+def make_python(folder: Path, *, with_package: bool) -> Path:
+    """A bare virtual environment; returns its Python."""
+    venv.create(folder, symlinks=True)
+    if with_package:
+        (site,) = folder.glob("lib/python*/site-packages")
+        nothing = shutil.ignore_patterns("__pycache__", "*.pth")
+        shutil.copytree(PACKAGE, site / "hydroslurm", ignore=nothing)
+        shutil.copyfile(PACKAGE / "autoload.pth", site / "hydroslurm_autoload.pth")
+    return folder / "bin" / "python"
+
+
+def interleaved(arms: dict[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
+    """What each arm gives in each round; every round begins with another arm."""
+    seen: dict[str, list[float]] = {name: [] for name in arms}
+    for index in range(rounds):
+        first = index % len(arms)
+        for name in [*list(arms)[first:], *list(arms)[:first]]:
+            seen[name].append(arms[name]())
+    return seen
+
+
+def seconds_of(argv: Sequence[str]) -> float:
+    """From the start of a program to its end."""
+    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    nowhere = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+    begin = time.perf_counter()
+    pid = os.posix_spawn(argv[0], argv, environ, file_actions=nowhere)
+    _, status = os.waitpid(pid, 0)
+    took_s = time.perf_counter() - begin
+    if status != 0:
+        raise RuntimeError(f"{argv[0]} ended with {os.waitstatus_to_exitcode(status)}")
+    return took_s
+
+
+def python_starts(folder: Path, *, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each start: bare, with the package, and bare again."""
+    pythons = {
+        name: make_python(folder / name, with_package=name == "with")
+        for name in ("bare", "with", "again")
+    }
+
+    def start(python: Path) -> Callable[[], float]:
+        return lambda: seconds_of([str(python), "-c", ""])
+
+    arms = {name: start(python) for name, python in pythons.items()}
+    interleaved(arms, rounds=3)  # files into the cache
+    return interleaved(arms, rounds=rounds)
+
+
+class Submissions:
+    """Submits the same script in two ways, and waits each time until the cluster is idle again."""
+
+    def __init__(self, cluster: DevCluster, folder: Path) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._count = 0
+
+    def spec(self) -> float:
+        """Seconds from `hydroslurm submit job.yaml` to the first operator."""
+        stamp = self._stamp()
+        job = {
+            "replicaSpecs": [
+                {"replicas": 1, "template": {"command": ["python", str(SCRIPT), str(stamp)]}}
+            ]
+        }
+        file = stamp.with_suffix(".yaml")
+        file.write_text(json.dumps(job))  # JSON is YAML
+        runs = str(self._folder / "runs")
+        return self._seconds(
+            [sys.executable, "-c", HELP, "submit", "--folder", runs, str(file)], stamp
+        )
+
+    def sbatch(self) -> float:
+        """The same with plain sbatch and srun."""
+        stamp = self._stamp()
+        wrap = f"srun -n1 {sys.executable} {SCRIPT} {stamp}"
+        return self._seconds(
+            ["sbatch", "-n1", "-o", str(stamp.with_suffix(".out")), "--wrap", wrap], stamp
+        )
+
+    def _stamp(self) -> Path:
+        self._count += 1
+        return self._folder / f"first-{self._count}"
+
+    def _seconds(self, argv: list[str], stamp: Path) -> float:
+        self._until(lambda: not self._cluster.run(["squeue", "-h"]).stdout, "the cluster is idle")
+        begin_ns = time.monotonic_ns()
+        done = subprocess.run(
+            argv,
+            cwd=self._folder,
+            env=self._cluster.child_environ(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(argv)} failed: {done.stderr.strip()}")
+        self._until(stamp.exists, f"the first operator of {argv}")
+        return (int(stamp.read_text()) - begin_ns) / 1e9
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {LIMIT_S:g} s: {what}")
+            time.sleep(0.02)
+
+
+def submissions(folder: Path, *, rounds: int) -> dict[str, list[float]]:
+    """Seconds to the first operator, in both ways."""
+    with DevCluster.up(ClusterSpec(nodes=1)) as cluster:
+        both = Submissions(cluster, folder)
+        arms = {"spec": both.spec, "sbatch": both.sbatch}
+        if rounds > 1:
+            interleaved(arms, rounds=1)  # torch into the cache, the gate built
+        return interleaved(arms, rounds=rounds)
+
+
+def measure(chosen: Options, folder: Path) -> dict[str, float]:
+    starts = python_starts(folder, rounds=10 if chosen.quick else 600)
+    helps = [
+        seconds_of([sys.executable, "-c", HELP, "--help"]) for _ in range(3 if chosen.quick else 30)
+    ]
+    jobs = submissions(folder, rounds=1 if chosen.quick else 12)
+    return {
+        "python_start_ratio": median_ratio(starts, "with", "bare"),
+        "python_start_ratio_bare_again": median_ratio(starts, "again", "bare"),
+        "python_start_ms": 1e3 * statistics.median(starts["bare"]),
+        "help_s": statistics.median(helps),
+        "submit_to_first_operator_s": statistics.median(jobs["spec"]),
+        "sbatch_to_first_operator_s": statistics.median(jobs["sbatch"]),
+        "submit_to_first_operator_ratio": median_ratio(jobs, "spec", "sbatch"),
+        "starts": len(starts["bare"]),
+        "submissions": len(jobs["spec"]),
+    }
+
+
+def main() -> None:
+    chosen = options("What it costs to begin: Python, the command line, a job's first operator.")
+    with tempfile.TemporaryDirectory(prefix="hydroslurm-startup-") as folder:
+        result = measure(chosen, Path(folder))
+    finish(chosen, "startup: Python, --help, and a job's first operator", result)
+
+
+if __name__ == "__main__":
+    main()
