@@ -7,7 +7,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 
 pytest_plugins = ["hydroslurm.devcluster.pytest_plugin"]
@@ -21,7 +23,33 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # a test machine has few cores; without this every child starts a pool of threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+
+# an example may take longer than 200 ms: the machine is shared, with another worker at least
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
+
+# every child reads children/sitecustomize.py; a worker of pytest-xdist has it from its parent
+_children, _given = str(TESTS / "children"), os.environ.get("PYTHONPATH", "")
+if _children not in _given.split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_children, _given)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: who runs what."""
+    from sidebyside import ByModule
+
+    config.option.loadscopereorder = False
+    return ByModule(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist: this is one of several
+        from sidebyside import in_turn
+
+        in_turn(items)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """A program that saves sharded states with 4 gloo ranks, and loads them with 1, 2, 3 and 4.
 
-    shardings.py FOLDER CASE    a line "loaded by RANKS" per check, then "done N"
-
-Every rank keeps, beside the checkpoint, what the whole tensors were: loading compares bit for bit.
+For each line of input, ``FOLDER CASE``, it prints a line "loaded by RANKS" per check, and "ended
+CODE". It loads torch once and forks. Every rank keeps, beside the checkpoint, what the whole
+tensors were: loading compares bit for bit.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -108,13 +109,29 @@ def main() -> None:
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
     # it says that gathering a tensor that is split twice is slow
     logging.getLogger("torch").setLevel(logging.ERROR)
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    assert together(SAVERS, lambda peers: _save(folder, name, peers)) == [0] * SAVERS
-    for world_size in (1, 2, 3, 4):
-        ended = together(world_size, lambda peers: _load(folder, name, peers))
-        assert ended == [0] * world_size, f"{name} loaded by {world_size}: {ended}"
-        print("loaded by", world_size, flush=True)
-    print("done", 4)
+    torch.optim.AdamW([torch.ones(1)])  # imports most of what torch has, before the forks
+    print("ready", flush=True)
+    for line in sys.stdin:
+        folder, name = line.split()
+        pid = os.fork()
+        if pid == 0:
+            _check(Path(folder), name)
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def _check(folder: Path, name: str) -> NoReturn:
+    code = 1
+    try:
+        assert together(SAVERS, lambda peers: _save(folder, name, peers)) == [0] * SAVERS
+        for world_size in (1, 2, 3, 4):
+            ended = together(world_size, lambda peers: _load(folder, name, peers))
+            assert ended == [0] * world_size, f"{name} loaded by {world_size}: {ended}"
+            print("loaded by", world_size, flush=True)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _save(folder: Path, name: str, peers: PipePeers) -> None:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import child
+from processes import Child, child
 
 PROGRAM = Path(__file__).with_name("shardings.py")
 
 
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """The process from which ranks are forked."""
+    code = f"import sys; sys.path.insert(0, {str(PROGRAM.parent.parent)!r})\n"
+    code += f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
+    with child(code, tmp_path_factory.mktemp("shardings")) as program:
+        program.expect("ready", limit_s=240)
+        yield program
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ddp", "fsdp", "uneven", "hsdp", "fsdp_tp"])
-def test_with_another_number_of_ranks(quick_folder: Path, case: str) -> None:
+def test_with_another_number_of_ranks(checker: Child, quick_folder: Path, case: str) -> None:
     """Model and optimizer come back whole and in shards of any layout, and train on."""
-    code = f"import sys; sys.argv[1:] = {[str(quick_folder), case]!r}\n"
-    code += f"sys.path.insert(0, {str(PROGRAM.parent.parent)!r})\n"
-    code += f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
-    with child(code, quick_folder, environ={"OMP_NUM_THREADS": "1"}) as running:
-        assert running.expect("done", limit_s=240) == "4"
-        assert running.wait() == 0
+    begin = len(checker.lines)
+    checker.say(f"{quick_folder} {case}")
+    assert checker.expect("ended", limit_s=240) == "0", checker
+    said = [line for line in checker.lines[begin:] if line.startswith("loaded by")]
+    assert said == [f"loaded by {ranks}" for ranks in (1, 2, 3, 4)]

@@ -348,7 +348,7 @@ def test_in_new_processes(tmp_path: Path) -> None:
         subprocess.run(
             [sys.executable, "-c", LIFE, str(Path(__file__).parent), tmp_path, str(number), stop],
             check=True,
-            timeout=120,
+            timeout=300,
         )
     for kind, (_, make) in WITH_WORKERS.items():
         expected, _ = run(lambda make=make: make(num_workers=1))

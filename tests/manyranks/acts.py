@@ -88,7 +88,7 @@ def worlds(cluster: DevCluster, folder: Path) -> Story:
 def long_suspend(cluster: DevCluster, folder: Path, *, command: str) -> Story:
     """Suspended for ten times the time-out of its collectives."""
     options = (f"--collective-timeout-s={COLLECTIVE_TIMEOUT_S}",)
-    training = RanksTraining(cluster, folder, command=command, epochs=2, options=options)
+    training = RanksTraining(cluster, folder, command=command, epochs=1, options=options)
     training.submit(f"--nodelist={OTHERS}")
     training.wait_for_ranks(1)
     training.wait_for_step(10)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from manyranks.acts import ACTS, COMPARABLE, Story
 from manyranks.rankstraining import CURTAIN, EPOCHS, script_options
-from session.training import LIMIT_S, ROOT
+from session.training import ALONE_LIMIT_S, ROOT
 
 from hydroslurm.devcluster import DevCluster
 
@@ -113,7 +113,7 @@ def trained_alone(folder: Path, script: str, *options: str) -> dict[str, Any]:
     program = Path(__file__).with_name("alone.py")
     command = [sys.executable, str(program), json.dumps(training)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder, check=False
+        command, capture_output=True, text=True, timeout=ALONE_LIMIT_S, cwd=folder, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(json.loads(out.read_text()))

@@ -21,10 +21,10 @@ from hydroslurm.launch.batchscript import MULTI_NODE, requeue_script
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 """The nodes of a dev cluster have no names that could be looked up."""
-EPOCHS = 12
-STEPS_PER_EPOCH = 30
+EPOCHS = 6  # of 60 steps
+BATCH_SIZE = 24
 EVERY_STEPS = 60
-LOOK_S = 0.03
+LOOK_S = 0.06
 CURTAIN = threading.Event()
 """Nobody wants to know any more."""
 AS_IT_IS = MULTI_NODE.command
@@ -186,7 +186,12 @@ class RanksTraining(Training):
 
 def script_options(out: Path, *, epochs: int) -> list[str]:
     """The same for a training that is stopped and the one that is compared with it."""
-    return [f"--epochs={epochs}", f"--every-steps={EVERY_STEPS}", f"--out={out}"]
+    return [
+        f"--epochs={epochs}",
+        f"--batch-size={BATCH_SIZE}",
+        f"--every-steps={EVERY_STEPS}",
+        f"--out={out}",
+    ]
 
 
 def _of_life(events: list[Event], life: int) -> list[Event]:

@@ -1,7 +1,7 @@
 """Programs that the runtime tests run as children."""
 
 TRAIN = """
-    import hashlib, sys, torch
+    import hashlib, sys, threading, torch
     import hydroslurm
 
     torch.manual_seed(0)
@@ -14,6 +14,13 @@ TRAIN = """
     print("ready", hydroslurm.controller().gate.name)
     limit = int(sys.argv[2]) if len(sys.argv) > 2 else 10**9
     step = 0
+
+    def listen():  # a line ends the training some steps later
+        global limit
+        if sys.stdin.readline():
+            limit = step + 100
+
+    threading.Thread(target=listen, daemon=True).start()
     while step < limit:
         optimizer.zero_grad()
         engine(data).square().mean().backward()
@@ -21,5 +28,6 @@ TRAIN = """
         step += 1
         hydroslurm.set_step(step)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in engine.parameters()))
+    print("steps", step)
     print("hash", digest.hexdigest())
 """

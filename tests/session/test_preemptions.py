@@ -21,7 +21,7 @@ from hydroslurm.devcluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-EPOCHS = 60  # of 23 steps
+EPOCHS = 15  # of 90 steps
 STOPS = 5
 SEED = 20261121
 
@@ -40,7 +40,7 @@ def trainings(
         cluster: DevCluster,
         drive: Callable[[Training], None],
         *opts: str,
-        think_s: float = 0.01,
+        think_s: float = 0.02,
     ) -> Future[Training]:
         def whole() -> Training:
             training = Training(cluster, base / way, EPOCHS, think_s).submit(*opts)
@@ -62,7 +62,7 @@ def trainings(
                 "--nodelist=n2",
                 "--time=1",
                 "--signal=URG@40",
-                think_s=0.1,  # so that five lives of up to half a minute do not finish it
+                think_s=0.12,  # so that five lives of up to half a minute do not finish it
             ),
         }
 

@@ -22,10 +22,14 @@ from hydroslurm.session.lives import Ledger, LifeRecord
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_run.py"
 LIMIT_S = 300.0
+ALONE_LIMIT_S = 600.0
+"""It runs beside those that are stopped."""
 
 
 def options(out: Path, *, epochs: int) -> list[str]:
-    return ["--epochs", str(epochs), "--every-steps", "150", "--log-every", "5", "--out", str(out)]
+    # small batches: many steps, which is what is stopped, for little work
+    batches = ["--batch-size", "16", "--every-steps", "150", "--log-every", "5"]
+    return [*batches, "--epochs", str(epochs), "--out", str(out)]
 
 
 def trained_alone(folder: Path, *, epochs: int) -> dict[str, Any]:
@@ -36,7 +40,7 @@ def trained_alone(folder: Path, *, epochs: int) -> dict[str, Any]:
         [*command, *options(out, epochs=epochs)],
         check=True,
         capture_output=True,
-        timeout=LIMIT_S,
+        timeout=ALONE_LIMIT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     return dict(json.loads(out.read_text()))
