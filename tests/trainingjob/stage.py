@@ -20,6 +20,7 @@ from hydroslurm.supervisor.supervise import PEERS_S
 ENDINGS: list[int | str] = [1, 130, 137, 138, 140, 143, "kill SIGKILL", "kill SIGTERM"]
 """Statuses of a master, and the signals that end it."""
 PREEMPTIONS = 10
+EXAMPLES = HERE.parent.parent / "examples"
 NODES = 12
 PREEMPTED_NODES = ["n9", "n10"]
 PREEMPTED_NODE = "n11"
@@ -232,8 +233,8 @@ def init_fails(cluster: DevCluster, folder: Path) -> Scene:
 def manifest(cluster: DevCluster, folder: Path, *, torchrun: bool) -> Scene:
     """T9k's, as it is or with one word changed."""
     folder.mkdir()
-    shutil.copy(HERE / "dist_digits.py", folder)
-    text = (HERE.parent.parent / "examples/t9k-manifest.yaml").read_text()
+    shutil.copy(EXAMPLES / "dist_digits.py", folder)
+    text = (EXAMPLES / "t9k-manifest.yaml").read_text()
     changed = text.replace(
         "torchrunConfig:\n    enable: true", "torchrunConfig:\n    enable: false"
     )
@@ -254,7 +255,7 @@ def manifest_srun(cluster: DevCluster, folder: Path) -> Scene:
 
 def minimal(cluster: DevCluster, folder: Path) -> Scene:
     folder.mkdir()
-    shutil.copy(HERE / "dist_digits.py", folder)
+    shutil.copy(EXAMPLES / "dist_digits.py", folder)
     (folder / "minimal.yaml").write_text(
         "replicaSpecs:\n"
         "  - replicas: 4\n"

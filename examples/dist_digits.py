@@ -6,27 +6,20 @@ It knows nothing of hydroslurm, and takes RANK, WORLD_SIZE and MASTER_ADDR from 
 from __future__ import annotations
 
 import argparse
-import gzip
-import importlib.util
 import os
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def digits() -> TensorDataset:
-    """scikit-learn's 1,797 images of 8 x 8, read without importing scikit-learn."""
-    spec = importlib.util.find_spec("sklearn")
-    assert spec is not None
-    assert spec.origin is not None
-    with gzip.open(Path(spec.origin).parent / "datasets/data/digits.csv.gz", "rt") as file:
-        rows = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
-    return TensorDataset(rows[:, :64] / 16, rows[:, 64].long())
+    """1,797 images of 8 x 8, as rows of 64 numbers from 0 to 1."""
+    images, labels = load_digits(return_X_y=True)
+    return TensorDataset(torch.from_numpy(images).float() / 16, torch.from_numpy(labels))
 
 
 def main() -> None:
