@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import RunFolderError
+from hydroslurm.supervisor.decision import Decision
 
 
 class Ending(str, Enum):
@@ -31,20 +32,6 @@ class Ending(str, Enum):
     TIME_LIMIT = "time_limit"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What an attempt was the last word of.
-
-    Attributes:
-        failed: whether the job has.
-        reason, words: one word, one sentence.
-    """
-
-    failed: bool
-    reason: str
-    words: str
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,16 @@ class Ends:
                 self.order.append(task)
 
 
+def last_words(log: Path) -> str:
+    """The last line of srun's that is an error."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError as error:
+        return str(error)
+    found = [line for line in lines if line.startswith(("srun: error: ", "srun: fatal: "))]
+    return found[-1] if found else f"see {log}"
+
+
 @dataclass
 class RunningStep:
     """The process that has a job step; a child of ours, or of a supervisor that is no more."""

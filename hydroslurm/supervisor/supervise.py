@@ -24,13 +24,15 @@ from hydroslurm.slurm.stops import Stop, StopReason, ask_why
 from hydroslurm.spec.job import TrainingJob
 from hydroslurm.supervisor.conditions import ConditionType, add_condition, read_conditions, verdict
 from hydroslurm.supervisor.deadline import ActiveTime
+from hydroslurm.supervisor.decision import DEADLINE_EXCEEDED, Decision, decide
 from hydroslurm.supervisor.judge import Judgement, Next, judge
-from hydroslurm.supervisor.ledger import Attempt, Attempts, Decision, Ending
+from hydroslurm.supervisor.ledger import Attempt, Attempts, Ending
 from hydroslurm.supervisor.steps import (
     LOST,
     Ends,
     RunningStep,
     host_list,
+    last_words,
     meeting_place,
     python_of,
     rank_variables,
@@ -47,7 +49,6 @@ LONGEST_DELAY_S = 10.0
 """Before the n-th restart it waits n seconds, and at most so many: what fails at once and always is
 not to fail a hundred times a minute."""
 TICK_S = 0.1
-DEADLINE_EXCEEDED = "DeadlineExceeded"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,12 @@ class Supervisor:
         if judgement.next is Next.LEAVE or stop is not None:
             step.wait(time.monotonic() + SAVE_S)
             return self._leave(attempt, stop, saved=judgement.next is Next.LEAVE)
-        decision = self._decision(judgement)
+        decision = decide(
+            judgement,
+            self._job.run_policy,
+            earlier_failures=self._attempts.failures(),
+            is_over_deadline=self._is_over_deadline(),
+        )
         attempt = self._attempts.end(
             attempt,
             _ending(judgement, decision),
@@ -132,24 +138,6 @@ class Supervisor:
         self._see_out(step, PEERS_S)
         self._become("Restarting", judgement.reason, judgement.words)
         self._pause_between(self._attempts.failures() if judgement.is_failure else 0)
-        return None
-
-    def _decision(self, judgement: Judgement) -> Decision | None:
-        """What becomes of the job; None where it is started again."""
-        if judgement.next is Next.SUCCEED:
-            return Decision(False, judgement.reason, judgement.words)
-        policy = self._job.run_policy
-        if self._is_over_deadline():
-            words = f"activeDeadlineSeconds ({policy.active_deadline_seconds}) are over"
-            return Decision(True, DEADLINE_EXCEEDED, words)
-        if judgement.next is Next.FAIL:
-            return Decision(True, judgement.reason, judgement.words)
-        failures = self._attempts.failures() + judgement.is_failure
-        if judgement.is_failure and failures > policy.backoff_limit:
-            words = (
-                f"{judgement.words}: failure {failures}, with backoffLimit {policy.backoff_limit}"
-            )
-            return Decision(True, "BackoffLimitExceeded", words)
         return None
 
     def _decided_before(self) -> Outcome | None:
@@ -177,6 +165,8 @@ class Supervisor:
                 step = self._step_of(attempt)
                 if step is None:
                     # killed between the two: the step may run, but nobody knows its process
+                    with contextlib.suppress(SlurmError):
+                        self._client.signal(self._allocation.job_id, signal.SIGKILL)
                     self._attempts.end(attempt, Ending.PREEMPTED)
                     continue
                 self._say(f"goes on with attempt {attempt.number}, whose supervisor was killed")
@@ -205,11 +195,14 @@ class Supervisor:
 
     def _step_environ(self) -> dict[str, str]:
         nodes = self._allocation.nodes
+        address = nodes[0]
+        with contextlib.suppress(SlurmError):  # most sites can look its name up
+            address = self._client.node_address(nodes[0])
         hosts = self._run.root / "hosts"
         hosts.write_text(host_list(self._plan, nodes), encoding="utf-8")
         return {
             **self._environ,
-            **meeting_place(self._client.node_address(nodes[0])),
+            **meeting_place(address),
             **({} if self._plan.is_even else {"SLURM_HOSTFILE": str(hosts)}),
             **rank_variables(self._job),
             RUN_DIR_ENV: str(self._run.root),
@@ -220,6 +213,9 @@ class Supervisor:
         while True:
             over = step.has_ended()  # first: what it said before it ended is in the file then
             ends.look()
+            if over and not ends.order:
+                words = f"srun has started no task: {last_words(ends.path)}"
+                return Judgement(Next.RESTART, None, LOST, True, "StepFailed", words)
             if over:
                 ends.fill_in(len(self._plan.tasks), step.status or LOST)
             judgement = judge(self._plan, ends.statuses, ends.order)

@@ -17,6 +17,7 @@ from hydroslurm.supervisor.steps import (
     Ends,
     RunningStep,
     host_list,
+    last_words,
     meeting_place,
     rank_variables,
     srun_command,
@@ -99,3 +100,14 @@ def test_a_step_of_another_supervisor_is_ended() -> None:
     assert child.wait(60) == -signal.SIGKILL
     child.stdin.close()  # type: ignore[union-attr]
     child.stdout.close()
+
+
+def test_what_srun_says_when_it_starts_nothing(tmp_path: Path) -> None:
+    """Its last error, for the job's conditions; where there is none, the place to look."""
+    log = tmp_path / "srun.log"
+    log.write_text(
+        "srun: jobid 3\nsrun: error: first\nsrun: error: Unable to create step\nsrun: x\n"
+    )
+    assert last_words(log) == "srun: error: Unable to create step"
+    log.write_text("srun: jobid 3\n")
+    assert str(log) in last_words(log)

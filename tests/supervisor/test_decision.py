@@ -1,0 +1,42 @@
+"""When a job is given up, and when it is started again."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydroslurm.spec.policies import RunPolicy
+from hydroslurm.supervisor.decision import DEADLINE_EXCEEDED, decide
+from hydroslurm.supervisor.judge import Judgement, Next
+
+FAILURE = Judgement(Next.RESTART, "worker-1", 3, True, "ReplicaFailed", "worker-1 failed")
+SUCCESS = Judgement(Next.SUCCEED, "worker-0", 0, reason="MasterSucceeded", words="it has ended")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "limit", "is_over"), [(0, 0, True), (1, 2, False), (2, 2, True)]
+)
+def test_failures_are_counted_against_one_limit(earlier: int, limit: int, is_over: bool) -> None:
+    """So many restarts, and the failure behind them is the last."""
+    policy = RunPolicy(backoff_limit=limit)
+    found = decide(FAILURE, policy, earlier_failures=earlier, is_over_deadline=False)
+    assert (found is not None) == is_over
+    assert found is None or (found.failed, found.reason) == (True, "BackoffLimitExceeded")
+
+
+def test_a_restart_that_is_no_failure_spends_nothing() -> None:
+    """restartPolicy Always, after a success."""
+    again = Judgement(Next.RESTART, "worker-0", 0, reason="Always")
+    policy = RunPolicy(backoff_limit=0)
+    assert decide(again, policy, earlier_failures=5, is_over_deadline=False) is None
+
+
+def test_success_comes_before_the_deadline_and_the_deadline_before_a_failure() -> None:
+    """What is done is done; what fails when its time is over has not failed of itself."""
+    policy = RunPolicy(active_deadline_seconds=60)
+    done = decide(SUCCESS, policy, earlier_failures=0, is_over_deadline=True)
+    assert done is not None
+    assert not done.failed
+    late = decide(FAILURE, policy, earlier_failures=0, is_over_deadline=True)
+    assert late is not None
+    assert (late.failed, late.reason) == (True, DEADLINE_EXCEEDED)
+    assert "activeDeadlineSeconds (60)" in late.words
