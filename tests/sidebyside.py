@@ -6,8 +6,6 @@ modules wait for Slurm most of their time; while one does, the other worker comp
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -23,11 +21,18 @@ class ByModule(LoadScopeScheduling):
         return next(whole, nodeid.partition("::")[0])
 
 
+FIRST = ("tests/manyranks/", "tests/session/test_preemptions.py", "tests/trainingjob/")
+"""What takes longest: the first computes all the time, the others wait most of it."""
+
+
 def in_turn(items: list[pytest.Item]) -> None:
-    """The longest first; beside it those that do not look at Slurm's clock; then the rest."""
+    """The longest first; then those that do not look at Slurm's clock; then the rest."""
     on_slurm = {item.path for item in items if item.get_closest_marker("slurm")}
 
-    def turn(path: Path) -> int:
-        return 0 if path.parent.name == "manyranks" else 1 + (path in on_slurm)
+    def turn(item: pytest.Item) -> int:
+        for number, start in enumerate(FIRST):
+            if item.nodeid.startswith(start):
+                return number
+        return len(FIRST) + (item.path in on_slurm)
 
-    items.sort(key=lambda item: turn(item.path))
+    items.sort(key=turn)

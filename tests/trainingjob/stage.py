@@ -109,11 +109,12 @@ def saved(cluster: DevCluster, folder: Path) -> Scene:
     """A script with a Run, preempted in the middle of its training."""
     folder.mkdir()
     shutil.copy(HERE.parent / "launch/submitted.py", folder)
+    shutil.copy(HERE / "slowly.py", folder)
     file = folder / "saved.yaml"
     file.write_text(
         f"""\
 name: saved
-replicaSpecs: [{{template: {{command: [python, submitted.py, .]}}}}]
+replicaSpecs: [{{template: {{command: [python, slowly.py]}}}}]
 scheduler: {{options: {{nodelist: {SAVING_NODE}}}}}
 runPolicy: {{backoffLimit: 0}}
 preemption: {{checkpointDirectory: kept here, saveEverySeconds: 1, livesWithoutProgress: 7}}

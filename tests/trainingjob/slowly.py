@@ -1,0 +1,11 @@
+"""What the preempted job of test_saving.py runs: steps that take a while, until there is a file
+``hurry``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from submitted import train
+
+print(json.dumps(train(Path(), think_s=0.3)))
