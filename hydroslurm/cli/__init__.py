@@ -30,24 +30,45 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes and colours would take half of the time of --help
 )
-app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
-app.command("run", context_settings=run.CONTEXT)(run.run)
-app.command("agent", context_settings=agent.CONTEXT)(agent.agent)
-app.command("pause")(job.pause)
-app.command("resume")(job.resume)
-app.command("requeue")(job.requeue)
-app.command("status")(job.status)
-app.command("validate")(spec.validate)
-app.command("render")(spec.render)
-app.command("schema")(spec.schema)
-app.command("describe")(trainingjob.describe)
-app.command("list")(trainingjob.list_jobs)
+app.command(
+    "submit",
+    short_help="Submit a job spec or a script, preemptible.",
+    context_settings=submit.CONTEXT,
+)(submit.submit)
+app.command(
+    "run",
+    short_help="Run an unmodified program so that it can be paused.",
+    context_settings=run.CONTEXT,
+)(run.run)
+app.command(
+    "agent",
+    short_help="Start ranks as torchrun does, and hand signals on to them.",
+    context_settings=agent.CONTEXT,
+)(agent.agent)
+app.command("pause", short_help="Park a process or a job between two operators.")(job.pause)
+app.command("resume", short_help="Let a paused process or job go on where it was.")(job.resume)
+app.command("requeue", short_help="Have a job save and go back into the queue.")(job.requeue)
+app.command("status", short_help="Show what Slurm and its ranks say of a job.")(job.status)
+app.command("validate", short_help="Check job specs, ours or T9k's.")(spec.validate)
+app.command("render", short_help="Print the batch script that submit would hand to sbatch.")(
+    spec.render
+)
+app.command("schema", short_help="Print the JSON Schema of a job spec.")(spec.schema)
+app.command("describe", short_help="Show what was asked for and what became of it.")(
+    trainingjob.describe
+)
+app.command("list", short_help="List my jobs that have a spec.")(trainingjob.list_jobs)
 app.command("cancel")(trainingjob.cancel)
 app.command("logs")(trainingjob.logs)
-app.command("attach")(trainingjob.attach)
-app.command("doctor")(doctor.doctor)
-app.command("report")(report.report)
+app.command("attach", short_help="Get a shell where a replica runs.")(trainingjob.attach)
+app.command("doctor", short_help="Say what a preemption does here, and what is risky.")(
+    doctor.doctor
+)
+app.command("report", short_help="Show every pause and stop of a run with its latencies.")(
+    report.report
+)
 app.add_typer(
     checkpoint.checkpoint_app,
     name="checkpoint",
@@ -62,7 +83,7 @@ app.add_typer(
 app.add_typer(
     spank.spank_app,
     name="spank",
-    help="The option --preempt of srun, sbatch and salloc: build, install, uninstall.",
+    help="The option --preempt of srun: build, install, uninstall.",
 )
 
 

@@ -118,13 +118,18 @@ def requeue_lines() -> list[str]:
     missing in its container, or the controller did not answer. 143 says that SIGTERM killed a rank
     before its Run was there, while it was importing; inside a grace Slurm 22.05 would then take the
     job for failed. A cancelled job must not be requeued (Slurm would do it, as long as its
-    processes live), and it is not RUNNING any more.
+    processes live): it is COMPLETING, as is one that has been requeued or whose time is over, and
+    only the last of them has a reason.
     """
     return textwrap.dedent(f"""\
-        if [ "$status" -eq {RUN_AGAIN} ] || {{
-            [ "$status" -eq {CANCELLED} ] &&
-                scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q JobState=RUNNING
-        }}; then
+        case "$status:$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)" in
+        {RUN_AGAIN}:*JobState=COMPLETING*Reason=TimeLimit*) again=1 ;;
+        {RUN_AGAIN}:*JobState=COMPLETING*) again= ;; # cancelled, or requeued already
+        {RUN_AGAIN}:*) again=1 ;;
+        {CANCELLED}:*JobState=RUNNING*) again=1 ;;
+        *) again= ;;
+        esac
+        if [ -n "$again" ]; then
             for pause in 1 2 4 8 16; do
                 answer=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break
                 case "$answer" in *pending*) break ;; esac # requeued already

@@ -42,7 +42,7 @@ def submit(requeue_cluster: DevCluster, tmp_path: Path) -> Submit:
 
     yield start  # type: ignore[misc]
     for training in started:
-        training.slurm("scancel", training.job_id, check=False)
+        training.end()
 
 
 def kinds(training: Training) -> list[EventKind]:
@@ -93,7 +93,7 @@ def test_without_an_answer_of_slurms_the_batch_script_requeues(
     submit: Submit, tmp_path: Path
 ) -> None:
     """The rank cannot reach Slurm (as in a container without it): it leaves with 75, and the batch
-    script asks for the requeue."""
+    script asks for the requeue, but not for that of a cancelled job."""
     python = tmp_path / "python-without-slurm"
     python.write_text(f'#!/bin/bash\nSLURM_CONF=/nowhere exec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -103,6 +103,10 @@ def test_without_an_answer_of_slurms_the_batch_script_requeues(
     training.wait_for_life(2)
     assert EventKind.REQUEUE_FAILED in kinds(training)
     assert training.lives()[1].step == training.lives()[0].end_step
+    training.slurm("scancel", training.job_id)
+    ended = ("squeue", "-h", "-t", "all", "-j", training.job_id, "-o", "%T")
+    wait_until(lambda: "ING" not in training.slurm(*ended), "end of the job", limit_s=120)
+    assert training.slurm(*ended).strip() == "CANCELLED"
 
 
 def test_one_task_of_an_array_is_requeued_alone(submit: Submit) -> None:

@@ -65,6 +65,16 @@ class Training:
     def run(self) -> RunDir:
         return RunDir(self.folder / "hydroslurm-runs" / self.job_id)
 
+    def end(self) -> None:
+        """Cancel it, until it is gone: one that is on its way into the queue does not hear of it,
+        and would come back between later tests."""
+
+        def is_gone() -> bool:
+            self.slurm("scancel", self.job_id, check=False)
+            return not self.slurm("squeue", "-h", "-j", self.job_id, check=False).strip()
+
+        wait_until(is_gone, f"end of job {self.job_id}")
+
     def slurm(self, *command: str, check: bool = True) -> str:
         done = subprocess.run(
             command,
