@@ -34,6 +34,8 @@
     |   |-- AgreementFailed        a rank is gone or has given up; the same for all who asked
     |   |-- StaleRank              of an earlier life of the job, or in it a second time
     |   `-- HubLost                what connects the ranks has ended, or was never reached
+    |-- ProfileError               a report of nsys that is none, or that cannot be read
+    |   `-- NsysMissing            it has to be exported first, and there is no nsys here
     |-- RunEnded                   a budget is spent, or lives pass without progress
     `-- ClusterError               the dev cluster could not be started, reached or stopped
     UsageError (ValueError)        the caller's own mistake: a wrong argument or value
@@ -195,6 +197,14 @@ class StaleRank(RanksError):
 
 class HubLost(RanksError):
     """The process that connects the ranks has ended, or could not be reached."""
+
+
+class ProfileError(HydroslurmError):
+    """A file is no report of nsys, or nothing of it can be read."""
+
+
+class NsysMissing(ProfileError):
+    """A ``.nsys-rep`` has to be exported to SQLite first, and this machine has no ``nsys``."""
 
 
 class RunEnded(HydroslurmError):

@@ -58,6 +58,7 @@ class EventKind(str, Enum):
     STOP_REASON = "stop_reason"
     SAVE_STARTED = "save_started"
     SAVE_STAGED = "save_staged"
+    SAVE_WRITTEN = "save_written"
     SAVE_COMMITTED = "save_committed"
     SAVE_FAILED = "save_failed"
     SAVE_SKIPPED = "save_skipped"

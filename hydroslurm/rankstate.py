@@ -68,7 +68,7 @@ def fold(events: Iterable[Event]) -> RankState | None:
     """The state after the last event; None when there is no event."""
     state: RankState | None = None
     for event in events:
-        state = _after(state, event)
+        state = after(state, event)
     return state
 
 
@@ -82,7 +82,8 @@ def latest(path: Path) -> RankState | None:
         return None
 
 
-def _after(state: RankState | None, event: Event) -> RankState:
+def after(state: RankState | None, event: Event) -> RankState:
+    """The state after one more event."""
     if state is None or event.kind is EventKind.INSTALLED:
         committed_step = state.committed_step if state else None
         state = RankState(

@@ -10,12 +10,14 @@
   scratch/worker-2/            a replica's own, removed by cleanPolicy All
   events/rank-00000.jsonl      everything that happened, both clocks, in order
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
+  events/pulse.json            the step that the first rank is at, written over every few seconds
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   epochs/step-000001234/       the same of a JobRunner, after each epoch
   lives.jsonl                  one line when a life begins, one when it ends, and why
   finished.json                the training is done: a restart leaves at once
   logs/                        submitit's files and stdout/stderr per task, appended over requeues
-  report/                      figures.json, timeline.png
+  profile/                     nsys reports: rank-0-life-0.nsys-rep
+  report/                      figures.json, timeline.png, histograms.png, report.html, trace.json
 """
 
 from __future__ import annotations
@@ -121,8 +123,26 @@ class RunDir:
         return self.root / "report"
 
     @property
+    def profile(self) -> Path:
+        """Reports of nsys, one per rank and life."""
+        return self.root / "profile"
+
+    @property
     def timeline_png(self) -> Path:
         return self.report / "timeline.png"
+
+    @property
+    def histograms_png(self) -> Path:
+        return self.report / "histograms.png"
+
+    @property
+    def report_html(self) -> Path:
+        return self.report / "report.html"
+
+    @property
+    def trace_json(self) -> Path:
+        """For ui.perfetto.dev."""
+        return self.report / "trace.json"
 
     @property
     def figures_json(self) -> Path:
@@ -141,6 +161,10 @@ class RunDir:
             if (match := _RANK_FILE.fullmatch(path.name))
         }
         return dict(sorted(found.items()))
+
+    @property
+    def pulse_json(self) -> Path:
+        return self.events / "pulse.json"
 
     def agent_events(self, node: int) -> Path:
         """Of ``hydroslurm agent`` on one node."""

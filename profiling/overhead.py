@@ -1,7 +1,8 @@
 """What being pausable costs while nothing is paused.
 
 Arms, interleaved in one process: bare; hydroslurm installed; our own module-hook fallback; the
-incumbent's module hooks. The ratio of each to bare is the median over the rounds;
+incumbent's module hooks; hydroslurm without its NVTX marks, for which no tool listens here
+(``ratio_marks``: with / without). The ratio of each to bare is the median over the rounds;
 ``ratio_bare_again`` is bare / bare, measured in the same way: how far from 1 the machine alone
 brings it.
 """
@@ -9,6 +10,7 @@ brings it.
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 import warnings
@@ -22,12 +24,13 @@ from incumbent import Incumbent
 
 import hydroslurm
 from hydroslurm.runtime.gate import GateKind, open_gate
+from hydroslurm.runtime.marks import NVTX_ENV
 
 
 @contextlib.contextmanager
-def installed(run_dir: Path, gate: GateKind) -> Iterator[None]:
+def installed(run_dir: Path, gate: GateKind, *, nvtx: str = "on") -> Iterator[None]:
     """hydroslurm, as ``hydroslurm.install()`` sets it up."""
-    hydroslurm.install(run_dir=run_dir, gate=gate)
+    hydroslurm.install(run_dir=run_dir, gate=gate, environ={**os.environ, NVTX_ENV: nvtx})
     try:
         yield
     finally:
@@ -53,6 +56,7 @@ def measure(
         {
             "bare": lambda: bare(run_dir),
             "installed": lambda: installed(run_dir, "native"),
+            "unmarked": lambda: installed(run_dir, "native", nvtx="off"),
             "again": lambda: bare(run_dir),
         },
         rounds=3 if chosen.quick else 240,
@@ -70,6 +74,7 @@ def measure(
     )
     return {
         f"ratio_installed_{name}": median_ratio(pair, "installed", "bare"),
+        f"ratio_marks_{name}": median_ratio(pair, "installed", "unmarked"),
         f"ratio_bare_again_{name}": median_ratio(pair, "again", "bare"),
         f"ratio_fallback_{name}": median_ratio(hooks, "fallback", "bare"),
         f"ratio_module_hooks_{name}": median_ratio(hooks, "module_hooks", "bare"),
@@ -104,7 +109,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, training in (("mlp", steps.mlp()), ("transformer", steps.transformer())):
             result |= measure(name, training, Path(folder), chosen)
-    for arm in ("installed", "bare_again", "fallback", "module_hooks"):
+    for arm in ("installed", "marks", "bare_again", "fallback", "module_hooks"):
         result[f"ratio_{arm}"] = max(result[f"ratio_{arm}_mlp"], result[f"ratio_{arm}_transformer"])
     result["gate_points_per_step_native"] = result["gate_points_per_step_native_mlp"]
     result["gate_points_per_step_hooks"] = result["gate_points_per_step_module_hooks_mlp"]

@@ -23,10 +23,11 @@ MAY_IMPORT = {
     "events": BASE,
     "registry": BASE,
     "rankstate": BASE | {"events"},
+    "pulse": set(),
     "agentstate": BASE | {"events"},
     "ack": BASE | {"events", "rankstate"},
     "client": BASE | {"ack", "registry", "runtime.signals"},
-    "runtime": BASE | {"events", "rundir", "registry", "slurm.allocation", "slurm.policy"},
+    "runtime": BASE | {"events", "rundir", "registry", "pulse", "slurm.allocation", "slurm.policy"},
     "slurm": BASE | {"exitcodes"},
     "data": BASE | {"checkpoint.rng"},
     "checkpoint": BASE | {"rundir"},
@@ -54,7 +55,20 @@ MAY_IMPORT = {
         "slurm.allocation",
     },
     "devcluster": BASE | {"slurm"},
-    "report": BASE | {"events", "rundir", "rankstate"},
+    "report": BASE | {"events", "rundir", "rankstate", "slurm"},
+    # jobs that run now: Slurm's answer beside what is appended to their run folders
+    "watch": BASE
+    | {
+        "events",
+        "rundir",
+        "rankstate",
+        "pulse",
+        "slurm",
+        "checkpoint.deadline",
+        "checkpoint.folders",
+        "launch.control",
+        "session.lives",
+    },
     "launch": BASE
     | {
         "slurm",

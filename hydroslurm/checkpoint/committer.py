@@ -130,7 +130,11 @@ class Committer:
         if not self.has_fast:
             return None
         try:
-            return self._commit(Tier.FAST, order, lambda store: _write(store, state, order, cancel))
+            return self._commit(
+                Tier.FAST,
+                order,
+                lambda store, written: _write(store, state, order, cancel, written),
+            )
         except SaveAbandoned:
             raise
         except (CheckpointError, OSError) as error:
@@ -145,13 +149,21 @@ class Committer:
         Raises:
             CheckpointError: it could not be written; it is as it was.
         """
-        self._commit(Tier.DURABLE, order, lambda store: _write(store, state, order, cancel))
+        self._commit(
+            Tier.DURABLE,
+            order,
+            lambda store, written: _write(store, state, order, cancel, written),
+        )
 
     def adopt(self, source: Checkpoint, order: Order, *, cancel: threading.Event | None) -> bool:
         """Copy what is committed on the fast tier to the durable one; False when that failed, which
         is a problem and no error."""
         try:
-            self._commit(Tier.DURABLE, order, lambda store: store.adopt(source, cancel=cancel))
+            self._commit(
+                Tier.DURABLE,
+                order,
+                lambda store, written: store.adopt(source, cancel=cancel, written=written),
+            )
         except SaveAbandoned:
             raise
         except (CheckpointError, OSError) as error:
@@ -199,11 +211,19 @@ class Committer:
             self._problems.put(f"{kind.value} was not recorded: {type(error).__name__}: {error}")
 
     def _commit(
-        self, tier: Tier, order: Order, write: Callable[[CheckpointStore], Checkpoint]
+        self,
+        tier: Tier,
+        order: Order,
+        write: Callable[[CheckpointStore, Callable[[], None]], Checkpoint],
     ) -> Checkpoint:
         begin = time.monotonic()
+
+        def written() -> None:
+            seconds = time.monotonic() - begin
+            self.tell(SaveEventKind.WRITTEN, order, tier=tier, seconds=seconds)
+
         try:
-            checkpoint = write(self._store(tier))
+            checkpoint = write(self._store(tier), written)
         except BaseException as error:
             given_up = isinstance(error, SaveAbandoned)
             kind = SaveEventKind.ABANDONED if given_up else SaveEventKind.FAILED
@@ -225,7 +245,11 @@ class Committer:
 
 
 def _write(
-    store: CheckpointStore, state: State | Portion, order: Order, cancel: threading.Event | None
+    store: CheckpointStore,
+    state: State | Portion,
+    order: Order,
+    cancel: threading.Event | None,
+    written: Callable[[], None],
 ) -> Checkpoint:
     return store.write(
         state,
@@ -235,4 +259,5 @@ def _write(
         meta=order.meta,
         cancel=cancel,
         topic=order.topic,
+        written=written,
     )

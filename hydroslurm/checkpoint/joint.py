@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,14 @@ class JointSave:
         storage: Storage,
         checker: Checker,
         chunk_bytes: int,
+        written: Callable[[], None] | None = None,
     ) -> None:
         self._directory = directory
         self._meeting = meeting
         self._storage = storage
         self._checker = checker
         self._chunk_bytes = chunk_bytes
+        self._written = written
         self._rank = meeting.peers.rank
         self._target = folders.of_step(directory, meeting.step)
 
@@ -136,6 +138,8 @@ class JointSave:
                     cancel=self._meeting.cancel,
                     chunk_bytes=self._chunk_bytes,
                 )
+            if self._written is not None:
+                self._written()
             took_s = round(time.monotonic() - begun_s, 6)
             answer = {"index": [entry.size_bytes, entry.checksum], "took_s": took_s}
         except BaseException as error:

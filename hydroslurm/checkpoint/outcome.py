@@ -15,6 +15,7 @@ class SaveEventKind(str, Enum):
 
     STARTED = "save_started"
     STAGED = "save_staged"
+    WRITTEN = "save_written"
     COMMITTED = "save_committed"
     FAILED = "save_failed"
     SKIPPED = "save_skipped"
@@ -32,8 +33,9 @@ class SaveEvent:
         save_kind: ``periodic``, ``stop``, ``manual`` or ``epoch``.
         tier: where to; None when it concerns the save as a whole.
         state_bytes: size of its tensors.
-        seconds: STAGED: how long the training stood still; COMMITTED, FAILED, ABANDONED: how long
-            this tier took; else 0.
+        seconds: STAGED: how long the training stood still; WRITTEN: how long until all that this
+            rank has to write was on this tier's disk, so that only the commit is left; COMMITTED,
+            FAILED, ABANDONED: how long this tier took; else 0.
         reason: why it was skipped, failed or given up; for people.
     """
 

@@ -72,6 +72,7 @@ class CheckpointStore:
         cancel: threading.Event | None = None,
         topic: str | None = None,
         timeout_s: float | None = None,
+        written: Callable[[], None] | None = None,
     ) -> Checkpoint:
         """Save; returns when the checkpoint is committed and durable.
 
@@ -86,6 +87,8 @@ class CheckpointStore:
             topic: of this save in the agreements of the peers, never to be used again; made of the
                 step and the kind when None, so that the same save cannot be tried twice.
             timeout_s: instead of the store's ``patience_s``.
+            written: called when all that this rank has to write is on the disk, before the commit;
+                not where the step is committed already. It must not raise.
 
         Raises:
             UnsavableState: nothing was written.
@@ -110,6 +113,7 @@ class CheckpointStore:
                 storage=self._storage,
                 checker=self._checker,
                 chunk_bytes=self._chunk_bytes,
+                written=written,
             )
             return save.run(state, header)
         assert isinstance(state, State), "a portion is for several ranks"
@@ -124,6 +128,8 @@ class CheckpointStore:
                 cancel=cancel,
                 chunk_bytes=self._chunk_bytes,
             )
+            if written is not None:
+                written()
             return replace(
                 header,
                 save_s=round(time.monotonic() - begun_s, 6),
@@ -133,8 +139,15 @@ class CheckpointStore:
 
         return self._commit(step, fill)
 
-    def adopt(self, source: Checkpoint, *, cancel: threading.Event | None = None) -> Checkpoint:
-        """Copy a committed checkpoint of another store into this one, under the same promise.
+    def adopt(
+        self,
+        source: Checkpoint,
+        *,
+        cancel: threading.Event | None = None,
+        written: Callable[[], None] | None = None,
+    ) -> Checkpoint:
+        """Copy a committed checkpoint of another store into this one, under the same promise;
+        ``written`` as in :meth:`write`.
 
         Raises:
             CheckpointCorrupt: a file of ``source`` is not what was written there.
@@ -152,6 +165,8 @@ class CheckpointStore:
                     chunk_bytes=self._chunk_bytes,
                 )
                 compare(source.path / name, entry, seen)
+            if written is not None:
+                written()
             return source.manifest
 
         return self._commit(source.step, fill)

@@ -76,6 +76,7 @@ def info(as_json: AsJson = False) -> None:
 
         facts["granularity"] = NativeGate(found.path).granularity
     facts["gate"] = "native" if found else "native, built on first use" if usable else "hooks"
+    facts["marks"] = "NVTX" if torch.nvtx else "none: pip install nvidia-nvtx, and build it again"
     if as_json:
         typer.echo(json.dumps(facts))
     else:

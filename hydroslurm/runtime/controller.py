@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.events import Event, EventKind, EventLog, clocks
+from hydroslurm.pulse import PulseWriter
 from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.gate.protocol import (
@@ -34,6 +35,7 @@ from hydroslurm.runtime.gate.protocol import (
     GateStatus,
     SignalOutcome,
 )
+from hydroslurm.runtime.marks import Emit, Range
 from hydroslurm.runtime.ranks.team import Ranks
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.signals import SignalPlan, signal_name
@@ -88,10 +90,22 @@ class Controller:
             Only there once the stops were claimed, or somebody else handles them.
         skipped: signals of the plan that were left alone, and why.
         ranks: the other ranks of the job, None for a rank that is alone.
+        marks: the NVTX marks of this process.
     """
 
-    def __init__(self, *, gate: Gate, plan: SignalPlan, log: EventLog, identity: Identity) -> None:
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        plan: SignalPlan,
+        log: EventLog,
+        identity: Identity,
+        pulse: PulseWriter,
+        emit: Emit = Emit.EVENTS,
+    ) -> None:
+        """``emit``: which NVTX marks and ranges a profiler gets, where one listens."""
         self.gate = gate
+        self.marks = gate.marks
         self.plan = plan
         self.step: int | None = None
         self.stop_request: StopRequest | None = None
@@ -99,6 +113,8 @@ class Controller:
         self.ranks: Ranks | None = None
         self._log = log
         self._identity = identity
+        self._pulse = pulse
+        self._emit = emit
         self._recorder = Recorder()
         self._drains: queue.SimpleQueue[tuple[int, Drain]] = queue.SimpleQueue()
         self._parked = threading.Event()
@@ -123,7 +139,9 @@ class Controller:
         Raises:
             InstallError: the gate could not be started; nothing is left behind.
         """
-        outcome = self.gate.start(self.plan.rules())
+        rules = self.plan.rules()
+        self.marks.start(self._emit, signals=[rule.signo for rule in rules])
+        outcome = self.gate.start(rules)
         self.skipped = {
             signal_name(signo): "it was ignored, or had no handler to help, when we came"
             for signo, result in outcome.items()
@@ -159,6 +177,7 @@ class Controller:
         if self.ranks is not None:
             self.ranks.leave()
         replaced = self.gate.stop()
+        self.marks.stop()
         self._leaving = True
         self.gate.wake()
         if self._thread.is_alive():
@@ -166,6 +185,7 @@ class Controller:
         self._handle(self.gate.wait_events(0))
         self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
         self._log.close()
+        self._pulse.close()
         return replaced
 
     # --- what users and engines call
@@ -286,8 +306,9 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                self._handle(self.gate.wait_events(None))
+                self._handle(self.gate.wait_events(self._pulse.wait_s()))
                 self._report_drains()
+                self._pulse.beat(self.step)
 
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
@@ -359,7 +380,12 @@ class Controller:
             self.gate.wake()
             return
 
+        if not device.used_devices():
+            return
+        draining = self.marks.begin(Range.DRAINING, pause)
+
         def done(drain: Drain) -> None:
+            self.marks.end(draining)
             self._drains.put((pause, drain))
             self.gate.wake()
 

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Literal
 from hydroslurm import registry, rundir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
 from hydroslurm.events import EventLog
+from hydroslurm.pulse import PulseWriter, interval_s
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime import autoload
 from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
+from hydroslurm.runtime.marks import Emit
 from hydroslurm.runtime.signals import SignalPlan
 from hydroslurm.runtime.world import World
 from hydroslurm.slurm.allocation import Allocation
@@ -89,11 +91,12 @@ def install(
         TorchMissing: torch cannot be imported.
         GateError: ``gate="native"`` and it cannot be built or trusted.
         InstallError: a handler could not be installed.
-        UsageError: bad signals.
+        UsageError: bad signals, or a bad ``HYDROSLURM_NVTX``.
     """
     global _installed
     environ = os.environ if environ is None else environ
     plan = (signals or SignalPlan()).with_environment(environ)
+    emit = Emit.from_environ(environ)
     autoload.stand_down()
     if gives_way():
         uninstall()
@@ -104,7 +107,7 @@ def install(
                 "hydroslurm.uninstall() first"
             )
         _require_torch()
-        _installed = _set_up(run_dir, plan, gate, model, environ)
+        _installed = _set_up(run_dir, plan, emit, gate, model, environ)
         if not _is_alone(alone, environ):
             _join(_installed.controller, World.from_environ(environ))
         atexit.register(_uninstall_at_exit)
@@ -131,6 +134,7 @@ def install_unasked() -> None:
 def _set_up(
     run_dir: str | os.PathLike[str] | None,
     plan: SignalPlan,
+    emit: Emit,
     gate: GateKind,
     model: torch.nn.Module | None,
     environ: Mapping[str, str],
@@ -142,9 +146,16 @@ def _set_up(
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
     log = EventLog(folder.rank_events(identity.rank) if folder else None)
+    pulse = PulseWriter(
+        folder.pulse_json if folder and identity.rank == 0 else None,
+        every_s=interval_s(environ),
+        restart_count=identity.restart_count,
+    )
     with contextlib.ExitStack() as undo:
         opened = open_gate(gate, model=model)
-        controller = Controller(gate=opened, plan=plan, log=log, identity=identity)
+        controller = Controller(
+            gate=opened, plan=plan, log=log, identity=identity, pulse=pulse, emit=emit
+        )
         shield = SpawnShield(plan.pausing())
         shield.install()
         undo.callback(shield.uninstall)

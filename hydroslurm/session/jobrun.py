@@ -18,7 +18,7 @@ from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
 from hydroslurm.session.manager import CheckpointManager, age
-from hydroslurm.session.recording import record_save
+from hydroslurm.session.recording import SaveRecorder
 from hydroslurm.session.run import Run
 
 PROGRESS = "hydroslurm.job"
@@ -100,7 +100,7 @@ class JobRun(Run):
             keep=manager.keep or sys.maxsize,
             on_save_error=manager.on_save_error,
             exempt=self._controller.exempt,
-            tell=lambda event: record_save(self._controller, event),
+            tell=SaveRecorder(self._controller),
             peers=peers,
             topic="epoch",
         )

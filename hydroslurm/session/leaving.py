@@ -19,6 +19,7 @@ from hydroslurm.errors import HydroslurmError, SlurmError, UsageError, WrongJobS
 from hydroslurm.events import EventKind
 from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.runtime.marks import Range
 from hydroslurm.runtime.signals import signal_name
 from hydroslurm.session.lives import Ending
 from hydroslurm.session.notice import notice
@@ -172,7 +173,8 @@ class Leaver:
         begin_ns = time.monotonic_ns()
         self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
         try:
-            self._requeue(job_id, orders.deadline_mono_s)
+            with self._controller.marks.range(Range.REQUEUEING, self._controller.step or 0):
+                self._requeue(job_id, orders.deadline_mono_s)
         except WrongJobState as error:
             self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
             notice(self._cannot_requeue(error))

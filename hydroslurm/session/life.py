@@ -7,6 +7,7 @@ import time
 from hydroslurm.events import EventKind
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime.controller import Controller
+from hydroslurm.runtime.marks import NO_RANGE, Emit, Range
 from hydroslurm.session.lives import Ending, Ledger, Limits, check_limits
 from hydroslurm.slurm.allocation import Allocation
 
@@ -33,6 +34,8 @@ class Life:
         self._limits = limits
         self._allocation = allocation
         self._has_stepped = False
+        self._marks_steps = Emit.STEPS in controller.marks.emitting
+        self._stepping = NO_RANGE
 
     def enter(self, step: int) -> int:
         """Write down for all ranks that a life begins at a step; returns its number.
@@ -54,10 +57,13 @@ class Life:
         self.number = number
         self._controller.step = step
         self.record(EventKind.LIFE_BEGAN, step=step)
+        self._mark_step(step)
 
     def note_step(self, step: int) -> bool:
         """Tell the events how far it is; True for the first step of this life."""
         self._controller.step = step
+        if self._marks_steps:
+            self._mark_step(step)
         if self._has_stepped:
             return False
         self._has_stepped = True
@@ -73,6 +79,13 @@ class Life:
         """This rank's event of it."""
         if self.number is not None:
             self.record(EventKind.LIFE_ENDED, ending=ending)
+
+    def _mark_step(self, step: int) -> None:
+        """NVTX: one step is over at this safe point, and the next begins."""
+        marks = self._controller.marks
+        marks.end(self._stepping)
+        if self._marks_steps:
+            self._stepping = marks.begin(Range.STEP, step + 1)
 
     def record(self, kind: EventKind, **data: object) -> None:
         """An event of this life's."""

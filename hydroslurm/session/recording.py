@@ -1,23 +1,50 @@
-"""What the saver tells, as events of the run."""
+"""What the saver tells, as events of the run and as NVTX ranges."""
 
 from __future__ import annotations
 
-from hydroslurm.checkpoint.outcome import SaveEvent
+from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.events import EventKind
 from hydroslurm.runtime.controller import Controller
+from hydroslurm.runtime.marks import Range
+
+_OVER = (SaveEventKind.COMMITTED, SaveEventKind.FAILED, SaveEventKind.ABANDONED)
 
 
-def record_save(controller: Controller, event: SaveEvent) -> None:
-    """Write one event of a save into the rank's log; from any thread."""
-    controller.record(
-        EventKind(event.kind.value),
-        {
-            "checkpoint_step": event.step,
-            "save_kind": event.save_kind,
-            "tier": event.tier.value if event.tier else None,
-            "state_bytes": event.state_bytes,
-            "seconds": event.seconds,
-            "reason": event.reason,
-        },
-        mono_ns=event.mono_ns,
-    )
+class SaveRecorder:
+    """Gets the events of one saver, from whatever thread, and writes them into the rank's log."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._saving: dict[int, int] = {}
+        self._committing: dict[tuple[int, Tier | None], int] = {}
+
+    def __call__(self, event: SaveEvent) -> None:
+        self._mark(event)
+        self._controller.record(
+            EventKind(event.kind.value),
+            {
+                "checkpoint_step": event.step,
+                "save_kind": event.save_kind,
+                "tier": event.tier.value if event.tier else None,
+                "state_bytes": event.state_bytes,
+                "seconds": event.seconds,
+                "reason": event.reason,
+            },
+            mono_ns=event.mono_ns,
+        )
+
+    def _mark(self, event: SaveEvent) -> None:
+        """A save lasts until it is over on the durable tier; each tier has a commit of its own."""
+        marks = self._controller.marks
+        if not marks.emitting:
+            return
+        if event.kind is SaveEventKind.STARTED:
+            self._saving[event.step] = marks.begin(Range.SAVING, event.step)
+        elif event.kind is SaveEventKind.WRITTEN:
+            place = event.step, event.tier
+            self._committing[place] = marks.begin(Range.COMMITTING, event.step)
+        elif event.kind in _OVER:
+            marks.end_once(self._committing, (event.step, event.tier))
+            if event.tier is not Tier.FAST:
+                marks.end_once(self._saving, event.step)

@@ -43,7 +43,7 @@ from hydroslurm.session.life import Life
 from hydroslurm.session.lives import Limits, limits_of
 from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects, require_savable
-from hydroslurm.session.recording import record_save
+from hydroslurm.session.recording import SaveRecorder
 from hydroslurm.session.resuming import load_for, newest_of
 from hydroslurm.session.stopping import Stopping
 from hydroslurm.slurm.allocation import Allocation
@@ -148,7 +148,7 @@ class Run:
                 keep=keep,
                 on_save_error=on_save_error,
                 exempt=self._controller.exempt,
-                tell=lambda event: record_save(self._controller, event),
+                tell=SaveRecorder(self._controller),
                 peers=peers,
             )
             leaver = Leaver(

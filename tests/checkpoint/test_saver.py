@@ -77,7 +77,8 @@ def test_one_that_comes_too_soon_is_skipped_and_told(tmp_path: Path) -> None:
 
 
 def test_what_is_told(tmp_path: Path) -> None:
-    """A save tells when it begins, when the training goes on, and when each tier has it."""
+    """A save tells when it begins, when the training goes on, when each tier has the
+    files, and when the checkpoint."""
     told = list[SaveEvent]()
     saver = Saver(
         CheckpointStore(tmp_path / "durable"),
@@ -89,7 +90,9 @@ def test_what_is_told(tmp_path: Path) -> None:
     assert [(event.kind.value, event.tier) for event in told] == [
         ("save_started", None),
         ("save_staged", None),
+        ("save_written", Tier.FAST),
         ("save_committed", Tier.FAST),
+        ("save_written", Tier.DURABLE),
         ("save_committed", Tier.DURABLE),
     ]
     assert {event.state_bytes for event in told[1:]} == {4000}

@@ -43,7 +43,7 @@ void on_alarm(int) {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static const Arming arming = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing};
+    static const Arming arming = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, trace_on, trace_off};
     return arming;
 }
 

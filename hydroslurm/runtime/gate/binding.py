@@ -1,4 +1,4 @@
-"""The binding of ``native/gate.h``: its structures, its signatures, and nothing else."""
+"""The binding of ``native/gate.h`` and ``marks.h``: structures, signatures, and nothing else."""
 
 from __future__ import annotations
 
@@ -110,6 +110,17 @@ def bind(path: Path) -> ctypes.CDLL:
             ("trace_stop", ctypes.c_int, [ctypes.POINTER(Traced), ctypes.c_int]),
         ):
             function = getattr(library, f"hs_gate_{name}")
+            function.restype = result
+            function.argtypes = arguments
+        for name, result, arguments in (
+            ("use", ctypes.c_int, [ctypes.c_uint32]),
+            ("name_signal", None, [ctypes.c_int, ctypes.c_char_p]),
+            ("begin", ctypes.c_uint64, [ctypes.c_int, ctypes.c_uint64]),
+            ("end", None, [ctypes.c_uint64]),
+            ("push", ctypes.c_int, [ctypes.c_int, ctypes.c_uint64]),
+            ("pop", None, []),
+        ):
+            function = getattr(library, f"hs_marks_{name}")
             function.restype = result
             function.argtypes = arguments
     except (OSError, AttributeError) as error:

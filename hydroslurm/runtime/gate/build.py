@@ -71,7 +71,8 @@ def key_of(torch: Torch) -> str:
     for source in source_files():
         facts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     libc = "-".join(platform.libc_ver())
-    facts.update(repr((FLAGS, STANDARDS, abi_number(), torch.cxx11_abi, libc)).encode())
+    has_nvtx = torch.nvtx is not None
+    facts.update(repr((FLAGS, STANDARDS, abi_number(), torch.cxx11_abi, libc, has_nvtx)).encode())
     version = re.sub(r"[^0-9A-Za-z.+]", "_", torch.version)
     return f"torch-{version}-{platform.machine()}-{facts.hexdigest()[:16]}"
 

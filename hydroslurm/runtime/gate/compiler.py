@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shlex
 import shutil
@@ -23,13 +25,23 @@ FLAGS = (
 COMPILE_TIMEOUT_S = 600.0
 
 
+NVTX_HEADER = "nvtx3/nvToolsExt.h"
+NVTX_FOLDERS = ("cu13/include", "nvtx/include")
+"""In the packages nvidia-nvtx and nvidia-nvtx-cu12, whose common folder is `nvidia`."""
+
+
 @dataclass(frozen=True)
 class Torch:
-    """The torch that a gate is built for."""
+    """The torch that a gate is built for.
+
+    Attributes:
+        nvtx: the folder with NVTX's headers; None where there is none, and a gate emits no marks.
+    """
 
     version: str
     cxx11_abi: bool
     root: Path
+    nvtx: Path | None = None
 
 
 def installed_torch() -> Torch:
@@ -48,7 +60,18 @@ def installed_torch() -> Torch:
         version=str(torch.__version__),
         cxx11_abi=bool(torch.compiled_with_cxx11_abi()),
         root=Path(torch.__file__).parent,
+        nvtx=nvtx_headers(os.environ),
     )
+
+
+def nvtx_headers(environ: Mapping[str, str]) -> Path | None:
+    """NVTX's headers: those of NVIDIA's Python package, else of a CUDA toolkit (CUDA_HOME)."""
+    spec = importlib.util.find_spec("nvidia")
+    packages = [Path(one) for one in (spec and spec.submodule_search_locations) or ()]
+    folders = [package / folder for package in packages for folder in NVTX_FOLDERS]
+    if toolkit := environ.get("CUDA_HOME"):
+        folders.append(Path(toolkit) / "include")
+    return next((folder for folder in folders if (folder / NVTX_HEADER).is_file()), None)
 
 
 def source_files() -> list[Path]:
@@ -122,6 +145,7 @@ def compile_command(
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}",
         "-isystem",
         str(torch.root / "include"),
+        *(["-DHS_WITH_NVTX", "-isystem", str(torch.nvtx)] if torch.nvtx else []),
         *[str(source) for source in source_files() if source.suffix == ".cpp"],
         "-o",
         str(target),

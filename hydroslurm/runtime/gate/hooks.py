@@ -48,6 +48,7 @@ from hydroslurm.runtime.gate.protocol import (
     SignalRule,
     Trace,
 )
+from hydroslurm.runtime.marks import Marks
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,7 @@ class HooksGate:
 
     def __init__(self, *, model: torch.nn.Module | None = None) -> None:
         """``model``: hook its leaf modules; default: every module of the process."""
+        self.marks = Marks()  # NVTX is emitted by the native gate's library
         self._events = EventQueue()
         self._holds = Holds(model=model, events=self._events, on_held=self._nudge)
         self._pipe: SignalPipe | None = None

@@ -25,6 +25,7 @@ from hydroslurm.runtime.gate.protocol import (
     SignalRule,
     Trace,
 )
+from hydroslurm.runtime.marks import Marks
 
 _READ_AT_ONCE = 64
 
@@ -52,6 +53,7 @@ class NativeGate:
             GateError: it can neither be built nor loaded.
         """
         self.path, self._library = (library, binding.bind(library)) if library else _load()
+        self.marks = Marks(self._library)
         self._event_fd = -1
         self._started = False
         self._check_sees_operators()

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from hydroslurm.runtime.marks import Marks
 
 
 class Action(IntEnum):
@@ -255,6 +258,11 @@ class Gate(Protocol):
 
     def check_handlers(self) -> int:
         """How many of our handlers were replaced by others; one HANDLER_REPLACED event each."""
+        ...
+
+    @property
+    def marks(self) -> Marks:
+        """What tells a profiler of this process; never emits for a gate without a library."""
         ...
 
     def trace(self, keep: int) -> AbstractContextManager[Trace]:

@@ -27,11 +27,13 @@ void before_fork() {
     pthread_mutex_lock(&lifecycle);
     pthread_mutex_lock(&gate.arming);
     trace_lock();
+    marks_lock();
     events_lock();
 }
 
 void after_fork_in_parent() {
     events_unlock();
+    marks_unlock();
     trace_unlock();
     pthread_mutex_unlock(&gate.arming);
     pthread_mutex_unlock(&lifecycle);
@@ -52,6 +54,7 @@ void after_fork_in_child() {
     passage_clear();
     hold_after_fork();
     trace_after_fork();
+    marks_after_fork();
     events_after_fork();
     pthread_mutex_init(&gate.arming, nullptr);
     pthread_mutex_init(&lifecycle, nullptr);
@@ -94,6 +97,7 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     if (gate.stale_callback.exchange(false)) arming().hold_off();
     signals_clear_latches();
     passage_clear();
+    gate.closes_before.store(gate.closes.load());
     if (const int error = signals_prepare(table, n); error < 0) return error;
     hold_find_python();
     events_use_fd(event_fd);

@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define HS_GATE_ABI 3
+#define HS_GATE_ABI 4
 
 /* What a signal asks for. */
 enum hs_action {

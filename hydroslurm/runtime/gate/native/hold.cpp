@@ -129,7 +129,7 @@ void tell_release(uint32_t closing) noexcept {
 void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) noexcept {
     void *gil = nullptr;
     uint32_t entered = 0;
-    bool passes = false;
+    bool passes = false, marked = false;
     for (;;) {
         const uint32_t turn = gate.turn.load(); /* before the two questions: it turns after their answers have changed */
         const uint32_t closing = gate.closed.load();
@@ -138,6 +138,9 @@ void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) 
         slot.turn.store(turn);
         if (closing != entered) { /* the first time, or closed again before this thread woke */
             const bool backward = backward_node || arming().in_backward();
+            if (marked) hs_marks_pop();
+            mark_clock();
+            marked = hs_marks_push(HS_RANGE_PARKED, pause_number());
             enter(slot, closing, entered == 0 ? reached_ns : mono_ns(), name, backward);
             entered = closing;
             if (gil == nullptr && holds_gil()) gil = python.save_thread();
@@ -154,6 +157,7 @@ void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) 
         slot.held.store(0);
     if (gil != nullptr) take_gil_back(gil);
     slot.held.store(0);
+    if (marked) hs_marks_pop();
     if (entered != 0 && gate.closed.load() != entered) tell_release(entered);
 }
 

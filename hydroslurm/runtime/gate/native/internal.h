@@ -7,6 +7,7 @@
  *   threads.cpp   which threads train, which are asleep      reads /proc, for the watcher
  *   events.cpp    the queue to the reader                    any thread but handlers
  *   trace.cpp     write operators down, hold nobody
+ *   marks.cpp     what happens, as NVTX marks and ranges     any thread but handlers; see marks.h
  *   core.cpp      start, stop, status, fork
  */
 #ifndef HYDROSLURM_GATE_INTERNAL_H
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "gate.h"
+#include "marks.h"
 
 namespace hs {
 
@@ -34,12 +36,16 @@ struct Arming {
     void (*trace_off)();
     bool (*in_backward)(); /* does the calling thread run a node of the autograd graph? */
     bool (*capturing)();   /* does the calling thread capture a CUDA graph? Must never initialise CUDA */
+    int (*operators_on)(); /* register the callback that names every operator to a profiler: 0 or -errno */
+    void (*operators_off)();
 };
 const Arming &arming();
 
 /* What the callbacks call. Neither throws nor takes a lock. */
 void operator_reached(const char *name, bool backward_node) noexcept;
 void operator_traced(const char *name, bool backward_node) noexcept;
+void operator_begun(const char *name) noexcept;
+void operator_ended() noexcept;
 
 /* --- clocks and futexes ------------------------------------------------------------------------------------- */
 
@@ -144,6 +150,7 @@ struct Gate {
     std::atomic<int32_t> capturing{0};
     std::atomic<int64_t> passed{0};
     std::atomic<int64_t> closes{0};
+    std::atomic<int64_t> closes_before{0}; /* of this start; the rest are numbered from 1, as in the event log */
     std::atomic<int64_t> closed_mono_ns{0};
     std::atomic<bool> armed{false};
     std::atomic<bool> stale_callback{false}; /* a child was forked from a closed gate: take the callback away */
@@ -152,6 +159,8 @@ struct Gate {
     Passage passage;
 };
 extern Gate gate;
+
+inline uint64_t pause_number() noexcept { return static_cast<uint64_t>(gate.closes.load() - gate.closes_before.load()); }
 
 inline void bell_ring() noexcept { /* [signal-safe] */
     gate.bell.fetch_add(1);
@@ -227,6 +236,14 @@ void events_use_fd(int fd) noexcept;
 void events_lock() noexcept;
 void events_unlock() noexcept;
 void events_after_fork() noexcept;
+
+extern std::atomic<uint32_t> marks_bits; /* HS_MARKS_*; 0 when nobody listens */
+inline bool marks_on() noexcept { return marks_bits.load(std::memory_order_relaxed) != 0; }
+void mark_clock() noexcept;
+void mark_request(int action, int signo, int64_t stamp_ns) noexcept;
+void marks_lock() noexcept;
+void marks_unlock() noexcept;
+void marks_after_fork() noexcept;
 
 void trace_lock() noexcept;
 void trace_unlock() noexcept;

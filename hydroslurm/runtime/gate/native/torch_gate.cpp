@@ -19,6 +19,7 @@ namespace {
 
 at::CallbackHandle hold_handle = at::INVALID_CALLBACK_HANDLE;
 at::CallbackHandle trace_handle = at::INVALID_CALLBACK_HANDLE;
+at::CallbackHandle operators_handle = at::INVALID_CALLBACK_HANDLE;
 
 bool is_node(const at::RecordFunction &function) { return function.scope() == at::RecordScope::BACKWARD_FUNCTION; }
 
@@ -32,12 +33,20 @@ std::unique_ptr<at::ObserverContext> on_trace(const at::RecordFunction &function
     return nullptr;
 }
 
-using Start = at::RecordFunctionCallback::StartCallback;
+std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction &function) {
+    hs::operator_begun(function.name());
+    return nullptr;
+}
 
-int add(Start start, at::CallbackHandle &handle) noexcept {
+void on_end(const at::RecordFunction &, at::ObserverContext *) { hs::operator_ended(); }
+
+using Start = at::RecordFunctionCallback::StartCallback;
+using End = at::RecordFunctionCallback::EndCallback;
+
+int add(Start start, at::CallbackHandle &handle, End end = nullptr) noexcept {
     try {
         handle = at::addGlobalCallback(
-            at::RecordFunctionCallback(start).scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+            at::RecordFunctionCallback(start, end).scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
         return 0;
     } catch (const std::bad_alloc &) {
         return -ENOMEM;
@@ -126,6 +135,8 @@ int hold_on() {
 void hold_off() { remove(hold_handle); }
 int trace_on() { return add(on_trace, trace_handle); }
 void trace_off() { remove(trace_handle); }
+int operators_on() { return add(on_begin, operators_handle, on_end); }
+void operators_off() { remove(operators_handle); }
 
 bool any() { return at::hasGlobalCallbacks(); }
 
@@ -137,6 +148,6 @@ bool in_backward() {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static constexpr Arming torch = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing};
+    static constexpr Arming torch = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, operators_on, operators_off};
     return torch;
 }

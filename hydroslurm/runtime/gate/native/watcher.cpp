@@ -54,6 +54,9 @@ class Watcher {
     void let_through(int64_t n) noexcept;
     void unpark() noexcept;
     bool is_passage() const noexcept { return closing_ != 0 && gate.passage.closing.load() == closing_; }
+    void mark_pausing() noexcept;
+    void mark_resuming() noexcept;
+    void end_mark(uint64_t &range) noexcept;
     void tell_held() noexcept;
     void tell_release() noexcept;
     void judge_parked() noexcept;
@@ -88,6 +91,8 @@ class Watcher {
     int64_t moved_ns_ = 0;      /* when threads were last let go on: no rest is older */
     int64_t tick_ns_ = kTickMin_ns;
     int64_t hushed_until_ns_ = 0;
+    uint64_t pausing_ = HS_NO_RANGE;
+    uint64_t resuming_ = HS_NO_RANGE;
     std::map<pid_t, Look> looks_;
 };
 
@@ -122,6 +127,7 @@ void Watcher::run() noexcept {
     }
     while (closed_) move(); /* a handler that was about to open when the end came */
     tell_release();
+    end_mark(resuming_);
     events_announce();
 }
 
@@ -145,6 +151,7 @@ void Watcher::collect_latch(Latch &latch, uint64_t &seen, int action, int signo)
     event.sender_pid = latch.sender.load();
     event.count = static_cast<int64_t>(count - seen);
     event_text(event, action == HS_ACTION_PAUSE ? "pause" : action == HS_ACTION_RESUME ? "resume" : "stop");
+    mark_request(action, signo, event.value_ns);
     news_[n_news_++] = event;
     seen = count;
 }
@@ -222,10 +229,12 @@ void Watcher::close(uint32_t before) noexcept {
     gate.passage.collectives.store(0);
     uint32_t closing = gate.last_closing.fetch_add(1) + 1;
     if (closing == 0) closing = gate.last_closing.fetch_add(1) + 1;
+    gate.closes.fetch_add(1); /* before a thread can be held, which tells the number of its pause */
     gate.closed.store(closing); /* before arming: the first operator that gets there must find it closed */
     const int error = arm();
     if (error < 0) {
         gate.closed.store(0);
+        gate.closes.fetch_sub(1);
         gate_turn();
         if (!refused_ || causes_ != before) {
             hs_event event = news_of(HS_EVENT_CAUSES_CHANGED, asked_ns);
@@ -246,7 +255,7 @@ void Watcher::close(uint32_t before) noexcept {
     hushed_until_ns_ = closed_ns_ + kHush_ns;
     first_told_ = false;
     looks_.clear();
-    gate.closes.fetch_add(1);
+    mark_pausing();
     gate.closed_mono_ns.store(closed_ns_);
     gate.state.store(HS_STATE_PARKING);
     hs_event event = news_of(HS_EVENT_GATE_CLOSED, asked_ns_);
@@ -272,6 +281,8 @@ void Watcher::tell_opened() noexcept {
     event.causes = causes_;
     event_push(event);
     hushed_until_ns_ = event.held > 0 ? event.mono_ns + kHush_ns : 0;
+    end_mark(pausing_);
+    if (event.held > 0) mark_resuming();
 }
 
 /* --- passages ----------------------------------------------------------------------------------------------- */
@@ -310,6 +321,7 @@ void Watcher::let_through(int64_t n) noexcept {
 void Watcher::unpark() noexcept {
     gate.state.store(HS_STATE_PARKING);
     tick_ns_ = kTickMin_ns;
+    mark_pausing();
 }
 
 /* A closed gate whose callback is gone holds nobody who is not held already. Only "no callback at all" can be seen
@@ -357,6 +369,25 @@ void Watcher::tell_release() noexcept {
     event.mono_ns = release.mono_ns.load();
     event.tid = release.tid.load();
     event_push(event);
+    end_mark(resuming_);
+}
+
+/* --- NVTX --------------------------------------------------------------------------------------------------- */
+
+/* Again when somebody is let go on: what has not come to rest is pausing. */
+void Watcher::mark_pausing() noexcept {
+    end_mark(resuming_);
+    if (pausing_ == HS_NO_RANGE) pausing_ = hs_marks_begin(HS_RANGE_PAUSING, pause_number());
+}
+
+void Watcher::mark_resuming() noexcept {
+    end_mark(resuming_);
+    resuming_ = hs_marks_begin(HS_RANGE_RESUMING, pause_number());
+}
+
+void Watcher::end_mark(uint64_t &range) noexcept {
+    hs_marks_end(range);
+    range = HS_NO_RANGE;
 }
 
 void Watcher::judge_parked() noexcept {
@@ -373,6 +404,7 @@ void Watcher::judge_parked() noexcept {
     gate.passage.parked_steps.store(steps);
     gate.state.store(HS_STATE_PARKED);
     if (gate.passage.steps.load() != steps) return unpark();
+    end_mark(pausing_);
     hs_event event = news_of(HS_EVENT_PARKED, asked_ns_);
     event.mono_ns = std::max(verdict.at_ns, moved_ns_);
     event.held = verdict.held;

@@ -1,0 +1,145 @@
+"""How far a running rank is, told without an event: one small file, written again every few
+seconds.
+
+Nothing is logged per step, so that between two saves the events say nothing of a training that just
+trains. The first rank's controller wakes up now and then, and writes one line over the one before.
+The loop itself is not touched: it goes on setting an attribute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PULSE_ENV = "HYDROSLURM_PULSE_S"
+"""Seconds between two lines; 0 for none."""
+
+DEFAULT_EVERY_S = 10.0
+LEAST_EVERY_S = 0.1
+_LINE_BYTES = 256
+"""A line is padded to this and written with one call: what is read is one line or the other."""
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What the first rank last said of its progress.
+
+    Attributes:
+        step: the training step.
+        epoch_ns: when this was written, CLOCK_REALTIME.
+        since_epoch_ns: when the step was first seen to be this one; late by one interval at the
+            most.
+        steps_per_s: over the latest interval in which the step changed; None before.
+        every_s: the next one is due so much later.
+        restart_count: how often the job had been requeued.
+        pid: of the rank.
+    """
+
+    step: int
+    epoch_ns: int
+    since_epoch_ns: int
+    steps_per_s: float | None
+    every_s: float
+    restart_count: int
+    pid: int
+
+
+def interval_s(environ: Mapping[str, str]) -> float:
+    """What HYDROSLURM_PULSE_S says; the default where that is no number: no training shall end for
+    it. 0 is never."""
+    try:
+        asked_s = float(environ.get(PULSE_ENV) or DEFAULT_EVERY_S)
+    except ValueError:
+        return DEFAULT_EVERY_S
+    if asked_s != asked_s:
+        return DEFAULT_EVERY_S
+    return max(asked_s, LEAST_EVERY_S) if asked_s > 0 else 0.0
+
+
+class PulseWriter:
+    """Writes the pulse of one rank. One thread; gives up for good at the first error, silently: the
+    event log, which lies beside it, tells of a disk that cannot be written."""
+
+    def __init__(self, path: Path | None, *, every_s: float, restart_count: int) -> None:
+        """``path=None`` or ``every_s=0`` writes nothing."""
+        self._path = path if every_s > 0 else None
+        self._every_s = every_s
+        self._restart_count = restart_count
+        self._fd: int | None = None
+        self._due_mono_s = time.monotonic() + every_s
+        self._seen: tuple[int, float] | None = None
+        self._since_epoch_ns = 0
+        self._steps_per_s: float | None = None
+
+    def wait_s(self) -> float | None:
+        """How long until the next line is due; None for never."""
+        if self._path is None:
+            return None
+        return max(0.0, self._due_mono_s - time.monotonic())
+
+    def beat(self, step: int | None) -> None:
+        """Write the step, if it is time to and there is one."""
+        now_mono_s = time.monotonic()
+        if self._path is None or now_mono_s < self._due_mono_s:
+            return
+        self._due_mono_s = now_mono_s + self._every_s
+        if step is None:
+            return
+        now_epoch_ns = time.time_ns()
+        if self._seen is None:
+            self._seen, self._since_epoch_ns = (step, now_mono_s), now_epoch_ns
+        elif step != self._seen[0]:
+            self._steps_per_s = max(0.0, (step - self._seen[0]) / (now_mono_s - self._seen[1]))
+            self._seen, self._since_epoch_ns = (step, now_mono_s), now_epoch_ns
+        pulse = Pulse(
+            step,
+            now_epoch_ns,
+            self._since_epoch_ns,
+            self._steps_per_s,
+            self._every_s,
+            self._restart_count,
+            os.getpid(),
+        )
+        self._write(json.dumps(asdict(pulse)))
+
+    def close(self) -> None:
+        self._path = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write(self, line: str) -> None:
+        assert self._path is not None
+        try:
+            if self._fd is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                self._fd = os.open(self._path, flags, 0o600)
+            os.pwrite(self._fd, line.ljust(_LINE_BYTES - 1).encode() + b"\n", 0)
+        except OSError:
+            self.close()
+
+
+def read_pulse(path: Path) -> Pulse | None:
+    """The pulse in a file; None when there is none that can be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            row = json.loads(os.pread(fd, _LINE_BYTES, 0))
+        finally:
+            os.close(fd)
+        rate = row["steps_per_s"]
+        return Pulse(
+            step=int(row["step"]),
+            epoch_ns=int(row["epoch_ns"]),
+            since_epoch_ns=int(row["since_epoch_ns"]),
+            steps_per_s=None if rate is None else float(rate),
+            every_s=float(row["every_s"]),
+            restart_count=int(row["restart_count"]),
+            pid=int(row["pid"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None

@@ -1,0 +1,159 @@
+/* The only file that knows NVTX. Its headers find the tool by themselves (NVTX_INJECTION64_PATH); without one there is no
+ * domain, and nothing else is called. */
+#include "marks.h"
+
+#include <errno.h>
+
+#include "internal.h"
+
+#ifdef HS_WITH_NVTX
+#include <nvtx3/nvToolsExt.h>
+#endif
+
+namespace hs {
+
+std::atomic<uint32_t> marks_bits{0};
+
+#ifdef HS_WITH_NVTX
+
+namespace {
+
+pthread_mutex_t setup = PTHREAD_MUTEX_INITIALIZER;
+nvtxDomainHandle_t domain = nullptr;
+nvtxStringHandle_t range_names[HS_RANGES];
+nvtxStringHandle_t request_names[4];
+nvtxStringHandle_t clock_name;
+
+constexpr const char *kRanges[HS_RANGES] = {"pausing", "parked", "resuming", "draining", "saving", "committing", "requeueing", "step"};
+constexpr const char *kRequests[4] = {"", "pause_request", "resume_request", "stop_request"}; /* by enum hs_action */
+
+nvtxEventAttributes_t attributes(nvtxStringHandle_t name, uint64_t payload) noexcept {
+    nvtxEventAttributes_t event = {};
+    event.version = NVTX_VERSION;
+    event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+    event.messageType = NVTX_MESSAGE_TYPE_REGISTERED;
+    event.message.registered = name;
+    event.payloadType = NVTX_PAYLOAD_TYPE_UNSIGNED_INT64;
+    event.payload.ullValue = payload;
+    return event;
+}
+
+/* Once per process: a domain that was made is never unmade. */
+bool find_tool() noexcept {
+    pthread_mutex_lock(&setup);
+    if (domain == nullptr) {
+        nvtxDomainHandle_t made = nvtxDomainCreateA("hydroslurm");
+        if (made != nullptr) {
+            for (int i = 0; i < HS_RANGES; ++i) range_names[i] = nvtxDomainRegisterStringA(made, kRanges[i]);
+            for (int i = 1; i < 4; ++i) request_names[i] = nvtxDomainRegisterStringA(made, kRequests[i]);
+            clock_name = nvtxDomainRegisterStringA(made, "clock");
+            domain = made;
+        }
+    }
+    const bool found = domain != nullptr;
+    pthread_mutex_unlock(&setup);
+    return found;
+}
+
+} // namespace
+
+void mark_clock() noexcept {
+    if (!marks_on()) return;
+    nvtxEventAttributes_t event = attributes(clock_name, 0);
+    event.payload.ullValue = static_cast<uint64_t>(mono_ns());
+    nvtxDomainMarkEx(domain, &event);
+}
+
+void mark_request(int action, int signo, int64_t stamp_ns) noexcept {
+    if (!marks_on() || action < HS_ACTION_PAUSE || action > HS_ACTION_STOP) return;
+    mark_clock();
+    nvtxEventAttributes_t event = attributes(request_names[action], static_cast<uint64_t>(stamp_ns));
+    event.category = static_cast<uint32_t>(signo);
+    nvtxDomainMarkEx(domain, &event);
+}
+
+void operator_begun(const char *name) noexcept {
+    nvtxEventAttributes_t event = {};
+    event.version = NVTX_VERSION;
+    event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+    event.messageType = NVTX_MESSAGE_TYPE_ASCII;
+    event.message.ascii = name != nullptr ? name : "";
+    nvtxDomainRangePushEx(domain, &event);
+}
+
+void operator_ended() noexcept { nvtxDomainRangePop(domain); }
+
+void marks_lock() noexcept { pthread_mutex_lock(&setup); }
+void marks_unlock() noexcept { pthread_mutex_unlock(&setup); }
+void marks_after_fork() noexcept {
+    pthread_mutex_init(&setup, nullptr);
+    marks_bits.store(0);
+}
+
+#else
+
+void mark_clock() noexcept {}
+void mark_request(int, int, int64_t) noexcept {}
+void operator_begun(const char *) noexcept {}
+void operator_ended() noexcept {}
+void marks_lock() noexcept {}
+void marks_unlock() noexcept {}
+void marks_after_fork() noexcept {}
+
+#endif
+
+} // namespace hs
+
+using namespace hs;
+
+#ifdef HS_WITH_NVTX
+
+int hs_marks_use(uint32_t bits) {
+    constexpr uint32_t all = HS_MARKS_EVENTS | HS_MARKS_STEPS | HS_MARKS_OPERATORS;
+    if (bits & ~all) return -EINVAL;
+    const uint32_t wanted = bits != 0 && find_tool() ? bits : 0;
+    const bool operators = marks_bits.load() & HS_MARKS_OPERATORS;
+    int error = 0;
+    if (operators && !(wanted & HS_MARKS_OPERATORS)) arming().operators_off();
+    marks_bits.store(wanted);
+    if (wanted & HS_MARKS_OPERATORS && !operators) error = arming().operators_on();
+    if (error < 0) marks_bits.fetch_and(~HS_MARKS_OPERATORS);
+    mark_clock();
+    return error < 0 ? error : static_cast<int>(wanted);
+}
+
+void hs_marks_name_signal(int signo, const char *name) {
+    if (marks_on() && name != nullptr) nvtxDomainNameCategoryA(domain, static_cast<uint32_t>(signo), name);
+}
+
+uint64_t hs_marks_begin(int range, uint64_t payload) {
+    if (!marks_on() || range < 0 || range >= HS_RANGES) return HS_NO_RANGE;
+    const nvtxEventAttributes_t event = attributes(range_names[range], payload);
+    return nvtxDomainRangeStartEx(domain, &event);
+}
+
+void hs_marks_end(uint64_t id) {
+    if (id != HS_NO_RANGE && marks_on()) nvtxDomainRangeEnd(domain, id);
+}
+
+int hs_marks_push(int range, uint64_t payload) {
+    if (!marks_on() || range < 0 || range >= HS_RANGES) return 0;
+    const nvtxEventAttributes_t event = attributes(range_names[range], payload);
+    nvtxDomainRangePushEx(domain, &event);
+    return 1;
+}
+
+void hs_marks_pop(void) {
+    if (marks_on()) nvtxDomainRangePop(domain);
+}
+
+#else
+
+int hs_marks_use(uint32_t bits) { return bits & ~(HS_MARKS_EVENTS | HS_MARKS_STEPS | HS_MARKS_OPERATORS) ? -EINVAL : 0; }
+void hs_marks_name_signal(int, const char *) {}
+uint64_t hs_marks_begin(int, uint64_t) { return HS_NO_RANGE; }
+void hs_marks_end(uint64_t) {}
+int hs_marks_push(int, uint64_t) { return 0; }
+void hs_marks_pop(void) {}
+
+#endif
