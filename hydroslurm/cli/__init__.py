@@ -15,11 +15,13 @@ import hydroslurm.cli.cluster as cluster
 import hydroslurm.cli.doctor as doctor
 import hydroslurm.cli.gate as gate
 import hydroslurm.cli.job as job
+import hydroslurm.cli.metrics as metrics
 import hydroslurm.cli.report as report
 import hydroslurm.cli.run as run
 import hydroslurm.cli.spank as spank
 import hydroslurm.cli.spec as spec
 import hydroslurm.cli.submit as submit
+import hydroslurm.cli.top as top
 import hydroslurm.cli.trainingjob as trainingjob
 from hydroslurm.errors import HydroslurmError, UsageError
 
@@ -51,6 +53,8 @@ app.command("pause", short_help="Park a process or a job between two operators."
 app.command("resume", short_help="Let a paused process or job go on where it was.")(job.resume)
 app.command("requeue", short_help="Have a job save and go back into the queue.")(job.requeue)
 app.command("status", short_help="Show what Slurm and its ranks say of a job.")(job.status)
+app.command("top", short_help="Show all my jobs live.")(top.top)
+app.command("metrics", short_help="Tell Prometheus of all my jobs.")(metrics.metrics)
 app.command("validate", short_help="Check job specs, ours or T9k's.")(spec.validate)
 app.command("render", short_help="Print the batch script that submit would hand to sbatch.")(
     spec.render

@@ -1,0 +1,244 @@
+"""``hydroslurm top``: all jobs live."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from hydroslurm.watch.watcher import View, Watcher
+
+EVERY_S = 5.0
+LEAST_EVERY_S = 0.2
+_SLOW_S = 5.0
+"""So long after an answer is due the screen says that Slurm is late."""
+
+
+def top(
+    jobs: Annotated[
+        list[int] | None, typer.Argument(help="Only these jobs, or tasks of these arrays.")
+    ] = None,
+    all_users: Annotated[bool, typer.Option("--all-users", "-a", help="Not only mine.")] = False,
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", help="Only this one's.")
+    ] = None,
+    interval_s: Annotated[
+        float | None,
+        typer.Option(
+            "--interval",
+            "-n",
+            help=f"Seconds between two requests to Slurm; default {EVERY_S:g}. In a pipe: go on.",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once; the default in a pipe.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per job and line; implies no screen.")
+    ] = False,
+) -> None:
+    """Show all my jobs live: state, ranks parked, step and rate, newest checkpoint, preemptions,
+    time left, and what would be lost if they were preempted now. One request to Slurm each time,
+    however many jobs there are."""
+    import getpass
+
+    from hydroslurm.errors import UsageError
+    from hydroslurm.slurm.client import Patience, open_client
+    from hydroslurm.watch.watcher import Watcher
+
+    if interval_s is not None and not interval_s >= LEAST_EVERY_S:
+        raise UsageError(f"--interval {interval_s:g}: wanted {LEAST_EVERY_S:g} or more seconds")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without "≤" shall not end us
+        sys.stdout.reconfigure(errors="replace")
+    named = jobs or []
+    watcher = Watcher(
+        # an absent controller is waited for by asking again at the next interval
+        open_client(patience=Patience(give_up_after_s=0.0)),
+        user=None if all_users or named else getpass.getuser(),
+        partition=partition,
+        ids=named,
+    )
+    every_s = EVERY_S if interval_s is None else interval_s
+    if not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty():
+        _Screen(watcher, every_s=every_s).run()
+        return
+    _print_views(watcher, every_s=None if once or interval_s is None else every_s, as_json=as_json)
+
+
+def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> None:
+    """For programs: once, or again and again.
+
+    Raises:
+        SlurmError: the only time it was asked, Slurm did not answer.
+    """
+    from hydroslurm.errors import ControllerUnreachable
+
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            view = watcher.look()
+            if view.error is not None and every_s is None:
+                raise ControllerUnreachable(view.error)
+            _print_view(view, as_json=as_json)
+            if every_s is None:
+                return
+            time.sleep(every_s)
+
+
+def _print_view(view: View, *, as_json: bool) -> None:
+    from hydroslurm.watch.table import FIELDS, clean, for_programs, layout
+
+    if view.error is not None:
+        typer.echo(f"hydroslurm: Slurm does not answer: {clean(view.error)}", err=True)
+    for job_id in view.missing:
+        typer.echo(f"hydroslurm: Slurm knows no job {job_id}", err=True)
+    if as_json:
+        for row in view.rows:
+            typer.echo(json.dumps({"epoch_s": view.epoch_s, **row.as_json()}))
+    elif sys.stdout.isatty():
+        head, lines = layout(view.rows, os.get_terminal_size().columns)
+        typer.echo("\n".join([head, *lines]))
+    else:
+        typer.echo("\t".join(FIELDS))
+        for row in view.rows:
+            typer.echo(for_programs(row))
+    sys.stdout.flush()
+
+
+class _Screen:
+    """The alternate screen, the keys and the thread that asks Slurm: it may be long in answering,
+    and ``q`` shall work meanwhile."""
+
+    def __init__(self, watcher: Watcher, *, every_s: float) -> None:
+        self._watcher = watcher
+        self._every_s = every_s
+        self._view: View | None = None
+        self._error: BaseException | None = None
+        self._first = 0
+        self._due_mono_s = time.monotonic()
+        self._reads, self._wakes = os.pipe()
+        os.set_blocking(self._wakes, False)
+
+    def run(self) -> None:
+        """Until ``q``, Ctrl-C or a signal; the terminal is then as before.
+
+        Raises:
+            SlurmMissing: there is no Slurm here.
+        """
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console()
+        threading.Thread(target=self._ask, name="asks Slurm", daemon=True).start()
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            _keys(),
+            self._signals(),
+            Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
+        ):
+            while self._error is None:
+                # not what COLUMNS said when we started
+                size = os.get_terminal_size(sys.stdout.fileno())
+                console.size = size
+                live.update(self._shown(max(1, size.columns), max(1, size.lines)), refresh=True)
+                if self._wait(size.lines):
+                    return
+        if self._error is not None:
+            raise self._error
+
+    def _shown(self, width: int, height: int) -> Group:
+        from hydroslurm.watch.screen import page_rows, screen
+
+        count = len(self._view.rows) if self._view else 0
+        self._first = max(0, min(self._first, count - page_rows(height)))
+        return screen(
+            self._view,
+            width=width,
+            height=height,
+            first=self._first,
+            now_epoch_s=time.time(),
+            overdue=time.monotonic() > self._due_mono_s + _SLOW_S,
+        )
+
+    def _wait(self, height: int) -> bool:
+        """Until there is something new to show; True to leave."""
+        from hydroslurm.watch.screen import page_rows
+
+        late_s = self._due_mono_s + _SLOW_S - time.monotonic()
+        poller = select.poll()
+        poller.register(0, select.POLLIN)
+        poller.register(self._reads, select.POLLIN)
+        ready = {fd for fd, _ in poller.poll(1000 * max(1.0, late_s))}
+        if self._reads in ready:
+            os.read(self._reads, 4096)
+        if 0 not in ready:
+            return False
+        keys = os.read(0, 1024)
+        if not keys or b"q" in keys or b"Q" in keys:
+            return True
+        page = page_rows(height)
+        for key, lines in ((b"j", 1), (b"\x1b[B", 1), (b"k", -1), (b"\x1b[A", -1), (b" ", page)):
+            self._first += lines * keys.count(key)
+        for key, lines in ((b"\x1b[6~", page), (b"\x1b[5~", -page), (b"b", -page)):
+            self._first += lines * keys.count(key)
+        return False
+
+    def _ask(self) -> None:
+        try:
+            while True:
+                self._view = self._watcher.look()
+                self._due_mono_s = time.monotonic() + self._every_s
+                self._wake()
+                time.sleep(self._every_s)
+        except BaseException as error:
+            self._error = error
+            self._wake()
+
+    def _wake(self, *_: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wakes, b".")
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """A new size is a reason to draw; what ends us shall not skip the way out. A Ctrl-Z would
+        leave the shell on our screen."""
+
+        def leave(signo: int, _: object) -> None:
+            raise SystemExit(128 + signo)
+
+        wanted: dict[signal.Signals, Callable[[int, object], object] | signal.Handlers] = {
+            signal.SIGWINCH: self._wake,
+            signal.SIGTERM: leave,
+            signal.SIGHUP: leave,
+            signal.SIGTSTP: signal.SIG_IGN,
+        }
+        before = {signo: signal.signal(signo, act) for signo, act in wanted.items()}
+        try:
+            yield
+        finally:
+            for signo, act in before.items():
+                signal.signal(signo, act)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[None]:
+    """Keys one by one and unseen; Ctrl-C goes on to be a signal."""
+    import termios
+    import tty
+
+    before = termios.tcgetattr(0)
+    tty.setcbreak(0)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)

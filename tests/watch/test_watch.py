@@ -1,0 +1,406 @@
+"""What is shown of jobs, from hand-made run folders and answers of Slurm's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.cells import cell_len
+
+from hydroslurm.errors import ControllerUnreachable
+from hydroslurm.events import Event, EventKind
+from hydroslurm.pulse import PULSE_ENV, Pulse, PulseWriter, interval_s, read_pulse
+from hydroslurm.rundir import RunDir, comment_for
+from hydroslurm.slurm.policy import SitePolicy
+from hydroslurm.slurm.preemption import PreemptAction
+from hydroslurm.slurm.values import Job, JobState
+from hydroslurm.watch.folder import FollowedRun, RunFacts
+from hydroslurm.watch.loss import loss_now
+from hydroslurm.watch.metrics import JobCollector
+from hydroslurm.watch.rankfile import MOST_BYTES, TAIL_BYTES, RankFile
+from hydroslurm.watch.row import in_order, row_of
+from hydroslurm.watch.screen import screen
+from hydroslurm.watch.table import COLUMNS, FIELDS, duration, for_programs, layout, lost
+from hydroslurm.watch.watcher import View, Watcher
+
+NOW_S = 1_800_000_000.0
+HOSTILE = "\x1b[31mred\x07\t\n\r\u202e\u0301日本語" * 3
+REQUEUED = SitePolicy(action=PreemptAction.REQUEUE, grace_s=10, grace_why="GraceTime=10")
+PAUSED = SitePolicy(action=PreemptAction.PAUSE)
+
+
+def event(kind: EventKind, *, at_s: float = 0.0, **values: Any) -> Event:
+    """An event so many seconds after NOW_S."""
+    of_event = {n: values.pop(n) for n in ("rank", "restart_count", "pid", "step") if n in values}
+    epoch_ns = int((NOW_S + at_s) * 1e9)
+    return Event(kind=kind, mono_ns=1, epoch_ns=epoch_ns, data=values, **of_event)
+
+
+def began(step: int = 0, *, at_s: float = -100.0, **values: Any) -> Event:
+    return replace(event(EventKind.LIFE_BEGAN, at_s=at_s, **values), data={"step": step})
+
+
+def committed(saved: int, *, at_s: float, **values: Any) -> Event:
+    data = {"tier": "durable", "checkpoint_step": saved, "seconds": 1.0}
+    return event(EventKind.SAVE_COMMITTED, at_s=at_s, **values, **data)
+
+
+def parked(pause: int, park_us: float, **values: Any) -> Event:
+    return event(EventKind.PARKED, pause=pause, park_us=park_us, causes=["user"], **values)
+
+
+def write(path: Path, *events: Event) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(f"{one.to_json()}\n" for one in events)
+
+
+def job(job_id: int = 7, state: JobState = JobState.RUNNING, **values: Any) -> Job:
+    given = {"name": "n", "user": "u", "partition": "low", "start_epoch_s": int(NOW_S) - 200}
+    return Job(job_id=job_id, state=state, **{**given, **values})
+
+
+class Slurm:
+    """Answers what it is told to, and counts how often it is asked."""
+
+    def __init__(self, *jobs: Job) -> None:
+        self.answer: tuple[Job, ...] | Exception = jobs
+        self.asked = 0
+
+    def jobs(
+        self, *, user: str | None = None, ids: Collection[int] | None = None
+    ) -> tuple[Job, ...]:
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def watcher(slurm: Slurm, **options: Any) -> Watcher:
+    return Watcher(slurm, user=None, policies=False, clock=lambda: NOW_S, **options)  # type: ignore[arg-type]
+
+
+def read(path: Path, *events: Event) -> RankFile:
+    write(path, *events)
+    file = RankFile(path)
+    file.read(budget_bytes=MOST_BYTES)
+    return file
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def test_only_what_was_appended_is_read(tmp_path: Path) -> None:
+    """The second look reads the new bytes alone; a torn line counts once it is whole."""
+    path = tmp_path / "rank-00000.jsonl"
+    file = read(path, event(EventKind.INSTALLED), began(5, restart_count=1))
+    assert file.facts.whole
+    assert file.facts.life == (1, 5, int((NOW_S - 100) * 1e9))
+    assert file.read(budget_bytes=MOST_BYTES) == 0
+    line = committed(9, at_s=-3).to_json().encode() + b"\n"
+    with path.open("ab") as stream:
+        stream.write(line[:50])
+        stream.flush()
+        assert file.read(budget_bytes=MOST_BYTES) == 50
+        assert file.facts.commit is None
+        stream.write(line[50:])
+    assert file.read(budget_bytes=MOST_BYTES) == len(line) - 50
+    assert file.facts.commit == (9, int((NOW_S - 3) * 1e9))
+
+
+def test_a_huge_file_is_read_from_its_end(tmp_path: Path) -> None:
+    """Of a file of many megabytes the end is read, and is enough for the state; when very much is
+    appended at once, again only the end. A file that was replaced is read anew."""
+    path = tmp_path / "rank-00000.jsonl"
+    changes = [event(EventKind.CAUSES_CHANGED, causes=[])] * 30_000
+    file = RankFile(path)
+    write(path, *changes, parked(1, 80.0))
+    assert path.stat().st_size > 4 * MOST_BYTES
+    assert file.read(budget_bytes=MOST_BYTES) <= TAIL_BYTES
+    assert file.facts.state is not None
+    assert (file.facts.state.state, file.facts.whole) == ("parked", False)
+    write(path, *changes, event(EventKind.RESUMED, pause=1))
+    assert file.read(budget_bytes=MOST_BYTES) <= TAIL_BYTES
+    assert file.facts.state.state == "running"
+    path.unlink()
+    write(path, event(EventKind.INSTALLED, pid=77))
+    file.read(budget_bytes=MOST_BYTES)
+    assert file.facts.state.pid == 77
+
+
+def test_what_is_no_event_file_harms_nothing(tmp_path: Path) -> None:
+    """Foreign lines are passed over; a FIFO in the place of a file is not waited for."""
+    path = tmp_path / "rank-00000.jsonl"
+    path.write_bytes(b'{"v":1}\n[]\n\xff\xfe\n"x"\n' + b"{" * 2000 + b"\n")
+    write(path, event(EventKind.PARKED), event(EventKind.SAVE_COMMITTED, tier="durable"))
+    assert read(path, event(EventKind.INSTALLED, step=3)).facts.marks == [(3, int(NOW_S * 1e9), 0)]
+    fifo = tmp_path / "rank-00001.jsonl"
+    os.mkfifo(fifo)
+    assert RankFile(fifo).read(budget_bytes=MOST_BYTES) == 0
+
+
+def test_facts_older_than_what_is_read(tmp_path: Path) -> None:
+    """Where the end of a huge file tells neither the life nor a checkpoint, lives.jsonl and the
+    folder of the checkpoints do."""
+    run = RunDir(tmp_path)
+    write(run.rank_events(0), began(30), *[event(EventKind.CAUSES_CHANGED, causes=[])] * 3000)
+    row = {"life": 1, "began_epoch_ns": int(NOW_S * 1e9), "step": 30, "restart_count": 0}
+    run.lives_jsonl.write_text(json.dumps(row) + "\n")
+    (run.checkpoints / "step-000000030").mkdir(parents=True)
+    (run.checkpoints / ".tmp-step-000000090.x.1.y").mkdir()
+    followed = FollowedRun(run)
+    followed.read(budget_bytes=MOST_BYTES)
+    facts = followed.facts(0)
+    assert (facts.has_run, facts.began) == (True, (30, int(NOW_S * 1e9)))
+    assert facts.commit is not None
+    assert facts.commit[0] == 30
+
+
+def test_the_newest_step_counts(tmp_path: Path) -> None:
+    """Of the pulse and the events the one that is newer tells the step, the pulse the rate; a pulse
+    of an earlier life tells nothing, and without one two events tell both."""
+    run = RunDir(tmp_path)
+    write(run.rank_events(0), event(EventKind.FIRST_STEP, at_s=-20, step=1))
+    write(run.rank_events(0), committed(40, at_s=-1), event(EventKind.SAVE_STAGED, step=41))
+    followed = FollowedRun(run)
+
+    def told(at_s: float, restart_count: int = 0) -> tuple[int | None, float | None]:
+        epoch_ns = int((NOW_S + at_s) * 1e9)
+        pulse = Pulse(30, epoch_ns, epoch_ns, 5.0, 10.0, restart_count, 1)
+        run.pulse_json.write_text(json.dumps(vars(pulse)))
+        os.utime(run.pulse_json, (epoch_ns / 1e9, epoch_ns / 1e9))
+        followed.read(budget_bytes=MOST_BYTES)
+        facts = followed.facts(0)
+        return facts.step, facts.steps_per_s
+
+    assert told(-5) == (41, 5.0)
+    assert told(5) == (30, 5.0)
+    assert told(6, restart_count=1) == (41, 2.0)
+
+
+def test_pulse(tmp_path: Path) -> None:
+    """The first rank's step and rate can be read while it trains; nothing is written before a step
+    is known, and a folder that is gone ends it without a word."""
+    path = tmp_path / "events" / "pulse.json"
+    path.parent.mkdir()
+    pulse = PulseWriter(path, every_s=0.1, restart_count=2)
+    for step in (None, 4, 9):
+        while (pulse.wait_s() or 0.0) > 0:
+            pass
+        pulse.beat(step)
+        assert path.exists() == (step is not None)
+    told = read_pulse(path)
+    assert told is not None
+    assert (told.step, told.restart_count, told.since_epoch_ns) == (9, 2, told.epoch_ns)
+    assert told.steps_per_s is not None
+    assert 0 < told.steps_per_s <= 50
+    pulse.beat(10)  # too soon
+    assert read_pulse(path) == told
+    pulse.close()
+    lost_one = PulseWriter(tmp_path / "gone" / "pulse.json", every_s=0.1, restart_count=0)
+    while lost_one.wait_s():
+        pass
+    lost_one.beat(1)
+    assert lost_one.wait_s() is None
+    path.write_text("{")
+    assert read_pulse(path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "every_s"), [("", 10.0), ("0", 0.0), ("-3", 0.0), ("nan", 10.0), ("x", 10.0), ("2", 2)]
+)
+def test_pulse_interval(text: str, every_s: float) -> None:
+    """HYDROSLURM_PULSE_S is taken where it is a number, and ends no training where it is none."""
+    assert interval_s({PULSE_ENV: text}) == every_s
+
+
+# --- what would be lost --------------------------------------------------------------------------
+
+RUN = RunFacts(has_run=True, began=(0, int((NOW_S - 100) * 1e9)), step=120, steps_per_s=2.0)
+RUN = replace(RUN, step_epoch_ns=int((NOW_S - 4) * 1e9), save_s=2.0)
+SAVED = replace(RUN, commit=(100, int((NOW_S - 14) * 1e9)))
+
+
+@pytest.mark.parametrize(
+    ("facts", "policy", "changed", "words"),
+    [
+        (SAVED, REQUEUED, {}, "0"),
+        (SAVED, PAUSED, {}, "0"),
+        (RunFacts(), PAUSED, {}, "0"),
+        # no Run: all since the start
+        (RunFacts(), REQUEUED, {}, "≤3m"),
+        (RunFacts(has_run=False, step=9), REQUEUED, {}, "≤3m"),
+        (RunFacts(), REQUEUED, {"start_epoch_s": None}, "?"),
+        # 20 steps since the commit, and 4 s at 2 steps/s since the rank last told
+        (SAVED, None, {}, "≤28 st"),
+        (SAVED, REQUEUED, {"state": JobState.SUSPENDED}, "≤28 st"),
+        (replace(SAVED, save_s=60.0), REQUEUED, {}, "≤28 st"),
+        (replace(SAVED, save_s=None), REQUEUED, {}, "≤28 st"),
+        (replace(SAVED, stuck_s=600.0), REQUEUED, {}, "≤28 st"),
+        (replace(SAVED, steps_per_s=0.01), REQUEUED, {}, "≤21 st"),
+        (replace(RUN, save_s=None), REQUEUED, {}, "≤128 st"),
+        (replace(SAVED, step=None, save_s=None), REQUEUED, {}, "≤14s"),
+        (SAVED, REQUEUED, {"state": JobState.PENDING}, "-"),
+        (SAVED, REQUEUED, {"state": JobState.COMPLETED}, "-"),
+    ],
+)
+def test_lost(
+    facts: RunFacts, policy: SitePolicy | None, changed: dict[str, Any], words: str
+) -> None:
+    """0 only where nothing would be lost; else an upper bound, in steps where they are told."""
+    given = replace(job(), **changed)
+    assert lost(loss_now(given, facts, policy, now_epoch_s=NOW_S)) == words
+
+
+def test_order() -> None:
+    """What loses work while it cannot be saved comes first, then what failed, then what is at
+    stake, what waits, and what has ended well."""
+    jobs = [
+        (job(1, JobState.COMPLETED), RunFacts()),
+        (job(2, JobState.PENDING), RunFacts()),
+        (job(3), SAVED),
+        (job(4, start_epoch_s=int(NOW_S) - 9), RunFacts()),
+        (job(5), RunFacts()),
+        (job(6), replace(SAVED, stuck_s=600.0)),
+        (job(7, JobState.OUT_OF_MEMORY), RunFacts()),
+        (job(9), replace(SAVED, told_every_s=10.0)),
+        (job(10), replace(SAVED, step_epoch_ns=int((NOW_S - 100) * 1e9), told_every_s=10.0)),
+        (job(8, JobState.SUSPENDED), SAVED),
+    ]
+    rows = [row_of(one, facts, REQUEUED, now_epoch_s=NOW_S) for one, facts in jobs]
+    assert [row.key for row in in_order(rows)] == [8, 6, 7, 10, 5, 4, 3, 9, 2, 1]
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+
+def test_lines_fit_every_width() -> None:
+    """Whatever the names, no line is wider than the terminal or holds what moves its cursor; at 80
+    columns the columns that matter are all there."""
+    long = {"name": HOSTILE, "user": HOSTILE, "partition": HOSTILE}
+    far = replace(SAVED, step=10**6, commit=(10**6 - 5, int(NOW_S * 1e9)))
+    jobs = [
+        (job(10**6, **long), SAVED),
+        (job(8, JobState.SUSPENDED, array_job_id=5, restart_count=12), far),
+        (job(9, JobState.PENDING, name="", reason=HOSTILE), RunFacts()),
+    ]
+    rows = [row_of(one, facts, None, now_epoch_s=NOW_S) for one, facts in jobs]
+    for width in range(1, 260):
+        head, lines = layout(rows, width)
+        assert len(lines) == len(rows)
+        assert max(map(cell_len, [head, *lines])) <= width
+        assert all(line.isprintable() for line in lines)
+    head, _ = layout(rows[1:], 80)
+    for title in ("JOB", "NAME", "STATE", "PARK", "STEP", "STEP/S", "AGO", "PRE", "LEFT", "LOST"):
+        assert title in head.split()
+    assert {column.title for column in COLUMNS} == set(layout(rows, 259)[0].split())
+    for row in rows:
+        line = for_programs(row)
+        assert len(line.split("\t")) == len(FIELDS)
+        assert line.replace("\t", "").isprintable()
+
+
+def test_screen_has_the_size_of_the_terminal() -> None:
+    """Every size is filled exactly, with Slurm's absence in the second line."""
+    rows = tuple(row_of(job(n), RunFacts(), None, now_epoch_s=NOW_S) for n in range(1, 50))
+    view = View(rows, (), NOW_S, NOW_S - 35, error="slurm_load_jobs error: \x1b[2J")
+    for width, height in itertools.product((1, 20, 80), (1, 2, 5, 24, 70)):
+        shown = screen(view, width=width, height=height, now_epoch_s=NOW_S)
+        lines = [line.plain for line in shown.renderables]  # type: ignore[attr-defined, union-attr]
+        assert len(lines) == height
+        assert max(map(cell_len, lines)) <= width
+        assert all(line.isprintable() for line in lines)
+    lines = [str(line) for line in screen(view, width=80, height=24, now_epoch_s=NOW_S).renderables]
+    assert lines[1].startswith("Slurm does not answer (last answer: 35 s ago): slurm_load_jobs")
+    assert "of 49" in lines[-1]
+
+
+def test_duration() -> None:
+    """Five characters at the most."""
+    seconds = (0, 99, 100, 5999, 6000, 86399, 86400, 864000, 99 * 86400)
+    assert [duration(s) for s in seconds] == [
+        "0s", "99s", "1m", "99m", "1h40", "23h59", "1d00h", "10d", "99d"
+    ]  # fmt: skip
+
+
+# --- from one moment to the next -----------------------------------------------------------------
+
+
+def test_jobs_come_and_go(tmp_path: Path) -> None:
+    """One request each time; a job that Slurm has forgotten is shown as ended, one that ended
+    before our eyes only as long as Slurm knows it; Slurm's absence changes no line."""
+    run = RunDir(tmp_path)
+    write(run.rank_events(0), event(EventKind.INSTALLED, world_size=2), began(), parked(1, 50.0))
+    write(run.rank_events(1), event(EventKind.INSTALLED, rank=1))
+    first = job(1, comment=comment_for(run), end_epoch_s=int(NOW_S) + 60)
+    waiting = job(3, JobState.PENDING, array_job_id=3)
+    slurm = Slurm(first, job(2), waiting)
+    watching = watcher(slurm, ids=(1, 2, 3, 99))
+    view = watching.look()
+    by_id = {row.job_id: row for row in view.rows}
+    assert set(by_id) == {"1", "2", "3_[*]"}
+    assert (by_id["1"].parked, by_id["1"].ranks, by_id["1"].left_s) == (1, 2, 60.0)
+    assert (by_id["2"].ranks, view.missing) == (None, (99,))
+
+    write(run.rank_events(1), parked(1, 60.0, rank=1))
+    slurm.answer = (first, replace(job(2), state=JobState.COMPLETED))
+    rows = {row.job_id: row.state for row in watching.look().rows}
+    assert rows == {"1": "PARKED", "2": "COMPLETED"}
+    slurm.answer = ControllerUnreachable("away")
+    away = watching.look()
+    assert {row.job_id: row.state for row in away.rows} == rows
+    assert away.error == "away"
+    slurm.answer = ()
+    assert [(row.job_id, row.state) for row in watching.look().rows] == [("1", "FORGOTTEN")]
+    assert slurm.asked == 4
+
+
+def test_metrics(tmp_path: Path) -> None:
+    """What is exposed can be parsed, with hostile names whole in the labels; scrapes that are close
+    to each other share one request."""
+    run = RunDir(tmp_path)
+    write(run.rank_events(0), event(EventKind.INSTALLED), began(), parked(1, 50.0), parked(1, 9e9))
+    write(run.rank_events(0), event(EventKind.RESUMED, pause=1), committed(40, at_s=-7, step=52))
+    write(run.rank_events(0), parked(2, 700.0))
+    name = 'a "b" \\ \n' + HOSTILE
+    slurm = Slurm(job(1, name=name, comment=comment_for(run), restart_count=0), job(2))
+    now = itertools.count()
+    collector = JobCollector(watcher(slurm), every_s=2.5, monotonic=lambda: float(next(now)))
+    registry = collector.registry()
+    from prometheus_client import generate_latest
+
+    for _ in range(3):
+        text = generate_latest(registry).decode()
+    assert slurm.asked == 1
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    values = {
+        (sample.name, sample.labels.get("le", "")): sample.value
+        for family in families.values()
+        for sample in family.samples
+        if sample.labels.get("job_id", "1") == "1" and "state" not in sample.labels
+    }
+    assert values["hydroslurm_job_parked_ranks", ""] == 1
+    assert values["hydroslurm_job_step", ""] == 52
+    assert values["hydroslurm_job_unsaved_steps", ""] == 12
+    assert values["hydroslurm_job_last_commit_timestamp_seconds", ""] == NOW_S - 7
+    assert values["hydroslurm_job_preemptions_total", ""] == 0
+    assert values["hydroslurm_job_pauses_total", ""] == 2
+    assert values["hydroslurm_park_seconds_count", ""] == 2
+    assert values["hydroslurm_park_seconds_bucket", "0.0001"] == 1
+    assert values["hydroslurm_park_seconds_bucket", "0.001"] == 2
+    assert values["hydroslurm_park_seconds_sum", ""] == pytest.approx(750e-6)
+    assert values["hydroslurm_slurm_up", ""] == 1
+    assert values["hydroslurm_events_unread_bytes", ""] == 0
+    labels = families["hydroslurm_job_step"].samples[0].labels
+    assert labels == {"job_id": "1", "name": name, "user": "u", "partition": "low"}
+    assert all(family.documentation and family.type != "unknown" for family in families.values())
+    slurm.answer = ControllerUnreachable("away")
+    assert "hydroslurm_slurm_up 0.0" in generate_latest(registry).decode()
+    assert slurm.asked == 2
