@@ -6,6 +6,7 @@
 #   TORCH=torch==2.6.0  another torch than the one in constraints.txt (a requirement, a wheel or a folder)
 #   TORCH_INDEX=URL     one more index to look for torch in, for example that of PyTorch's CPU wheels
 #   NO_SYSTEM=1         leave system packages alone
+#   NO_NSYS=1           do without NVIDIA's nsys (170 MB); the tests that profile a job are then skipped
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -26,6 +27,7 @@ slurmdbd slurmdbd
 munged munge
 mariadbd mariadb-server-core
 /usr/include/slurm/spank.h libslurm-dev
+tmux tmux
 LIST
 }
 
@@ -117,6 +119,64 @@ python_packages() {
     echo "$want" > $stamp
 }
 
+# --- nsys ----------------------------------------------------------------------------------------------------
+# NVIDIA's profiler, which records the marks of a job on machines without a GPU too. Debian has it in non-free. It is
+# unpacked below .venv and not installed: apt would bring NVIDIA's driver and the diversion of libGL with it. So it takes
+# no root, and what apt knows and where it looks stay as they are; its lists for this are kept in a folder of their own.
+nsys_profiler() {
+    local home=.venv/nsight-systems
+    [ -z "${NO_NSYS:-}" ] || return 0
+    if command -v nsys >/dev/null || [ -x .venv/bin/nsys ]; then return 0; fi
+    # what could not be had is not tried on every run again
+    if [ -s $home/why-not ] && [ "${HYDROSLURM_REQUIRE_SLURM:-}" != 1 ]; then
+        say "nsys was not to be had ($(cat $home/why-not)); to try again: rm -r $home"
+        return 0
+    fi
+    rm -rf $home
+    mkdir -p $home .venv/bin
+    if ! command -v apt-get >/dev/null || ! command -v dpkg >/dev/null; then
+        echo "no apt-get here: put NVIDIA's nsys on PATH" >$home/why-not
+    elif nsys_unpack "$PWD/$home" >$home/log 2>&1; then
+        ln -sf ../nsight-systems/usr/bin/nsys .venv/bin/nsys
+        rm -f $home/log
+        return 0
+    else
+        tail -n 1 $home/log >$home/why-not
+        [ -s $home/why-not ] || echo "apt-get or dpkg failed" >$home/why-not
+    fi
+    say "no nsys ($(cat $home/why-not)); jobs run without it, and the tests that profile one say that they were skipped"
+}
+
+# Two packages of non-free, and two small libraries that its importer wants and that it has no copy of. The packages lack
+# the last link, without which the importer is not found. In a shell of its own: its trap ends with it.
+nsys_unpack() (
+    home=$1
+    work=$(mktemp -d) && mkdir -p "$work"/{sources,lists/partial,cache/archives/partial} || exit 1
+    trap 'rm -rf "$work"' EXIT
+    cp /etc/apt/sources.list "$work/sources/main.list" 2>/dev/null || :
+    cp /etc/apt/sources.list.d/*.{list,sources} "$work/sources/" 2>/dev/null || :
+    find "$work/sources" -type f -exec sed -i -E \
+        '/^(Components:|deb ).* main( |$)/{/ non-free( |$)/!s/$/ non-free/}' {} +
+    cp /var/lib/apt/lists/*_{InRelease,Release,Release.gpg,Packages*} "$work/lists/" 2>/dev/null || :
+    apt=(apt-get -qq -o Dir::Etc::sourcelist=/dev/null -o "Dir::Etc::sourceparts=$work/sources"
+        -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache" -o Acquire::Retries=3 -o APT::Sandbox::User=)
+    "${apt[@]}" update || exit 1
+    cd "$work" && "${apt[@]}" download nsight-systems nsight-systems-target libssh-4 libpfm4 || exit 1
+    for package in *.deb; do
+        # the browser of its window is half of all and is not needed
+        dpkg --fsys-tarfile "$package" |
+            tar -x -C "$home" --no-same-owner --exclude=./usr/share/doc --exclude='*/libQt6WebEngine*' &
+    done
+    wait
+    cd "$home"/usr/lib/*/nsight-systems || exit 1
+    ln -sfn ../../nsight-systems/host-linux-x64 host-linux-x64
+    ln -sf "../../$(basename "$(dirname "$PWD")")/libpfm.so.4" host-linux-x64/
+    ! ldd host-linux-x64/QdstrmImporter | grep 'not found' || exit 1
+    "$home/usr/bin/nsys" --version
+)
+
 choose_python
 system_packages
+nsys_profiler & # takes as long as pip, and both wait for the network half of it
 python_packages
+wait $!

@@ -52,6 +52,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         in_turn(items)
 
 
+@pytest.fixture(scope="session")
+def nsys() -> str:
+    """NVIDIA's profiler. Where it is not installed the test is skipped, and fails where a missing
+    Slurm is a failure: setup.sh brings both."""
+    from hydroslurm.devcluster.pytest_plugin import REQUIRE_ENV
+    from hydroslurm.report.nsys.export import find_nsys
+
+    found = find_nsys()
+    if found is None:
+        words = "nsys is needed: on PATH, or by ./setup.sh on Debian"
+        if os.environ.get(REQUIRE_ENV) == "1":
+            pytest.fail(f"{words} ({REQUIRE_ENV}=1 makes this a failure)", pytrace=False)
+        pytest.skip(words)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _own_registry(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

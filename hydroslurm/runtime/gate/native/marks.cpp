@@ -22,10 +22,12 @@ pthread_mutex_t setup = PTHREAD_MUTEX_INITIALIZER;
 nvtxDomainHandle_t domain = nullptr;
 nvtxStringHandle_t range_names[HS_RANGES];
 nvtxStringHandle_t request_names[4];
+nvtxStringHandle_t moment_names[3];
 nvtxStringHandle_t clock_name;
 
 constexpr const char *kRanges[HS_RANGES] = {"pausing", "parked", "resuming", "draining", "saving", "committing", "requeueing", "step"};
 constexpr const char *kRequests[4] = {"", "pause_request", "resume_request", "stop_request"}; /* by enum hs_action */
+constexpr const char *kMoments[3] = {"gate_closed", "at_rest", "gate_opened"}; /* by enum Moment */
 
 nvtxEventAttributes_t attributes(nvtxStringHandle_t name, uint64_t payload) noexcept {
     nvtxEventAttributes_t event = {};
@@ -46,6 +48,7 @@ bool find_tool() noexcept {
         if (made != nullptr) {
             for (int i = 0; i < HS_RANGES; ++i) range_names[i] = nvtxDomainRegisterStringA(made, kRanges[i]);
             for (int i = 1; i < 4; ++i) request_names[i] = nvtxDomainRegisterStringA(made, kRequests[i]);
+            for (int i = 0; i < 3; ++i) moment_names[i] = nvtxDomainRegisterStringA(made, kMoments[i]);
             clock_name = nvtxDomainRegisterStringA(made, "clock");
             domain = made;
         }
@@ -72,6 +75,12 @@ void mark_request(int action, int signo, int64_t stamp_ns) noexcept {
     nvtxDomainMarkEx(domain, &event);
 }
 
+void mark_moment(Moment moment, int64_t stamp_ns) noexcept {
+    if (!marks_on()) return;
+    const nvtxEventAttributes_t event = attributes(moment_names[moment], static_cast<uint64_t>(stamp_ns));
+    nvtxDomainMarkEx(domain, &event);
+}
+
 void operator_begun(const char *name) noexcept {
     nvtxEventAttributes_t event = {};
     event.version = NVTX_VERSION;
@@ -94,6 +103,7 @@ void marks_after_fork() noexcept {
 
 void mark_clock() noexcept {}
 void mark_request(int, int, int64_t) noexcept {}
+void mark_moment(Moment, int64_t) noexcept {}
 void operator_begun(const char *) noexcept {}
 void operator_ended() noexcept {}
 void marks_lock() noexcept {}
@@ -128,12 +138,15 @@ void hs_marks_name_signal(int signo, const char *name) {
 
 uint64_t hs_marks_begin(int range, uint64_t payload) {
     if (!marks_on() || range < 0 || range >= HS_RANGES) return HS_NO_RANGE;
+    mark_clock();
     const nvtxEventAttributes_t event = attributes(range_names[range], payload);
     return nvtxDomainRangeStartEx(domain, &event);
 }
 
 void hs_marks_end(uint64_t id) {
-    if (id != HS_NO_RANGE && marks_on()) nvtxDomainRangeEnd(domain, id);
+    if (id == HS_NO_RANGE || !marks_on()) return;
+    nvtxDomainRangeEnd(domain, id);
+    mark_clock();
 }
 
 int hs_marks_push(int range, uint64_t payload) {

@@ -4,6 +4,9 @@
  *                                              up with the event log by these
  *   mark  pause_request, resume_request,       payload: the stamp that the signal's handler took; category: the signal, 0 for a
  *         stop_request                         request. Emitted by the watcher, because handlers may call nothing of NVTX
+ *   mark  gate_closed, at_rest, gate_opened    payload: the stamp of the request that closed the gate; when all threads were at
+ *                                              rest; the stamp of the request that opened it. Right behind the begin of
+ *                                              pausing, its end, and the begin of resuming
  *   range pausing, resuming                    start/end; payload: number of the pause. Closing .. parked, opening .. running
  *   range parked                               push/pop in each held thread, as long as it is held; payload: the pause
  *   range draining                             start/end; payload: the pause

@@ -256,6 +256,7 @@ void Watcher::close(uint32_t before) noexcept {
     first_told_ = false;
     looks_.clear();
     mark_pausing();
+    mark_moment(MOMENT_CLOSED, asked_ns_);
     gate.closed_mono_ns.store(closed_ns_);
     gate.state.store(HS_STATE_PARKING);
     hs_event event = news_of(HS_EVENT_GATE_CLOSED, asked_ns_);
@@ -283,6 +284,7 @@ void Watcher::tell_opened() noexcept {
     hushed_until_ns_ = event.held > 0 ? event.mono_ns + kHush_ns : 0;
     end_mark(pausing_);
     if (event.held > 0) mark_resuming();
+    mark_moment(MOMENT_OPENED, event.value_ns);
 }
 
 /* --- passages ----------------------------------------------------------------------------------------------- */
@@ -404,9 +406,10 @@ void Watcher::judge_parked() noexcept {
     gate.passage.parked_steps.store(steps);
     gate.state.store(HS_STATE_PARKED);
     if (gate.passage.steps.load() != steps) return unpark();
-    end_mark(pausing_);
     hs_event event = news_of(HS_EVENT_PARKED, asked_ns_);
     event.mono_ns = std::max(verdict.at_ns, moved_ns_);
+    end_mark(pausing_);
+    mark_moment(MOMENT_AT_REST, event.mono_ns);
     event.held = verdict.held;
     event.count = gate.passage.collectives.load();
     if (is_passage() && verdict.last != nullptr) slot_text(*verdict.last, event.text);

@@ -1,0 +1,1 @@
+"""Reports of NVIDIA's nsys: hydroslurm's NVTX marks and what the GPU did around them."""

@@ -1,0 +1,148 @@
+"""The NVTX marks and ranges of the domain ``hydroslurm`` in a report, per process.
+
+What each of them means is written in ``runtime/gate/native/marks.h``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hydroslurm.report.nsys.database import Database, global_pid_of, pid_of, tid_of
+
+DOMAIN = "hydroslurm"
+CLOCK = "clock"
+REQUESTS = ("pause_request", "resume_request", "stop_request")
+MOMENTS = ("gate_closed", "at_rest", "gate_opened")
+RANGES = ("pausing", "parked", "resuming", "draining", "saving", "committing", "requeueing")
+
+_MARK, _PUSH_POP, _START_END, _DOMAIN_CREATE = 34, 59, 60, 75
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request: noticed by the watcher at ``nsys_ns``, by the handler at ``stamp_mono_ns``."""
+
+    nsys_ns: int
+    stamp_mono_ns: int
+    signal: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the watcher told at ``nsys_ns``; the event log has the same stamp."""
+
+    nsys_ns: int
+    stamp_mono_ns: int
+
+
+@dataclass(frozen=True)
+class Range:
+    """``payload``: number of the pause, or step. ``end_ns`` is None when it never ended."""
+
+    begin_ns: int
+    end_ns: int | None
+    payload: int
+    tid: int
+
+
+@dataclass
+class ProcessMarks:
+    """What one process emitted, each in the order of nsys's time."""
+
+    pid: int
+    global_pid: int
+    """What its kernels carry."""
+    requests: dict[str, list[Request]] = field(
+        default_factory=lambda: {name: [] for name in REQUESTS}
+    )
+    moments: dict[str, list[Moment]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
+    ranges: dict[str, list[Range]] = field(default_factory=lambda: {name: [] for name in RANGES})
+
+
+@dataclass(frozen=True)
+class Marks:
+    """All of one report."""
+
+    by_pid: dict[int, ProcessMarks]
+    clocks: list[tuple[int, int]]
+    """nsys's time and CLOCK_MONOTONIC read just before it, in order; of all processes, which have
+    both clocks in common."""
+    missing: tuple[str, ...]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(sorted(self.by_pid))
+
+
+def read_marks(database: Database) -> Marks:
+    """What the report holds of hydroslurm; without any, ``missing`` says why."""
+    columns = database.columns("NVTX_EVENTS")
+    wanted = {"start", "end", "eventType", "globalTid", "textId", "domainId"}
+    if not columns:
+        return _none("no NVTX events: profiled without --trace=nvtx, or nothing emitted any")
+    if not wanted <= columns:
+        return _none(f"NVTX events without {', '.join(sorted(wanted - columns))}: unknown schema")
+    domains = _domains(database)
+    if not domains:
+        return _none(
+            f"no NVTX domain {DOMAIN!r}: hydroslurm was not installed in what was profiled, was "
+            "built without NVTX, or HYDROSLURM_NVTX=off"
+        )
+    if "uint64Value" not in columns:
+        return _none("NVTX events without payloads (uint64Value): pauses cannot be told apart")
+    return _sorted_out(database, domains, has_category="category" in columns)
+
+
+def _none(why: str) -> Marks:
+    return Marks(by_pid={}, clocks=[], missing=(why,))
+
+
+def _domains(database: Database) -> set[tuple[int, int]]:
+    """Process and number of its domain: each process counts its domains for itself."""
+    ids = database.string_ids([DOMAIN])
+    create = database.event_type("NvtxDomainCreate", _DOMAIN_CREATE)
+    sql = "SELECT globalTid, domainId, text, textId FROM NVTX_EVENTS WHERE eventType = ?"
+    return {
+        (global_pid_of(global_tid), domain)
+        for global_tid, domain, text, text_id in database.rows(sql, (create,), what="NVTX domains")
+        if text == DOMAIN or text_id in ids
+    }
+
+
+def _sorted_out(database: Database, domains: set[tuple[int, int]], *, has_category: bool) -> Marks:
+    ids = database.string_ids([CLOCK, *REQUESTS, *MOMENTS, *RANGES])
+    by_pid = {
+        pid_of(global_pid): ProcessMarks(pid_of(global_pid), global_pid)
+        for global_pid, _ in domains
+    }
+    clocks: list[tuple[int, int]] = []
+    mark = database.event_type("NvtxMark", _MARK)
+    last_ns = database.end_ns()
+    # by id, so that millions of rows of operators are passed over without reading their text
+    sql = (
+        f"SELECT start, end, eventType, {'category' if has_category else 0}, globalTid, textId, "
+        f"domainId, uint64Value FROM NVTX_EVENTS WHERE textId IN ({', '.join('?' * len(ids))}) "
+        "AND uint64Value IS NOT NULL"
+    )
+    rows = database.rows(sql, list(ids), what="NVTX events")
+    for start, end, kind, category, global_tid, text_id, domain, payload in sorted(
+        rows, key=lambda row: row[0]
+    ):
+        name = ids[text_id]
+        if (global_pid_of(global_tid), domain) not in domains:
+            continue
+        process = by_pid[pid_of(global_tid)]
+        if kind != mark:
+            if name in process.ranges:
+                # nsys ends what was not ended with its recording
+                unended = end is None or end == last_ns
+                process.ranges[name].append(
+                    Range(start, None if unended else end, payload, tid_of(global_tid))
+                )
+        elif name == CLOCK:
+            clocks.append((start, payload))
+        elif name in process.requests:
+            process.requests[name].append(Request(start, payload, category or 0))
+        elif name in process.moments:
+            process.moments[name].append(Moment(start, payload))
+    return Marks(by_pid, clocks, ())

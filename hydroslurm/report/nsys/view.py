@@ -1,0 +1,156 @@
+"""One nsys report alone, for a terminal and as JSON."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hydroslurm.report.nsys.profile import Profile
+from hydroslurm.report.nsys.profiled import ProfiledPause, ProfiledStop
+
+_UNKNOWN = "?"
+_US, _MS, _S = 1e3, 1e6, 1e9
+_Column = tuple[str, str, float, str]
+"""Heading, key of the figures, nanoseconds in its unit, format."""
+
+_PAUSE_COLUMNS: tuple[_Column, ...] = (
+    ("request →\nparked\n(µs)", "park_ns", _US, ",.0f"),
+    ("→ device\nidle\n(µs)", "drain_ns", _US, ",.0f"),
+    ("→ last\nkernel end\n(µs)", "last_kernel_ns", _US, ",.0f"),
+    ("parked\n\n(s)", "parked_ns", _S, ".3f"),
+    ("resume →\nrunning\n(µs)", "resume_ns", _US, ",.0f"),
+    ("→ first\nkernel\n(µs)", "first_kernel_ns", _US, ",.0f"),
+    ("error\n\n(±µs)", "error_ns", _US, ",.1f"),
+)
+_STOP_COLUMNS: tuple[_Column, ...] = (
+    ("request →\nsaving\n(ms)", "saving_ns", _MS, ",.1f"),
+    ("→ durable\n\n(ms)", "durable_ns", _MS, ",.1f"),
+    ("→ commit-\nted\n(ms)", "committed_ns", _MS, ",.1f"),
+    ("→ requeue\nanswered\n(ms)", "requeued_ns", _MS, ",.1f"),
+    ("error\n\n(±µs)", "error_ns", _US, ",.1f"),
+)
+_ONLY_IF_THERE = {"drain_ns", "last_kernel_ns", "first_kernel_ns"}
+
+
+def profile_figures(profile: Profile) -> dict[str, Any]:
+    """All of it for JSON: moments as they are, latencies as ``*_ns``; null where not known."""
+    return {
+        "report": str(profile.path),
+        "nsys_version": profile.version,
+        "host": profile.host,
+        "session_epoch_ns": profile.session_epoch_ns,
+        "epoch_offset_ns": profile.epoch_offset_ns,
+        "alignment_error_ns": profile.alignment_error_ns,
+        "pids": list(profile.pids),
+        "pauses": [{**vars(pause), **_pause_latencies(pause)} for pause in profile.pauses],
+        "stops": [{**vars(stop), **_stop_latencies(stop)} for stop in profile.stops],
+        "missing": list(profile.missing),
+    }
+
+
+def profile_view(profile: Profile, *, max_rows: int = 40) -> RenderableType:
+    """A table of pauses and one of stops; the error of the clocks; what is missing."""
+    parts: list[RenderableType] = [Text(_heading(profile), style="bold")]
+    figures = profile_figures(profile)
+    if profile.pauses:
+        parts.append(_table(figures["pauses"], "pause", "number", _PAUSE_COLUMNS, max_rows))
+    if profile.stops:
+        parts.append(_table(figures["stops"], "step", "step", _STOP_COLUMNS, max_rows))
+    if profile.pids and not profile.pauses and not profile.stops:
+        parts.append(Text("Nothing was paused or stopped while nsys recorded."))
+    hidden = max(len(profile.pauses) - max_rows, 0)
+    if hidden:
+        parts.append(Text(f"{hidden} more pauses are left out."))
+    if profile.alignment_error_ns is not None:
+        parts.append(
+            Text(
+                "nsys's clock is joined to CLOCK_MONOTONIC, the clock of the event log, to within "
+                f"{profile.alignment_error_ns / _US:,.1f} µs; requests carry the stamp of the "
+                "signal's handler and have no such error.",
+                style="dim",
+            )
+        )
+    parts += [Text(f"Missing: {sentence}.") for sentence in profile.missing]
+    return Group(*parts)
+
+
+def _heading(profile: Profile) -> str:
+    words = [profile.path.name]
+    if profile.host:
+        words.append(f"host {profile.host}")
+    if profile.pids:
+        plural = "es" if len(profile.pids) > 1 else ""
+        words.append(f"process{plural} {', '.join(map(str, profile.pids))}")
+    if profile.version:
+        words.append(f"nsys {profile.version}")
+    return " · ".join(words)
+
+
+def _pause_latencies(pause: ProfiledPause) -> dict[str, int | None]:
+    asked, resumed = pause.requested_mono_ns, pause.resume_requested_mono_ns
+    return {
+        "park_ns": _between(asked, pause.parked_mono_ns),
+        "drain_ns": _between(asked, pause.drained_mono_ns),
+        "last_kernel_ns": _between(asked, pause.last_kernel_end_mono_ns),
+        "parked_ns": _between(pause.parked_mono_ns, resumed or pause.running_mono_ns),
+        "resume_ns": _between(resumed, pause.running_mono_ns),
+        "first_kernel_ns": _between(resumed, pause.first_kernel_mono_ns),
+    }
+
+
+def _stop_latencies(stop: ProfiledStop) -> dict[str, int | None]:
+    asked = stop.requested_mono_ns
+    return {
+        "saving_ns": _between(asked, stop.saving_mono_ns),
+        "durable_ns": _between(asked, stop.durable_mono_ns),
+        "committed_ns": _between(asked, stop.committed_mono_ns),
+        "requeued_ns": _between(asked, stop.requeued_mono_ns),
+    }
+
+
+def _between(start_ns: int | None, end_ns: int | None) -> int | None:
+    return None if start_ns is None or end_ns is None else end_ns - start_ns
+
+
+def _table(
+    rows: Sequence[dict[str, Any]],
+    counted: str,
+    key: str,
+    columns: Sequence[_Column],
+    max_rows: int,
+) -> Table:
+    shown = [c for c in columns if c[1] not in _ONLY_IF_THERE or _is_there(rows, c[1])]
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("process", justify="right")
+    table.add_column(counted, justify="right")
+    table.add_column("signal")
+    for heading, _, _, _ in shown:
+        table.add_column(heading, justify="right")
+    for row in rows[:max_rows]:
+        cells = [_cell(row[name], unit, form) for _, name, unit, form in shown]
+        table.add_row(str(row["pid"]), _cell(row[key], 1, ".0f"), _signal(row["signal"]), *cells)
+    return table
+
+
+def _is_there(rows: Sequence[dict[str, Any]], key: str) -> bool:
+    return any(row[key] is not None for row in rows)
+
+
+def _cell(value: int | None, unit: float, form: str) -> str:
+    return _UNKNOWN if value is None else format(value / unit, form)
+
+
+def _signal(number: int) -> str:
+    """By its name; 0 was asked for by the program or by another rank."""
+    if number == 0:
+        return "none"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
