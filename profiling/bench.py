@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from compare import table as compare_table
 from readme_table import load, replace_between, table
 
 HERE = Path(__file__).resolve().parent
@@ -32,15 +33,18 @@ SCRIPTS = (
     "long_suspend",
     "fault_rounds",
     "startup",
+    "scale",
+    "compare",
     "gpu_check",
 )
-LIMIT_S = 1200.0
+LIMIT_S = 1800.0
 
 
 def run(name: str, *, quick: bool, out: Path) -> bool:
     """Run one script and keep its JSON; whether it worked."""
     print(f"{name} ...", flush=True)
-    argv = [sys.executable, str(HERE / f"{name}.py"), "--json", *(["--quick"] if quick else [])]
+    script = HERE / name / "run.py" if (HERE / name).is_dir() else HERE / f"{name}.py"
+    argv = [sys.executable, str(script), "--json", *(["--quick"] if quick else [])]
     try:
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
         result = json.loads(done.stdout.splitlines()[-1])
@@ -58,8 +62,13 @@ def run(name: str, *, quick: bool, out: Path) -> bool:
 
 
 def update_readme(readme: Path, results: Path) -> None:
-    """Rewrite the part of README between the two markers."""
-    readme.write_text(replace_between(readme.read_text(), table(load(results))))
+    """Rewrite what is between the markers of the figures, and between those of the comparison."""
+    found = load(results)
+    text = replace_between(readme.read_text(), table(found))
+    if "compare" in found:
+        between = {"begin": compare_table.BEGIN, "end": compare_table.END}
+        text = replace_between(text, compare_table.table(found["compare"]), **between)
+    readme.write_text(text)
 
 
 def main() -> int:

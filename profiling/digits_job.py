@@ -10,68 +10,21 @@ step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import submitit
 import torch
+from digits import BATCH_SIZE, SEED, Config, Parts, outcome
 from progress import Progress
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-from train import digits_tensors, hash_weights, make_deterministic, make_model
-
-BATCH_SIZE = 16
-SEED = 0
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a training is given. It is as slow as ``think_s`` says until there is a file ``hurry``
-    in its folder."""
-
-    folder: Path
-    epochs: int = 40
-    think_s: float = 0.04
-
-
-class Parts:
-    """Model, optimizer, scheduler and data, the same for everybody."""
-
-    def __init__(self, config: Config) -> None:
-        make_deterministic(SEED)
-        images, labels, _, _ = digits_tensors(seed=SEED)
-        self.data = TensorDataset(images, labels)
-        self.steps_per_epoch = -(-len(self.data) // BATCH_SIZE)
-        self.model = nn.Sequential(nn.Dropout(0.1), *make_model(width=8))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-            self.optimizer, T_max=config.epochs * self.steps_per_epoch
-        )
-        self._hurry, self._think_s = config.folder / "hurry", config.think_s
-
-    def learn(self, batch: list[torch.Tensor]) -> None:
-        images, labels = batch
-        self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        if not self._hurry.exists():
-            time.sleep(self._think_s)  # here, because it is here that a large model spends its time
-        loss.backward()
-        self.optimizer.step()
-        self.scheduler.step()
-
-
-def outcome(parts: Parts, step: int) -> dict[str, Any]:
-    return {"steps": step, "weights_sha256": hash_weights(parts.model)}
+from torch.utils.data import DataLoader
 
 
 class StockTraining(submitit.helpers.Checkpointable):
@@ -89,22 +42,25 @@ class StockTraining(submitit.helpers.Checkpointable):
     def __call__(self) -> dict[str, Any]:
         self.parts = parts = Parts(self.config)
         self.load()
-        progress = Progress(self.config.folder / "progress", self.step)
-        for epoch in range(self.step // parts.steps_per_epoch, self.config.epochs):
-            order = torch.Generator().manual_seed(SEED + epoch)
-            loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=True, generator=order)
-            for batch in itertools.islice(loader, self.step % parts.steps_per_epoch, None):
-                parts.learn(batch)
-                self.step += 1
-                progress.made(self.step)
-            if self.every_epoch:
-                self.save()
+        with self.observed() as progress:
+            for epoch in range(self.step // parts.steps_per_epoch, self.config.epochs):
+                done = self.step % parts.steps_per_epoch
+                for batch in itertools.islice(parts.loader(epoch), done, None):
+                    parts.learn(batch)
+                    self.step += 1
+                    progress.made(self.step)
+                if self.every_epoch:
+                    self.save()
         return outcome(parts, self.step)
+
+    def observed(self) -> AbstractContextManager[Progress]:
+        """What is told of each step."""
+        return contextlib.nullcontext(Progress(self.config.folder / "progress", self.step))
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
         if self.parts is not None:
             self.save()
-        fresh = StockTraining(self.config, every_epoch=self.every_epoch)
+        fresh = type(self)(self.config, every_epoch=self.every_epoch)
         return submitit.helpers.DelayedSubmission(fresh)
 
     @property

@@ -33,7 +33,8 @@ ROWS = (
         goal="≤ 1.01",
         incumbent_key="ratio_module_hooks",
     ),
-    Row("the same with our module-hook fallback", "overhead", "ratio_fallback"),
+    Row("… its NVTX marks, while no tool listens / without them", "overhead", "ratio_marks"),
+    Row("… with our module-hook fallback / bare", "overhead", "ratio_fallback"),
     Row(
         "points per step of a small MLP where a rank can be held",
         "overhead",
@@ -173,6 +174,20 @@ ROWS = (
         "s",
         incumbent_key="sbatch_to_first_operator_s",
     ),
+    Row(
+        "`hydroslurm top` of 1,000 running jobs: requests to slurmctld per refresh",
+        "scale",
+        "rpcs_per_interval",
+        goal="≤ 1",
+    ),
+    Row(
+        "… processor time per refresh, squeue's included",
+        "scale",
+        "top_cpu_s_per_interval_1000",
+        "s",
+    ),
+    Row("… memory", "scale", "rss_mb", "MB"),
+    Row("… cost at 1,000 jobs / 100 × cost at 10", "scale", "growth_ratio", goal="≤ 1"),
     Row("GPU: step time, installed / bare", "gpu_check", "ratio_installed", goal="≤ 1.01"),
     Row("GPU: kill → parked, median", "gpu_check", "pause_to_parked_us_p50", "µs"),
     Row("GPU: kill → drained, median", "gpu_check", "pause_to_drained_ms_p50", "ms"),
@@ -205,17 +220,17 @@ def table(results: Results) -> str:
     return "\n".join([*lines, "", *(f"Measured {place}." for place in used)])
 
 
-def replace_between(text: str, block: str) -> str:
+def replace_between(text: str, block: str, *, begin: str = BEGIN, end: str = END) -> str:
     """``text`` with what is between the two markers replaced.
 
     Raises:
         ValueError: the markers are not there, once each and in order.
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in tail:
-        raise ValueError(f"wanted one {BEGIN!r} and after it one {END!r} in the text")
-    return f"{head}{BEGIN}\n{block}\n{END}{tail}"
+    head, begins, rest = text.partition(begin)
+    _, ends, tail = rest.partition(end)
+    if not begins or not ends or begin in rest or end in tail:
+        raise ValueError(f"wanted one {begin!r} and after it one {end!r} in the text")
+    return f"{head}{begin}\n{block}\n{end}{tail}"
 
 
 def _text(value: Any, unit: str) -> str:

@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-from digits_job import BATCH_SIZE, Config, StockTraining, run_training
+from digits import BATCH_SIZE, Config
+from digits_job import StockTraining, run_training
 from harness import Options, finish
 from progress import read_progress, steps_lost
 from submitit.slurm.slurm import SlurmJob

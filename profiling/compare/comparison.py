@@ -1,0 +1,241 @@
+"""All peers through one storm on one dev cluster, a few at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import drive
+import figures
+import pairs
+from jobs import BEGIN_DELAY_S, Place, cluster_spec, version_of
+from lives import read_lives
+from peers import PEERS, Peer, absent
+from storm import Event, Kind, storm
+
+from hydroslurm.devcluster import DevCluster
+
+STEPS_PER_EPOCH = 360
+COUNTS: dict[Kind, int] = {"suspend": 12, "preempt": 5, "requeue": 3}
+MEAN_GAP_S = 2.5
+REMARKS = (
+    "signal: the moment at which it reached the job step, by a witness inside of it",
+    "parked: the end of the last operator; 0 when it did not come to the end of that in which the "
+    "signal found it: frozen inside of it, or held at an operator that it is made of",
+    "durable: what the next life loads has its name; the driver looks every 3 ms",
+    "steps_lost: made by a life and not in what the next one began with",
+    "step_time_ratio of Lightning and transformers is that of their whole training loops",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is done.
+
+    Attributes:
+        epochs: of each training.
+        rounds, steps_per_turn: of the pairs that give the step times.
+        limit_s: after its first step a peer is given up.
+        side_by_side: so many train at a time.
+        events: of the storm; by default made of the seed.
+        paired: so many of the peers get a step time, from the last.
+        width: of the network; a step of 96 takes about 15 ms.
+    """
+
+    epochs: int
+    rounds: int
+    steps_per_turn: int
+    limit_s: float
+    side_by_side: int
+    events: tuple[Event, ...] = ()
+    paired: int = len(PEERS)
+    width: int = 96
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * STEPS_PER_EPOCH
+
+
+FULL = Plan(epochs=12, rounds=16, steps_per_turn=30, limit_s=500.0, side_by_side=2)
+QUICK = Plan(
+    epochs=2,
+    rounds=1,
+    steps_per_turn=5,
+    limit_s=120.0,
+    side_by_side=3,
+    events=(Event(0.2, "suspend", 2.2), Event(3.2, "requeue")),
+    paired=1,
+    width=24,
+)
+
+
+def compare(
+    wanted: Sequence[Peer], plan: Plan, folder: Path, *, seed: int, keep: Path | None = None
+) -> dict[str, Any]:
+    """The whole result. A peer that fails is in it as such, and does not take the others along.
+
+    Args:
+        folder: of the runs.
+        keep: a file for what there is so far, in case that this process does not come to its end.
+    """
+    present = [peer for peer in wanted if _is_here(peer)]
+    events = plan.events or storm(seed=seed, counts=COUNTS, mean_gap_s=MEAN_GAP_S)
+    load_before = os.getloadavg()[0]
+    with DevCluster.up(cluster_spec(plan.side_by_side)) as cluster:
+        places = _places(cluster, plan)
+        costs = _each(present[-plan.paired :], places, _cost(folder, plan))
+        bare_s = [step_s for pair in costs.values() if pair is not None for step_s in pair.bare_s]
+        bare_step_s = statistics.median(bare_s) if bare_s else math.nan
+        result = {
+            "title": f"One training, one storm of {len(events)} preemptions (seed {seed}), "
+            f"{len(present)} ways to meet it",
+            "seed": seed,
+            "events": [vars(event) for event in events],
+            "steps": plan.steps,
+            "bare_step_ms": 1e3 * bare_step_s,
+            "goodput_limit": _limit(events, plan.steps * bare_step_s),
+            "slurm_version": cluster.run(["sinfo", "--version"]).stdout.split()[-1],
+            "remarks": list(REMARKS),
+            "left_out": [peer.name for peer in wanted if peer not in present],
+            "load_average_before": load_before,
+            "peers": {},
+        }
+        one = _Storm(folder, plan, events, bare_step_s, costs, result, keep)
+        _each(present, places, one)
+    result["load_average_after"] = os.getloadavg()[0]
+    return dict(rounded(result))
+
+
+@dataclass
+class _Storm:
+    """Takes one peer through the storm, and puts its figures into the result."""
+
+    folder: Path
+    plan: Plan
+    events: Sequence[Event]
+    bare_step_s: float
+    costs: Mapping[str, pairs.Pair | None]
+    result: dict[str, Any]
+    keep: Path | None
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __call__(self, peer: Peer, place: Place) -> None:
+        pair = self.costs.get(peer.name)
+        found = {
+            "name": peer.name,
+            "title": peer.title,
+            "version": peer.version(version_of(peer)),
+            "remark": peer.remark,
+            "step_time_ratio": None if pair is None else pair.ratio,
+        }
+        try:
+            found |= self._figures(peer, place)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            found |= {"finished": False, "failure": str(error), "by_hand": []}
+        if not found["finished"]:
+            say(f"{peer.title} did not come to its end: {found['failure']}")
+        with self._lock:
+            peers = {**self.result["peers"], peer.name: found}
+            self.result["peers"] = {name: peers[name] for name in PEERS if name in peers}
+            if self.keep is not None:
+                self.keep.parent.mkdir(parents=True, exist_ok=True)
+                self.keep.write_text(json.dumps(rounded(self.result), indent=2) + "\n")
+
+    def _figures(self, peer: Peer, place: Place) -> dict[str, Any]:
+        where = self.folder / peer.name
+        course = drive.through(
+            peer,
+            place,
+            where,
+            events=self.events,
+            epochs=self.plan.epochs,
+            limit_s=self.plan.limit_s,
+        )
+        return figures.of_course(
+            course,
+            read_lives(where),
+            steps_per_epoch=STEPS_PER_EPOCH,
+            steps=self.plan.steps,
+            bare_step_s=self.bare_step_s,
+        )
+
+
+def rounded(value: Any) -> Any:
+    """Five digits, and None for what is not a number."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    if isinstance(value, float):
+        return None if math.isnan(value) else float(f"{value:.5g}")
+    return value
+
+
+def say(words: str) -> None:
+    """To people who wait: not a part of the result."""
+    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+
+
+def _places(cluster: DevCluster, plan: Plan) -> queue.Queue[Place]:
+    cores = sorted(os.sched_getaffinity(0))
+    places: queue.Queue[Place] = queue.Queue()
+    for number in range(plan.side_by_side):
+        core = cores[number % len(cores)]
+        places.put(Place(cluster, f"n{number + 1}", core, plan.width))
+    return places
+
+
+def _each(
+    peers: Sequence[Peer], places: queue.Queue[Place], do: Callable[[Peer, Place], Any]
+) -> dict[str, Any]:
+    """Name -> what became of it; None for one that failed, which is said. Each has its place."""
+
+    def at_a_place(peer: Peer) -> Any:
+        place = places.get()
+        try:
+            say(f"{peer.title} ...")
+            return do(peer, place)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            say(f"{peer.title} failed: {error}")
+            return None
+        finally:
+            places.put(place)
+
+    with ThreadPoolExecutor(places.qsize()) as pool:
+        return dict(zip([p.name for p in peers], pool.map(at_a_place, peers), strict=True))
+
+
+def _cost(folder: Path, plan: Plan) -> Callable[[Peer, Place], pairs.Pair]:
+    def cost(peer: Peer, place: Place) -> pairs.Pair:
+        where = folder / f"pair-{peer.name}"
+        return pairs.measure(peer, place, where, rounds=plan.rounds, steps=plan.steps_per_turn)
+
+    return cost
+
+
+def _limit(events: Sequence[Event], bare_s: float) -> float:
+    """The goodput of somebody who loses nothing but what Slurm takes."""
+    held_s = sum(event.hold_s for event in events)
+    queued_s = BEGIN_DELAY_S * sum(event.kind != "suspend" for event in events)
+    return bare_s / (bare_s + held_s + queued_s)
+
+
+def _is_here(peer: Peer) -> bool:
+    missing = absent(peer, version_of(peer))
+    if missing:
+        say(f"{peer.title} is left out: no {', '.join(missing)}; run profiling/compare/setup.sh")
+    return not missing

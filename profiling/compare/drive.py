@@ -1,0 +1,157 @@
+"""Take one peer through a storm, and write down what it did. Nothing is told by the peer itself:
+the moments are those of observer.py, witness.py and of this process, on the one clock of the
+machine."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobs import COMMAND_LIMIT_S, Job, Place
+from lives import read_lives
+from peers import Peer
+from storm import Event
+
+START_LIMIT_S = 120.0
+WATCH_S = 9.0
+"""So long after a preemption this process looks for new saves, as often as it can."""
+
+
+@dataclass
+class Strike:
+    """What one event was to a job.
+
+    Attributes:
+        state: what Slurm said of the job just before; an event that finds it in the queue is not
+            one to it.
+        sent_ns, resume_sent_ns: just before the command was started.
+        saves: moments at which something that a later life could load was there first.
+    """
+
+    event: Event
+    state: str
+    sent_ns: int = 0
+    resume_sent_ns: int = 0
+    saves: list[int] = field(default_factory=list)
+
+    @property
+    def struck(self) -> bool:
+        return self.state == "RUNNING"
+
+
+@dataclass(frozen=True)
+class Course:
+    """A peer's way through the storm.
+
+    Attributes:
+        failure: why it did not reach its end; empty when it did.
+        by_hand: what somebody had to do for it to go on.
+    """
+
+    strikes: tuple[Strike, ...]
+    submitted_ns: int
+    done_ns: int
+    by_hand: tuple[str, ...]
+    failure: str = ""
+
+
+def through(
+    peer: Peer, place: Place, folder: Path, *, events: Sequence[Event], epochs: int, limit_s: float
+) -> Course:
+    """Train to the end, with all events on the way.
+
+    Args:
+        limit_s: for everything after the first step; then it is given up.
+    """
+    submitted_ns = time.monotonic_ns()
+    job = Job(peer, place, folder, epochs=epochs)
+    strikes: list[Strike] = []
+    running: list[subprocess.Popen[str]] = []
+    failure = ""
+    try:
+        _wait(lambda: any(life.first_step_ns for life in read_lives(folder)), START_LIMIT_S, job)
+        first_ns = next(life.first_step_ns for life in read_lives(folder) if life.first_step_ns)
+        for event in events:
+            _sleep_until(first_ns + int(event.at_s * 1e9), job)
+            if job.is_done:
+                break
+            strikes.append(_strike(job, event, running))
+        _wait(lambda: job.is_done, limit_s - (time.monotonic_ns() - first_ns) / 1e9, job)
+    except (TimeoutError, RuntimeError, subprocess.SubprocessError, OSError) as error:
+        failure = f"{error}\n{job.logs()}"
+    finally:
+        job.cancel()
+        for command in running:
+            _finished(command)
+    done_ns = int(job.done()["mono_ns"]) if job.is_done else time.monotonic_ns()
+    return Course(tuple(strikes), submitted_ns, done_ns, tuple(job.by_hand), failure)
+
+
+def _strike(job: Job, event: Event, running: list[subprocess.Popen[str]]) -> Strike:
+    strike = Strike(event, job.state())
+    if not strike.struck:
+        return strike
+    if event.kind == "suspend":
+        _suspend(job, event, strike)
+    else:
+        _preempt(job, event, strike, running)
+    return strike
+
+
+def _suspend(job: Job, event: Event, strike: Strike) -> None:
+    """Pause it for a while, in the way that its documentation has, or with scontrol."""
+    if job.peer.pause is None:
+        off, on = (("scontrol", verb, job.job_id) for verb in ("suspend", "resume"))
+    else:
+        off, on = (("scancel", f"--signal={name}", job.job_id) for name in job.peer.pause)
+    strike.sent_ns = time.monotonic_ns()
+    command = job.command(*off)
+    _finished(command)
+    time.sleep(max(0.0, event.hold_s - (time.monotonic_ns() - strike.sent_ns) / 1e9))
+    strike.resume_sent_ns = time.monotonic_ns()
+    _finished(job.command(*on))
+
+
+def _preempt(job: Job, event: Event, strike: Strike, running: list[subprocess.Popen[str]]) -> None:
+    """Have it preempted, and look for what it saves until another life can have begun."""
+    known = job.peer.saved(job.folder)
+    strike.sent_ns = time.monotonic_ns()
+    if event.kind == "preempt":
+        urgent = ("--partition=urgent", f"--nodelist={job.place.node}", "--exclusive", "--time=1")
+        running.append(job.command("srun", *urgent, "true"))
+    else:
+        running.append(job.command("scontrol", "requeue", job.job_id))
+    while time.monotonic_ns() - strike.sent_ns < WATCH_S * 1e9:
+        found = job.peer.saved(job.folder)
+        if found - known:
+            strike.saves.append(time.monotonic_ns())
+        known = found
+        time.sleep(0.003)
+
+
+def _sleep_until(mono_ns: int, job: Job) -> None:
+    while (left_s := (mono_ns - time.monotonic_ns()) / 1e9) > 0 and not job.is_done:
+        if left_s > 0.5:
+            job.help_up()
+        time.sleep(min(0.25, max(0.0, (mono_ns - time.monotonic_ns()) / 1e9)))
+
+
+def _wait(condition: Callable[[], bool], limit_s: float, job: Job) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{job.peer.title} was not there after {limit_s:.0f} s")
+        job.help_up()
+        time.sleep(0.25)
+
+
+def _finished(command: subprocess.Popen[str]) -> None:
+    """Reap it, whatever became of it: an event that Slurm refuses is one that did not happen."""
+    try:
+        command.communicate(timeout=COMMAND_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        command.kill()
+        command.communicate()

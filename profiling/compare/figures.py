@@ -1,0 +1,126 @@
+"""The figures of one peer, from what the observers wrote. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from drive import Course, Strike
+from lives import Life
+
+PAUSE_SIGNALS = (signal.SIGTSTP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGURG, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+
+
+def of_course(
+    course: Course, lives: Sequence[Life], *, steps_per_epoch: int, steps: int, bare_step_s: float
+) -> dict[str, Any]:
+    """One peer's part of the JSON. A figure that there is no measurement of is None."""
+    pauses = [s for s in course.strikes if s.struck and s.event.kind == "suspend"]
+    stops = [s for s in course.strikes if s.struck and s.event.kind != "suspend"]
+    result: dict[str, Any] = {
+        "finished": not course.failure,
+        "failure": course.failure.splitlines()[0] if course.failure else "",
+        "events": len(course.strikes),
+        "events_struck": len(pauses) + len(stops),
+        "lives": len(lives),
+        "by_hand": list(course.by_hand),
+        **_pauses(pauses, lives),
+        **_stops(stops, lives, steps_per_epoch),
+        "steps_trained_twice": sum(a.step - b.begin for a, b in itertools.pairwise(lives)),
+    }
+    wall_s = (course.done_ns - course.submitted_ns) / 1e9
+    useful = steps if not course.failure else max((life.step for life in lives), default=0)
+    result["wall_s"] = wall_s
+    result["goodput"] = useful * bare_step_s / wall_s
+    return result
+
+
+def _pauses(pauses: Sequence[Strike], lives: Sequence[Life]) -> dict[str, Any]:
+    to_signal, to_parked, to_operator = [], [], []
+    for strike in pauses:
+        silence = _silence(strike, lives)
+        signalled_ns = _signal(strike, lives, PAUSE_SIGNALS)
+        if silence is None or signalled_ns is None:
+            continue
+        to_signal.append((signalled_ns - strike.sent_ns) / 1e6)
+        # frozen inside an operator: its begin is the last stamp, and it did not go on
+        to_parked.append(max(0, silence[0] - signalled_ns) / 1e6)
+        to_operator.append((silence[1] - strike.resume_sent_ns) / 1e6)
+    return {
+        "pauses": len(pauses),
+        "pauses_measured": len(to_parked),
+        "command_to_signal_ms_p50": _p50(to_signal),
+        "signal_to_parked_ms_p50": _p50(to_parked),
+        "signal_to_parked_ms_max": max(to_parked, default=None),
+        "resume_command_to_first_operator_ms_p50": _p50(to_operator),
+        "resume_command_to_first_operator_ms_max": max(to_operator, default=None),
+    }
+
+
+def _stops(stops: Sequence[Strike], lives: Sequence[Life], epoch: int) -> dict[str, Any]:
+    lost = {"preempt": 0, "requeue": 0}
+    to_durable, to_step = [], []
+    worst = 0
+    for before, after in itertools.pairwise(lives):
+        came = [strike for strike in stops if strike.sent_ns < after.began_ns]
+        if not came:  # it died of something else: that counts for none, but is trained twice
+            continue
+        strike = came[-1]
+        steps = before.step - after.begin
+        lost[strike.event.kind] += steps
+        worst = max(worst, steps)
+        if after.first_step_ns:
+            to_step.append((after.first_step_ns - strike.sent_ns) / 1e9)
+        signalled_ns = _signal(strike, lives, STOP_SIGNALS)
+        # a life that goes on with the begin of an epoch has not found a save made for this stop
+        for_it = after.begin % epoch != 0 or steps == 0
+        if strike.saves and signalled_ns is not None and for_it:
+            to_durable.append((strike.saves[-1] - signalled_ns) / 1e6)
+    counts = {kind: sum(strike.event.kind == kind for strike in stops) for kind in lost}
+    return {
+        "preemptions": len(stops),
+        "preemptions_saved": len(to_durable),
+        "steps_lost_per_preemption": _ratio(sum(lost.values()), len(stops)),
+        "steps_lost_per_urgent_job": _ratio(lost["preempt"], counts["preempt"]),
+        "steps_lost_per_requeue": _ratio(lost["requeue"], counts["requeue"]),
+        "steps_lost_max": worst,
+        "signal_to_durable_ms_p50": _p50(to_durable),
+        "signal_to_durable_ms_max": max(to_durable, default=None),
+        "preempted_to_first_step_s_p50": _p50(to_step),
+    }
+
+
+def _struck(strike: Strike, lives: Sequence[Life]) -> Life | None:
+    """The life that trained when the event came."""
+    before = [life for life in lives if life.began_ns < strike.sent_ns]
+    return before[-1] if before else None
+
+
+def _silence(strike: Strike, lives: Sequence[Life]) -> tuple[int, int] | None:
+    """From the last operator before the resume to the first one after it."""
+    life = _struck(strike, lives)
+    for begin_ns, end_ns in life.silences if life is not None else ():
+        if begin_ns < strike.resume_sent_ns < end_ns:
+            return begin_ns, end_ns
+    return None
+
+
+def _signal(strike: Strike, lives: Sequence[Life], wanted: Sequence[int]) -> int | None:
+    """When the first of these signals reached the job."""
+    life = _struck(strike, lives)
+    for number, at_ns in life.signals if life is not None else ():
+        if number in wanted and at_ns > strike.sent_ns:
+            return at_ns
+    return None
+
+
+def _p50(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _ratio(total: float, count: int) -> float | None:
+    return total / count if count else None

@@ -1,0 +1,47 @@
+"""What observer.py and witness.py wrote about the lives of a training."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+HEAD = struct.Struct("<7q")
+"""The fields of a Life before ``silences``, and how many silences there are."""
+SILENCE = struct.Struct("<2q")
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one life did. Moments are CLOCK_MONOTONIC, in nanoseconds; 0: never.
+
+    Attributes:
+        begin: the steps that were done when it began.
+        step: the last one that it made.
+        operator_ns: the end of its last operator.
+        silences: begin and end of each time without an operator.
+        signals: number and moment of what reached its job step.
+    """
+
+    began_ns: int
+    begin: int
+    step: int
+    first_step_ns: int
+    step_ns: int
+    operator_ns: int
+    silences: tuple[tuple[int, int], ...]
+    signals: tuple[tuple[int, int], ...]
+
+
+def read_lives(folder: Path) -> list[Life]:
+    """All lives so far, oldest first."""
+    return [_read(path) for path in sorted((folder / "lives").glob("life-*.bin"))]
+
+
+def _read(path: Path) -> Life:
+    data = path.read_bytes()
+    *head, count = HEAD.unpack_from(data)
+    silences = tuple(SILENCE.iter_unpack(data[HEAD.size :]))[:count]
+    signals = path.with_suffix(".signals")
+    lines = signals.read_text().splitlines() if signals.exists() else []
+    return Life(*head, silences, tuple((int(a), int(b)) for a, b in map(str.split, lines)))

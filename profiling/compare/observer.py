@@ -1,0 +1,143 @@
+"""The one observer of all peers: it stamps what a training does, with CLOCK_MONOTONIC.
+
+A script enters an ``Observer`` around its loop and says ``made(step)`` after each step; every
+operator is stamped without its help. Beside it runs witness.py, which stamps the signals of the job
+step. So nobody measures himself, and what a life has done can be read after it was killed: the
+stamps lie in a mapped file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lives import HEAD, SILENCE
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SILENCE_NS = 150_000_000
+"""So long without an operator is written down: far more than any step or save takes here."""
+
+_MOST = 500
+_SIZE = HEAD.size + _MOST * SILENCE.size
+_WITNESS = Path(__file__).with_name("witness.py")
+
+
+class Observer(TorchDispatchMode):
+    """Stamps the operators and steps of one life of a training.
+
+    Args:
+        folder: of the training; the stamps go into ``folder/lives``.
+        begin: the steps that were done when this life began.
+        environ: where ``COMPARE_CORE`` names the core to stay on, and ``COMPARE_TURN`` how many
+            steps are a turn, for which this process then waits each time (see pairs.py).
+    """
+
+    def __init__(
+        self, folder: Path, begin: int, *, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        super().__init__()
+        lives = folder / "lives"
+        lives.mkdir(parents=True, exist_ok=True)
+        self._path = lives / f"life-{len(list(lives.glob('life-*.bin'))):05d}.bin"
+        self._turns = (
+            Turns(folder, int(environ["COMPARE_TURN"])) if "COMPARE_TURN" in environ else None
+        )
+        self._core = environ.get("COMPARE_CORE")
+        self._begin = self._step = begin
+        self._first_step_ns = self._step_ns = self._operator_ns = self._count = 0
+
+    def __enter__(self) -> Observer:
+        witness = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(_WITNESS),
+            str(self._path.with_suffix(".signals")),
+        ]
+        self._witness = subprocess.Popen(witness, stdin=subprocess.DEVNULL)
+        if self._core is not None:
+            os.sched_setaffinity(0, {int(self._core)})
+        part = self._path.with_suffix(".part")
+        with part.open("wb+") as file:
+            file.truncate(_SIZE)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._began_ns = self._operator_ns = time.monotonic_ns()
+        self._write()
+        part.rename(self._path)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self._witness.kill()
+        self._witness.wait()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        begin_ns = time.monotonic_ns()
+        if begin_ns - self._operator_ns > SILENCE_NS:
+            self._silent(self._operator_ns, begin_ns)
+        result = func(*args, **(kwargs or {}))
+        self._operator_ns = time.monotonic_ns()
+        if self._operator_ns - begin_ns > SILENCE_NS:  # held at the same operator, one level down
+            self._silent(begin_ns, self._operator_ns)
+        struct.pack_into("<q", self._map, 40, self._operator_ns)
+        return result
+
+    def made(self, step: int) -> None:
+        """Say that a step is complete."""
+        self._step, self._step_ns = step, time.monotonic_ns()
+        self._first_step_ns = self._first_step_ns or self._step_ns
+        self._write()
+        if self._turns is not None:
+            self._turns.stepped()
+            self._operator_ns = time.monotonic_ns()
+
+    def _silent(self, begin_ns: int, end_ns: int) -> None:
+        if self._count < _MOST:
+            at = HEAD.size + self._count * SILENCE.size
+            SILENCE.pack_into(self._map, at, begin_ns, end_ns)
+            self._count += 1
+            self._write()
+
+    def _write(self) -> None:
+        HEAD.pack_into(
+            self._map,
+            0,
+            self._began_ns,
+            self._begin,
+            self._step,
+            self._first_step_ns,
+            self._step_ns,
+            self._operator_ns,
+            self._count,
+        )
+
+
+class Turns:
+    """Lets this process train only when it is its turn: ``folder/turn`` is a FIFO with a byte for
+    each, ``folder/turns`` gets how long each took, in nanoseconds."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._steps, self._done = steps, 0
+        self._begin_ns = 0
+        self._mine = os.open(folder / "turn", os.O_RDWR)
+        self._took = os.open(folder / "turns", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def stepped(self) -> None:
+        if self._begin_ns and self._done < self._steps - 1:
+            self._done += 1
+            return
+        if self._begin_ns:
+            took_ns = time.monotonic_ns() - self._begin_ns
+            os.write(self._took, f"{took_ns}\n".encode())
+        os.read(self._mine, 1)
+        self._done, self._begin_ns = 0, time.monotonic_ns()

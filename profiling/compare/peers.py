@@ -1,0 +1,138 @@
+"""Who is compared, and how each is set up: as its own documentation says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to make a training preemptible.
+
+    Attributes:
+        title: for people.
+        script: that trains; submitit pickles a callable in its place.
+        signal: what ``sbatch --signal`` asks for, which this cluster sends at a preemption too.
+        needs: distributions beyond those of this project.
+        versions: distributions whose versions are told; ``otherwise`` where there are none.
+        pause: signals by which its documentation has it paused and continued; by default
+            ``scontrol suspend`` and ``resume``.
+        saves: globs of what a later life loads, once it is whole.
+        remark: what has to be known to read its figures.
+    """
+
+    name: str
+    title: str
+    script: str
+    saves: tuple[str, ...]
+    remark: str
+    signal: str = ""
+    needs: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
+    otherwise: str = "–"
+    pause: tuple[str, str] | None = None
+
+    def version(self, version_of: Callable[[str], str]) -> str:
+        """The versions of what it is made of."""
+        found = [f"{name} {version_of(name)}" for name in self.versions]
+        return ", ".join(found) or self.otherwise
+
+    def saved(self, folder: Path) -> set[tuple[str, int, int]]:
+        """What a later life could load now: path, inode and time of change."""
+        found = set()
+        for pattern in self.saves:
+            for path in folder.glob(pattern):
+                if (path.parent / "checkpoint-is-incomplete.txt").exists():
+                    continue
+                try:
+                    status = path.stat()
+                except FileNotFoundError:  # replaced or removed meanwhile
+                    continue
+                found.add((str(path), status.st_ino, status.st_mtime_ns))
+        return found
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "hydroslurm",
+            "hydroslurm",
+            "peer_hydroslurm.py",
+            ("run/checkpoints/step-*",),
+            "Parks between two operators at SIGTSTP, before Slurm's SIGSTOP. Stops at the end of "
+            "the step. Only its saves are synced to the disk and verified; the times of the others "
+            "end when the file has its name.",
+            signal="URG@90",
+            versions=("hydroslurm",),
+        ),
+        Peer(
+            "hydrojobsche",
+            "HydroJobSche's way",
+            "peer_hydrojobsche.py",
+            ("checkpoint.pt",),
+            "Rebuilt from its source (profiling/incumbent.py). It knows SIGUSR1 and SIGUSR2 only, "
+            "so its pauses are `scancel --signal=USR1` and `USR2`, not `scontrol suspend`. It "
+            "polls once a millisecond while it is held, and saves nothing at a preemption.",
+            otherwise="rebuilt from its source",
+            pause=("USR1", "USR2"),
+        ),
+        Peer(
+            "submitit",
+            "stock submitit",
+            "",
+            ("checkpoint.pt",),
+            "Saves inside its signal handler, wherever the step is. It bypasses SIGTERM: an "
+            "operator's requeue, which sends no user signal, kills it after KillWait. Suspended it "
+            "is frozen like a bare script.",
+            versions=("submitit",),
+        ),
+        Peer(
+            "lightning",
+            "Lightning",
+            "peer_lightning.py",
+            ("hpc_ckpt_*.ckpt", "epochs/last.ckpt"),
+            "Saves inside its handler of SIGUSR1 and trains on until SIGTERM, which it minds at "
+            "the end of a batch without saving. It goes on in mid-epoch with the loader's first "
+            "samples again. Its step time is that of its whole loop. Suspended it is frozen.",
+            signal="USR1@90",
+            needs=("lightning",),
+            versions=("lightning",),
+        ),
+        Peer(
+            "transformers",
+            "HF Trainer",
+            "peer_transformers.py",
+            ("trainer/checkpoint-*/trainer_state.json",),
+            "enable_jit_checkpoint: waits 3 s after SIGTERM, training on, and saves at the end of "
+            "a step. Its step time is that of its whole loop. Suspended it is frozen.",
+            signal="TERM@90",
+            needs=("transformers", "accelerate"),
+            versions=("transformers", "accelerate"),
+        ),
+        Peer(
+            "bare",
+            "bare SIGSTOP",
+            "peer_bare.py",
+            ("checkpoint.pt",),
+            "An unmodified script with a save per epoch. `scontrol suspend` freezes it wherever it "
+            "is, inside an operator and with whatever locks it holds; SIGTERM kills it.",
+        ),
+    )
+}
+
+
+def absent(peer: Peer, version_of: Callable[[str], str]) -> list[str]:
+    """Which of its distributions are missing."""
+    missing = []
+    for name in peer.needs:
+        try:
+            version_of(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    return missing

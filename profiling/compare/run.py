@@ -1,0 +1,79 @@
+"""The same training, the same storm of preemptions, six ways to meet it: one run, one JSON line,
+one table, one picture.
+
+    run.py                       everything, about 20 minutes; into profiling/results/
+    run.py --quick --out DIR     one suspend and one requeue each: to see that it runs
+    run.py --peers hydroslurm,bare --seed 2
+
+The storm has suspends, preemptions by an urgent job (PreemptMode=REQUEUE without grace, with
+preempt_send_user_signal) and an operator's requeues, at moments that are the seed's. Two peers
+train at a time, each on one core and one node of its own. All save once per epoch, each in its own
+way.
+
+    goodput   the time that bare takes for these steps, undisturbed, over the time from the
+              submission to the last step
+
+Lightning and transformers are in an environment of their own: profiling/compare/setup.sh. A peer
+whose packages are missing is left out, with a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from comparison import FULL, QUICK, compare
+from harness import Options, environment, finish
+from peers import PEERS
+from picture import draw
+from table import table
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="hydroslurm and its peers in one storm.")
+    parser.add_argument("--quick", action="store_true", help="two events: to see that it runs")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--peers", default=",".join(PEERS), help="some of %(default)s")
+    parser.add_argument("--seed", type=int, default=6, help="of the storm (6)")
+    parser.add_argument("--out", type=Path, help="folder for compare.json and compare.png")
+    parser.add_argument("--directory", type=Path, help="of the runs, kept; else a temporary one")
+    chosen = parser.parse_args()
+    unknown = set(chosen.peers.split(",")) - set(PEERS)
+    if unknown:
+        parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
+    out = chosen.out or (None if chosen.quick else RESULTS)
+    wanted = [peer for name, peer in PEERS.items() if name in chosen.peers.split(",")]
+    with tempfile.TemporaryDirectory(prefix="hydroslurm-compare-") as temporary:
+        result = compare(
+            wanted,
+            QUICK if chosen.quick else FULL,
+            chosen.directory or Path(temporary),
+            seed=chosen.seed,
+            keep=None if out is None else out / "compare.json.tmp",
+        )
+    if out is not None:
+        _publish({"script": "run.py", "quick": chosen.quick, **result}, out)
+    if not chosen.json:
+        print(table({**result, "environment": environment()}))
+    finish(Options(quick=chosen.quick, json_only=True), "", result)
+
+
+def _publish(result: Mapping[str, Any], out: Path) -> None:
+    """The result and its picture, in the place of older ones."""
+    part = out / "compare.json.tmp"
+    part.write_text(json.dumps({**result, "environment": environment()}, indent=2) + "\n")
+    part.replace(out / "compare.json")
+    draw(result, out / "compare.png")
+
+
+if __name__ == "__main__":
+    main()
