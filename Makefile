@@ -8,7 +8,7 @@ help:
 	@echo 'make test    run every test, those on a real Slurm included'
 	@echo 'make faults  200 randomised fault rounds of runs of 2 to 4 ranks (about ten minutes)'
 	@echo 'make lint    format, lint and type checks'
-	@echo 'make bench   measure every figure that README quotes (about half an hour)'
+	@echo 'make bench   measure every figure that README quotes, peers included (about an hour and a half)'
 	@echo 'make setup   only install what the others need'
 
 setup:
@@ -29,6 +29,7 @@ lint: setup
 	@$(PY) -m mypy
 
 bench: setup
+	@profiling/compare/setup.sh
 	@$(PY) profiling/bench.py $(ARGS)
 
 clean:

@@ -25,6 +25,9 @@ SCHEMA = 1
 class EventKind(str, Enum):
     """What can happen to a rank. The value is the word in the file."""
 
+    # that of the word, which it is equal to; Enum's own is a Python call at each look into a dict
+    __hash__ = str.__hash__
+
     INSTALLED = "installed"
     UNINSTALLED = "uninstalled"
     SIGNAL_RECEIVED = "signal_received"

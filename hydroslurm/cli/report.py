@@ -1,41 +1,147 @@
-"""``hydroslurm report RUN_FOLDER``: what the pauses and the stops of a run cost."""
+"""``hydroslurm report``: what the pauses and the stops of a run cost, and what a profile shows."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-Folder = Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A run folder.")]
+if TYPE_CHECKING:
+    from hydroslurm.report.accounting import Accounting
+    from hydroslurm.report.history import History
+    from hydroslurm.report.nsys.profile import Profile
+
+Paths = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="RUN_FOLDER | REPORT.nsys-rep | REPORT.sqlite ...",
+        help="A run folder, reports of nsys, or both: those of its ranks are joined to it.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON and no table.")]
-NoPicture = Annotated[bool, typer.Option("--no-picture", help="Draw no timeline.")]
+NoPicture = Annotated[bool, typer.Option("--no-picture", help="Draw no pictures.")]
+NoSlurm = Annotated[bool, typer.Option("--no-slurm", help="Do not ask Slurm's accounting.")]
+Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of figures.json.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="With --schema: print it for people.")]
+
+_PROFILES = (".nsys-rep", ".sqlite")
+_PATIENCE_S = 5.0
 
 
-def report(folder: Folder, as_json: AsJson = False, no_picture: NoPicture = False) -> None:
-    """Show every pause and every stop of a run with its latencies, and the steps that were lost.
+def report(
+    paths: Paths = None,
+    as_json: AsJson = False,
+    no_picture: NoPicture = False,
+    no_slurm: NoSlurm = False,
+    schema: Schema = False,
+    markdown: Markdown = False,
+) -> None:
+    """Show every pause and every stop of a run, link by link, where its time went and what it lost.
 
-    Writes report/figures.json and report/timeline.png into the run folder.
+    Writes figures.json, timeline.png, histograms.png, report.html (one page with everything) and
+    trace.json (for ui.perfetto.dev) into the run folder's report/. Profiles of nsys in its profile/
+    are joined, and so is Slurm's accounting. Works while the run goes on. A report of nsys alone
+    shows the marks in it.
     """
+    import gc
+
+    from hydroslurm.errors import UsageError
+
+    gc.disable()  # millions of values that all stay: looking for garbage takes a third of the time
+    if schema or markdown:
+        from hydroslurm.report.reference import reference
+        from hydroslurm.report.schema import schema_text
+
+        typer.echo(reference() if markdown else schema_text(), nl=False)
+        return
+    profiles = [path for path in paths or () if path.suffix in _PROFILES]
+    folders = [path for path in paths or () if path.suffix not in _PROFILES]
+    if len(folders) > 1 or not (folders or profiles):
+        raise UsageError(
+            f"one run folder, reports of nsys, or both are wanted; given: {len(folders)} folders. "
+            "Write one report after the other"
+        )
+    if folders:
+        _report_run(folders[0], profiles, as_json, no_picture, no_slurm)
+    else:
+        _report_profiles(profiles, as_json)
+
+
+def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
     from rich.console import Console
 
-    from hydroslurm.report.figures import figures_of, write_figures
+    from hydroslurm.report.nsys.profile import read_profile
+    from hydroslurm.report.nsys.view import profile_figures, profile_view
+
+    for path in paths:
+        profile = read_profile(path)
+        if as_json:
+            typer.echo(json.dumps(profile_figures(profile)))
+        else:
+            Console().print(profile_view(profile))
+
+
+def _report_run(
+    folder: Path, given: Sequence[Path], as_json: bool, no_picture: bool, no_slurm: bool
+) -> None:
+    from rich.console import Console
+
+    from hydroslurm.report.beside import Beside
+    from hydroslurm.report.figures import figures_of
     from hydroslurm.report.history import read_history
+    from hydroslurm.report.nsys.export import profiles_in
+    from hydroslurm.report.rows import Rows
     from hydroslurm.report.table import report_view
+    from hydroslurm.report.writing import begin_drawing, write_all
     from hydroslurm.rundir import RunDir
 
+    run = RunDir(folder)
     history = read_history(folder)
-    figures = figures_of(history)
+    profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
+    accounting = _ask_slurm(history, no_slurm=no_slurm)
+    beside = Beside(accounting=accounting, profiles=profiles, missing=missing)
+    drawing = None if no_picture else begin_drawing(history, run)
+    rows = Rows.of(history, beside)
+    figures = figures_of(history, beside, rows)
     if as_json:
         typer.echo(json.dumps(figures))
     else:
-        Console().print(report_view(history))
+        Console().print(report_view(history, beside, figures, rows))
     # after the printing, so that a folder that is somebody else's can still be looked at
-    paths = [write_figures(figures, RunDir(folder).figures_json)]
-    if not no_picture:
-        from hydroslurm.report.timeline import write_timeline
-
-        paths.append(write_timeline(history, RunDir(folder).timeline_png))
-    for path in paths:
+    for path in write_all(history, beside, figures, rows, run, drawing=drawing):
         typer.echo(f"written: {path}", err=as_json)
+
+
+def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
+    """Those that can be read, and of the others why not: the rest of the report stands."""
+    from hydroslurm.errors import HydroslurmError
+    from hydroslurm.report.nsys.profile import read_profile
+
+    profiles: list[Profile] = []
+    missing: list[str] = []
+    for path in dict.fromkeys(path.resolve() for path in paths):
+        try:
+            profiles.append(read_profile(path))
+        except HydroslurmError as error:
+            missing.append(str(error))
+    return tuple(profiles), tuple(missing)
+
+
+def _ask_slurm(history: History, *, no_slurm: bool) -> Accounting:
+    from hydroslurm.errors import SlurmError
+    from hydroslurm.report.accounting import Accounting, ask_slurm, not_asked
+    from hydroslurm.slurm.client import Patience, open_client
+
+    if not history.job_ids:
+        return Accounting()
+    if no_slurm:
+        return not_asked("Slurm was not asked (--no-slurm).")
+    patience = Patience(call_timeout_s=_PATIENCE_S, give_up_after_s=0.0)
+    try:
+        return ask_slurm(open_client(patience=patience), history.lives)
+    except SlurmError as error:
+        return not_asked(f"Slurm could not be asked: {error}")

@@ -1,24 +1,24 @@
-"""The fields of events that may be torn, damaged or of another program: typed, or None. Pure."""
+"""The fields of lines that may be torn, damaged or of another program: typed, or None. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hydroslurm.events import Event
+from hydroslurm.report.lines import Line
 
 
-def data_of(event: Event | None) -> Mapping[str, Any]:
-    """The fields of an event; none when there is no event or it carries something else."""
-    return event.data if event is not None and isinstance(event.data, Mapping) else {}
+def data_of(line: Line | None) -> Mapping[str, Any]:
+    """The fields of a line; none when there is no line or it carries something else."""
+    return line.data if line is not None and isinstance(line.data, dict) else {}
 
 
-def stamp_of(event: Event | None) -> int | None:
-    return None if event is None else event.mono_ns
+def stamp_of(line: Line | None) -> int | None:
+    return None if line is None else line.mono_ns
 
 
-def step_of(event: Event | None) -> int | None:
-    step = None if event is None else event.step
+def step_of(line: Line | None) -> int | None:
+    step = None if line is None else line.step
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
@@ -27,8 +27,8 @@ def integer(data: Mapping[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def first_integer(events: Iterable[Event | None], key: str) -> int | None:
-    found = (integer(data_of(event), key) for event in events)
+def first_integer(lines: Iterable[Line | None], key: str) -> int | None:
+    found = (integer(data_of(line), key) for line in lines)
     return next((value for value in found if value is not None), None)
 
 

@@ -1,48 +1,8 @@
 """What a run's pauses and stops cost, in numbers: ``report/figures.json``.
 
-The file holds one JSON object. A latency that nobody measured is absent from its summary, never 0::
-
-    schema           1
-    run              name of the run folder
-    job_ids          Slurm's; [] outside of a job
-    ranks            number of ranks that wrote events
-    lives            number of processes over all ranks and requeues
-    restarts         how often the job was requeued
-    begin_epoch_s    the run's first event, seconds since 1970
-    observed_s       from the first event to the last
-    pauses           number of pauses, those included that are not complete
-    incomplete       number of those
-    stop_requests    number of requests to save and leave; two for one preemption are normal
-    parked_total_s   parked time of all ranks added up
-    in_flight        pauses in which collectives were in flight when all ranks were parked
-    park_us          SUMMARY of request -> parked
-    all_parked_us    SUMMARY of request -> all ranks parked, of each rank (several ranks only)
-    drain_us         SUMMARY of parked -> devices idle (GPU only)
-    resume_us        SUMMARY of request -> running again
-    parked_s         SUMMARY of the parked time
-    by_cause         cause -> {pauses, park_us, resume_us, parked_s}; a pause counts under its first
-                     cause, ``peers`` only where it has no other, ``unknown`` when that was lost
-    every_pause      one object per pause: the fields of report.pauses.Pause, ``outcome``, and
-                     ``at_s``, the seconds from the run's begin; stamps are CLOCK_MONOTONIC ns
-    stops            the lives that were stopped, and how the run went on:
-      count            number of stops, of all ranks; killed lives that were followed by another
-                       one are included
-      incomplete       number of those whose log misses something
-      killed           number of those that left without a word
-      by_reason        what ended them -> number; how they left, where Slurm did not say why
-      safe_point_ms    SUMMARY of request -> end of the step that was being made
-      staged_ms        SUMMARY of request -> the state is copied
-      durable_ms       SUMMARY of request -> committed on the durable tier
-      requeued_ms      SUMMARY of request -> in Slurm's queue again
-      waited_s         SUMMARY of last event -> the next life's first event
-      first_step_s     SUMMARY of the next life's first event -> end of its first step
-      steps_lost_total steps that were made again; of the rank that lost the most
-      at_least         true where more steps may have been lost: a life was killed, or a log is torn
-      every_stop       one object per stop: the fields of report.stops.Stop, and ``at_s``, the
-                       seconds from the run's begin to the request, or to the last event
-
-    SUMMARY          {count, p50, p99, max}, or {count: 0}; nearest-rank percentiles, so that each
-                     is a value that was measured (p99 of fewer than 100 values: the maximum)
+docs/figures.md describes every field, and ``hydroslurm report --schema`` prints the JSON Schema;
+both are made by :mod:`hydroslurm.report.schema`. A latency that nobody measured is absent from its
+summary, never 0.
 """
 
 from __future__ import annotations
@@ -50,22 +10,33 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import RunFolderError
+from hydroslurm.report.beside import Beside
+from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import History
-from hydroslurm.report.pauses import Life, Pause
-from hydroslurm.report.stops import KILLED, Stopped, steps_lost_total
+from hydroslurm.report.nsys.profile import Profile
+from hydroslurm.report.pauses import Pause
+from hydroslurm.report.rows import PauseRow, Rows, StopRow, fields_of
+from hydroslurm.report.stops import KILLED, steps_lost_total
 
-SCHEMA = 1
+SCHEMA = 2
+
+MOST_ROWS = 10_000
+"""Of ``every_pause`` and ``every_stop``: a file that can still be opened."""
 
 
-def figures_of(history: History) -> dict[str, Any]:
-    """The object that the module's docstring describes."""
-    pauses = history.pauses
+def figures_of(
+    history: History, beside: Beside | None = None, rows: Rows | None = None
+) -> dict[str, Any]:
+    """The object that docs/figures.md describes; ``rows`` where they are made already."""
+    beside = beside or Beside()
+    all_rows = rows or Rows.of(history, beside)
+    pauses, of_pauses = history.pauses, all_rows.pauses
+    goodput = goodput_of(history, beside)
     return {
         "schema": SCHEMA,
         "run": history.name,
@@ -75,6 +46,7 @@ def figures_of(history: History) -> dict[str, Any]:
         "restarts": history.restarts,
         "begin_epoch_s": history.begin_epoch_ns / 1e9,
         "observed_s": history.observed_s,
+        "events": history.events,
         "pauses": len(pauses),
         "incomplete": sum(not pause.complete for pause in pauses),
         "stop_requests": len(history.stop_requests),
@@ -85,11 +57,25 @@ def figures_of(history: History) -> dict[str, Any]:
         "drain_us": summary(pause.drain_us for pause in pauses),
         "resume_us": summary(pause.resume_us for pause in pauses),
         "parked_s": summary(pause.parked_s for pause in pauses),
+        "asked_us": summary(row.asked_us for row in of_pauses),
+        "save_ms": summary(
+            save.durable_ms
+            for life in history.lives
+            if life.progress
+            for save in life.progress.saves
+        ),
         "by_cause": _by_cause(pauses),
-        "every_pause": [
-            _row(history, life, pause) for life in history.lives for pause in life.pauses
-        ],
-        "stops": _stops(history),
+        "every_pause": [_row(row) for row in of_pauses[:MOST_ROWS]],
+        "every_pause_left_out": max(0, len(of_pauses) - MOST_ROWS),
+        "stops": _stops(all_rows.stops),
+        "goodput": None if goodput is None else fields_of(goodput),
+        "clocks": _clocks(history),
+        "slurm": {
+            "suspend_grace_s": beside.accounting.suspend_grace_s,
+            "lives": [fields_of(life) for life in beside.accounting.lives],
+        },
+        "nsys": _nsys(of_pauses, beside),
+        "missing": beside.sentences(history),
     }
 
 
@@ -99,10 +85,20 @@ def write_figures(figures: Mapping[str, Any], path: Path) -> Path:
     Raises:
         RunFolderError: the file cannot be written.
     """
+    return write_whole(path, lambda part: _write_lines(figures, part))
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
+    """Have a file of the report's folder written beside its place, and put it there; returns the
+    path.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        part.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n")
+        write(part)
         part.replace(path)
     except OSError as error:
         raise RunFolderError(
@@ -130,6 +126,25 @@ def percentile(ordered: list[float], percent: int) -> float:
     return ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)]
 
 
+def _write_lines(figures: Mapping[str, Any], path: Path) -> None:
+    """One key to a line, and one row of a list of objects: to be read with less and grep, too."""
+    with path.open("w") as file:
+        file.write(_object(figures, " ") + "\n")
+
+
+def _object(value: Mapping[str, Any], indent: str) -> str:
+    parts = []
+    for key, inner in value.items():
+        text = json.dumps(inner, allow_nan=False)
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            rows = f",\n{indent} ".join(json.dumps(row, allow_nan=False) for row in inner)
+            text = f"[\n{indent} {rows}\n{indent}]"
+        elif isinstance(inner, dict) and any(isinstance(one, list) for one in inner.values()):
+            text = _object(inner, indent + " ")
+        parts.append(f"{indent}{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + f"\n{indent[:-1]}}}"
+
+
 def _by_cause(pauses: Iterable[Pause]) -> dict[str, Any]:
     groups: dict[str, list[Pause]] = {}
     for pause in pauses:
@@ -145,14 +160,24 @@ def _by_cause(pauses: Iterable[Pause]) -> dict[str, Any]:
     }
 
 
-def _row(history: History, life: Life, pause: Pause) -> dict[str, Any]:
-    begin = pause.begin_mono_ns
-    at_s = None if begin is None else history.since_begin_s(life, begin)
-    return {**asdict(pause), "outcome": pause.outcome, "at_s": at_s}
+def _row(row: PauseRow) -> dict[str, Any]:
+    return {
+        **fields_of(row.pause),
+        "outcome": row.pause.outcome,
+        "at_s": row.at_s,
+        "pid": row.life.pid,
+        "asked_us": row.asked_us,
+        "stopped_us": row.stopped_us,
+        "nsys": None if row.profiled is None else fields_of(row.profiled),
+    }
 
 
-def _stops(history: History) -> dict[str, Any]:
-    stops = history.stops
+def _stops(rows: list[StopRow]) -> dict[str, Any]:
+    stops = [row.stop for row in rows]
+    samples = [row.samples_lost for row in rows if row.samples_lost is not None]
+    per_rank: dict[int, int] = {}
+    for row in rows:
+        per_rank[row.stop.rank] = per_rank.get(row.stop.rank, 0) + (row.samples_lost or 0)
     return {
         "count": len(stops),
         "incomplete": sum(not stop.complete for stop in stops),
@@ -162,14 +187,64 @@ def _stops(history: History) -> dict[str, Any]:
         "staged_ms": summary(stop.staged_ms for stop in stops),
         "durable_ms": summary(stop.durable_ms for stop in stops),
         "requeued_ms": summary(stop.requeued_ms for stop in stops),
+        "eligible_s": summary(row.eligible_s for row in rows),
+        "queued_s": summary(row.queued_s for row in rows),
+        "start_s": summary(row.start_s for row in rows),
         "waited_s": summary(stop.waited_s for stop in stops),
         "first_step_s": summary(stop.first_step_s for stop in stops),
         "steps_lost_total": steps_lost_total(stops),
+        "samples_lost_total": max(per_rank.values()) if samples else None,
         "at_least": any(not stop.steps_lost_exactly for stop in stops),
-        "every_stop": [_stop_row(history, stopped) for stopped in history.stopped],
+        "every_stop": [_stop_row(row) for row in rows[:MOST_ROWS]],
+        "every_stop_left_out": max(0, len(rows) - MOST_ROWS),
     }
 
 
-def _stop_row(history: History, stopped: Stopped) -> dict[str, Any]:
-    at_s = history.since_begin_s(stopped.life, stopped.begin_mono_ns)
-    return {**asdict(stopped.stop), "at_s": at_s}
+def _stop_row(row: StopRow) -> dict[str, Any]:
+    mine = fields_of(row)
+    for name in ("stopped", "before", "after"):
+        del mine[name]
+    return {
+        **fields_of(row.stop),
+        **mine,
+        "slurm_before": None if row.before is None else fields_of(row.before),
+        "slurm_after": None if row.after is None else fields_of(row.after),
+    }
+
+
+def _clocks(history: History) -> dict[str, Any]:
+    alignment = history.alignment
+    return {
+        "error_ns": alignment.error_ns,
+        "within_ns": alignment.within_ns,
+        "between_ns": alignment.between_ns,
+        "hosts": [fields_of(host) for host in alignment.hosts],
+        "words": " ".join(alignment.sentences()),
+    }
+
+
+def _nsys(rows: list[PauseRow], beside: Beside) -> dict[str, Any] | None:
+    if not beside.profiles:
+        return None
+    seen = [row.profiled for row in rows if row.profiled is not None]
+    return {
+        "profiles": [_profile(profile) for profile in beside.profiles],
+        "joined": len(seen),
+        "park_us": summary(one.park_us for one in seen),
+        "resume_us": summary(one.resume_us for one in seen),
+        "last_kernel_us": summary(one.last_kernel_us for one in seen),
+        "first_kernel_us": summary(one.first_kernel_us for one in seen),
+        "difference_us": summary(one.difference_us for one in seen),
+    }
+
+
+def _profile(profile: Profile) -> dict[str, Any]:
+    error_ns = profile.alignment_error_ns
+    return {
+        "path": str(profile.path),
+        "host": profile.host,
+        "pids": list(profile.pids),
+        "pauses": len(profile.pauses),
+        "stops": len(profile.stops),
+        "error_us": None if error_ns is None else error_ns / 1e3,
+    }

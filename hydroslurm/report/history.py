@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from hydroslurm.errors import RunFolderError
-from hydroslurm.events import read_events
-from hydroslurm.report.lives import lives_of
+from hydroslurm.report.clocks import Alignment, align
+from hydroslurm.report.crowd import in_shares
+from hydroslurm.report.lines import Line, Unread, read_lines
+from hydroslurm.report.lives import lives_in
 from hydroslurm.report.pauses import Life, Pause, StopRequest
 from hydroslurm.report.stops import Stop, Stopped, stops_of
 from hydroslurm.rundir import RunDir
 
+_MOST_RANKS = 100_000
+"""A number beyond is damage."""
+
 
 @dataclass(frozen=True)
 class History:
-    """Everything that happened in one run, all ranks and all lives."""
+    """Everything that happened in one run, all ranks and all lives.
+
+    Attributes:
+        events: lines that were read.
+        missing: what could not be read, in sentences.
+        alignment: how the clocks of lives and hosts were lined up.
+    """
 
     name: str
     lives: tuple[Life, ...] = ()
+    events: int = 0
+    missing: tuple[str, ...] = ()
+    alignment: Alignment = field(default_factory=Alignment)
 
     @cached_property
     def pauses(self) -> tuple[Pause, ...]:
@@ -42,11 +57,18 @@ class History:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({life.rank for life in self.lives}))
+        return tuple(self._by_rank)
 
     def lives_of(self, rank: int) -> tuple[Life, ...]:
         """The lives of one rank, in order of time."""
-        return tuple(life for life in self.lives if life.rank == rank)
+        return self._by_rank.get(rank, ())
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[Life, ...]]:
+        found: dict[int, list[Life]] = {}
+        for life in self.lives:
+            found.setdefault(life.rank, []).append(life)
+        return {rank: tuple(lives) for rank, lives in sorted(found.items())}
 
     @property
     def job_ids(self) -> tuple[int, ...]:
@@ -54,7 +76,13 @@ class History:
 
     def life_number(self, life: Life) -> int:
         """1 for the first life of its rank."""
-        return 1 + self.lives_of(life.rank).index(life)
+        return self._numbers[id(life)]
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        """By identity: a life holds all its pauses, which would be compared one by one."""
+        by_rank = self._by_rank.values()
+        return {id(life): n for lives in by_rank for n, life in enumerate(lives, start=1)}
 
     @property
     def several_lives(self) -> bool:
@@ -97,15 +125,75 @@ def read_history(folder: Path) -> History:
     """
     run_dir = RunDir(folder)
     _check(run_dir)
-    files = run_dir.rank_event_files()
+    files = list(run_dir.rank_event_files().values())
     try:
-        lives = lives_of(event for path in files.values() for event in read_events(path))
+        parts = in_shares(files, _read)
     except OSError as error:
         raise RunFolderError(
             f"cannot read {error.filename}: {error.strerror}. "
             "A run folder is its owner's (0700): run this as that user"
         ) from error
-    return History(name=folder.resolve().name, lives=lives)
+    lives = sorted((life for part in parts for life in part.lives), key=lambda life: life.rank)
+    aligned, alignment = align(lives)
+    said = sorted((s for part in parts for s in part.sentences), key=lambda one: one[0])
+    return History(
+        folder.resolve().name,
+        aligned,
+        events=sum(part.events for part in parts),
+        missing=(*(words for _, words in said), *_ranks_missing(aligned)),
+        alignment=alignment,
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What some of the files hold; each sentence with the rank that it is about."""
+
+    lives: tuple[Life, ...]
+    events: int
+    sentences: tuple[tuple[int, str], ...]
+
+
+def _read(files: Sequence[Path]) -> _Part:
+    reading = _Reading()
+    lives = lives_in(reading.lines(files))
+    return _Part(lives, reading.events, tuple(reading.sentences()))
+
+
+class _Reading:
+    """Counts what comes by."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self._unread: dict[int, Unread] = {}
+
+    def lines(self, files: Sequence[Path]) -> Iterator[Line]:
+        for path in files:
+            rank = int(path.stem.rpartition("-")[2])
+            unread = self._unread[rank] = Unread()
+            for line in read_lines(path, unread):
+                self.events += 1
+                yield line
+
+    def sentences(self) -> Iterator[tuple[int, str]]:
+        for rank, unread in self._unread.items():
+            if unread.torn:
+                yield rank, f"Rank {rank}: torn lines that were passed over: {unread.torn}."
+            if unread.unknown:
+                what = "lines of a later version of hydroslurm, passed over"
+                yield rank, f"Rank {rank}: {what}: {unread.unknown}."
+
+
+def _ranks_missing(lives: Iterable[Life]) -> Iterator[str]:
+    """Ranks that others were joined with, and that wrote nothing."""
+    seen, wanted = set(), 0
+    for life in lives:
+        seen.add(life.rank)
+        wanted = max(wanted, life.world_size)
+    absent = sorted(set(range(wanted)) - seen) if wanted <= _MOST_RANKS else []
+    if absent:
+        which = ", ".join(map(str, absent[:10])) + (" ..." if len(absent) > 10 else "")
+        yield f"Of {wanted} ranks {len(absent)} left no events: {which}."
 
 
 def _check(run_dir: RunDir) -> None:

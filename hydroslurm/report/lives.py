@@ -1,28 +1,26 @@
-"""The events of any number of ranks, read as lives and their pauses. Pure.
+"""The lines of any number of ranks, read as lives. Pure.
 
 A *life* is one process of one rank. A run folder keeps one file per rank over all requeues, so one
 file holds several lives, and around a requeue the old process may still write while the new one
 does. What tells them apart is the restart count, the host and the pid, never the place in the
 file. A process that installs twice has two lives.
+
+Lines are read once and let go: of a life only its pauses, its saves and some stamps are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from hydroslurm.events import Event, EventKind
-from hydroslurm.report.fields import (
-    data_of,
-    first_integer,
-    integer,
-    number,
-    stamp_of,
-    step_of,
-    text,
-)
-from hydroslurm.report.pauses import Life, Pause, StopRequest
-from hydroslurm.report.progress import progress_of
+from hydroslurm.report.clocks import DateWatch
+from hydroslurm.report.drafts import OF_PAUSES, Pauses
+from hydroslurm.report.fields import data_of, integer, text
+from hydroslurm.report.lines import Line, Who, lines_of
+from hydroslurm.report.pauses import Life, StopRequest
+from hydroslurm.report.progress import OF_A_RUN, Follower
+
+_OF_FOLLOWER = OF_A_RUN | {EventKind.STOP_AGREED}
 
 
 def lives_of(events: Iterable[Event]) -> tuple[Life, ...]:
@@ -30,199 +28,93 @@ def lives_of(events: Iterable[Event]) -> tuple[Life, ...]:
 
     Within one file that is the order of time, also when the date was set between two lives.
     """
-    lives = [_life(group) for group in _by_process(events)]
+    return lives_in(lines_of(events))
+
+
+def lives_in(lines: Iterable[Line]) -> tuple[Life, ...]:
+    """As :func:`lives_of`, of lines."""
+    drafts: list[_LifeDraft] = []
+    newest: dict[tuple[int, int, str, int], _LifeDraft] = {}
+    writer: Who | None = None
+    draft: _LifeDraft | None = None
+    for line in lines:
+        # most lines come from the process that wrote the one before
+        if line.who is not writer:
+            writer, draft = line.who, newest.get(line.who[:4])
+        # a life whose first line is lost starts with whatever line comes first
+        if draft is None or line.kind is EventKind.INSTALLED:
+            draft = newest[line.who[:4]] = _LifeDraft(line.who)
+            drafts.append(draft)
+        draft.add(line)
+    lives = [draft.finish() for draft in drafts]
     return tuple(sorted(lives, key=lambda life: life.rank))
 
 
-def _by_process(events: Iterable[Event]) -> list[list[Event]]:
-    groups: list[list[Event]] = []
-    newest: dict[tuple[int, int, str, int], list[Event]] = {}
-    for event in events:
-        who = (event.rank, event.restart_count, event.host, event.pid)
-        # a life whose first line is lost starts with whatever line comes first
-        if who not in newest or event.kind is EventKind.INSTALLED:
-            newest[who] = []
-            groups.append(newest[who])
-        newest[who].append(event)
-    return groups
+class _LifeDraft:
+    """A life while its lines are being read."""
 
+    def __init__(self, who: Who) -> None:
+        self._who = who
+        self._first_ns: int | None = None
+        self._last_ns = 0
+        self._last_kind: EventKind | None = None
+        self._world_size = 1
+        self._date = DateWatch()
+        self._pauses = Pauses()
+        self._stops: list[StopRequest] = []
+        self._progress = Follower()
+        self._joined_ns: int | None = None
 
-def _life(events: Sequence[Event]) -> Life:
-    first = events[0]
-    offsets = sorted(event.epoch_ns - event.mono_ns for event in events)
-    stamps = [event.mono_ns for event in events]
-    return Life(
-        rank=first.rank,
-        restart_count=first.restart_count,
-        pid=first.pid,
-        host=first.host,
-        job_id=first.job_id,
-        first_mono_ns=min(stamps),
-        last_mono_ns=max(stamps),
-        clock_offset_ns=offsets[(len(offsets) - 1) // 2],
-        ended=events[-1].kind is EventKind.UNINSTALLED,
-        pauses=_pauses(events),
-        stops=tuple(_stop(event) for event in events if event.kind is EventKind.STOP_REQUESTED),
-        progress=progress_of(events),
-        world_size=max((integer(data_of(event), "world_size") or 1 for event in events), default=1),
-    )
+    def add(self, line: Line) -> None:
+        kind, stamp = line.kind, line.mono_ns
+        if self._first_ns is None:
+            self._first_ns = self._last_ns = stamp
+        elif stamp > self._last_ns:
+            self._last_ns = stamp
+        elif stamp < self._first_ns:
+            self._first_ns = stamp
+        self._last_kind = kind
+        self._date.see(stamp, line.epoch_ns)
+        self._progress.note_step(line.step)
+        if kind in OF_PAUSES:
+            self._pauses.add(line)
+        elif kind in _OF_FOLLOWER:
+            self._progress.add(line)
+        elif kind is EventKind.STOP_REQUESTED:
+            self._stops.append(_stop(line))
+        elif kind is EventKind.RANKS_JOINED and self._joined_ns is None:
+            self._joined_ns = stamp
+        if isinstance(line.data, dict) and "world_size" in line.data:
+            self._world_size = max(self._world_size, integer(line.data, "world_size") or 1)
 
-
-def _stop(event: Event) -> StopRequest:
-    requested = integer(data_of(event), "requested_mono_ns")
-    return StopRequest(
-        rank=event.rank,
-        requested_mono_ns=event.mono_ns if requested is None else requested,
-        signal=text(data_of(event), "signal"),
-        restart_count=event.restart_count,
-    )
-
-
-@dataclass
-class _Draft:
-    """A pause while its events are being collected: the first event of each kind."""
-
-    number: int
-    events: dict[EventKind, Event] = field(default_factory=dict)
-    causes: list[str] = field(default_factory=list)
-    signals: tuple[Event, ...] = ()
-
-    def add(self, event: Event) -> None:
-        self.events.setdefault(event.kind, event)
-        if event.kind is not EventKind.RESUMED:
-            self.add_causes(event)
-
-    def add_causes(self, event: Event) -> None:
-        causes = data_of(event).get("causes")
-        if isinstance(causes, list):
-            new = [cause for cause in causes if isinstance(cause, str) and cause not in self.causes]
-            self.causes.extend(new)
-
-
-def _pauses(events: Sequence[Event]) -> tuple[Pause, ...]:
-    """Collect by number, not by order: a thread may be released after the next pause has begun."""
-    drafts: dict[int, _Draft] = {}
-    signals: list[Event] = []
-    current: _Draft | None = None
-    for event in events:
-        number = integer(data_of(event), "pause")
-        if event.kind is EventKind.SIGNAL_RECEIVED:
-            signals.append(event)
-        elif event.kind is EventKind.CAUSES_CHANGED:
-            if current is not None and EventKind.RESUMED not in current.events:
-                current.add_causes(event)
-        elif number is not None:
-            draft = drafts.setdefault(number, _Draft(number))
-            draft.add(event)
-            if event.kind is EventKind.GATE_CLOSED:
-                current, draft.signals, signals = draft, tuple(signals), []
-            elif event.kind is EventKind.RESUMED:
-                signals = []  # what came before asked for this resume, not for the next pause
-    for event in events:
-        if event.kind is EventKind.ALL_PARKED or _has_failed(event):
-            _add_by_time(event, drafts.values())
-    return tuple(_pause(drafts[number]) for number in sorted(drafts))
-
-
-def _has_failed(event: Event) -> bool:
-    """The ranks did not come to one collective in time; they may, later."""
-    return event.kind is EventKind.AGREEMENT_FAILED and data_of(event).get("what") == "park"
-
-
-def _add_by_time(event: Event, drafts: Iterable[_Draft]) -> None:
-    """What another thread has written belongs to the pause that was in force, wherever its line
-    is."""
-    for draft in drafts:
-        closed, resumed = (
-            stamp_of(draft.events.get(kind)) for kind in (EventKind.GATE_CLOSED, EventKind.RESUMED)
+    def finish(self) -> Life:
+        assert self._first_ns is not None
+        who = self._who
+        return Life(
+            rank=who.rank,
+            restart_count=who.restart_count,
+            pid=who.pid,
+            host=who.host,
+            job_id=who.job_id,
+            first_mono_ns=self._first_ns,
+            last_mono_ns=self._last_ns,
+            clock_offset_ns=self._date.offset_ns,
+            clock_error_ns=self._date.error_ns,
+            ended=self._last_kind is EventKind.UNINSTALLED,
+            pauses=self._pauses.finish(),
+            stops=tuple(self._stops),
+            progress=self._progress.finish(),
+            world_size=self._world_size,
+            joined_mono_ns=self._joined_ns,
         )
-        begun = closed is not None and closed <= event.mono_ns
-        if begun and (resumed is None or event.mono_ns <= resumed):
-            draft.add(event)
 
 
-def _pause(draft: _Draft) -> Pause:
-    seen = draft.events
-    anyone = next(iter(seen.values()))
-    held = seen.get(EventKind.FIRST_OPERATOR_HELD) or seen.get(EventKind.LATE_OPERATOR_HELD)
-    parked, resumed = seen.get(EventKind.PARKED), seen.get(EventKind.RESUMED)
-    closed, released = seen.get(EventKind.GATE_CLOSED), seen.get(EventKind.FIRST_OPERATOR_RELEASED)
-    drained = seen.get(EventKind.DRAINED)
-    all_parked, failed = seen.get(EventKind.ALL_PARKED), seen.get(EventKind.AGREEMENT_FAILED)
-    requested_ns = first_integer((closed, parked), "requested_mono_ns")
-    resume_requested_ns = first_integer((resumed, released), "requested_mono_ns")
-    on = released if released is not None else (None if _waited(draft) else resumed)
-    return Pause(
-        rank=anyone.rank,
-        number=draft.number,
-        restart_count=anyone.restart_count,
-        causes=tuple(draft.causes),
-        signal=_signal(draft, requested_ns),
-        step=step_of(anyone),
-        requested_mono_ns=requested_ns,
-        closed_mono_ns=stamp_of(closed),
-        held_mono_ns=stamp_of(held),
-        parked_mono_ns=stamp_of(parked),
-        all_parked_mono_ns=stamp_of(all_parked),
-        drained_mono_ns=stamp_of(drained),
-        resume_requested_mono_ns=resume_requested_ns,
-        resumed_mono_ns=stamp_of(resumed),
-        released_mono_ns=stamp_of(released),
-        park_us=_measured(parked, "park_us", requested_ns, stamp_of(parked)),
-        all_parked_us=_measured(all_parked, "all_parked_us", requested_ns, stamp_of(all_parked)),
-        in_flight=first_integer((all_parked, failed), "in_flight"),
-        let_through=integer(data_of(all_parked), "let_through") or 0,
-        drain_us=_measured(drained, "drain_us", stamp_of(parked), stamp_of(drained)),
-        undrained_s=number(data_of(seen.get(EventKind.NOT_DRAINED)), "waited_s"),
-        parked_s=_measured(resumed, "parked_s", stamp_of(parked), stamp_of(resumed))
-        if parked
-        else None,
-        resume_us=_measured(released, "resume_us", resume_requested_ns, stamp_of(on)),
-        operator=text(data_of(held), "operator"),
-        phase=text(data_of(held), "phase"),
-        missing=_missing(draft),
+def _stop(line: Line) -> StopRequest:
+    data = data_of(line)
+    requested = integer(data, "requested_mono_ns")
+    return StopRequest(
+        rank=line.who.rank,
+        requested_mono_ns=line.mono_ns if requested is None else requested,
+        signal=text(data, "signal"),
+        restart_count=line.who.restart_count,
     )
-
-
-def _missing(draft: _Draft) -> tuple[str, ...]:
-    wanted = [EventKind.GATE_CLOSED, EventKind.PARKED, EventKind.RESUMED]
-    if _waited(draft):
-        wanted.append(EventKind.FIRST_OPERATOR_RELEASED)
-    return tuple(kind.value for kind in wanted if kind not in draft.events)
-
-
-def _waited(draft: _Draft) -> bool:
-    """True when a thread was held, so that there is one to be released."""
-    seen = draft.events
-    if EventKind.FIRST_OPERATOR_HELD in seen or EventKind.LATE_OPERATOR_HELD in seen:
-        return True
-    return (integer(data_of(seen.get(EventKind.PARKED)), "held") or 0) > 0
-
-
-def _signal(draft: _Draft, requested_ns: int | None) -> str | None:
-    """The signal with the stamp of the request, else the last before the gate closed.
-
-    Several signals of one kind are reported as one, with the stamp of the last, so that the stamp
-    may differ.
-    """
-    if draft.causes == ["api"]:
-        return None
-    exact = [event for event in draft.signals if event.mono_ns == requested_ns]
-    return next((text(data_of(event), "signal") for event in (*exact, *draft.signals[::-1])), None)
-
-
-_UNIT_NS = {"us": 1e3, "s": 1e9}
-
-
-def _measured(
-    event: Event | None, key: str, begin_ns: int | None, end_ns: int | None
-) -> float | None:
-    """What the rank measured itself, else what the stamps give; the unit is the end of the key.
-
-    None also when the stamps run backwards: such lines are damaged, and a negative latency is worse
-    than none.
-    """
-    reported = number(data_of(event), key)
-    if reported is not None or begin_ns is None or end_ns is None or end_ns < begin_ns:
-        return reported
-    return (end_ns - begin_ns) / _UNIT_NS[key.rpartition("_")[2]]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hydroslurm.events import Event, EventKind
+from hydroslurm.events import EventKind
 from hydroslurm.report.fields import data_of, integer, stamp_of, step_of, text
+from hydroslurm.report.lines import Line
 
-_OF_A_RUN = frozenset(
+OF_A_RUN = frozenset(
     {
         EventKind.LIFE_BEGAN,
         EventKind.FIRST_STEP,
@@ -27,6 +27,52 @@ _OF_A_RUN = frozenset(
         EventKind.LIFE_ENDED,
     }
 )
+"""The kinds that only a ``Run`` writes."""
+
+_OF_SAVES = {
+    EventKind.SAVE_STARTED: "started",
+    EventKind.SAVE_STAGED: "staged",
+    EventKind.SAVE_FAILED: "failed",
+    EventKind.SAVE_ABANDONED: "failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save of one rank; stamps are CLOCK_MONOTONIC nanoseconds, None where there is no line.
+
+    Attributes:
+        step: steps complete in the state that was saved.
+        kind: what it was made for: ``periodic``, ``manual``, ``stop`` ...
+        started_mono_ns: it began.
+        staged_mono_ns: the state was copied, and the training's memory is free to change.
+        durable_mono_ns, fast_mono_ns: it was committed on this tier.
+        failed_mono_ns: it failed, or was given up.
+        state_bytes: that were committed.
+    """
+
+    step: int | None
+    kind: str | None
+    started_mono_ns: int | None = None
+    staged_mono_ns: int | None = None
+    durable_mono_ns: int | None = None
+    fast_mono_ns: int | None = None
+    failed_mono_ns: int | None = None
+    state_bytes: int | None = None
+
+    @property
+    def durable_ms(self) -> float | None:
+        """From its start to the commit on the durable tier."""
+        begin_ns, end_ns = self.started_mono_ns, self.durable_mono_ns
+        if begin_ns is None or end_ns is None or end_ns < begin_ns:
+            return None
+        return (end_ns - begin_ns) / 1e6
+
+    @property
+    def end_mono_ns(self) -> int | None:
+        """The last that is known of it."""
+        stamps = (self.durable_mono_ns, self.failed_mono_ns, self.fast_mono_ns, self.staged_mono_ns)
+        return next((stamp for stamp in stamps if stamp is not None), None)
 
 
 @dataclass(frozen=True)
@@ -53,6 +99,9 @@ class Progress:
         stop_of_rank: whose signal it was that the ranks agreed to stop for; None where that is not
             told, or the rank was alone.
         ending: how it ended, in the word of lives.jsonl.
+        ended_mono_ns: that was written down.
+        samples_per_step: of all ranks together; None where the loader did not tell.
+        saves: all of them, in the order in which they began.
     """
 
     life: int | None = None
@@ -71,66 +120,109 @@ class Progress:
     requeue_error: str | None = None
     stop_of_rank: int | None = None
     ending: str | None = None
+    ended_mono_ns: int | None = None
+    samples_per_step: int | None = None
+    saves: tuple[Save, ...] = ()
 
 
-def progress_of(events: Sequence[Event]) -> Progress | None:
-    """The events of one life; None when no ``Run`` wrote any of them."""
-    first: dict[EventKind, Event] = {}
-    for event in events:
-        first.setdefault(event.kind, event)
-    if not _OF_A_RUN & first.keys():
-        return None
-    began, safe = first.get(EventKind.LIFE_BEGAN), first.get(EventKind.SAFE_POINT)
-    reason, ended = first.get(EventKind.STOP_REASON), first.get(EventKind.LIFE_ENDED)
-    safe_step = step_of(safe)
-    staged = _of_stop(events, EventKind.SAVE_STAGED, safe_step)
-    durable = _of_stop(events, EventKind.SAVE_COMMITTED, safe_step, tier="durable")
-    fast = _of_stop(events, EventKind.SAVE_COMMITTED, safe_step, tier="fast")
-    return Progress(
-        life=integer(data_of(began), "life"),
-        began_step=integer(data_of(began), "step"),
-        first_step_mono_ns=stamp_of(first.get(EventKind.FIRST_STEP)),
-        last_step=max(_steps(events), default=None),
-        reason=text(data_of(reason), "reason"),
-        words=text(data_of(reason), "words"),
-        safe_point_mono_ns=stamp_of(safe),
-        safe_step=safe_step,
-        staged_mono_ns=stamp_of(staged),
-        durable_mono_ns=stamp_of(durable),
-        fast_mono_ns=stamp_of(fast),
-        state_bytes=integer(data_of(durable or fast), "state_bytes"),
-        requeued_mono_ns=stamp_of(first.get(EventKind.REQUEUED)),
-        requeue_error=text(data_of(first.get(EventKind.REQUEUE_FAILED)), "reason"),
-        stop_of_rank=next(_stops_of_ranks(events), None),
-        ending=text(data_of(ended), "ending"),
-    )
+class Follower:
+    """Follows one life, line by line, and keeps the first line of each kind."""
+
+    def __init__(self) -> None:
+        self._first: dict[EventKind, Line] = {}
+        self._stop_of_rank: int | None = None
+        self._last_step: int | None = None
+        self._saves: dict[object, _SaveDraft] = {}
+        self._stop_save = _SaveDraft(None, "stop")
+
+    def note_step(self, step: object) -> None:
+        """A step that any line names."""
+        if type(step) is int and (self._last_step is None or step > self._last_step):
+            self._last_step = step
+
+    def add(self, line: Line) -> None:
+        """A line of one of the kinds in ``OF_A_RUN``, or of an agreed stop."""
+        kind = line.kind
+        if kind is EventKind.STOP_AGREED:
+            if self._stop_of_rank is None:
+                self._stop_of_rank = integer(data_of(line), "of_rank")
+            return
+        self._first.setdefault(kind, line)
+        if kind in _OF_SAVES or kind is EventKind.SAVE_COMMITTED:
+            self._add_save(line)
+
+    def _add_save(self, line: Line) -> None:
+        data = data_of(line)
+        step, kind = integer(data, "checkpoint_step"), text(data, "save_kind")
+        self.note_step(step)
+        name = _OF_SAVES.get(line.kind) or text(data, "tier")
+        if name not in _SaveDraft.NAMES:
+            return
+        draft = self._saves.get(step)
+        if draft is None:
+            draft = self._saves[step] = _SaveDraft(step, kind)
+        size = integer(data, "state_bytes")
+        draft.note(name, line.mono_ns, size)
+        if kind == "stop":
+            self._stop_save.note(name, line.mono_ns, size)
+
+    def finish(self) -> Progress | None:
+        """None when no ``Run`` wrote any of it."""
+        first = self._first
+        if not first:
+            return None
+        began, safe = first.get(EventKind.LIFE_BEGAN), first.get(EventKind.SAFE_POINT)
+        reason, ended = first.get(EventKind.STOP_REASON), first.get(EventKind.LIFE_ENDED)
+        stepped = first.get(EventKind.FIRST_STEP)
+        safe_step = step_of(safe)
+        # whatever it was made for; where the step is lost, the one that was made for the stop
+        saved = self._saves.get(safe_step) if safe_step is not None else self._stop_save
+        of_stop = saved or _SaveDraft(None, None)
+        return Progress(
+            life=integer(data_of(began), "life"),
+            began_step=integer(data_of(began), "step"),
+            first_step_mono_ns=stamp_of(stepped),
+            last_step=self._last_step,
+            reason=text(data_of(reason), "reason"),
+            words=text(data_of(reason), "words"),
+            safe_point_mono_ns=stamp_of(safe),
+            safe_step=safe_step,
+            staged_mono_ns=of_stop.stamps.get("staged"),
+            durable_mono_ns=of_stop.stamps.get("durable"),
+            fast_mono_ns=of_stop.stamps.get("fast"),
+            state_bytes=of_stop.committed_bytes,
+            requeued_mono_ns=stamp_of(first.get(EventKind.REQUEUED)),
+            requeue_error=text(data_of(first.get(EventKind.REQUEUE_FAILED)), "reason"),
+            stop_of_rank=self._stop_of_rank,
+            ending=text(data_of(ended), "ending"),
+            ended_mono_ns=stamp_of(ended),
+            samples_per_step=_positive(integer(data_of(stepped), "samples_per_step")),
+            saves=tuple(draft.finish() for draft in self._saves.values()),
+        )
 
 
-def _stops_of_ranks(events: Iterable[Event]) -> Iterator[int]:
-    for event in events:
-        if event.kind is EventKind.STOP_AGREED:
-            rank = integer(data_of(event), "of_rank")
-            if rank is not None:
-                yield rank
+class _SaveDraft:
+    """A save while its lines are being collected: the first of each."""
+
+    NAMES = ("started", "staged", "durable", "fast", "failed")
+    __slots__ = ("committed_bytes", "kind", "stamps", "step")
+
+    def __init__(self, step: int | None, kind: str | None) -> None:
+        self.step = step
+        self.kind = kind
+        self.stamps: dict[str, int] = {}
+        self.committed_bytes: int | None = None
+
+    def note(self, name: str, mono_ns: int, size_bytes: int | None) -> None:
+        self.stamps.setdefault(name, mono_ns)
+        if name == "durable" or (name == "fast" and self.committed_bytes is None):
+            self.committed_bytes = size_bytes
+
+    def finish(self) -> Save:
+        started, staged, durable, fast, failed = map(self.stamps.get, self.NAMES)
+        size_bytes = self.committed_bytes
+        return Save(self.step, self.kind, started, staged, durable, fast, failed, size_bytes)
 
 
-def _of_stop(
-    events: Iterable[Event], kind: EventKind, step: int | None, *, tier: str | None = None
-) -> Event | None:
-    """The event of the save of this step, whatever the save was made for; where the step is lost,
-    of the save that was made for the stop."""
-    for event in events:
-        data = data_of(event)
-        if event.kind is not kind or (tier is not None and data.get("tier") != tier):
-            continue
-        of_stop = data.get("save_kind") == "stop"
-        if of_stop if step is None else integer(data, "checkpoint_step") == step:
-            return event
-    return None
-
-
-def _steps(events: Iterable[Event]) -> Iterable[int]:
-    for event in events:
-        for step in (step_of(event), integer(data_of(event), "checkpoint_step")):
-            if step is not None:
-                yield step
+def _positive(value: int | None) -> int | None:
+    return value if value is not None and value > 0 else None

@@ -9,9 +9,9 @@ from rich import box
 from rich.table import Table
 
 from hydroslurm.report.history import History
+from hydroslurm.report.sheets.core import UNKNOWN, plain
+from hydroslurm.report.sheets.stops import lost, why
 from hydroslurm.report.stops import KILLED, Stop, Stopped
-
-_UNKNOWN = "–"
 
 
 def stops_table(history: History, *, max_rows: int = 40) -> Table:
@@ -37,14 +37,14 @@ def stops_table(history: History, *, max_rows: int = 40) -> Table:
             _moment(_at_s(history, stopped)),
             f"{stop.rank}",
             f"{history.life_number(stopped.life)}",
-            _why(stop),
-            _number(stop.safe_point_ms, ",.0f"),
+            why(stop),
+            plain(stop.safe_point_ms, ",.0f"),
             _saved(stop),
-            _number(stop.requeued_ms, ",.0f"),
-            _number(stop.waited_s, ".1f"),
-            _number(stop.first_step_s, ".1f"),
+            plain(stop.requeued_ms, ",.0f"),
+            plain(stop.waited_s, ".1f"),
+            plain(stop.first_step_s, ".1f"),
             _step(stop),
-            _lost(stop),
+            lost(stop),
         )
     return table
 
@@ -103,33 +103,13 @@ def _moment(at_s: float) -> str:
     return f"{at_s:.1f}" if at_s < 10_000 else f"{at_s:.0f}"
 
 
-def _why(stop: Stop) -> str:
-    """In Slurm's view, and what became of it where that is something else."""
-    if stop.left == KILLED:
-        return f"{stop.reason}, killed" if stop.reason else KILLED
-    if stop.reason in (None, "unknown"):
-        told = stop.left if stop.of_rank is None else f"rank {stop.of_rank}"
-        return stop.signal or told
-    return f"{stop.reason}, {stop.left}" if stop.left == "finished" else str(stop.reason)
-
-
 def _saved(stop: Stop) -> str:
     if stop.durable_ms is None and stop.fast_ms is not None:
         return f"{stop.fast_ms:,.0f} fast"
-    return _number(stop.durable_ms, ",.0f")
+    return plain(stop.durable_ms, ",.0f")
 
 
 def _step(stop: Stop) -> str:
     if stop.step is None:
-        return _UNKNOWN
+        return UNKNOWN
     return f"{'≥ ' if stop.step_from == 'last_event' else ''}{stop.step:,}"
-
-
-def _lost(stop: Stop) -> str:
-    if stop.steps_lost is None:
-        return _UNKNOWN
-    return f"{'' if stop.steps_lost_exactly else '≥ '}{stop.steps_lost:,}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return _UNKNOWN if value is None else format(value, form)

@@ -1,8 +1,8 @@
-"""A run's pauses and stops as tables for the terminal."""
+"""What a person reads in the terminal: the tables of a run, and the sentences below them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -10,77 +10,90 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hydroslurm.report.beside import Beside
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
-from hydroslurm.report.pauses import PEERS, Life, Pause
+from hydroslurm.report.pauses_table import pauses_table, summary_table
+from hydroslurm.report.rows import Rows
+from hydroslurm.report.sheets.core import Sheet
+from hydroslurm.report.sheets.pauses import pause_chains, profiled_pauses
+from hydroslurm.report.sheets.stops import stop_chains
+from hydroslurm.report.sheets.totals import goodput_sheet, slurm_sheet
 from hydroslurm.report.stops_table import stop_sentences, stops_summary, stops_table
 
-_UNKNOWN = "–"
+_MOST_CHAINS = 20
 
 
-def report_view(history: History, *, max_rows: int = 40) -> RenderableType:
-    """The tables of pauses and of stops, each with its percentiles below; one sentence when there
-    was neither."""
-    figures = figures_of(history)
+def report_view(
+    history: History,
+    beside: Beside | None = None,
+    figures: Mapping[str, Any] | None = None,
+    rows: Rows | None = None,
+    *,
+    max_rows: int = 40,
+) -> RenderableType:
+    """The tables of pauses and of stops, each with its percentiles below, then link by link, where
+    the time went, and what is missing; one sentence when there was neither.
+
+    Args:
+        figures, rows: of the same, where they are made already.
+    """
+    beside = beside or Beside()
+    rows = rows or Rows.of(history, beside)
+    figures = figures or figures_of(history, beside, rows)
     heading = Text(_heading(figures), style="bold")
+    said = [Text(sentence) for sentence in _last_words(history, beside)]
     if not history.lives:
         why = "No events yet: the job has not started, or pausing was never installed in it."
-        return Group(heading, Text(why))
+        return Group(heading, Text(why), *said)
     parts: list[RenderableType] = [heading, *_about_pauses(history, figures, max_rows)]
     if history.stopped:
         parts += _about_stops(history, figures, max_rows)
     elif not history.pauses:
         parts.append(Text("Nothing was paused."))
+    parts += _chains(history, beside, figures, rows, most=min(max_rows, _MOST_CHAINS))
+    return Group(*parts, *said)
+
+
+def sheet_table(sheet: Sheet) -> RenderableType:
+    """A sheet for a terminal of 80 columns."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, title=sheet.title)
+    table.title_justify = "left"
+    for index, heading in enumerate(sheet.headings):
+        justify: Any = "left" if index < sheet.words else "right"
+        table.add_column(_broken(heading) if index else heading, justify=justify)
+    for row in sheet.rows:
+        table.add_row(*(Text(cell) for cell in row))
+    parts: list[RenderableType] = [table]
+    if sheet.left_out:
+        parts.append(Text(f"{sheet.left_out} more are left out: see figures.json."))
+    if sheet.note:
+        parts.append(Text(sheet.note, style="dim"))
     return Group(*parts)
 
 
-def pauses_table(history: History, *, max_rows: int = 40) -> Table:
-    """One row per pause: the first ``max_rows`` in order of time."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
-    # narrow headings: a terminal of 80 columns must have room for the operator
-    for name in ("at\n(s)", "rank", "pause"):
-        table.add_column(name, justify="right")
-    table.add_column("cause")
-    together = any(life.world_size > 1 for life in history.lives)
-    all_parked = ["all\nparked\n(ms)"] if together else []
-    for name in ("signal →\nparked\n(µs)", *all_parked, "parked\n(s)", "resume →\nrunning\n(µs)"):
-        table.add_column(name, justify="right")
-    table.add_column("held at", overflow="fold")
-    for at_s, life, pause in _in_time(history)[:max_rows]:
-        table.add_row(
-            f"{at_s:.2f}",
-            f"{life.rank}",
-            _number_of(history, life, pause),
-            _causes(pause),
-            _number(pause.park_us, ",.0f"),
-            *([_all_parked(pause)] if together else []),
-            _number(pause.parked_s, ".3f"),
-            _number(pause.resume_us, ",.0f"),
-            _held_at(pause),
-        )
-    if history.several_lives:
-        table.caption = "pause 2.1: the first pause of the second life, after a requeue"
-    return table
+def _chains(
+    history: History, beside: Beside, figures: Mapping[str, Any], rows: Rows, *, most: int
+) -> list[RenderableType]:
+    pauses, stops = rows.pauses_in_time, rows.stops_in_time
+    sheets: list[Sheet | None] = [
+        pause_chains(history, pauses, most=most) if pauses else None,
+        stop_chains(history, stops, most=most) if stops else None,
+        profiled_pauses(history, pauses, most=most) if beside.profiles else None,
+        slurm_sheet(beside),
+        goodput_sheet(figures),
+    ]
+    return [sheet_table(sheet) for sheet in sheets if sheet is not None and sheet.rows]
 
 
-def summary_table(figures: Mapping[str, Any]) -> Table:
-    """p50, p99 and max of each latency that was measured."""
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("over all pauses")
-    for name in ("count", "p50", "p99", "max"):
-        table.add_column(name, justify="right")
-    for label, key, form in (
-        ("signal → parked (µs)", "park_us", ",.0f"),
-        ("signal → all ranks parked (µs)", "all_parked_us", ",.0f"),
-        ("parked → devices idle (µs)", "drain_us", ",.0f"),
-        ("parked (s)", "parked_s", ".3f"),
-        ("resume → running (µs)", "resume_us", ",.0f"),
-    ):
-        summary = figures[key]
-        if summary["count"]:
-            values = [format(summary[name], form) for name in ("p50", "p99", "max")]
-            table.add_row(label, str(summary["count"]), *values)
-    return table
+def _last_words(history: History, beside: Beside) -> Sequence[str]:
+    clocks = history.alignment.sentences() if history.lives else []
+    return [*clocks, *beside.sentences(history)]
+
+
+def _broken(heading: str) -> str:
+    """One word to a line, so that numbers decide how wide a column is."""
+    return heading.replace(" ", "\n")
 
 
 def _about_pauses(
@@ -142,47 +155,3 @@ def _heading(figures: Mapping[str, Any]) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _in_time(history: History) -> list[tuple[float, Life, Pause]]:
-    rows = [
-        (history.since_begin_s(life, pause.begin_mono_ns), life, pause)
-        for life in history.lives
-        for pause in life.pauses
-        if pause.begin_mono_ns is not None
-    ]
-    return sorted(rows, key=lambda row: (row[0], row[1].rank))
-
-
-def _number_of(history: History, life: Life, pause: Pause) -> str:
-    own = str(pause.number)
-    return f"{history.life_number(life)}.{own}" if history.several_lives else own
-
-
-def _causes(pause: Pause) -> str:
-    """Its own; that the peers' cause joined them goes without saying."""
-    own = [cause for cause in pause.causes if cause != PEERS]
-    return "+".join(own or pause.causes) or _UNKNOWN
-
-
-def _all_parked(pause: Pause) -> str:
-    if pause.all_parked_us is None:
-        return f"{_UNKNOWN} !" if pause.in_flight else _UNKNOWN
-    return f"{pause.all_parked_us / 1e3:,.1f}{' !' if pause.in_flight else ''}"
-
-
-def _held_at(pause: Pause) -> str:
-    """Where the rank was held, or what is wrong with this pause."""
-    if pause.outcome == "incomplete":
-        return f"lost: {', '.join(pause.missing)}"
-    if not pause.complete:
-        return pause.outcome
-    if pause.operator is None:
-        return "(quiet)"
-    # autograd's own are called "autograd::engine::evaluate_function: AddmmBackward0"
-    operator = pause.operator.rpartition(": ")[2]
-    return f"{operator} (backward)" if pause.phase == "backward" else operator
-
-
-def _number(value: float | None, form: str) -> str:
-    return _UNKNOWN if value is None else format(value, form)

@@ -8,7 +8,7 @@ left out, which the picture says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +18,39 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from hydroslurm.errors import RunFolderError
-from hydroslurm.report.figures import summary
+from hydroslurm.report.figures import summary, write_whole
 from hydroslurm.report.history import History
-from hydroslurm.report.labels import BAR, INK, Labels, PlacedPause, pauses_in_time
-from hydroslurm.report.lifelines import RUNNING, bars, draw_life, draw_stops, lifeline_legend
+from hydroslurm.report.labels import (
+    BAR,
+    INK,
+    QUICKLY,
+    Labels,
+    PlacedPause,
+    far_apart,
+    pauses_in_time,
+)
+from hydroslurm.report.lifelines import (
+    RUNNING,
+    Bar,
+    bars,
+    draw_lives,
+    draw_stops,
+    lifeline_legend,
+    marks,
+)
 from hydroslurm.report.pauses import Pause
 from hydroslurm.report.stops import steps_lost_total
 
+MOST_LANES = 200
+"""Ranks in one picture."""
+
 _WIDTH_IN = 12.0
 _DPI = 120
+_PIXELS = 1200
+"""Of the picture's width that lanes have."""
+_MARK_PIXELS = 6
+"""Between marks of one kind, of which the next would cover the last."""
+_LEGEND_COLUMNS = 6
 
 
 class _Look(NamedTuple):
@@ -52,52 +75,83 @@ def write_timeline(history: History, path: Path) -> Path:
     Raises:
         RunFolderError: the file cannot be written.
     """
-    part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        timeline(history).savefig(part, format="png", dpi=_DPI)
-        part.replace(path)
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write {path}: {error.strerror}. "
-            "Use `hydroslurm report --no-picture` to go without"
-        ) from error
-    return path
+    return write_whole(
+        path,
+        lambda part: timeline(history).savefig(part, format="png", dpi=_DPI, pil_kwargs=QUICKLY),
+    )
 
 
 def timeline(history: History) -> Figure:
     """The picture as a figure of its own: no global state of matplotlib is read or changed."""
-    ranks = history.ranks
-    labels = Labels.fitting(history)
+    ranks, span_s = history.ranks[:MOST_LANES], history.observed_s
+    placed = {rank: pauses_in_time(history, rank) for rank in ranks}
+    labels = Labels.fitting(placed, span_s=span_s)
     height_in = 1.9 + labels.lane_in * max(1, len(ranks)) + (0.2 if history.stopped else 0.0)
-    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_IN, height_in))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    left_out = 0
-    for lane, rank in enumerate(ranks):
-        for life in history.lives_of(rank):
-            draw_life(axes, history, life, lane=lane)
-        left_out += draw_stops(axes, history, rank, lane=lane)
-        _draw_pauses(axes, pauses_in_time(history, rank), lane=lane)
-    left_out += sum(labels.draw(axes, history, rank, lane=lane) for lane, rank in enumerate(ranks))
+    axes.set_autoscale_on(False)
+    axes.set_ylim(max(1, len(ranks)) - 0.45, -0.75)
+    axes.set_xlim(-0.012 * max(span_s, 1e-3), 1.04 * max(span_s, 1e-3))  # room for the last label
+    draw_lives(axes, history, ranks)
+    left_out = draw_stops(axes, history, ranks)
+    _draw_pauses(axes, list(placed.values()), pixel_s=span_s / _PIXELS)
+    for lane, mine in enumerate(placed.values()):
+        left_out += labels.draw(axes, mine, lane=lane, span_s=span_s)
     _dress(figure, axes, history, left_out=left_out)
+    # not by matplotlib's layout engines, which draw everything once more to see how large it is
+    title_lines = axes.get_title(loc="left").count("\n") + 1
+    below_in = 0.72 + 0.2 * _legend_rows(figure) + 0.18 * axes.get_xlabel().count("\n")
+    figure.subplots_adjust(
+        left=0.35 / _WIDTH_IN + 0.0065 * max(len(f"rank {rank}") for rank in ranks or (0,)),
+        right=0.99,
+        bottom=below_in / height_in,
+        top=1 - (0.15 + 0.21 * title_lines) / height_in,
+    )
     return figure
 
 
-def _draw_pauses(axes: Axes, placed: Sequence[PlacedPause], *, lane: int) -> None:
-    """One collection per cause and one line per mark: thousands of pauses are drawn in a second."""
-    for look in sorted({_look(one.pause) for one in placed}):
-        spans = [(one.begin_s, one.end_s) for one in placed if _look(one.pause) == look]
+def _draw_pauses(axes: Axes, lanes: Sequence[list[PlacedPause]], *, pixel_s: float) -> None:
+    """One collection per cause and one line per mark, none so close that it covers the next:
+    a hundred thousand pauses are drawn in a second."""
+    spans: dict[_Look, list[Bar]] = {}
+    begins: list[tuple[float, float]] = []
+    ends: list[tuple[float, float]] = []
+    for lane, mine in enumerate(lanes):
+        alike: dict[_Look, list[tuple[float, float]]] = {}
+        for one in mine:
+            alike.setdefault(_look(one.pause), []).append((one.begin_s, one.end_s))
+        for look, all_spans in alike.items():
+            merged = _merged(all_spans, pixel_s)
+            spans.setdefault(look, []).extend((begin, end, lane) for begin, end in merged)
+        above, below = lane - BAR / 2 - 0.03, lane + BAR / 2 + 0.03
+        begun = far_apart([one.begin_s for one in mine], _MARK_PIXELS * pixel_s)
+        begins += [(at_s, above) for at_s in begun]
+        resumed = sorted(one.end_s for one in mine if one.pause.resumed_mono_ns is not None)
+        ends += [(at_s, below) for at_s in far_apart(resumed, _MARK_PIXELS * pixel_s)]
+    for look, mine_spans in sorted(spans.items()):
         fill: dict[str, Any] = {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": "white"}
-        bars(axes, spans, lane=lane, lw=0, zorder=2, **fill)
+        bars(axes, mine_spans, lw=0, zorder=2, **fill)
         # an outline of fixed width keeps a pause visible that is narrower than a pixel
-        bars(axes, spans, lane=lane, facecolor="none", edgecolor=INK, lw=0.8, zorder=3)
-    begins_s = [one.begin_s for one in placed]
-    ends_s = [one.end_s for one in placed if one.pause.resumed_mono_ns is not None]
-    mark: dict[str, Any] = {"color": INK, "mec": "white", "mew": 0.4, "ms": 4.5, "zorder": 5}
-    above, below = lane - BAR / 2 - 0.03, lane + BAR / 2 + 0.03
-    axes.plot(begins_s, [above] * len(begins_s), marker="v", ls="", **mark)
-    axes.plot(ends_s, [below] * len(ends_s), marker="^", ls="", **mark)
+        bars(axes, mine_spans, facecolor="none", edgecolor=INK, lw=0.8, zorder=3)
+    marks(axes, begins, marker="v", ms=4.5, color=INK, mew=0.4, zorder=5)
+    marks(axes, ends, marker="^", ms=4.5, color=INK, mew=0.4, zorder=5)
+
+
+def _merged(spans: Iterable[tuple[float, float]], pixel_s: float) -> list[tuple[float, float]]:
+    """What comes in order of begin; those between which no line would show are one."""
+    merged: list[tuple[float, float]] = []
+    for begin_s, end_s in spans:
+        if merged and begin_s - merged[-1][1] < pixel_s:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
+        else:
+            merged.append((begin_s, end_s))
+    return merged
+
+
+def _legend_rows(figure: Figure) -> int:
+    entries = len(figure.legends[0].get_texts())
+    return -(-entries // _LEGEND_COLUMNS)
 
 
 def _look(pause: Pause) -> _Look:
@@ -107,21 +161,24 @@ def _look(pause: Pause) -> _Look:
 
 def _dress(figure: Figure, axes: Axes, history: History, *, left_out: int) -> None:
     """Title, axes, legend and notes."""
-    ranks, span_s = history.ranks, max(history.observed_s, 1e-3)
+    ranks = history.ranks
     axes.set_title(_title(history), loc="left", fontsize=10)
     note = f"\n{left_out} labels left out for want of room: see figures.json" if left_out else ""
+    if left_out:
+        note += f". Pauses less than {history.observed_s / _PIXELS:.2g} s apart are drawn as one"
+    if len(ranks) > MOST_LANES:
+        note += f"\n{len(ranks) - MOST_LANES} more ranks are left out"
+        ranks = ranks[:MOST_LANES]
     axes.set_xlabel(f"time since the run's first event (s){note}")
     every = 1 + len(ranks) // 200
     axes.set_yticks(range(0, len(ranks), every), [f"rank {rank}" for rank in ranks[::every]])
-    axes.set_ylim(max(1, len(ranks)) - 0.45, -0.75)
-    axes.set_xlim(-0.012 * span_s, 1.04 * span_s)  # room for a label at the very end
     axes.grid(axis="x", lw=0.4, color="#BBBBBB")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     handles = _legend(history)
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=min(len(handles), 8),
+        handles=handles, loc="lower center", ncols=min(len(handles), _LEGEND_COLUMNS),
         fontsize=8, frameon=False, handlelength=1.8,
     )  # fmt: skip
     if not history.pauses and not history.stopped:

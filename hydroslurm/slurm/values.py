@@ -98,6 +98,7 @@ class Job:
         preempt_epoch_s: when it was told that it is being preempted; None before.
         suspend_epoch_s: when it was last suspended or resumed.
         pre_suspend_s: how long it had run before it was last suspended.
+        suspended_s: how long it was suspended in this life; only accounting (``history``) knows.
         std_out, std_err: with ``%j`` and the like filled in as far as Slurm does that.
         exit_code, exit_signal: of the batch script or of srun. sacct and pyslurm take 128 off
             codes of 128 and more, so that 143 reads 15 there; scontrol and squeue do not.
@@ -131,6 +132,7 @@ class Job:
     preempt_epoch_s: int | None = None
     suspend_epoch_s: int | None = None
     pre_suspend_s: int = 0
+    suspended_s: int | None = None
     work_dir: str = ""
     std_out: str = ""
     std_err: str = ""

@@ -32,6 +32,11 @@ def test_writes_and_prints(run_dir: RunDir) -> None:
     assert str(run_dir.timeline_png) in done.stdout
     assert json.loads(run_dir.figures_json.read_text())["park_us"]["p50"] == 83
     assert run_dir.timeline_png.stat().st_size > 5000
+    for path in (run_dir.histograms_png, run_dir.report_html, run_dir.trace_json):
+        assert str(path) in done.stdout
+        assert path.stat().st_size > 500
+    assert run_dir.report_html.read_text().count("data:image/png;base64,") == 2
+    assert "Slurm could not be asked" in done.stdout
 
 
 def test_json_without_picture(run_dir: RunDir) -> None:
@@ -50,3 +55,22 @@ def test_not_a_run_folder(tmp_path: Path) -> None:
     assert "events/rank-00000.jsonl" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_that_cannot_be_read_is_named(run_dir: RunDir) -> None:
+    """A broken profile in the run's folder leaves the rest of the report standing."""
+    RankLog().installed().pause(1).uninstalled(5).write(run_dir)
+    run_dir.profile.mkdir()
+    (run_dir.profile / "rank-0-life-0.sqlite").write_text("no database")
+    done = report(str(run_dir.root), "--json", "--no-picture", "--no-slurm")
+    assert done.returncode == 0
+    missing = json.loads(done.stdout)["missing"]
+    assert any("rank-0-life-0.sqlite" in words for words in missing)
+    assert "Slurm was not asked (--no-slurm)." in missing
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """Two folders are refused with what to do."""
+    done = report(str(tmp_path), str(tmp_path / "other"))
+    assert done.returncode != 0
+    assert "one run folder" in done.stderr

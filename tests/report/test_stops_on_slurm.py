@@ -9,7 +9,12 @@ from processes import wait_until
 from session.training import Training
 
 from hydroslurm.devcluster import DevCluster
+from hydroslurm.report.accounting import Accounting, ask_slurm
+from hydroslurm.report.beside import Beside
+from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import read_history
+from hydroslurm.report.rows import Rows
+from hydroslurm.slurm.client import open_client
 
 pytestmark = pytest.mark.slurm
 
@@ -37,3 +42,25 @@ def test_stops_of_a_real_run(requeue_cluster: DevCluster, tmp_path: Path) -> Non
     assert requeued.waited_s is not None
     assert requeued.first_step_s is not None
     assert len(history.stop_requests) >= 2
+
+    client = open_client("commands", environ=training.cluster.child_environ())
+
+    def known() -> Accounting | None:
+        answer = ask_slurm(client, history.lives)
+        ended = [life.end_epoch_s for life in answer.lives]
+        return answer if len(ended) == 2 and all(ended) else None
+
+    wait_until(lambda: known() is not None, "both lives with their ends in accounting")
+    beside = Beside(known() or Accounting())
+    assert [life.state for life in beside.accounting.lives] == ["REQUEUED", "CANCELLED"]
+    assert beside.accounting.suspend_grace_s == 2
+    assert [beside.slurm_life(life) for life in history.lives] == list(beside.accounting.lives)
+    first, _ = Rows.of(history, beside).stops
+    parts_s = (first.eligible_s, first.queued_s, first.start_s)
+    assert None not in parts_s
+    assert sum(part for part in parts_s if part is not None) < 300
+    goodput = goodput_of(history, beside)
+    assert goodput is not None
+    assert goodput.allocated_from == "slurm"
+    assert goodput.allocated_s > history.observed_s - (requeued.waited_s or 0) - 2
+    assert 0 < goodput.productive_s < goodput.allocated_s

@@ -153,7 +153,7 @@ def test_config_defaults_and_newer_grace() -> None:
 
 def test_lives_of_a_job() -> None:
     """Each requeue begins a new life, in order, and counts one restart more."""
-    lives = [j for j in sacct_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 11]
+    lives = [j for j in sacct_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 1]
     assert [life.restart_count for life in lives] == [0, 1]
     assert lives[0].state is JobState.REQUEUED
     assert lives[0].nodes == ("n2",)
@@ -162,8 +162,15 @@ def test_lives_of_a_job() -> None:
 
 def test_sacct_takes_128_off() -> None:
     """What ended with 143 reads 15 in accounting: the value is sacct's, as the docs of Job say."""
-    (life,) = [j for j in sacct_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 14]
+    (life,) = [j for j in sacct_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 2]
     assert (life.exit_code, life.exit_signal) == (15, 0)
+
+
+def test_suspended_time() -> None:
+    """Accounting adds up a life's suspends, here of 4 and of 3 s; a life without one has 0."""
+    lives = sacct_text.read_lives(_text("22.05/sacct.txt"))
+    suspended = {life.name: life.suspended_s for life in lives}
+    assert (suspended["parked"], suspended["again"]) == (7, 0)
 
 
 def test_sacct_row_with_newline() -> None:

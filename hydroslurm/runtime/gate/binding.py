@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 from hydroslurm.errors import GateError
 from hydroslurm.runtime.gate.compiler import abi_number
@@ -77,6 +78,27 @@ class Traced(ctypes.Structure):
     ]
 
 
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "gate_start": (ctypes.c_int, [ctypes.POINTER(Signal), ctypes.c_int, ctypes.c_int]),
+    "gate_stop": (ctypes.c_int, []),
+    "gate_request": (ctypes.c_int, [ctypes.c_int, ctypes.c_uint32]),
+    "gate_let_through": (ctypes.c_int, [ctypes.c_int64]),
+    "gate_hold_here": (ctypes.c_int, []),
+    "gate_status": (ctypes.c_int, [ctypes.POINTER(Status)]),
+    "gate_read": (ctypes.c_int, [ctypes.POINTER(Event), ctypes.c_int]),
+    "gate_claim": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
+    "gate_exempt": (ctypes.c_int, [ctypes.c_int]),
+    "gate_check_handlers": (ctypes.c_int, []),
+    "gate_trace_start": (ctypes.c_int, [ctypes.c_int]),
+    "gate_trace_count": (ctypes.c_int64, []),
+    "gate_trace_stop": (ctypes.c_int, [ctypes.POINTER(Traced), ctypes.c_int]),
+    "marks_use": (ctypes.c_int, [ctypes.c_uint32]),
+    "marks_name_signal": (None, [ctypes.c_int, ctypes.c_char_p]),
+    "marks_begin": (ctypes.c_uint64, [ctypes.c_int, ctypes.c_uint64]),
+    "marks_end": (None, [ctypes.c_uint64]),
+}
+
+
 def bind(path: Path) -> ctypes.CDLL:
     """Load a gate and give every function its signature. It stays loaded until the process ends.
 
@@ -94,33 +116,8 @@ def bind(path: Path) -> ctypes.CDLL:
                 f"{path} has ABI {library.hs_gate_abi()}, wanted {abi_number()}; remove it "
                 "and let it be rebuilt"
             )
-        for name, result, arguments in (
-            ("start", ctypes.c_int, [ctypes.POINTER(Signal), ctypes.c_int, ctypes.c_int]),
-            ("stop", ctypes.c_int, []),
-            ("request", ctypes.c_int, [ctypes.c_int, ctypes.c_uint32]),
-            ("let_through", ctypes.c_int, [ctypes.c_int64]),
-            ("hold_here", ctypes.c_int, []),
-            ("status", ctypes.c_int, [ctypes.POINTER(Status)]),
-            ("read", ctypes.c_int, [ctypes.POINTER(Event), ctypes.c_int]),
-            ("claim", ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
-            ("exempt", ctypes.c_int, [ctypes.c_int]),
-            ("check_handlers", ctypes.c_int, []),
-            ("trace_start", ctypes.c_int, [ctypes.c_int]),
-            ("trace_count", ctypes.c_int64, []),
-            ("trace_stop", ctypes.c_int, [ctypes.POINTER(Traced), ctypes.c_int]),
-        ):
-            function = getattr(library, f"hs_gate_{name}")
-            function.restype = result
-            function.argtypes = arguments
-        for name, result, arguments in (
-            ("use", ctypes.c_int, [ctypes.c_uint32]),
-            ("name_signal", None, [ctypes.c_int, ctypes.c_char_p]),
-            ("begin", ctypes.c_uint64, [ctypes.c_int, ctypes.c_uint64]),
-            ("end", None, [ctypes.c_uint64]),
-            ("push", ctypes.c_int, [ctypes.c_int, ctypes.c_uint64]),
-            ("pop", None, []),
-        ):
-            function = getattr(library, f"hs_marks_{name}")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, f"hs_{name}")
             function.restype = result
             function.argtypes = arguments
     except (OSError, AttributeError) as error:

@@ -138,9 +138,8 @@ void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) 
         slot.turn.store(turn);
         if (closing != entered) { /* the first time, or closed again before this thread woke */
             const bool backward = backward_node || arming().in_backward();
-            if (marked) hs_marks_pop();
-            mark_clock();
-            marked = hs_marks_push(HS_RANGE_PARKED, pause_number());
+            if (marked) mark_goes_on();
+            marked = mark_held();
             enter(slot, closing, entered == 0 ? reached_ns : mono_ns(), name, backward);
             entered = closing;
             if (gil == nullptr && holds_gil()) gil = python.save_thread();
@@ -157,7 +156,7 @@ void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) 
         slot.held.store(0);
     if (gil != nullptr) take_gil_back(gil);
     slot.held.store(0);
-    if (marked) hs_marks_pop();
+    if (marked) mark_goes_on();
     if (entered != 0 && gate.closed.load() != entered) tell_release(entered);
 }
 

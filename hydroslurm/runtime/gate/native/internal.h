@@ -241,6 +241,8 @@ extern std::atomic<uint32_t> marks_bits; /* HS_MARKS_*; 0 when nobody listens */
 inline bool marks_on() noexcept { return marks_bits.load(std::memory_order_relaxed) != 0; }
 void mark_clock() noexcept;
 void mark_request(int action, int signo, int64_t stamp_ns) noexcept;
+bool mark_held() noexcept; /* the range `parked` of this thread begins; false: it was not emitted, and has no end */
+void mark_goes_on() noexcept;
 enum Moment { MOMENT_CLOSED, MOMENT_AT_REST, MOMENT_OPENED };
 void mark_moment(Moment moment, int64_t stamp_ns) noexcept;
 void marks_lock() noexcept;

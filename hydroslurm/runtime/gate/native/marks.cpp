@@ -81,6 +81,16 @@ void mark_moment(Moment moment, int64_t stamp_ns) noexcept {
     nvtxDomainMarkEx(domain, &event);
 }
 
+bool mark_held() noexcept {
+    if (!marks_on()) return false;
+    mark_clock();
+    const nvtxEventAttributes_t event = attributes(range_names[HS_RANGE_PARKED], pause_number());
+    nvtxDomainRangePushEx(domain, &event);
+    return true;
+}
+
+void mark_goes_on() noexcept { nvtxDomainRangePop(domain); }
+
 void operator_begun(const char *name) noexcept {
     nvtxEventAttributes_t event = {};
     event.version = NVTX_VERSION;
@@ -104,6 +114,8 @@ void marks_after_fork() noexcept {
 void mark_clock() noexcept {}
 void mark_request(int, int, int64_t) noexcept {}
 void mark_moment(Moment, int64_t) noexcept {}
+bool mark_held() noexcept { return false; }
+void mark_goes_on() noexcept {}
 void operator_begun(const char *) noexcept {}
 void operator_ended() noexcept {}
 void marks_lock() noexcept {}
@@ -149,24 +161,11 @@ void hs_marks_end(uint64_t id) {
     mark_clock();
 }
 
-int hs_marks_push(int range, uint64_t payload) {
-    if (!marks_on() || range < 0 || range >= HS_RANGES) return 0;
-    const nvtxEventAttributes_t event = attributes(range_names[range], payload);
-    nvtxDomainRangePushEx(domain, &event);
-    return 1;
-}
-
-void hs_marks_pop(void) {
-    if (marks_on()) nvtxDomainRangePop(domain);
-}
-
 #else
 
 int hs_marks_use(uint32_t bits) { return bits & ~(HS_MARKS_EVENTS | HS_MARKS_STEPS | HS_MARKS_OPERATORS) ? -EINVAL : 0; }
 void hs_marks_name_signal(int, const char *) {}
 uint64_t hs_marks_begin(int, uint64_t) { return HS_NO_RANGE; }
 void hs_marks_end(uint64_t) {}
-int hs_marks_push(int, uint64_t) { return 0; }
-void hs_marks_pop(void) {}
 
 #endif

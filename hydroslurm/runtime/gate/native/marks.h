@@ -11,7 +11,7 @@
  *   range parked                               push/pop in each held thread, as long as it is held; payload: the pause
  *   range draining                             start/end; payload: the pause
  *   range saving, committing, requeueing       start/end; payload: the step
- *   range step                                 push/pop in the thread that trains; payload: the step. Only if asked for
+ *   range step                                 start/end, from one safe point to the next; payload: the step. Only if asked for
  *   range aten::addmm ...                      push/pop; every operator of every thread. Only if asked for
  *
  * All payloads are uint64, stamps are CLOCK_MONOTONIC nanoseconds: the numbers of the event log, exactly.
@@ -58,10 +58,6 @@ HS_API void hs_marks_name_signal(int signo, const char *name);
 /* A range that may end in another thread. HS_NO_RANGE when nobody listens, which hs_marks_end() ignores. */
 HS_API uint64_t hs_marks_begin(int range, uint64_t payload);
 HS_API void hs_marks_end(uint64_t id);
-
-/* A range of the calling thread; each push has its pop. Returns 1 if it was emitted. */
-HS_API int hs_marks_push(int range, uint64_t payload);
-HS_API void hs_marks_pop(void);
 
 #ifdef __cplusplus
 }

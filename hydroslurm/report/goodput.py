@@ -1,0 +1,263 @@
+"""How much of a run's time became steps that counted, and what became of the rest. Pure.
+
+Goodput is productive time ÷ time, as Google's ml-goodput-measurement defines it
+(https://docs.cloud.google.com/tpu/docs/goodput: "the proportion of usage time spent making
+productive, preserved training progress"). Here, of the first rank, whose steps are those of all:
+
+- productive: from the end of a life's first step to its last one, less what is named below;
+- made again: of that, the part that the steps had which the next life had to make once more;
+- saving: the training waited for a copy of its state, or for a save in the foreground;
+- parked: from a pause's request until it ran again;
+- starting: from the start of the allocation to the end of the life's first step, which is one step
+  too many and cannot be told apart;
+- leaving: from the safe point of a stop, or the end of the training, to the end of the allocation;
+- unknown: a process that was killed, from its last event on;
+- queued: Slurm had the job in its queue. Not part of the allocated time.
+
+Allocated and wall time are Slurm's where Slurm was asked; else they reach from a life's first event
+to its last, and what lies between lives is ``queued``, Python's start included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hydroslurm.report.beside import Beside
+from hydroslurm.report.history import History
+from hydroslurm.report.pauses import Life
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of one run, of its first rank.
+
+    Attributes:
+        of_allocated: productive ÷ allocated time; None where no step was told.
+        of_wall: productive time ÷ wall clock; None where no step was told.
+        at_most: True where more steps than known may have been made again.
+        allocated_from: who says so; ``both``: some lives Slurm does not know.
+        wall_s: from the submission, or the first event, to the end, or the last event.
+        allocated_s: the job held its nodes, suspended time included.
+        productive_s: making steps that counted.
+        made_again_s: making steps that were made again in a later life.
+        saving_s: waiting for a copy of the state, or for a save in the foreground.
+        parked_s: from a pause's request until it ran again.
+        starting_s: from the start of the allocation to the end of a life's first step.
+        leaving_s: from a stop's safe point, or the training's end, to the end of the allocation.
+        unknown_s: after the last event of a process that was killed; or where no step was told.
+        queued_s: between allocations, and before the first.
+        steps: how many counted.
+        step_s: mean seconds of a step.
+    """
+
+    of_allocated: float | None
+    of_wall: float | None
+    at_most: bool
+    allocated_from: Literal["slurm", "events", "both"]
+    wall_s: float
+    allocated_s: float
+    productive_s: float
+    made_again_s: float
+    saving_s: float
+    parked_s: float
+    starting_s: float
+    leaving_s: float
+    unknown_s: float
+    queued_s: float
+    steps: int
+    step_s: float | None
+
+
+def goodput_of(history: History, beside: Beside) -> Goodput | None:
+    """None for a run without events."""
+    if not history.lives:
+        return None
+    lives = history.lives_of(history.ranks[0])
+    allocations = _allocations(history, beside, lives)
+    lost = {id(one.life): one.stop for one in history.stopped}
+    parts = _Parts()
+    for one in allocations:
+        at_s = one.begin_s
+        for life in one.lives:
+            stop = lost.get(id(life))
+            parts.add(_Window(history, life), at_s, lost=(stop.steps_lost or 0) if stop else 0)
+            at_s = max(at_s, history.since_begin_s(life, life.last_mono_ns))
+        rest_s = max(0.0, one.end_s - at_s)
+        if one.lives and one.lives[-1].ended:
+            parts.leaving_s += rest_s
+        else:
+            parts.unknown_s += rest_s
+    allocated_s = sum(one.end_s - one.begin_s for one in allocations)
+    begin_s = min([one.begin_s for one in allocations] + _submitted(history, beside, lives))
+    wall_s = max(one.end_s for one in allocations) - begin_s
+    stepped = parts.steps > 0
+    sources = {one.by_slurm for one in allocations}
+    return Goodput(
+        of_allocated=parts.productive_s / allocated_s if stepped and allocated_s else None,
+        of_wall=parts.productive_s / wall_s if stepped and wall_s else None,
+        at_most=any(not stop.steps_lost_exactly for stop in history.stops),
+        allocated_from="both" if len(sources) > 1 else "slurm" if sources == {True} else "events",
+        wall_s=wall_s,
+        allocated_s=allocated_s,
+        productive_s=parts.productive_s,
+        made_again_s=parts.made_again_s,
+        saving_s=parts.saving_s,
+        parked_s=parts.parked_s,
+        starting_s=parts.starting_s,
+        leaving_s=parts.leaving_s,
+        unknown_s=parts.unknown_s,
+        queued_s=max(0.0, wall_s - allocated_s),
+        steps=parts.steps,
+        step_s=parts.trained_s / parts.timed_steps if parts.timed_steps else None,
+    )
+
+
+@dataclass
+class _Allocation:
+    """Seconds since the run's begin, and the processes in it."""
+
+    begin_s: float
+    end_s: float
+    by_slurm: bool
+    lives: list[Life] = field(default_factory=list)
+
+
+def _allocations(history: History, beside: Beside, lives: Sequence[Life]) -> list[_Allocation]:
+    """In order of time, none over another."""
+    found: dict[object, _Allocation] = {}
+    for life in lives:
+        begin_s, end_s = history.begin_s(life), history.since_begin_s(life, life.last_mono_ns)
+        known = beside.slurm_life(life)
+        key: object = known or id(life)
+        if known is None:
+            found[key] = _Allocation(begin_s, end_s, False, [life])
+            continue
+        start_s = _since_begin(history, known.start_epoch_s, begin_s)
+        stop_s = _since_begin(history, known.end_epoch_s, end_s)
+        mine = found.setdefault(key, _Allocation(start_s, stop_s, True))
+        mine.begin_s, mine.end_s = min(mine.begin_s, begin_s), max(mine.end_s, end_s)
+        mine.lives.append(life)
+    ordered = sorted(found.values(), key=lambda one: one.begin_s)
+    for before, after in itertools.pairwise(ordered):
+        after.begin_s = max(after.begin_s, before.end_s)  # a process that dies beside its successor
+        after.end_s = max(after.end_s, after.begin_s)
+    return ordered
+
+
+def _since_begin(history: History, epoch_s: int | None, otherwise_s: float) -> float:
+    return otherwise_s if epoch_s is None else epoch_s - history.begin_epoch_ns / 1e9
+
+
+def _submitted(history: History, beside: Beside, lives: Sequence[Life]) -> list[float]:
+    known = beside.slurm_life(lives[0])
+    if known is None or known.submit_epoch_s is None:
+        return []
+    return [_since_begin(history, known.submit_epoch_s, 0.0)]
+
+
+class _Window:
+    """The time of one life in which it made steps, in seconds since the run's begin."""
+
+    def __init__(self, history: History, life: Life) -> None:
+        self._history = history
+        self._life = life
+        progress = life.progress
+        self.steps_told = progress is not None and progress.began_step is not None
+        first = progress.first_step_mono_ns if progress else None
+        leave = progress and (progress.safe_point_mono_ns or progress.ended_mono_ns)
+        end_s = self._at(leave or life.last_mono_ns)
+        if progress is None:
+            self.span: Span | None = (self._at(life.first_mono_ns), end_s)
+        else:
+            self.span = None if first is None else (self._at(first), max(self._at(first), end_s))
+        self.last_s = self._at(life.last_mono_ns)
+        self.steps = 0
+        if progress and progress.last_step is not None and progress.began_step is not None:
+            self.steps = max(0, progress.last_step - progress.began_step)
+
+    def parked(self) -> list[Span]:
+        last_ns = self._life.last_mono_ns
+        return self._clipped(
+            (pause.begin_mono_ns, pause.released_mono_ns or pause.resumed_mono_ns or last_ns)
+            for pause in self._life.pauses
+        )
+
+    def saving(self) -> list[Span]:
+        """The training waits for the copy; for the commit where no copy is made before."""
+        progress = self._life.progress
+        return self._clipped(
+            (save.started_mono_ns, save.staged_mono_ns or save.end_mono_ns)
+            for save in (progress.saves if progress else ())
+        )
+
+    def _clipped(self, stamps: Iterable[tuple[int | None, int | None]]) -> list[Span]:
+        if self.span is None:
+            return []
+        low_s, high_s = self.span
+        found = []
+        for begin_ns, end_ns in stamps:
+            if begin_ns is not None and end_ns is not None:
+                span = (max(low_s, self._at(begin_ns)), min(high_s, self._at(end_ns)))
+                if span[0] < span[1]:
+                    found.append(span)
+        return found
+
+    def _at(self, mono_ns: int) -> float:
+        return self._history.since_begin_s(self._life, mono_ns)
+
+
+@dataclass
+class _Parts:
+    """The sums."""
+
+    productive_s: float = 0.0
+    made_again_s: float = 0.0
+    saving_s: float = 0.0
+    parked_s: float = 0.0
+    starting_s: float = 0.0
+    leaving_s: float = 0.0
+    unknown_s: float = 0.0
+    trained_s: float = 0.0
+    timed_steps: int = 0
+    steps: int = 0
+
+    def add(self, window: _Window, at_s: float, *, lost: int) -> None:
+        """One life; ``at_s``: until when the time before it is accounted for."""
+        if window.span is None:
+            self.starting_s += max(0.0, window.last_s - at_s)
+            return
+        begin_s, end_s = window.span
+        self.starting_s += max(0.0, begin_s - at_s)
+        begin_s = max(begin_s, at_s)
+        self.leaving_s += max(0.0, window.last_s - max(end_s, at_s))
+        parked = window.parked()
+        parked_s = _covered(parked)
+        saving_s = _covered([*parked, *window.saving()]) - parked_s
+        trained_s = max(0.0, end_s - begin_s - parked_s - saving_s)
+        self.parked_s += parked_s
+        self.saving_s += saving_s
+        if not window.steps_told:
+            self.unknown_s += trained_s
+            return
+        timed = window.steps - 1
+        again = min(lost, max(timed, 0))
+        again_s = trained_s * again / timed if timed > 0 else 0.0
+        self.trained_s += trained_s
+        self.timed_steps += max(0, timed)
+        self.steps += max(0, window.steps - lost)
+        self.made_again_s += again_s
+        self.productive_s += trained_s - again_s
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """The length of their union."""
+    covered_s, upto_s = 0.0, float("-inf")
+    for begin_s, end_s in sorted(spans):
+        covered_s += max(0.0, end_s - max(begin_s, upto_s))
+        upto_s = max(upto_s, end_s)
+    return covered_s

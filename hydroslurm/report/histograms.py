@@ -1,0 +1,176 @@
+"""How latencies are spread: one histogram for each, over all ranks and lives of a run.
+
+Bars are hatched, so that a grey print can be read; the lines of the median and of the 99th
+percentile differ in their dashes. Both axes say what they count, in units; times are logarithmic,
+because a pause inside a long operator takes a hundred times as long as the median one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from hydroslurm.report.figures import percentile, write_whole
+from hydroslurm.report.history import History
+from hydroslurm.report.labels import QUICKLY
+
+_DPI = 110
+_BINS = 24
+_COLUMNS = 3
+_MEDIAN = ("median", "#009E73", "-")
+_P99 = ("p99", "#D55E00", "--")
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One histogram: seconds, in ascending order."""
+
+    title: str
+    values_s: tuple[float, ...]
+    colour: str
+    hatch: str
+
+
+def latencies(history: History) -> list[Latency]:
+    """Those of which anything was measured."""
+    pauses, stops = history.pauses, history.stops
+    saves = [s for life in history.lives if life.progress for s in life.progress.saves]
+    blue, orange, sky = "#0072B2", "#E69F00", "#56B4E9"
+    found = [
+        _latency("pause: signal → parked", (p.park_us for p in pauses), 1e-6, blue, "////"),
+        _latency(
+            "pause: signal → all ranks parked",
+            (p.all_parked_us for p in pauses),
+            1e-6,
+            blue,
+            "////",
+        ),
+        _latency("pause: parked → devices idle", (p.drain_us for p in pauses), 1e-6, blue, "////"),
+        _latency("resume → running", (p.resume_us for p in pauses), 1e-6, sky, "...."),
+        _latency(
+            "save: start → committed", (s.durable_ms for s in saves), 1e-3, orange, "\\\\\\\\"
+        ),
+        _latency(
+            "stop: signal → safe point", (s.safe_point_ms for s in stops), 1e-3, orange, "\\\\\\\\"
+        ),
+        _latency(
+            "stop: signal → committed", (s.durable_ms for s in stops), 1e-3, orange, "\\\\\\\\"
+        ),
+        _latency(
+            "stop: signal → requeued", (s.requeued_ms for s in stops), 1e-3, orange, "\\\\\\\\"
+        ),
+        _latency(
+            "stop: end → next life's first step",
+            (_back_s(s.waited_s, s.first_step_s) for s in stops),
+            1.0,
+            orange,
+            "\\\\\\\\",
+        ),
+    ]
+    return [one for one in found if one.values_s]
+
+
+def write_histograms(history: History, path: Path) -> Path | None:
+    """Draw them into a PNG; returns the path, None when nothing was measured.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    found = latencies(history)
+    if not found:
+        return None
+    return write_whole(
+        path,
+        lambda part: histograms(found).savefig(part, format="png", dpi=_DPI, pil_kwargs=QUICKLY),
+    )
+
+
+def histograms(found: Sequence[Latency]) -> Figure:
+    """A figure of its own; there must be one latency at least."""
+    columns = min(_COLUMNS, len(found))
+    rows = math.ceil(len(found) / columns)
+    width_in, height_in = 4.0 * columns, 2.4 * rows + 0.35
+    figure = Figure(figsize=(width_in, height_in))
+    FigureCanvasAgg(figure)
+    for index, latency in enumerate(found):
+        _draw(figure.add_subplot(rows, columns, index + 1), latency)
+    figure.subplots_adjust(
+        left=0.6 / width_in,
+        right=1 - 0.25 / width_in,
+        bottom=0.85 / height_in,
+        top=1 - 0.5 / height_in,
+        hspace=1.0,
+        wspace=0.26,
+    )
+    lines = [
+        Line2D([], [], color=colour, ls=dashes, lw=1.6, label=name)
+        for name, colour, dashes in (_MEDIAN, _P99)
+    ]
+    figure.legend(handles=lines, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+def _latency(
+    title: str, values: Iterable[float | None], unit_s: float, colour: str, hatch: str
+) -> Latency:
+    known = sorted(value * unit_s for value in values if value is not None)
+    return Latency(title, tuple(known), colour, hatch)
+
+
+def _back_s(waited_s: float | None, first_step_s: float | None) -> float | None:
+    return None if waited_s is None or first_step_s is None else waited_s + first_step_s
+
+
+def _draw(axes: Axes, latency: Latency) -> None:
+    """On an axis that is linear in the logarithm, and labelled in times: matplotlib's logarithmic
+    axis makes a hundred ticks that nobody reads."""
+    logs = [math.log10(max(value_s, 1e-7)) for value_s in latency.values_s]  # 0 has a place, too
+    low = math.floor(logs[0])
+    high = max(math.ceil(logs[-1]), low + 1)
+    width = (high - low) / _BINS
+    counts = Counter(min(_BINS - 1, int((value - low) / width)) for value in logs)
+    corners = []
+    for index, count in counts.items():
+        left, right = low + width * index, low + width * (index + 1)
+        corners.append(((left, 0), (left, count), (right, count), (right, 0)))
+    fill: dict[str, Any] = {"facecolor": latency.colour, "hatch": latency.hatch}
+    axes.set_autoscale_on(False)
+    axes.set_xlim(low, high)
+    axes.set_ylim(0, 1.12 * max(counts.values()))
+    axes.add_collection(PolyCollection(corners, edgecolor="white", lw=0.3, **fill), autolim=False)
+    named = []
+    for percent, (name, colour, dashes) in ((50, _MEDIAN), (99, _P99)):
+        at = percentile(logs, percent)
+        named.append(f"{name} {spelled(percentile(list(latency.values_s), percent))}")
+        axes.axvline(at, color=colour, ls=dashes, lw=1.6)
+    step = max(1, (high - low) // 5)
+    powers = range(low, high + 1, step)
+    axes.set_xticks(list(powers), [spelled(10.0**power) for power in powers])
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    title = f"{latency.title}\nn = {len(logs):,}, {', '.join(named)}"
+    axes.set_title(title, fontsize=8.5, loc="left")
+    axes.set_xlabel("time (logarithmic)", fontsize=8)
+    axes.set_ylabel("number", fontsize=8)
+    axes.tick_params(labelsize=7.5)
+    axes.grid(axis="x", lw=0.4, color="#BBBBBB")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def spelled(value_s: float) -> str:
+    """A time with the unit that keeps it short."""
+    for unit, size_s in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value_s >= size_s * 0.9995:
+            return f"{value_s / size_s:.3g} {unit}" if value_s < 999.5 else f"{value_s:,.0f} s"
+    return f"{value_s / 1e-9:.3g} ns"

@@ -1,0 +1,167 @@
+"""A run as a trace for ui.perfetto.dev or chrome://tracing: ``report/trace.json``.
+
+The JSON object form of the Trace Event Format
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): a process per
+life, named after its rank, with three threads of its own: what the training did, what a pause was
+made of, and how it was saved. Complete events (``X``) of one thread never overlap unless one holds
+the other, which the format asks for; requests are instants (``i``). Times are microseconds since
+the run's first event.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.report.figures import write_whole
+from hydroslurm.report.history import History
+from hydroslurm.report.pauses import Life, Pause
+
+MOST_EVENTS = 50_000
+"""A file that a browser opens in a second or two."""
+
+_TRAINING, _PAUSING, _SAVING = 1, 2, 3
+_THREADS = {_TRAINING: "training", _PAUSING: "pauses", _SAVING: "saves and stops"}
+Entry = dict[str, Any]
+
+
+def trace_of(history: History) -> dict[str, Any]:
+    """The object that is written. Of a run that is too large the later pauses and saves of each
+    life are left out, and ``otherData`` says how many."""
+    lives = history.lives[: MOST_EVENTS // 20]
+    room = max(1, MOST_EVENTS // 10 // max(1, len(lives)))
+    entries: list[Entry] = []
+    pauses = saves = 0
+    for number, life in enumerate(lives, start=1):
+        entries += _life(history, life, number, room=room)
+        pauses += max(0, len(life.pauses) - room)
+        saves += max(0, len(life.progress.saves) - room) if life.progress else 0
+    other = {
+        "run": history.name,
+        "lives_left_out": len(history.lives) - len(lives),
+        "pauses_left_out": pauses,
+        "saves_left_out": saves,
+        "clocks": " ".join(history.alignment.sentences()),
+    }
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": other}
+
+
+def write_trace(history: History, path: Path) -> Path:
+    """Write it; returns the path.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    text = json.dumps(trace_of(history), separators=(",", ":"), allow_nan=False)
+    return write_whole(path, lambda part: part.write_text(text + "\n"))
+
+
+class _Writer:
+    """Entries of one life, cut off at its end."""
+
+    def __init__(self, history: History, life: Life, number: int) -> None:
+        self._history = history
+        self._life = life
+        self._number = number
+
+    def slice(
+        self, thread: int, name: str, begin_ns: int | None, end_ns: int | None, **args: Any
+    ) -> Iterator[Entry]:
+        """Nothing where one of its ends is not known, or they are in the wrong order."""
+        if begin_ns is None or end_ns is None or end_ns < begin_ns:
+            return
+        begin_us = self._us(begin_ns)
+        entry = self._entry("X", thread, name, begin_us, args)
+        yield {**entry, "dur": max(0.001, round(self._us(end_ns) - begin_us, 3))}
+
+    def instant(self, thread: int, name: str, at_ns: int | None, **args: Any) -> Iterator[Entry]:
+        if at_ns is not None:
+            yield {**self._entry("i", thread, name, self._us(at_ns), args), "s": "t"}
+
+    def names(self) -> Iterator[Entry]:
+        life, history = self._life, self._history
+        name = f"rank {life.rank}"
+        if history.several_lives:
+            name += f", life {history.life_number(life)}"
+        process = {"ph": "M", "pid": self._number, "tid": 0, "ts": 0}
+        yield {
+            **process,
+            "name": "process_name",
+            "args": {"name": f"{name} ({life.host}, pid {life.pid})"},
+        }
+        yield {**process, "name": "process_sort_index", "args": {"sort_index": self._number}}
+        for tid, thread in _THREADS.items():
+            yield {**process, "tid": tid, "name": "thread_name", "args": {"name": thread}}
+
+    def _entry(
+        self, phase: str, thread: int, name: str, at_us: float, args: dict[str, Any]
+    ) -> Entry:
+        told = {key: value for key, value in args.items() if value is not None}
+        where = {"pid": self._number, "tid": thread, "ts": round(at_us, 3)}
+        return {"ph": phase, "cat": "hydroslurm", "name": name, **where, "args": told}
+
+    def _us(self, mono_ns: int) -> float:
+        return self._history.since_begin_s(self._life, mono_ns) * 1e6
+
+
+def _life(history: History, life: Life, number: int, *, room: int) -> Iterator[Entry]:
+    write = _Writer(history, life, number)
+    yield from write.names()
+    progress = life.progress
+    first_ns = progress.first_step_mono_ns if progress else None
+    yield from write.slice(_TRAINING, "starting", life.first_mono_ns, first_ns)
+    leave_ns = (progress.safe_point_mono_ns or progress.ended_mono_ns) if progress else None
+    begun_ns = life.first_mono_ns if progress is None else first_ns
+    steps = {"began_step": progress.began_step, "last_step": progress.last_step} if progress else {}
+    yield from write.slice(_TRAINING, "training", begun_ns, leave_ns or life.last_mono_ns, **steps)
+    for request in life.stops[:room]:
+        yield from write.instant(
+            _SAVING, "stop_request", request.requested_mono_ns, signal=request.signal
+        )
+    if progress:
+        for save in progress.saves[:room]:
+            told = {"step": save.step, "kind": save.kind, "state_bytes": save.state_bytes}
+            staged = save.staged_mono_ns or save.started_mono_ns
+            yield from write.slice(
+                _SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **told
+            )
+            yield from write.slice(_SAVING, "committing", staged, save.durable_mono_ns)
+        yield from _leaving(write, life)
+    for pause in life.pauses[:room]:
+        yield from _pause(write, life, pause)
+
+
+def _leaving(write: _Writer, life: Life) -> Iterator[Entry]:
+    progress = life.progress
+    assert progress is not None
+    yield from write.slice(
+        _TRAINING, "leaving", progress.safe_point_mono_ns, life.last_mono_ns, reason=progress.reason
+    )
+    yield from write.instant(_SAVING, "safe_point", progress.safe_point_mono_ns)
+    yield from write.slice(
+        _SAVING,
+        "requeueing",
+        progress.durable_mono_ns if progress.requeued_mono_ns else None,
+        progress.requeued_mono_ns,
+    )
+
+
+def _pause(write: _Writer, life: Life, pause: Pause) -> Iterator[Entry]:
+    """``parked`` on the training's thread; its parts beside it, one behind the other."""
+    told = {"pause": pause.number, "causes": "+".join(pause.causes) or None, "step": pause.step}
+    requested, parked = pause.requested_mono_ns, pause.parked_mono_ns
+    running = pause.released_mono_ns or pause.resumed_mono_ns or life.last_mono_ns
+    yield from write.instant(_PAUSING, "pause_request", requested, signal=pause.signal)
+    yield from write.slice(_PAUSING, "pausing", requested, parked, **told, operator=pause.operator)
+    yield from write.slice(_TRAINING, "parked", parked, running, **told)
+    drained = pause.drained_mono_ns
+    opened = pause.resumed_mono_ns or life.last_mono_ns
+    if drained is not None and drained <= opened:
+        yield from write.slice(_PAUSING, "draining", parked, drained)
+    yield from write.instant(_PAUSING, "all_parked", pause.all_parked_mono_ns)
+    yield from write.instant(_PAUSING, "resume_request", pause.resume_requested_mono_ns)
+    yield from write.slice(
+        _PAUSING, "resuming", pause.resume_requested_mono_ns, pause.released_mono_ns
+    )

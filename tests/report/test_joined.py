@@ -1,0 +1,172 @@
+"""What Slurm and nsys say, joined to the log's pauses and stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from report.profiles import profile_of
+from report.ranklog import RankLog
+from rich.console import Console
+
+from hydroslurm.errors import NoSuchJob, SlurmMissing
+from hydroslurm.report.accounting import Accounting, SlurmLife, ask_slurm
+from hydroslurm.report.beside import Beside
+from hydroslurm.report.figures import figures_of
+from hydroslurm.report.history import History
+from hydroslurm.report.lives import lives_of
+from hydroslurm.report.rows import Rows
+from hydroslurm.report.table import report_view
+from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.values import Job, JobState
+
+T0 = 1_700_000_000
+
+
+def history_of(*logs: RankLog) -> History:
+    return History(name="run", lives=lives_of(event for log in logs for event in log.events))
+
+
+def shown(history: History, beside: Beside, *, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report_view(history, beside))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def requeued() -> tuple[RankLog, RankLog]:
+    first = RankLog(pid=1).trains(0, life=1).pause(4, for_s=3).stop(10, step=40)
+    return first, RankLog(pid=2, restart_count=1).trains(30, life=2, step=40)
+
+
+LIVES = (
+    SlurmLife(7, 0, "REQUEUED", T0 - 9, T0 - 9, T0 - 2, T0 + 11, suspended_s=3),
+    SlurmLife(7, 1, "RUNNING", T0 + 11, T0 + 17, T0 + 28),
+)
+
+
+class Answers:
+    """A Slurm's answers; what is missing is refused as Slurm does."""
+
+    def __init__(self, *jobs: Job, error: Exception | None = None) -> None:
+        self._jobs = jobs
+        self._error = error
+
+    def history(self, job_id: int) -> tuple[Job, ...]:
+        if self._error:
+            raise self._error
+        found = tuple(job for job in self._jobs if job.job_id == job_id)
+        if not found:
+            raise NoSuchJob("accounting has nothing on it")
+        return found
+
+    def job(self, job_id: int) -> Job:
+        raise NoSuchJob("unknown")
+
+    def config(self) -> Config:
+        return Config({"PreemptParameters": "suspend_grace_time=5"})
+
+
+def test_a_stop_up_to_the_next_start() -> None:
+    """Eligible, queue, and start of the process come from Slurm's two lives."""
+    (row,) = Rows.of(history_of(*requeued()), Beside(Accounting(LIVES, 2))).stops
+    assert (row.before, row.after) == LIVES
+    assert (row.eligible_s, row.queued_s) == (6.0, 11.0)
+    assert row.start_s == pytest.approx(2.0)
+    assert row.left_s == pytest.approx(0.1)
+
+
+def test_a_job_that_still_waits() -> None:
+    """A stop whose next life is in the queue has what is known of it."""
+    waiting = (LIVES[0], dataclasses.replace(LIVES[1], state="PENDING", start_epoch_s=None))
+    (row,) = Rows.of(history_of(requeued()[0]), Beside(Accounting(waiting, 2))).stops
+    assert (row.eligible_s, row.queued_s, row.start_s) == (6.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("for_s", "grace_s", "stopped_us"), [(3, 2, 2e6), (1, 2, None), (3, None, None)]
+)
+def test_sigstop(for_s: float, grace_s: int | None, stopped_us: float | None) -> None:
+    """Slurm's SIGSTOP comes with the site's grace, unless the resume came before, and is not made
+    up where the site was not asked."""
+    history = history_of(RankLog().installed().pause(4, for_s=for_s))
+    (row,) = Rows.of(history, Beside(Accounting((), grace_s))).pauses
+    assert row.stopped_us == stopped_us
+
+
+def test_held_for_another_rank() -> None:
+    """A rank that was told by another counts from that one's signal."""
+    signalled = RankLog(rank=0, pid=10).installed().pause(4, cause="user")
+    told = RankLog(rank=1, pid=11).installed().pause(4.0005, cause="peers")
+    own, peers = Rows.of(history_of(signalled, told), Beside()).pauses
+    assert own.asked_us is None
+    assert peers.asked_us == pytest.approx(500, abs=1)
+
+
+def test_nsys_beside_the_log() -> None:
+    """A pause is joined by process and stamp; the difference is the largest of its latencies'."""
+    first, second = requeued()
+    history = history_of(first, second)
+    beside = Beside(profiles=(profile_of(first),))
+    (row,) = Rows.of(history, beside).pauses
+    assert row.profiled is not None
+    assert row.profiled.difference_us == pytest.approx(7.0, abs=0.01)
+    assert row.profiled.park_us == pytest.approx(87.0, abs=0.01)
+    assert (row.profiled.last_kernel_us, row.profiled.first_kernel_us) == pytest.approx((32, 90))
+    (stop,) = Rows.of(history, beside).stops
+    assert stop.nsys_committed_ms == pytest.approx(50.007)
+    nsys = figures_of(history, beside)["nsys"]
+    assert (nsys["joined"], nsys["profiles"][0]["error_us"]) == (1, 0.9)
+    assert "Pauses by the log and by nsys" in "\n".join(shown(history, beside))
+
+
+def test_a_profile_of_another_run() -> None:
+    """A profile with other processes joins nothing, and that is said, with what it lacks."""
+    other = RankLog(pid=999).installed().pause(4)
+    lines = " ".join(
+        shown(history_of(requeued()[0]), Beside(profiles=(profile_of(other, kernels=False),)))
+    )
+    assert "it holds no process of this run" in " ".join(lines.split())
+    assert "no CUDA kernels were recorded" in " ".join(lines.split())
+
+
+def test_slurm_is_asked() -> None:
+    """Lives and grace come as values; a running life has no end, whatever its time limit."""
+    jobs = (
+        Job(job_id=7, state=JobState.REQUEUED, start_epoch_s=T0 - 2, end_epoch_s=T0 + 11),
+        Job(job_id=7, state=JobState.RUNNING, start_epoch_s=T0 + 28, end_epoch_s=T0 + 999),
+    )
+    history = history_of(*requeued())
+    answer = ask_slurm(Answers(*jobs), history.lives)  # type: ignore[arg-type]
+    assert [life.end_epoch_s for life in answer.lives] == [T0 + 11, None]
+    assert (answer.suspend_grace_s, answer.missing) == (5, ())
+    assert [answer.of(life) for life in history.lives] == list(answer.lives)
+
+
+def test_a_job_of_the_same_number_elsewhere() -> None:
+    """A job of another time is another cluster's: nothing of it is used, and that is said."""
+    elsewhere = Job(
+        job_id=7, state=JobState.COMPLETED, start_epoch_s=T0 - 999, end_epoch_s=T0 - 900
+    )
+    answer = ask_slurm(Answers(elsewhere), history_of(*requeued()).lives)  # type: ignore[arg-type]
+    assert answer.lives == ()
+    assert "another cluster" in answer.missing[0]
+
+
+@pytest.mark.parametrize("error", [None, SlurmMissing("no program sacct")])
+def test_slurm_that_does_not_know(error: Exception | None) -> None:
+    """The report goes on without it, and names what it lacks."""
+    history = history_of(*requeued())
+    answer = ask_slurm(Answers(error=error), history.lives)  # type: ignore[arg-type]
+    assert answer.lives == ()
+    words = " ".join(" ".join(shown(history, Beside(answer))).split())
+    assert ("no program sacct" if error else "accounting has nothing") in words
+
+
+def test_everything_fits_into_80_columns() -> None:
+    """No table of the full report cuts a number or a heading off."""
+    first, second = requeued()
+    lines = shown(history_of(first, second), Beside(Accounting(LIVES, 2), (profile_of(first),)))
+    assert not any("…" in line for line in lines)
+    assert max(map(len, lines)) <= 80

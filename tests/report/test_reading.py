@@ -1,0 +1,134 @@
+"""Event files of every size and state: what is read, and what is named as missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.ranklog import RankLog
+
+from hydroslurm.errors import RunFolderError
+from hydroslurm.events import EventKind, read_events
+from hydroslurm.report import crowd
+from hydroslurm.report.aside import Aside
+from hydroslurm.report.figures import MOST_ROWS, figures_of
+from hydroslurm.report.histograms import latencies, write_histograms
+from hydroslurm.report.history import read_history
+from hydroslurm.report.lines import Line, Unread, lines_of, read_lines
+from hydroslurm.rundir import RunDir
+
+
+def read(path: Path) -> tuple[list[Line], Unread]:
+    unread = Unread()
+    return list(read_lines(path, unread)), unread
+
+
+def some(rank: int = 0) -> RankLog:
+    log = RankLog(rank=rank, pid=10 + rank).trains(0, life=1).pause(4, cause="user")
+    return log.stop(10, step=40)
+
+
+def test_the_quick_way_reads_the_same(run_dir: RunDir) -> None:
+    """Line by line what ``read_events`` reads, texts with every kind of character included."""
+    log = some()
+    log.add(EventKind.STOP_REASON, 11, words='é "quoted" \\ \n }} {"x"', reason="…\ud800")
+    path = log.write(run_dir)
+    lines, unread = read(path)
+    assert lines == list(lines_of(read_events(path)))
+    assert unread == Unread()
+
+
+@pytest.mark.parametrize(
+    "change", [{"host": 'a"b'}, {"host": ""}, {"job_id": None}, {"step": None}]
+)
+def test_lines_that_are_out_of_the_ordinary(run_dir: RunDir, change: dict[str, Any]) -> None:
+    """Names and numbers that the quick way does not take are read all the same."""
+    log = RankLog().installed()
+    row = {**json.loads(log.events[0].to_json()), **change}
+    path = run_dir.rank_events(0)
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row, separators=(",", ":")))
+    lines, unread = read(path)
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert unread == Unread()
+
+
+def test_fields_that_an_older_writer_did_not_have(run_dir: RunDir) -> None:
+    """A line with its kind and its clocks alone counts; the rest is not known."""
+    row = {"v": 1, "kind": "gate_closed", "mono_ns": 5, "epoch_ns": 7}
+    run_dir.rank_events(0).write_text(json.dumps(row) + "\n")
+    ((line,), unread) = read(run_dir.rank_events(0))
+    assert (line.who.rank, line.who.job_id, line.step, line.data) == (0, None, None, None)
+    assert unread == Unread()
+    json.dumps(figures_of(read_history(run_dir.root)), allow_nan=False)
+
+
+def test_what_could_not_be_read_is_named(run_dir: RunDir) -> None:
+    """Torn lines, lines of later versions, and ranks without a file are told apart."""
+    log = some()
+    log.add(EventKind.RANKS_JOINED, 0.5, world_size=3, joined_s=0.5)
+    path = log.write(run_dir)
+    newer = {**json.loads(log.events[0].to_json()), "v": 2}
+    unknown = {**newer, "v": 1, "kind": "teleported"}
+    with path.open("a") as file:
+        file.write(f'{json.dumps(newer)}\n{json.dumps(unknown)}\n{{"v":1,"kind":"par')
+    history = read_history(run_dir.root)
+    assert len(history.lives) == 1
+    assert history.missing == (
+        "Rank 0: torn lines that were passed over: 1.",
+        "Rank 0: lines of a later version of hydroslurm, passed over: 2.",
+        "Of 3 ranks 2 left no events: 1, 2.",
+    )
+    assert figures_of(history)["missing"][:3] == list(history.missing)
+
+
+def test_several_processes_read_the_same(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of a large run, read beside each other, make the history that one process reads."""
+    for rank in range(3):
+        some(rank).write(run_dir)
+    alone = read_history(run_dir.root)
+    monkeypatch.setattr(crowd, "_WORTH_IT_BYTES", 0)
+    monkeypatch.setattr(crowd.os, "sched_getaffinity", lambda _: {0, 1})
+    together = read_history(run_dir.root)
+    assert together == alone
+    assert figures_of(together) == figures_of(alone)
+
+
+def test_a_child_that_fails_is_heard() -> None:
+    """What goes wrong in the second process is raised in the first."""
+
+    def fail() -> bytes:
+        raise OSError("no room")
+
+    with pytest.raises(RunFolderError, match="no room"):
+        Aside(fail).answer()
+    assert Aside(lambda: b"x" * 200_000).answer() == b"x" * 200_000
+
+
+def test_rows_are_bounded_and_figures_are_of_all(run_dir: RunDir) -> None:
+    """A run of many pauses keeps its percentiles, and says how many rows are not there."""
+    log = RankLog().installed()
+    for number in range(MOST_ROWS + 5):
+        log.pause(1 + number, for_s=0.5, park_us=50 + (number == MOST_ROWS + 4) * 9000)
+    log.write(run_dir)
+    figures = figures_of(read_history(run_dir.root))
+    assert (figures["pauses"], len(figures["every_pause"])) == (MOST_ROWS + 5, MOST_ROWS)
+    assert figures["every_pause_left_out"] == 5
+    assert figures["park_us"]["max"] == 9050
+    assert figures["events"] == len(log.events)
+
+
+def test_histograms_of_what_was_measured(run_dir: RunDir) -> None:
+    """One histogram per latency that has values; none, and no file, where there is nothing."""
+    assert write_histograms(read_history(run_dir.root), run_dir.histograms_png) is None
+    some().write(run_dir)
+    history = read_history(run_dir.root)
+    titles = [latency.title for latency in latencies(history)]
+    assert titles[:2] == ["pause: signal → parked", "resume → running"]
+    assert "stop: signal → committed" in titles
+    assert len({(latency.colour, latency.hatch) for latency in latencies(history)}) == 3
+    path = write_histograms(history, run_dir.histograms_png)
+    assert path is not None
+    assert path.read_bytes()[:4] == b"\x89PNG"

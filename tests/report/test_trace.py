@@ -1,0 +1,94 @@
+"""trace.json is what the Trace Event Format asks for."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from report.ranklog import RankLog
+
+from hydroslurm.events import EventKind
+from hydroslurm.report.history import History
+from hydroslurm.report.lives import lives_of
+from hydroslurm.report.trace import MOST_EVENTS, trace_of, write_trace
+
+
+def history_of(*logs: RankLog) -> History:
+    return History(name="run", lives=lives_of(event for log in logs for event in log.events))
+
+
+def two_lives() -> History:
+    first = RankLog(pid=1).trains(0, life=1).pause(4, for_s=2)
+    first.add(EventKind.DRAINED, 4.1, pause=1, drain_us=9e4)
+    return history_of(
+        first.stop(10, step=40), RankLog(pid=2, restart_count=1).trains(20, life=2, step=40)
+    )
+
+
+def check(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Every entry by the rules of its phase; the slices of one thread nest. Returns them."""
+    slices: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for entry in trace["traceEvents"]:
+        assert entry["ph"] in ("X", "i", "M")
+        assert isinstance(entry["name"], str)
+        assert all(isinstance(entry[key], int) for key in ("pid", "tid"))
+        assert isinstance(entry["ts"], (int, float))
+        assert isinstance(entry["args"], dict)
+        if entry["ph"] == "X":
+            assert entry["dur"] > 0
+            slices[entry["pid"], entry["tid"]].append(entry)
+        elif entry["ph"] == "i":
+            assert entry["s"] in ("g", "p", "t")
+        else:
+            assert entry["name"] in ("process_name", "process_sort_index", "thread_name")
+    for mine in slices.values():
+        ends: list[float] = []
+        for entry in sorted(mine, key=lambda one: (one["ts"], -one["dur"])):
+            while ends and ends[-1] <= entry["ts"] + 0.002:
+                ends.pop()
+            assert not ends or entry["ts"] + entry["dur"] <= ends[-1] + 0.002, entry
+            ends.append(entry["ts"] + entry["dur"])
+    return slices
+
+
+def test_everything_that_took_time_is_a_slice() -> None:
+    """A process per life with its name, slices that nest, and requests as instants."""
+    trace = trace_of(two_lives())
+    slices = check(trace)
+    names = {entry["name"] for mine in slices.values() for entry in mine}
+    assert names == {
+        "starting", "training", "leaving", "pausing", "parked", "draining", "resuming", "saving",
+        "committing", "requeueing",
+    }  # fmt: skip
+    instants = {entry["name"] for entry in trace["traceEvents"] if entry["ph"] == "i"}
+    assert {"pause_request", "resume_request", "stop_request"} <= instants
+    titles = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert titles == ["rank 0, life 1 (n1, pid 1)", "rank 0, life 2 (n1, pid 2)"]
+
+
+def test_a_slice_is_where_it_was() -> None:
+    """Microseconds since the run's first event."""
+    entries = trace_of(two_lives())["traceEvents"]
+    parked = next(entry for entry in entries if entry["name"] == "parked")
+    assert round(parked["ts"]) == 4_000_080
+    assert round(parked["dur"]) == 1_999_960
+
+
+def test_torn_runs() -> None:
+    """What has no end lasts to the last event, and what has no begin is left out."""
+    log = RankLog().installed().pause(2).pause(5, until="parked")
+    check(trace_of(history_of(log)))
+    check(trace_of(history_of(RankLog().trains(0, life=1).stop(10, step=4, until="save_staged"))))
+    check(trace_of(History(name="nothing")))
+
+
+def test_large_runs_are_cut_and_say_so(tmp_path: Path) -> None:
+    """A trace never has more entries than a browser opens, and tells what is not in it."""
+    log = RankLog().installed()
+    for number in range(MOST_EVENTS // 10 + 50):
+        log.pause(1 + 3 * number)
+    written = json.loads(write_trace(history_of(log), tmp_path / "r" / "trace.json").read_text())
+    assert len(written["traceEvents"]) <= MOST_EVENTS
+    assert written["otherData"]["pauses_left_out"] == 50
