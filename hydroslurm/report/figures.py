@@ -185,6 +185,7 @@ def _stops(rows: list[StopRow]) -> dict[str, Any]:
         "by_reason": dict(sorted(Counter(stop.reason or stop.left for stop in stops).items())),
         "safe_point_ms": summary(stop.safe_point_ms for stop in stops),
         "staged_ms": summary(stop.staged_ms for stop in stops),
+        "written_ms": summary(stop.written_ms for stop in stops),
         "durable_ms": summary(stop.durable_ms for stop in stops),
         "requeued_ms": summary(stop.requeued_ms for stop in stops),
         "eligible_s": summary(row.eligible_s for row in rows),

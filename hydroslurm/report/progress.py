@@ -16,6 +16,7 @@ OF_A_RUN = frozenset(
         EventKind.STOP_REASON,
         EventKind.SAVE_STARTED,
         EventKind.SAVE_STAGED,
+        EventKind.SAVE_WRITTEN,
         EventKind.SAVE_COMMITTED,
         EventKind.SAVE_FAILED,
         EventKind.SAVE_SKIPPED,
@@ -35,6 +36,10 @@ _OF_SAVES = {
     EventKind.SAVE_FAILED: "failed",
     EventKind.SAVE_ABANDONED: "failed",
 }
+_OF_TIERS = {
+    EventKind.SAVE_WRITTEN: {"durable": "written"},
+    EventKind.SAVE_COMMITTED: {"durable": "durable", "fast": "fast"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class Save:
         kind: what it was made for: ``periodic``, ``manual``, ``stop`` ...
         started_mono_ns: it began.
         staged_mono_ns: the state was copied, and the training's memory is free to change.
+        written_mono_ns: all that the rank had to write was on the durable tier's disk.
         durable_mono_ns, fast_mono_ns: it was committed on this tier.
         failed_mono_ns: it failed, or was given up.
         state_bytes: that were committed.
@@ -59,6 +65,7 @@ class Save:
     fast_mono_ns: int | None = None
     failed_mono_ns: int | None = None
     state_bytes: int | None = None
+    written_mono_ns: int | None = None
 
     @property
     def durable_ms(self) -> float | None:
@@ -91,6 +98,7 @@ class Progress:
         safe_point_mono_ns: the stop was obeyed.
         safe_step: steps complete there, which is the state that was to be saved.
         staged_mono_ns: that state was copied, and the training's memory is free to change.
+        written_mono_ns: all of it that the rank had to write was on the durable tier's disk.
         durable_mono_ns, fast_mono_ns: that state was committed on this tier. Before the stop was
             asked for, where it had been saved already.
         state_bytes: that were committed.
@@ -113,6 +121,7 @@ class Progress:
     safe_point_mono_ns: int | None = None
     safe_step: int | None = None
     staged_mono_ns: int | None = None
+    written_mono_ns: int | None = None
     durable_mono_ns: int | None = None
     fast_mono_ns: int | None = None
     state_bytes: int | None = None
@@ -148,14 +157,14 @@ class Follower:
                 self._stop_of_rank = integer(data_of(line), "of_rank")
             return
         self._first.setdefault(kind, line)
-        if kind in _OF_SAVES or kind is EventKind.SAVE_COMMITTED:
+        if kind in _OF_SAVES or kind in _OF_TIERS:
             self._add_save(line)
 
     def _add_save(self, line: Line) -> None:
         data = data_of(line)
         step, kind = integer(data, "checkpoint_step"), text(data, "save_kind")
         self.note_step(step)
-        name = _OF_SAVES.get(line.kind) or text(data, "tier")
+        name = _OF_SAVES.get(line.kind) or _OF_TIERS[line.kind].get(text(data, "tier") or "")
         if name not in _SaveDraft.NAMES:
             return
         draft = self._saves.get(step)
@@ -188,6 +197,7 @@ class Follower:
             safe_point_mono_ns=stamp_of(safe),
             safe_step=safe_step,
             staged_mono_ns=of_stop.stamps.get("staged"),
+            written_mono_ns=of_stop.stamps.get("written"),
             durable_mono_ns=of_stop.stamps.get("durable"),
             fast_mono_ns=of_stop.stamps.get("fast"),
             state_bytes=of_stop.committed_bytes,
@@ -204,7 +214,7 @@ class Follower:
 class _SaveDraft:
     """A save while its lines are being collected: the first of each."""
 
-    NAMES = ("started", "staged", "durable", "fast", "failed")
+    NAMES = ("started", "staged", "durable", "fast", "failed", "written")
     __slots__ = ("committed_bytes", "kind", "stamps", "step")
 
     def __init__(self, step: int | None, kind: str | None) -> None:
@@ -219,9 +229,8 @@ class _SaveDraft:
             self.committed_bytes = size_bytes
 
     def finish(self) -> Save:
-        started, staged, durable, fast, failed = map(self.stamps.get, self.NAMES)
-        size_bytes = self.committed_bytes
-        return Save(self.step, self.kind, started, staged, durable, fast, failed, size_bytes)
+        stamps = {f"{name}_mono_ns": self.stamps.get(name) for name in self.NAMES}
+        return Save(self.step, self.kind, state_bytes=self.committed_bytes, **stamps)
 
 
 def _positive(value: int | None) -> int | None:

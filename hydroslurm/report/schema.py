@@ -152,6 +152,7 @@ def _stops() -> dict[str, Schema]:
         },
         "safe_point_ms": _ref("summary", "Request -> end of the step that was being made, ms."),
         "staged_ms": _ref("summary", "Request -> the state is copied, ms."),
+        "written_ms": _ref("summary", "Request -> the files are on the durable tier, ms."),
         "durable_ms": _ref("summary", "Request -> committed on the durable tier, ms."),
         "requeued_ms": _ref("summary", "Request -> in Slurm's queue again, ms."),
         "eligible_s": _ref("summary", "End of the job's life -> eligible, s, by Slurm."),

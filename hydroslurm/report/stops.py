@@ -43,6 +43,7 @@ class Stop:
         step_from: how that is known. By ``last_event`` it is the least that it can have been.
         safe_point_ms: from the request to the end of the step that was being made.
         staged_ms: from the request until the state was copied.
+        written_ms: from the request until the rank's files were on the durable tier's disk.
         durable_ms: from the request to the commit on the durable tier; 0 where that state was
             committed already.
         fast_ms: the same, on the fast tier.
@@ -73,6 +74,7 @@ class Stop:
     step_from: Literal["safe_point", "last_event"] | None = None
     safe_point_ms: float | None = None
     staged_ms: float | None = None
+    written_ms: float | None = None
     durable_ms: float | None = None
     fast_ms: float | None = None
     requeued_ms: float | None = None
@@ -167,6 +169,7 @@ def _stop(life: Life, following: Life | None) -> Stop:
         step_from=step_from,
         safe_point_ms=_since_ms(since_ns, seen.safe_point_mono_ns),
         staged_ms=_since_ms(since_ns, seen.staged_mono_ns),
+        written_ms=_since_ms(since_ns, seen.written_mono_ns),
         durable_ms=_committed_ms(since_ns, seen, seen.durable_mono_ns),
         fast_ms=_committed_ms(since_ns, seen, seen.fast_mono_ns),
         requeued_ms=_since_ms(since_ns, seen.requeued_mono_ns),

@@ -123,7 +123,8 @@ def _life(history: History, life: Life, number: int, *, room: int) -> Iterator[E
     if progress:
         for save in progress.saves[:room]:
             told = {"step": save.step, "kind": save.kind, "state_bytes": save.state_bytes}
-            staged = save.staged_mono_ns or save.started_mono_ns
+            # earlier versions told nothing between the copy and the commit
+            staged = save.written_mono_ns or save.staged_mono_ns or save.started_mono_ns
             yield from write.slice(
                 _SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **told
             )

@@ -23,6 +23,7 @@ class Cursor:
         self.in_epoch = False
         self._accumulate = 1
         self._handed_out = 0
+        self._samples_per_batch: int | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     def use(
@@ -31,6 +32,9 @@ class Cursor:
         """Take batches from this loader, as one rank of several; its workers survive the signals in
         ``shield``, which they get too: torch would take their death for an error of the rank."""
         self.position = position_of(loader, shield=shield, rank=rank, world_size=world_size)
+        batch_size = getattr(loader, "batch_size", None)
+        if isinstance(batch_size, int):
+            self._samples_per_batch = batch_size * world_size
 
     # --- what is saved
     # --------------------------------------------------------------------------------------------
@@ -66,6 +70,12 @@ class Cursor:
         for batch in self._open(epoch):
             self._handed_out += 1
             yield batch
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Of all ranks together, in a step of full batches; None where the loader does not say."""
+        known = self._samples_per_batch
+        return None if known is None else known * self._accumulate
 
     @property
     def step_is_full(self) -> bool:

@@ -59,7 +59,7 @@ class Life:
         self.record(EventKind.LIFE_BEGAN, step=step)
         self._mark_step(step)
 
-    def note_step(self, step: int) -> bool:
+    def note_step(self, step: int, *, samples_per_step: int | None = None) -> bool:
         """Tell the events how far it is; True for the first step of this life."""
         self._controller.step = step
         if self._marks_steps:
@@ -67,7 +67,7 @@ class Life:
         if self._has_stepped:
             return False
         self._has_stepped = True
-        self.record(EventKind.FIRST_STEP)
+        self.record(EventKind.FIRST_STEP, samples_per_step=samples_per_step)
         return True
 
     def end(self, ending: Ending, *, step: int) -> None:

@@ -264,7 +264,7 @@ class Run:
                 saved by pickling only.
         """
         stop = self._arrive()
-        if self._life.note_step(self.step):
+        if self._life.note_step(self.step, samples_per_step=self._cursor.samples_per_step):
             if self._company.world_size > 2 and is_settled(self._model) is False:
                 self._say(UNSETTLED)
             state = self._state()  # now that the optimizer has its own

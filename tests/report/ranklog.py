@@ -114,7 +114,8 @@ class RankLog:
         """All lines of one stop, as a Run and the controller write them; ``until`` names the last
         and ``without`` those that were torn.
 
-        20 ms to the safe point, 30 to the copy, 50 to the commit, 60 to the requeue.
+        20 ms to the safe point, 30 to the copy, 45 to the files, 50 to the commit, 60 to the
+        requeue.
         """
         save = {"checkpoint_step": step, "save_kind": "stop", "state_bytes": 1000}
         request = {"signal": "SIGTERM", "requested_mono_ns": self.mono_ns(at_s)}
@@ -124,6 +125,7 @@ class RankLog:
             ("safe_point", at_s + 0.02, step, {"life": life, "waited_us": 2e4}),
             ("save_started", at_s + 0.025, step, {**save, "tier": None}),
             ("save_staged", at_s + 0.03, step, {**save, "tier": None}),
+            ("save_written", at_s + 0.045, step, {**save, "tier": "durable"}),
             ("save_committed", at_s + 0.05, step, {**save, "tier": "durable"}),
             ("life_ended", at_s + 0.055, step, {"life": life, "ending": reason}),
             ("requeue_asked", at_s + 0.056, step, {"job_id": self.job_id}),

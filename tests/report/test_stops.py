@@ -41,8 +41,8 @@ def test_whole() -> None:
     assert (stop.complete, stop.missing, stop.left) == (True, (), "preempted")
     assert (stop.signal, stop.reason, stop.words) == ("SIGTERM", "preempted", "in words")
     assert (stop.life, stop.step, stop.step_from, stop.next_step) == (1, 40, "safe_point", 40)
-    parts = [stop.safe_point_ms, stop.staged_ms, stop.durable_ms, stop.requeued_ms]
-    assert parts == pytest.approx([20, 30, 50, 60], abs=0.01)
+    parts = [stop.safe_point_ms, stop.staged_ms, stop.written_ms, stop.durable_ms, stop.requeued_ms]
+    assert parts == pytest.approx([20, 30, 45, 50, 60], abs=0.01)
     assert (stop.waited_s, stop.first_step_s) == pytest.approx((9.9, 2.5), abs=0.001)
     assert (stop.steps_lost, stop.steps_lost_exactly, stop.state_bytes) == (0, True, 1000)
 

@@ -35,7 +35,7 @@ def test_stops_of_a_real_run(requeue_cluster: DevCluster, tmp_path: Path) -> Non
     assert (requeued.life, cancelled.life) == (1, 2)
     assert (requeued.steps_lost, requeued.next_step) == (0, requeued.step)
     for stop in (requeued, cancelled):
-        parts = [stop.safe_point_ms, stop.staged_ms, stop.durable_ms]
+        parts = [stop.safe_point_ms, stop.staged_ms, stop.written_ms, stop.durable_ms]
         parts += [stop.requeued_ms] if stop is requeued else []
         assert all(part is not None for part in parts)
         assert parts == sorted(parts)  # type: ignore[type-var]
@@ -56,6 +56,7 @@ def test_stops_of_a_real_run(requeue_cluster: DevCluster, tmp_path: Path) -> Non
     assert beside.accounting.suspend_grace_s == 2
     assert [beside.slurm_life(life) for life in history.lives] == list(beside.accounting.lives)
     first, _ = Rows.of(history, beside).stops
+    assert first.samples_lost == 0  # the loader told how many a step has
     parts_s = (first.eligible_s, first.queued_s, first.start_s)
     assert None not in parts_s
     assert sum(part for part in parts_s if part is not None) < 300

@@ -31,6 +31,7 @@ def stop_chains(history: History, rows: Sequence[StopRow], *, most: int) -> Shee
         Column("life", lambda row: stop_name(history, row), always=True),
         Column("safe point (ms)", lambda row: form(row.stop.safe_point_ms, 1, ",.0f")),
         Column("staged (ms)", lambda row: form(row.stop.staged_ms, 1, ",.0f")),
+        Column("written (ms)", lambda row: form(row.stop.written_ms, 1, ",.0f")),
         Column("commit (ms)", lambda row: form(row.stop.durable_ms, 1, ",.0f"), always=True),
         Column("requeue (ms)", lambda row: form(row.stop.requeued_ms, 1, ",.0f")),
         Column("left (ms)", lambda row: form(row.left_s, 1e-3, ",.0f")),

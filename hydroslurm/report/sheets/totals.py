@@ -23,6 +23,7 @@ def summary_sheet(figures: Mapping[str, Any]) -> Sheet:
         ("save: start → committed (ms)", figures["save_ms"], ",.1f"),
         ("stop: signal → safe point (ms)", stops["safe_point_ms"], ",.1f"),
         ("stop: signal → state copied (ms)", stops["staged_ms"], ",.1f"),
+        ("stop: signal → files written (ms)", stops["written_ms"], ",.1f"),
         ("stop: signal → committed (ms)", stops["durable_ms"], ",.1f"),
         ("stop: signal → requeued (ms)", stops["requeued_ms"], ",.1f"),
         ("stop: queued (s)", stops["queued_s"], ",.0f"),
