@@ -1,7 +1,7 @@
-"""Which tests run at the same time, when pytest has several workers (``make test``: two).
+"""Which tests run at the same time, when pytest has several workers (``make test``: three).
 
 A module, or a folder, stays in one worker, with the clusters that it shares. Nearly half of the
-modules wait for Slurm most of their time; while one does, the other worker computes.
+modules wait for Slurm most of their time; while one does, the others compute.
 """
 
 from __future__ import annotations
