@@ -18,7 +18,7 @@ demo: setup
 	@$(PY) examples/demo.py $(ARGS)
 
 test: setup
-	@$(PY) -m pytest -n 3 $(ARGS)
+	@$(PY) -m pytest -n 2 $(ARGS)
 
 faults: setup
 	@$(PY) tests/faults/run.py $(ARGS)

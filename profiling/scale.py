@@ -20,7 +20,6 @@ import os
 import pty
 import re
 import resource
-import signal
 import statistics
 import struct
 import subprocess
@@ -158,7 +157,7 @@ def watch_in_pipe(cluster: DevCluster, jobs: int, *, intervals: int) -> Cost:
                 marks.append(cpu_s(process.pid))
         made = requests(cluster) - before
         memory = rss_mb(process.pid)
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # a shell in the background has SIGINT ignored
         process.stdout.read()
     return Cost(made / intervals, _per_interval(marks), memory)
 

@@ -1,7 +1,7 @@
-"""Which tests run at the same time, when pytest has several workers (``make test``: three).
+"""Which tests run at the same time, when pytest has several workers (``make test``: two).
 
 A module, or a folder, stays in one worker, with the clusters that it shares. Nearly half of the
-modules wait for Slurm most of their time; while one does, the others compute.
+modules wait for Slurm most of their time; while one does, the other computes.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _report_run(
     from hydroslurm.report.nsys.export import profiles_in
     from hydroslurm.report.rows import Rows
     from hydroslurm.report.table import report_view
-    from hydroslurm.report.writing import begin_drawing, write_all
+    from hydroslurm.report.writing import Drawing, write_all
     from hydroslurm.rundir import RunDir
 
     run = RunDir(folder)
@@ -104,7 +104,7 @@ def _report_run(
     profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
     accounting = _ask_slurm(history, no_slurm=no_slurm)
     beside = Beside(accounting=accounting, profiles=profiles, missing=missing)
-    drawing = None if no_picture else begin_drawing(history, run)
+    drawing = None if no_picture else Drawing.begin(history, run)
     rows = Rows.of(history, beside)
     figures = figures_of(history, beside, rows)
     if as_json:

@@ -43,7 +43,7 @@ OF_PAUSES = frozenset(
 """The kinds that a :class:`Pauses` wants to see."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Draft:
     """A pause while its lines are being collected: the first of each kind."""
 
@@ -53,15 +53,18 @@ class _Draft:
     signals: tuple[Line, ...] = ()
 
     def add(self, line: Line) -> None:
-        self.lines.setdefault(line.kind, line)
-        if line.kind is not EventKind.RESUMED and "causes" in data_of(line):
+        kind = line.kind
+        if kind not in self.lines:
+            self.lines[kind] = line
+        if kind is not EventKind.RESUMED and "causes" in line.data:
             self.add_causes(line)
 
     def add_causes(self, line: Line) -> None:
-        causes = data_of(line).get("causes")
+        causes = line.data.get("causes")
         if isinstance(causes, list):
-            new = [cause for cause in causes if isinstance(cause, str) and cause not in self.causes]
-            self.causes.extend(new)
+            for cause in causes:
+                if cause not in self.causes and isinstance(cause, str):
+                    self.causes.append(cause)
 
 
 class Pauses:
@@ -77,18 +80,16 @@ class Pauses:
 
     def add(self, line: Line) -> None:
         """A line of one of the kinds in ``OF_PAUSES``."""
-        kind = line.kind
-        if kind is EventKind.SIGNAL_RECEIVED:
+        which = line.data.get("pause")
+        if type(which) is int:
+            self._add(which, line)
+        elif line.kind is EventKind.SIGNAL_RECEIVED:
             self._signals.append(line)
-        elif kind is EventKind.CAUSES_CHANGED:
+        elif line.kind is EventKind.CAUSES_CHANGED:
             if self._current is not None and EventKind.RESUMED not in self._current.lines:
                 self._current.add_causes(line)
-        else:
-            if kind is EventKind.ALL_PARKED or _has_failed(line):
-                self._of_all.append(line)
-            which = integer(data_of(line), "pause")
-            if which is not None:
-                self._add(which, line)
+        elif line.kind is EventKind.ALL_PARKED or _has_failed(line):
+            self._of_all.append(line)
 
     def finish(self) -> tuple[Pause, ...]:
         """All of them, by number."""
@@ -120,7 +121,7 @@ class Pauses:
 
 def _has_failed(line: Line) -> bool:
     """The ranks did not come to one collective in time; they may, later."""
-    return line.kind is EventKind.AGREEMENT_FAILED and data_of(line).get("what") == "park"
+    return line.kind is EventKind.AGREEMENT_FAILED and line.data.get("what") == "park"
 
 
 def _add_by_time(lines: Iterable[Line], draft: _Draft) -> None:
@@ -217,7 +218,7 @@ def _measured(
     None also when the stamps run backwards: such lines are damaged, and a negative latency is worse
     than none.
     """
-    reported = number(data_of(line), key)
+    reported = None if line is None else number(line.data, key)
     if reported is not None or begin_ns is None or end_ns is None or end_ns < begin_ns:
         return reported
     return (end_ns - begin_ns) / _UNIT_NS[key.rpartition("_")[2]]

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from json.scanner import make_scanner
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +30,14 @@ class Who(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One event. ``data`` is what the line holds there, which need not be a mapping."""
+    """One event; ``data`` is empty where the line holds something else than fields there."""
 
     kind: EventKind
     mono_ns: int
     epoch_ns: int
     who: Who
     step: Any
-    data: Any
+    data: dict[str, Any]
 
 
 @dataclass
@@ -56,7 +57,8 @@ def lines_of(events: Iterable[Event]) -> Iterator[Line]:
     """The same of events that are there already."""
     for event in events:
         who = Who(event.rank, event.restart_count, event.host, event.pid, event.job_id)
-        yield Line(event.kind, event.mono_ns, event.epoch_ns, who, event.step, event.data)
+        data = event.data if isinstance(event.data, dict) else {}
+        yield Line(event.kind, event.mono_ns, event.epoch_ns, who, event.step, data)
 
 
 def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
@@ -67,7 +69,7 @@ def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
     """
     known: dict[str, Who] = {}
     kinds = {kind.value: kind for kind in EventKind}
-    taken, decode = _HEAD.match, json.JSONDecoder().raw_decode
+    taken, decode = _HEAD.match, make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for text in file:
             match = taken(text)
@@ -83,7 +85,7 @@ def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
                     at_step = None if step == "null" else int(step)
                     yield Line(kinds[kind], int(mono), int(epoch), who, at_step, data)
                     continue
-                except (KeyError, ValueError, TypeError, RecursionError):
+                except (KeyError, ValueError, TypeError, RecursionError, StopIteration):
                     pass  # a kind of a later version, or damaged: asked once more below
             line = _any_line(text, unread)
             if line is not None:
@@ -112,8 +114,9 @@ def _any_line(text: str, unread: Unread) -> Line | None:
         unread.unknown += 1
         return None
     try:
-        stamps = (int(row["mono_ns"]), int(row["epoch_ns"]))
-        return Line(kind, *stamps, _who(row), row.get("step"), row.get("data"))
+        mono_ns, epoch_ns, data = int(row["mono_ns"]), int(row["epoch_ns"]), row.get("data")
+        fields = data if isinstance(data, dict) else {}
+        return Line(kind, mono_ns, epoch_ns, _who(row), row.get("step"), fields)
     except (KeyError, TypeError, ValueError, OverflowError):
         unread.torn += 1
         return None

@@ -84,7 +84,7 @@ class _LifeDraft:
             self._stops.append(_stop(line))
         elif kind is EventKind.RANKS_JOINED and self._joined_ns is None:
             self._joined_ns = stamp
-        if isinstance(line.data, dict) and "world_size" in line.data:
+        if "world_size" in line.data:
             self._world_size = max(self._world_size, integer(line.data, "world_size") or 1)
 
     def finish(self) -> Life:

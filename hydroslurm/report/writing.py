@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,32 @@ from hydroslurm.report.trace import write_trace
 from hydroslurm.rundir import RunDir
 
 
-def begin_drawing(history: History, run: RunDir) -> Aside:
-    """Draw one of the two pictures in a second process: most of the time is matplotlib's import.
-    To be called before anything imports numpy."""
-    return Aside(lambda: _draw_histograms(history, run.histograms_png))
+@dataclass(frozen=True)
+class Drawing:
+    """Both pictures, each in a process of its own: most of the time of a small run is matplotlib's
+    import, and much of a large one's goes into the timeline."""
+
+    timeline: Aside
+    histograms: Aside
+
+    @classmethod
+    def begin(cls, history: History, run: RunDir) -> Drawing:
+        """To be called before anything imports numpy."""
+        return cls(
+            timeline=Aside(lambda: _draw_timeline(history, run.timeline_png)),
+            histograms=Aside(lambda: _draw_histograms(history, run.histograms_png)),
+        )
+
+    def finish(self) -> None:
+        """Wait for both.
+
+        Raises:
+            RunFolderError: one of them cannot be written.
+        """
+        try:
+            self.timeline.answer()
+        finally:
+            self.histograms.answer()
 
 
 def write_all(
@@ -29,12 +52,12 @@ def write_all(
     rows: Rows,
     run: RunDir,
     *,
-    drawing: Aside | None,
+    drawing: Drawing | None,
 ) -> Iterator[Path]:
     """Each path when it is written: figures, trace, pictures, and the page that holds them.
 
     Args:
-        drawing: of :func:`begin_drawing`; None draws no pictures.
+        drawing: None draws no pictures.
 
     Raises:
         RunFolderError: one of them cannot be written.
@@ -43,18 +66,20 @@ def write_all(
     drawn: list[tuple[str, Path]] = []
     yield write_trace(history, run.trace_json)
     if drawing is not None:
-        from hydroslurm.report.timeline import write_timeline
-
-        try:
-            words = "One lane per rank over time: lives, pauses, stops and what each took"
-            drawn.append((words, write_timeline(history, run.timeline_png)))
-        finally:
-            drawing.answer()
-        yield run.timeline_png
+        drawing.finish()
+        words = "One lane per rank over time: lives, pauses, stops and what each took"
+        drawn.append((words, run.timeline_png))
         if run.histograms_png.exists():
             drawn.append(("How each latency is spread", run.histograms_png))
-            yield run.histograms_png
+        yield from (path for _, path in drawn)
     yield write_page(history, beside, figures, rows, run.report_html, pictures=drawn)
+
+
+def _draw_timeline(history: History, path: Path) -> bytes:
+    from hydroslurm.report.timeline import write_timeline
+
+    write_timeline(history, path)
+    return b""
 
 
 def _draw_histograms(history: History, path: Path) -> bytes:

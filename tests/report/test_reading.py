@@ -60,7 +60,7 @@ def test_fields_that_an_older_writer_did_not_have(run_dir: RunDir) -> None:
     row = {"v": 1, "kind": "gate_closed", "mono_ns": 5, "epoch_ns": 7}
     run_dir.rank_events(0).write_text(json.dumps(row) + "\n")
     ((line,), unread) = read(run_dir.rank_events(0))
-    assert (line.who.rank, line.who.job_id, line.step, line.data) == (0, None, None, None)
+    assert (line.who.rank, line.who.job_id, line.step, line.data) == (0, None, None, {})
     assert unread == Unread()
     json.dumps(figures_of(read_history(run_dir.root)), allow_nan=False)
 
