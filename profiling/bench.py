@@ -33,6 +33,7 @@ SCRIPTS = (
     "long_suspend",
     "fault_rounds",
     "startup",
+    "report_speed",
     "scale",
     "compare",
     "gpu_check",

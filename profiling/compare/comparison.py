@@ -28,7 +28,7 @@ from storm import Event, Kind, storm
 from hydroslurm.devcluster import DevCluster
 
 STEPS_PER_EPOCH = 360
-COUNTS: dict[Kind, int] = {"suspend": 12, "preempt": 5, "requeue": 3}
+COUNTS: dict[Kind, int] = {"suspend": 14, "preempt": 4, "requeue": 2}
 MEAN_GAP_S = 2.5
 REMARKS = (
     "signal: the moment at which it reached the job step, by a witness inside of it",

@@ -1,7 +1,7 @@
 """The same training, the same storm of preemptions, six ways to meet it: one run, one JSON line,
 one table, one picture.
 
-    run.py                       everything, about 20 minutes; into profiling/results/
+    run.py                       everything, about a quarter of an hour; into profiling/results/
     run.py --quick --out DIR     one suspend and one requeue each: to see that it runs
     run.py --peers hydroslurm,bare --seed 2
 

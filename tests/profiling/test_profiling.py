@@ -42,7 +42,7 @@ def _run(script: str, *arguments: str) -> tuple[dict[str, Any], list[str]]:
 def test_overhead() -> None:
     """Every arm has a ratio for both models, and the native gate sees far more points."""
     result, before = _run("overhead.py")
-    for arm in ("installed", "bare_again", "fallback", "module_hooks"):
+    for arm in ("installed", "marks", "bare_again", "fallback", "module_hooks"):
         both = [result[f"ratio_{arm}_{name}"] for name in ("mlp", "transformer")]
         assert all(ratio > 0 for ratio in both)
         assert result[f"ratio_{arm}"] == max(both)
@@ -62,6 +62,16 @@ def test_pause_latency() -> None:
     assert 0 < result["handler_us_p50"] < result["pause_us_p99"]
     assert result["parked_inside_backward"] == 1.0
     assert result["incumbent_parked_inside_backward"] == 0.0
+
+
+def test_report_speed() -> None:
+    """Both made-up runs are reported whole: every pause and every requeue of theirs is found."""
+    result, _ = _run("report_speed.py", "--json")
+    assert result["pauses"] == 8 * 3 * 50
+    assert result["requeues"] == 2
+    assert result["events"] > 8 * 3 * 50 * 5
+    for key in ("report_s_50_pauses", "report_s_1m_events", "report_peak_mb_1m_events"):
+        assert result[key] > 0
 
 
 @pytest.mark.slurm
