@@ -18,7 +18,7 @@ from hydroslurm.report.history import History
 from hydroslurm.report.rows import Rows
 from hydroslurm.report.sheets.core import Sheet
 from hydroslurm.report.sheets.pauses import pause_chains, pauses_sheet, profiled_pauses
-from hydroslurm.report.sheets.stops import stop_chains, stops_sheet
+from hydroslurm.report.sheets.stops import profiled_stops, stop_chains, stops_sheet
 from hydroslurm.report.sheets.totals import goodput_sheet, slurm_sheet, summary_sheet
 
 MOST_ROWS = 200
@@ -89,6 +89,7 @@ def _sheets(
         stops_sheet(history, stops, most=MOST_ROWS) if stops else None,
         stop_chains(history, stops, most=MOST_ROWS) if stops else None,
         profiled_pauses(history, pauses, most=MOST_ROWS) if beside.profiles else None,
+        profiled_stops(history, stops, most=MOST_ROWS) if beside.profiles else None,
         slurm_sheet(beside),
     ]
     return [sheet for sheet in found if sheet is not None and sheet.rows]

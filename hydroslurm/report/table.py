@@ -17,7 +17,7 @@ from hydroslurm.report.pauses_table import pauses_table, summary_table
 from hydroslurm.report.rows import Rows
 from hydroslurm.report.sheets.core import Sheet
 from hydroslurm.report.sheets.pauses import pause_chains, profiled_pauses
-from hydroslurm.report.sheets.stops import stop_chains
+from hydroslurm.report.sheets.stops import profiled_stops, stop_chains
 from hydroslurm.report.sheets.totals import goodput_sheet, slurm_sheet
 from hydroslurm.report.stops_table import stop_sentences, stops_summary, stops_table
 
@@ -80,6 +80,7 @@ def _chains(
         pause_chains(history, pauses, most=most) if pauses else None,
         stop_chains(history, stops, most=most) if stops else None,
         profiled_pauses(history, pauses, most=most) if beside.profiles else None,
+        profiled_stops(history, stops, most=most) if beside.profiles else None,
         slurm_sheet(beside),
         goodput_sheet(figures),
     ]

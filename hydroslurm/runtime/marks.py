@@ -69,7 +69,6 @@ class Marks:
     def __init__(self, library: ctypes.CDLL | None = None) -> None:
         """``library``: a gate's; without one nothing is ever emitted."""
         self._library = library
-        self._pid = os.getpid()
         self.emitting = Emit.NOTHING
 
     def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:
@@ -88,7 +87,6 @@ class Marks:
                 stacklevel=2,
             )
             result = int(self._library.hs_marks_use(wanted & ~Emit.OPERATORS))
-        self._pid = os.getpid()
         self.emitting = Emit(result)
         for signo in signals if self.emitting else ():
             self._library.hs_marks_name_signal(signo, signal_name(signo).encode())

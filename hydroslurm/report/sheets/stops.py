@@ -50,6 +50,25 @@ def stop_chains(history: History, rows: Sequence[StopRow], *, most: int) -> Shee
     return sheet_of("Stops, link by link", columns, rows, most=most, note=note)
 
 
+def profiled_stops(history: History, rows: Sequence[StopRow], *, most: int) -> Sheet:
+    """The log's latencies beside those of nsys."""
+    seen = [
+        row for row in rows if row.nsys_saving_ms is not None or row.nsys_requeued_ms is not None
+    ]
+    columns: list[Column[StopRow]] = [
+        Column("life", lambda row: stop_name(history, row), always=True),
+        Column("saving, nsys (ms)", lambda row: form(row.nsys_saving_ms, 1, ",.1f"), always=True),
+        Column("commit (ms)", lambda row: form(row.stop.durable_ms, 1, ",.1f"), always=True),
+        Column(
+            "commit, nsys (ms)", lambda row: form(row.nsys_committed_ms, 1, ",.1f"), always=True
+        ),
+        Column("requeue (ms)", lambda row: form(row.stop.requeued_ms, 1, ",.1f")),
+        Column("requeue, nsys (ms)", lambda row: form(row.nsys_requeued_ms, 1, ",.1f")),
+    ]
+    note = "All from the request, which is the moment in the signal's handler."
+    return sheet_of("Stops by the log and by nsys", columns, seen, most=most, note=note)
+
+
 def stop_name(history: History, row: StopRow) -> str:
     return f"r{row.stop.rank} {history.life_number(row.stopped.life)}"
 
