@@ -189,7 +189,7 @@ ROWS = (
     Row("… memory", "scale", "rss_mb", "MB"),
     Row("… cost at 1,000 jobs / 100 × cost at 10", "scale", "growth_ratio", goal="≤ 1"),
     Row(
-        "`hydroslurm report` of 4 ranks with 55 pauses and 10 requeues, pictures included, median",
+        "`hydroslurm report` of a rank with 55 pauses and 10 requeues, pictures included, median",
         "report_speed",
         "report_s_50_pauses",
         "s",

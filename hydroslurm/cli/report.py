@@ -104,7 +104,7 @@ def _report_run(
     profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
     accounting = _ask_slurm(history, no_slurm=no_slurm)
     beside = Beside(accounting=accounting, profiles=profiles, missing=missing)
-    drawing = None if no_picture else Drawing.begin(history, run)
+    drawing = None if no_picture else Drawing(history, run)
     rows = Rows.of(history, beside)
     figures = figures_of(history, beside, rows)
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from hydroslurm.events import EventKind
 from hydroslurm.report.fields import (
@@ -152,8 +153,8 @@ def _pause(draft: _Draft) -> Pause:
         rank=anyone.who.rank,
         number=draft.number,
         restart_count=anyone.who.restart_count,
-        causes=tuple(draft.causes),
-        signal=_signal(draft, requested_ns),
+        causes=_shared(tuple(draft.causes)),
+        signal=_shared(_signal(draft, requested_ns)),
         step=step_of(anyone),
         requested_mono_ns=requested_ns,
         closed_mono_ns=stamp_of(closed),
@@ -174,10 +175,24 @@ def _pause(draft: _Draft) -> Pause:
         if parked
         else None,
         resume_us=_measured(released, "resume_us", resume_requested_ns, stamp_of(on)),
-        operator=text(data_of(held), "operator"),
-        phase=text(data_of(held), "phase"),
+        operator=_shared(text(data_of(held), "operator")),
+        phase=_shared(text(data_of(held), "phase")),
         missing=_missing(draft),
     )
+
+
+_Value = TypeVar("_Value")
+_seen: dict[object, Any] = {}
+_MOST_SEEN = 10_000
+
+
+def _shared(value: _Value) -> _Value:
+    """One object for equal values: of a hundred thousand pauses hardly any are held at operators of
+    their own."""
+    if len(_seen) > _MOST_SEEN:
+        _seen.clear()
+    shared: _Value = _seen.setdefault(value, value)
+    return shared
 
 
 def _missing(draft: _Draft) -> tuple[str, ...]:

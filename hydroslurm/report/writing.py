@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,30 @@ from hydroslurm.report.rows import Rows
 from hydroslurm.report.trace import write_trace
 from hydroslurm.rundir import RunDir
 
+MANY_PAUSES = 20_000
 
-@dataclass(frozen=True)
+
 class Drawing:
-    """Both pictures, each in a process of its own: most of the time of a small run is matplotlib's
-    import, and much of a large one's goes into the timeline."""
+    """Both pictures, in processes of their own: most of the time of a small run is matplotlib's
+    import, and much of a large one's goes into the timeline.
 
-    timeline: Aside
-    histograms: Aside
+    A large run is drawn by one process: whatever a child looks at becomes its own copy, and memory
+    is what there is least of then.
+    """
 
-    @classmethod
-    def begin(cls, history: History, run: RunDir) -> Drawing:
+    def __init__(self, history: History, run: RunDir) -> None:
         """To be called before anything imports numpy."""
-        return cls(
-            timeline=Aside(lambda: _draw_timeline(history, run.timeline_png)),
-            histograms=Aside(lambda: _draw_histograms(history, run.histograms_png)),
-        )
+
+        def timeline() -> bytes:
+            return _draw_timeline(history, run.timeline_png)
+
+        def histograms() -> bytes:
+            return _draw_histograms(history, run.histograms_png)
+
+        if len(history.pauses) > MANY_PAUSES:
+            self._children = [Aside(lambda: timeline() + histograms())]
+        else:
+            self._children = [Aside(timeline), Aside(histograms)]
 
     def finish(self) -> None:
         """Wait for both.
@@ -39,10 +47,9 @@ class Drawing:
         Raises:
             RunFolderError: one of them cannot be written.
         """
-        try:
-            self.timeline.answer()
-        finally:
-            self.histograms.answer()
+        with contextlib.ExitStack() as all_of_them:
+            for child in self._children:
+                all_of_them.callback(child.answer)
 
 
 def write_all(
