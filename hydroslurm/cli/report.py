@@ -88,23 +88,25 @@ def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
 def _report_run(
     folder: Path, given: Sequence[Path], as_json: bool, no_picture: bool, no_slurm: bool
 ) -> None:
-    from rich.console import Console
-
-    from hydroslurm.report.beside import Beside
-    from hydroslurm.report.figures import figures_of
+    from hydroslurm.report.drawing import Drawing
     from hydroslurm.report.history import read_history
-    from hydroslurm.report.nsys.export import profiles_in
-    from hydroslurm.report.rows import Rows
-    from hydroslurm.report.table import report_view
-    from hydroslurm.report.writing import Drawing, write_all
     from hydroslurm.rundir import RunDir
 
     run = RunDir(folder)
     history = read_history(folder)
+    drawing = None if no_picture else Drawing(history, run)  # takes longest
+    from rich.console import Console
+
+    from hydroslurm.report.beside import Beside
+    from hydroslurm.report.figures import figures_of
+    from hydroslurm.report.nsys.export import profiles_in
+    from hydroslurm.report.rows import Rows
+    from hydroslurm.report.table import report_view
+    from hydroslurm.report.writing import write_all
+
     profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
     accounting = _ask_slurm(history, no_slurm=no_slurm)
     beside = Beside(accounting=accounting, profiles=profiles, missing=missing)
-    drawing = None if no_picture else Drawing(history, run)
     rows = Rows.of(history, beside)
     figures = figures_of(history, beside, rows)
     if as_json:
