@@ -22,6 +22,7 @@
     |-- SpecError                  a job spec that is none: what, where, what to write instead
     |-- LaunchError                a job could not be submitted
     |-- RunFolderError             a run folder that is not one, or that cannot be written
+    |-- UntrustedFile              somebody else owns it, or could write it
     |-- CheckpointError            a checkpoint could not be written, found, trusted or applied
     |   |-- CheckpointMissing      there is none that is committed
     |   |-- CheckpointCorrupt      a file of it is gone, cut off or changed
@@ -137,6 +138,10 @@ class LaunchError(HydroslurmError):
 
 class RunFolderError(HydroslurmError):
     """A folder that is not a run folder, or one that cannot be written."""
+
+
+class UntrustedFile(HydroslurmError):
+    """A file or folder that was to be obeyed belongs to somebody else, or others could write it."""
 
 
 class CheckpointError(HydroslurmError):
