@@ -27,6 +27,7 @@ slurmdbd slurmdbd
 munged munge
 mariadbd mariadb-server-core
 /usr/include/slurm/spank.h libslurm-dev
+/usr/bin/python3 python3
 tmux tmux
 LIST
 }
