@@ -31,8 +31,8 @@ if TYPE_CHECKING:
         set_step,
         uninstall,
     )
+    from hydroslurm.runtime.rendezvous import set_torch_environment
     from hydroslurm.runtime.signals import SignalPlan
-    from hydroslurm.runtime.world import set_torch_environment
     from hydroslurm.session.buckets import settle_buckets
     from hydroslurm.session.job import Job
     from hydroslurm.session.jobrunner import JobRunner
@@ -90,7 +90,7 @@ _HOME = {
     "set_step": "hydroslurm.runtime.install",
     "uninstall": "hydroslurm.runtime.install",
     "SignalPlan": "hydroslurm.runtime.signals",
-    "set_torch_environment": "hydroslurm.runtime.world",
+    "set_torch_environment": "hydroslurm.runtime.rendezvous",
     "settle_buckets": "hydroslurm.session.buckets",
     "Limits": "hydroslurm.session.lives",
     "Job": "hydroslurm.session.job",

@@ -33,6 +33,7 @@
     |   `-- SaveAbandoned          given up on purpose, for one that can still be in time
     |-- RanksError                 the ranks of a job could not do something together
     |   |-- AgreementFailed        a rank is gone or has given up; the same for all who asked
+    |   |-- NoSecret               nothing that they could prove their identity with
     |   |-- StaleRank              of an earlier life of the job, or in it a second time
     |   `-- HubLost                what connects the ranks has ended, or was never reached
     |-- ProfileError               a report of nsys that is none, or that cannot be read
@@ -194,6 +195,10 @@ class AgreementFailed(RanksError):
         super().__init__(message)
         self.missing = missing
         self.withdrawn = withdrawn
+
+
+class NoSecret(RanksError):
+    """The ranks have nothing to prove their identity with, and do not connect without."""
 
 
 class StaleRank(RanksError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import secrets
 import signal
 import sys
 import traceback
@@ -102,6 +103,7 @@ def be_rank(order: dict[str, Any], rank: int) -> None:
 
 def live(order: dict[str, Any]) -> None:
     """Fork the ranks, and wait until all have ended."""
+    os.environ["HYDROSLURM_STEP_KEY"] = secrets.token_hex(32)
     ranks = {}
     for rank in range(order["world"]):
         pid = os.fork()

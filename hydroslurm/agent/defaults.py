@@ -27,8 +27,8 @@ class Meeting:
     rank: int
 
 
-def meeting(environ: Mapping[str, str]) -> Meeting | None:
-    """The meeting of this job step's tasks; None outside of one, and for a single task.
+def agents(environ: Mapping[str, str]) -> World | None:
+    """The tasks of this job step, each an agent; None outside of one, and for a single task.
 
     Raises:
         UsageError: SLURM_* of a value that Slurm never gives.
@@ -37,12 +37,24 @@ def meeting(environ: Mapping[str, str]) -> Meeting | None:
     if allocation is None or allocation.step_id is None or allocation.world_size == 1:
         return None
     # RANK and WORLD_SIZE, should somebody have set them, are not those of the agents
-    world = World.from_environ(
-        {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    )
+    return World.from_environ({k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE")})
+
+
+def meeting(environ: Mapping[str, str], *, key: bytes | None) -> Meeting | None:
+    """The meeting of this job step's tasks; None where there are no several.
+
+    Args:
+        key: that the agents share; the port of the store follows from it.
+
+    Raises:
+        UsageError: SLURM_* of a value that Slurm never gives.
+    """
+    allocation, world = Allocation.from_environ(environ), agents(environ)
+    if allocation is None or world is None:
+        return None
     return Meeting(
         nnodes=allocation.world_size,
-        endpoint=f"{world.host}:{world.torch_port}",
+        endpoint=f"{world.host}:{world.torch_port(key)}",
         run_id=f"{allocation.job_id}.{allocation.step_id}.{allocation.restart_count}",
         rank=allocation.rank,
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import signal
 import time
 import uuid
@@ -43,9 +44,9 @@ from hydroslurm.agent.patience import Patience
 from hydroslurm.agent.status import Decision, decide, node_status
 from hydroslurm.errors import LaunchError
 from hydroslurm.exitcodes import CANCELLED
+from hydroslurm.runtime.ranks.greeting import KEY_BYTES, derive
+from hydroslurm.runtime.world import KEY_ENV, LIFE_ENV
 
-LIFE_ENV = "HYDROSLURM_LIFE"
-"""Tells the ranks of one start of one torchrun job from those of any other."""
 LINGER_S = 60.0
 """How long the siblings of a worker that has left on purpose may show no sign of leaving."""
 LEAVE_TOGETHER_S = 10.0
@@ -170,8 +171,12 @@ class NodeAgent(LocalElasticAgent):
             raise Interrupted
 
 
-def launch(arguments: list[str], *, node: Node, where: Meeting | None) -> int:
+def launch(arguments: list[str], *, node: Node, where: Meeting | None, key: bytes | None) -> int:
     """Run torchrun in this process; the exit status.
+
+    Args:
+        key: that the agents of all nodes share. The workers get one that follows from it; those of
+            a single node, one that nobody else needs to know.
 
     Raises:
         SystemExit: the arguments are wrong, torchrun has printed why.
@@ -182,6 +187,10 @@ def launch(arguments: list[str], *, node: Node, where: Meeting | None) -> int:
     if where is not None and fill_in(chosen, where, untouched=_untouched()):
         node.log.say(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
     _leave_signals_to(node, chosen)
+    if key is None and where is None and chosen.nnodes in ("1", "1:1"):
+        key = secrets.token_bytes(KEY_BYTES)
+    if key is not None:
+        os.environ[KEY_ENV] = derive(key, "workers").hex()
     # with a shared store a restarted rank may find the address of a peer that is gone
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with _agents_of(node) as agents:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hydroslurm.agent.defaults import meeting
+from hydroslurm.agent.defaults import agents, meeting
 from hydroslurm.agent.node import Node
+from hydroslurm.errors import RanksError
 from hydroslurm.events import EventKind
+from hydroslurm.runtime.ranks.secret import key_from
+from hydroslurm.runtime.rendezvous import step_key
 
 
 def run_agent(arguments: Sequence[str], *, environ: Mapping[str, str]) -> int:
@@ -27,15 +30,32 @@ def run_agent(arguments: Sequence[str], *, environ: Mapping[str, str]) -> int:
         ChildFailedError: torch's: workers failed for good.
     """
     node = Node(environ)
-    where = meeting(environ)
     with node.listening():
+        key = _shared_key(environ, node)
+        where = meeting(environ, key=key)
         # seconds, in which a signal must not kill already
         from hydroslurm.agent import elastic
 
         status: int | None = None
         try:
-            status = elastic.launch(list(arguments), node=node, where=where)
+            status = elastic.launch(list(arguments), node=node, where=where, key=key)
         finally:
             node.log.record(EventKind.AGENT_LEFT, {"status": status})
         node.log.say(f"leaves with status {status}")
         return status
+
+
+def _shared_key(environ: Mapping[str, str], node: Node) -> bytes | None:
+    """The key of the agents; None for a single one, and where they have none: their workers then
+    look for one themselves, and say what is missing."""
+    if (key := key_from(environ)) is not None:
+        return key
+    world = agents(environ)
+    if world is None:
+        return None
+    try:
+        return step_key(world, environ, stop=node.stop_asked.is_set)
+    except RanksError as error:
+        if not node.stop_asked.is_set():
+            node.log.say(str(error), warning=True)
+        return None

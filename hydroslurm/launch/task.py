@@ -22,7 +22,7 @@ from hydroslurm.launch.images import (
     no_runtime,
 )
 from hydroslurm.launch.plan import Plan, TaskPlan
-from hydroslurm.runtime.world import set_torch_environment
+from hydroslurm.runtime.rendezvous import set_torch_environment
 
 SCRATCH_ENV = "HYDROSLURM_SCRATCH"
 """Environment variable: a folder of this replica's own in the run folder, which cleanPolicy All

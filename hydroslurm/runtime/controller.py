@@ -36,6 +36,7 @@ from hydroslurm.runtime.gate.protocol import (
     SignalOutcome,
 )
 from hydroslurm.runtime.marks import Emit, Range
+from hydroslurm.runtime.ranks.secret import Secret
 from hydroslurm.runtime.ranks.team import Ranks
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.signals import SignalPlan, signal_name
@@ -156,14 +157,24 @@ class Controller:
         )
         self._thread.start()
 
-    def join(self, world: World, *, warn: Callable[[str], None]) -> None:
+    def join(
+        self, world: World, *, secret: Callable[[], Secret], warn: Callable[[str], None]
+    ) -> None:
         """Pause and stop together with the other ranks from now on; returns at once, for they are
         looked for in the background.
 
         Args:
+            secret: how this rank proves itself to them.
             warn: tells a person that they cannot be reached (any more).
         """
-        ranks = Ranks(world, self.gate, tell=self._write, wanted=self._hear_of_meeting, warn=warn)
+        ranks = Ranks(
+            world,
+            self.gate,
+            secret=secret,
+            tell=self._write,
+            wanted=self._hear_of_meeting,
+            warn=warn,
+        )
         self.ranks = ranks
         ranks.start()
 

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -27,6 +28,7 @@ from hydroslurm.runtime import autoload
 from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.marks import Emit
+from hydroslurm.runtime.ranks.secret import find_secret
 from hydroslurm.runtime.signals import SignalPlan
 from hydroslurm.runtime.world import World
 from hydroslurm.slurm.allocation import Allocation
@@ -109,7 +111,8 @@ def install(
         _require_torch()
         _installed = _set_up(run_dir, plan, emit, gate, model, environ)
         if not _is_alone(alone, environ):
-            _join(_installed.controller, World.from_environ(environ))
+            world = World.from_environ(environ)
+            _join(_installed.controller, world, environ=environ, run_dir=run_dir)
         atexit.register(_uninstall_at_exit)
         return _installed.controller
 
@@ -128,7 +131,7 @@ def install_unasked() -> None:
         # a life apart: who has left the ranks of a life cannot come back to them, and the call that
         # takes our place is to find the others under the usual one
         world = World.from_environ(os.environ)
-        _join(mine, replace(world, life=f"{world.life} unasked"))
+        _join(mine, replace(world, life=f"{world.life} unasked"), environ=os.environ)
 
 
 def _set_up(
@@ -260,10 +263,21 @@ def _is_alone(alone: bool | None, environ: Mapping[str, str]) -> bool:
     return environ.get(ALONE_ENV, "").strip().lower() in ("1", "true", "yes", "on")
 
 
-def _join(controller: Controller, world: World) -> None:
+def _join(
+    controller: Controller,
+    world: World,
+    *,
+    environ: Mapping[str, str],
+    run_dir: str | os.PathLike[str] | None = None,
+) -> None:
     """Connect with the other ranks, where there are any."""
-    if world.world_size > 1:
-        controller.join(world, warn=_warn)
+    if world.world_size == 1:
+        return
+    environ = dict(environ)  # of now: they are looked for in a thread
+    run = rundir.from_environment(environ) if run_dir is None else RunDir(Path(run_dir).absolute())
+    folder = None if run is None else run.root
+    secret = partial(find_secret, world, environ, folder=folder)
+    controller.join(world, secret=secret, warn=_warn)
 
 
 def _warn(text: str) -> None:

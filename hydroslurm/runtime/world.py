@@ -6,9 +6,9 @@ their own. A process of neither is rank 0 of 1.
 
 from __future__ import annotations
 
-import os
+import hmac
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hydroslurm.errors import UsageError
@@ -23,6 +23,8 @@ HUB_TRIES = 16
 LOOPBACK = "127.0.0.1"
 LIFE_ENV = "HYDROSLURM_LIFE"
 """Set by ``hydroslurm agent`` for its workers: the same on all nodes, new after a restart."""
+KEY_ENV = "HYDROSLURM_STEP_KEY"
+"""The key of a job step's ranks, 64 hexadecimal digits; see ``runtime/ranks/secret.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,40 +86,19 @@ class World:
             life=environ.get(LIFE_ENV) or _torch_life(environ, host, allocation),
         )
 
-    @property
-    def torch_port(self) -> int:
-        """For ``MASTER_PORT``: another one in each life, so that no rank of the last is met."""
-        return FIRST_PORT + _digest(self.life) % PORTS
+    def torch_port(self, key: bytes | None) -> int:
+        """For ``MASTER_PORT``: another one in each life, so that no rank of the last is met.
 
-    @property
-    def hub_ports(self) -> tuple[int, ...]:
-        """Where the hub may listen, in the order in which it tries."""
-        first = _digest(f"hub {self.life}")
+        Args:
+            key: that of the attempt, without which nobody can tell the port. None: it follows from
+                what everybody can see.
+        """
+        return FIRST_PORT + _digest(self.life, key) % PORTS
+
+    def hub_ports(self, key: bytes | None) -> tuple[int, ...]:
+        """Where the hub may listen, in the order in which it tries; ``key`` as above."""
+        first = _digest(f"hub {self.life}", key)
         return tuple(FIRST_PORT + PORTS + (first + 367 * n) % PORTS for n in range(HUB_TRIES))
-
-
-def set_torch_environment(environ: MutableMapping[str, str] | None = None) -> World:
-    """Give torch.distributed what ``init_process_group()`` reads, in ranks that srun has started.
-
-    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. What is set
-    already stays: torchrun's workers have all of it. The port depends on the job, the job step and
-    how often it was requeued, so that ranks of an earlier life are not met.
-
-    Args:
-        environ: changed in place; default: ``os.environ``.
-
-    Raises:
-        UsageError: a variable has a value that neither torchrun nor Slurm gives.
-    """
-    environ = os.environ if environ is None else environ
-    world = World.from_environ(environ)
-    environ.setdefault("MASTER_ADDR", world.host)
-    environ.setdefault("MASTER_PORT", str(world.torch_port))
-    environ.setdefault("RANK", str(world.rank))
-    environ.setdefault("WORLD_SIZE", str(world.world_size))
-    environ.setdefault("LOCAL_RANK", str(world.local_rank))
-    environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_world_size))
-    return world
 
 
 def _torch_life(environ: Mapping[str, str], host: str, allocation: Allocation | None) -> str:
@@ -173,5 +154,7 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
     return int(value)
 
 
-def _digest(text: str) -> int:
-    return zlib.crc32(text.encode())
+def _digest(text: str, key: bytes | None) -> int:
+    if key is None:
+        return zlib.crc32(text.encode())
+    return int.from_bytes(hmac.digest(key, f"port {text}".encode(), "sha256")[:8], "big")

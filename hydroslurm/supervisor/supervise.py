@@ -18,6 +18,8 @@ from hydroslurm.errors import SlurmError
 from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.launch.plan import Plan
 from hydroslurm.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.runtime.ranks.secret import new_key
+from hydroslurm.runtime.world import KEY_ENV
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why
@@ -205,6 +207,7 @@ class Supervisor:
             **meeting_place(address),
             **({} if self._plan.is_even else {"SLURM_HOSTFILE": str(hosts)}),
             **rank_variables(self._job),
+            KEY_ENV: new_key(),
             RUN_DIR_ENV: str(self._run.root),
         }
 

@@ -81,19 +81,19 @@ def _step(**values: str) -> dict[str, str]:
 
 def test_where_the_tasks_of_a_job_step_meet() -> None:
     """One agent per task, at the first node, elsewhere in each life; one alone needs nothing."""
-    where = meeting(_step())
+    where = meeting(_step(), key=None)
     assert where is not None
     assert (where.nnodes, where.run_id, where.rank) == (3, "12.0.0", 1)
     assert where.endpoint.startswith("n1:")
-    first = meeting(_step(SLURM_PROCID="0", SLURM_NODEID="0"))
+    first = meeting(_step(SLURM_PROCID="0", SLURM_NODEID="0"), key=None)
     assert first is not None
     assert (first.endpoint, first.rank) == (where.endpoint, 0)
-    again = meeting(_step(SLURM_RESTART_COUNT="1"))
+    again = meeting(_step(SLURM_RESTART_COUNT="1"), key=None)
     assert again is not None
     assert again.endpoint != where.endpoint
     assert again.run_id == "12.0.1"
-    assert meeting(_step(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")) is None
-    assert meeting({}) is None
+    assert meeting(_step(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1"), key=None) is None
+    assert meeting({}, key=None) is None
 
 
 def _arguments(**values: object) -> argparse.Namespace:

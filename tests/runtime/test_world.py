@@ -7,7 +7,8 @@ import os
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.runtime.world import FIRST_PORT, HUB_TRIES, PORTS, World, set_torch_environment
+from hydroslurm.runtime.rendezvous import set_torch_environment
+from hydroslurm.runtime.world import FIRST_PORT, HUB_TRIES, KEY_ENV, PORTS, World
 
 SRUN = {
     "SLURM_JOB_ID": "31",
@@ -122,21 +123,32 @@ def test_another_life_has_another_name(given: dict[str, str], other: dict[str, s
     on all of it."""
     one, another = world(given), world(given, **other)
     assert one.life != another.life
-    assert (one.torch_port, one.hub_ports) != (another.torch_port, another.hub_ports)
+    assert ports(one) != ports(another)
     peers = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     peers |= {"RANK": "0", "LOCAL_RANK": "0"} if "RANK" in given else {}
     peer = world(given, **peers)
-    assert (peer.life, peer.torch_port, peer.hub_ports) == (one.life, one.torch_port, one.hub_ports)
+    assert (peer.life, ports(peer)) == (one.life, ports(one))
+
+
+def ports(world: World, key: bytes | None = None) -> tuple[int, tuple[int, ...]]:
+    return world.torch_port(key), world.hub_ports(key)
+
+
+def test_who_knows_the_key_knows_the_ports() -> None:
+    """They follow from it: the same for all who have it, others for everybody else."""
+    one, key = world(SRUN), bytes(range(32))
+    assert ports(one, key) == ports(world(SRUN), key)
+    assert len({ports(one, key), ports(one, bytes(32)), ports(one)}) == 3
 
 
 def test_ports_lie_in_their_ranges() -> None:
     """Torch's and the hub's do not overlap, and none is one that Linux gives to whoever asks."""
     for restart in range(300):
         seen = world(SRUN, SLURM_RESTART_COUNT=str(restart))
-        assert FIRST_PORT <= seen.torch_port < FIRST_PORT + PORTS
-        assert len(set(seen.hub_ports)) == HUB_TRIES
-        assert min(seen.hub_ports) >= FIRST_PORT + PORTS
-        assert max(seen.hub_ports) < FIRST_PORT + 2 * PORTS < 32768
+        assert FIRST_PORT <= seen.torch_port(None) < FIRST_PORT + PORTS
+        assert len(set(seen.hub_ports(None))) == HUB_TRIES
+        assert min(seen.hub_ports(None)) >= FIRST_PORT + PORTS
+        assert max(seen.hub_ports(None)) < FIRST_PORT + 2 * PORTS < 32768
 
 
 def test_what_init_process_group_reads() -> None:
@@ -149,7 +161,7 @@ def test_what_init_process_group_reads() -> None:
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "n3",
-        "MASTER_PORT": str(seen.torch_port),
+        "MASTER_PORT": str(seen.torch_port(None)),
     }
 
 
@@ -171,5 +183,6 @@ def test_the_same_world_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv(KEY_ENV, "ab" * 32)
     before = set_torch_environment()
     assert World.from_environ(os.environ) == before

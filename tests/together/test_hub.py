@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +26,10 @@ from hydroslurm.errors import AgreementFailed, HubLost, UsageError
 from hydroslurm.events import EventKind
 from hydroslurm.runtime.gate.protocol import Action, Cause, GateState, GateStatus
 from hydroslurm.runtime.ranks import team
-from hydroslurm.runtime.ranks.frames import Unpacker, pack
+from hydroslurm.runtime.ranks.frames import MAC_BYTES, Sealer, Unsealer, pack
+from hydroslurm.runtime.ranks.greeting import RankGreeting
 from hydroslurm.runtime.ranks.host import start_hub
+from hydroslurm.runtime.ranks.secret import Secret
 from hydroslurm.runtime.ranks.team import Ranks
 from hydroslurm.runtime.world import World
 
@@ -39,6 +44,10 @@ class OpenGate:
 
     def request(self, action: Action, causes: Cause) -> None:
         return
+
+
+KEY = secrets.token_bytes(32)
+SECRET = Secret("environment", KEY)
 
 
 class Team:
@@ -65,6 +74,7 @@ class Team:
         return Ranks(
             World(rank=rank, world_size=world_size, local_rank=rank, life=self.life),
             OpenGate(),  # type: ignore[arg-type]
+            secret=lambda: SECRET,
             tell=lambda kind, _: self.told.append((rank, kind)),
             wanted=lambda *_: None,
             warn=self.warned.append,
@@ -195,9 +205,13 @@ def test_a_hub_that_is_killed_is_followed_by_another(crew_of_threads: Team) -> N
     os.kill(hub_at(port_of(ranks[0])), signal.SIGKILL)
     asking.join(60)
     assert isinstance(results[0], HubLost)
+
+    def lost() -> set[int]:
+        return {rank for rank, kind in crew_of_threads.told if kind is EventKind.HUB_LOST}
+
+    wait_until(lambda: lost() == {0, 1}, "both to see it")
     told = all_at_once(lambda: ranks[0].agree("y", 0), lambda: ranks[1].agree("y", 1))
     assert told == [{0: 0, 1: 1}] * 2
-    assert [rank for rank, kind in crew_of_threads.told if kind is EventKind.HUB_LOST]
     (warned,) = crew_of_threads.warned
     assert "started again" in warned
 
@@ -233,17 +247,26 @@ def port_of(rank: Ranks) -> int:
 
 
 def hub_at(port: int) -> int:
-    """The child of this process that has this port among its arguments."""
-    listed = subprocess.run(
-        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "pid=,args="],
-        capture_output=True,
-        text=True,
-    ).stdout
-    for line in listed.splitlines():
-        pid, _, words = line.strip().partition(" ")
-        if "ranks.hub" in words and str(port) in words:
-            return int(pid)
-    raise AssertionError(f"no hub at {port} in\n{listed}")
+    """The hub that listens at a port."""
+    (pid,) = hubs_at(port)
+    return pid
+
+
+def hubs_at(port: int) -> list[int]:
+    """All hubs of this machine that listen at a port."""
+    listed = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    sockets = {
+        f"socket:[{fields[9]}]"
+        for fields in map(str.split, listed)
+        if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port
+    }
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_hub = b"ranks.hub" in (process / "cmdline").read_bytes()
+            if is_hub and any(str(fd.readlink()) in sockets for fd in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return found
 
 
 # --- who may come in
@@ -254,23 +277,68 @@ def hub_at(port: int) -> int:
 def hub() -> Iterator[tuple[World, int]]:
     """A hub of two ranks that nobody has joined; gone afterwards."""
     world = World(rank=0, world_size=2, life=f"door {uuid.uuid4()}")
-    port = start_hub(world)
+    port = start_hub(world, SECRET)
     yield world, port
-    with suppress(AssertionError):
+    with suppress(ValueError):
         os.kill(hub_at(port), signal.SIGKILL)
 
 
-def say(port: int, *messages: Any, raw: bytes = b"") -> list[Any]:
-    """What the hub answers until it has answered once or hung up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
-        line.sendall(raw + b"".join(map(pack, messages)))
-        unpacker = Unpacker()
+class Visitor:
+    """A connection to the hub, with the key or without."""
+
+    def __init__(self, port: int, *, life: str = "") -> None:
+        self.line = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self.life = life
+
+    def __enter__(self) -> Visitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.line.close()
+
+    def greet(self, key: bytes = KEY) -> None:
+        """Prove that we know the key."""
+        greeting = RankGreeting(attempt=self.life, key=key, munge=None)
+        self.line.sendall(greeting.hello)
+        proof = None
+        while proof is None:
+            data = self.line.recv(1 << 16)
+            assert data, "hung up on"
+            proof = greeting.feed(data)
+        self.line.sendall(proof)
+        assert greeting.channel is not None
+        self.sealer = Sealer(greeting.channel.to_hub)
+        self.unsealer = Unsealer(greeting.channel.to_rank)
+
+    def say(self, *messages: Any) -> None:
+        self.line.sendall(b"".join(self.sealer.seal(pack(one)) for one in messages))
+
+    def hear(self) -> list[Any]:
+        """What the hub says next; nothing when it has hung up."""
         while True:
-            data = line.recv(1 << 16)
+            try:
+                data = self.line.recv(1 << 16)
+            except ConnectionResetError:
+                data = b""
             if not data:
                 return []
-            if answers := unpacker.feed(data):
+            if answers := self.unsealer.feed(data):
                 return answers
+
+    def is_closed(self) -> bool:
+        """Whether the hub hangs up."""
+        with suppress(ConnectionResetError):
+            while self.line.recv(1 << 16):
+                pass
+        return True
+
+
+def say(port: int, *messages: Any) -> list[Any]:
+    """What the hub answers to a rank, until it has answered once or hung up."""
+    with Visitor(port) as visitor:
+        visitor.greet()
+        visitor.say(*messages)
+        return visitor.hear()
 
 
 def hello(world: World, rank: int = 1, **changes: Any) -> dict[str, Any]:
@@ -289,7 +357,7 @@ def hello(world: World, rank: int = 1, **changes: Any) -> dict[str, Any]:
     [
         ({"life": "the last one"}, False),
         ({"rank": 2}, True),
-        ({"rank": -1}, True),
+        ({"rank": 1 << 20}, True),
         ({"world_size": 3}, True),
     ],
 )
@@ -310,25 +378,219 @@ def test_a_stranger_is_refused_with_a_reason(
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 64,
         b"\x00\x00\x00\x02{]",
-        pack([1, 2]),
-        pack({"do": "agree"}),
-        pack({"do": "join"}),
-        pack(None),
+        b"[" * 60_000,
+        b'\x00\x00\x00\x2a{"do":"join","rank":Infinity,"life":"","who":{}}',
+        b"hydroslurm 1\n" + b"k" + b"\0" * 32 + b"\xff\xff",
+        b"hydroslurm 1\n" + b"m" + b"\0" * 32 + b"\x00\x08" + b"MUNGE:x:",
+        b"hydroslurm 1\n" + b"?" + b"\0" * 34,
+        b"hydroslurm 1\n" + b"k" + b"\0" * 34 + b"\0" * 32,
+        b"hydroslurm 1\n" + b"k" + b"\0" * 34 + b"\0" * 100_000,
     ],
 )
-def test_nonsense_costs_the_hub_nothing(raw: bytes, hub: tuple[World, int]) -> None:
-    """Whoever does not speak as a rank is hung up on; ranks come in as before."""
+def test_whoever_does_not_know_the_key_is_hung_up_on(raw: bytes, hub: tuple[World, int]) -> None:
+    """Nothing of what a stranger sends is interpreted; ranks come in as before."""
     world, port = hub
-    assert say(port, raw=raw) == []
+    with Visitor(port) as visitor:
+        with suppress(ConnectionError):
+            visitor.line.sendall(raw)
+        assert visitor.is_closed()
     assert say(port, hello(world))[0] == {"say": "welcome"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [1, 2],
+        None,
+        {"do": "agree"},
+        {"do": "join"},
+        {"do": ["join"]},
+        {"do": "join", "life": "", "rank": 1, "world_size": 2, "who": {}, "more": 1},
+        {"do": "join", "life": "", "rank": 1.0, "world_size": 2, "who": {}},
+        {"do": "join", "life": "", "rank": True, "world_size": 2, "who": {}},
+        {"do": "join", "life": "", "rank": 1, "world_size": 2, "who": {"pid": "x"}},
+    ],
+)
+def test_a_rank_out_of_its_mind_ends_its_own_connection(
+    message: Any, hub: tuple[World, int]
+) -> None:
+    """Who has the key may still send nonsense, before it joins and after."""
+    world, port = hub
+    with Visitor(port) as visitor, Visitor(port) as other:
+        visitor.greet()
+        visitor.say(message)
+        assert visitor.hear() == []
+        other.greet()
+        other.say(hello(world, rank=0))
+        assert other.hear()[0] == {"say": "welcome"}
+        other.say({"do": "agree", "topic": "t", "value": 1, "among": [0, 7]})
+        assert other.hear() == []
+    assert say(port, hello(world))[0] == {"say": "welcome"}
+
+
+def test_a_frame_of_a_deep_or_endless_value_is_refused(hub: tuple[World, int]) -> None:
+    """Also of a peer: 60 kB of brackets, an infinity, a number of 400 digits."""
+    world, port = hub
+    for body in (b"[" * 60_000, b'{"do": "join", "rank": Infinity}', b"9" * 400, b"," * (1 << 21)):
+        with Visitor(port) as visitor:
+            visitor.greet()
+            visitor.line.sendall(visitor.sealer.seal(body))
+            assert visitor.hear() == []
+    assert say(port, hello(world))[0] == {"say": "welcome"}
+
+
+def test_a_frame_that_is_changed_or_repeated_ends_the_connection(hub: tuple[World, int]) -> None:
+    """Whoever sits between a rank and the hub can cut the connection, and nothing else."""
+    world, port = hub
+    for tamper in (
+        lambda frame: frame[:-1] + b"]",
+        lambda frame: frame[:4] + bytes(MAC_BYTES) + frame[4 + MAC_BYTES :],
+    ):
+        with Visitor(port) as visitor:
+            visitor.greet()
+            visitor.line.sendall(tamper(visitor.sealer.seal(pack(hello(world)))))
+            assert visitor.hear() == []
+    with Visitor(port) as visitor:
+        visitor.greet()
+        frame = visitor.sealer.seal(pack(hello(world, rank=9)))
+        visitor.line.sendall(frame)
+        assert visitor.hear()[0]["say"] == "refused"
+        visitor.line.sendall(frame)
+        assert visitor.hear() == []
+
+
+def test_a_silent_connection_keeps_nobody_out_and_nothing_alive(
+    crew_of_threads: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More half-open connections than there are places: ranks join, and the hub ends with them."""
+    world = World(rank=0, world_size=2, life=crew_of_threads.life)
+    port = start_hub(world, SECRET)
+    silent = [Visitor(port) for _ in range(600)]
+    ranks = crew_of_threads.join(2)
+    told = all_at_once(lambda: ranks[0].agree("y", 0), lambda: ranks[1].agree("y", 1))
+    assert told == [{0: 0, 1: 1}] * 2
+    for one in ranks:
+        one.done = True
+        one.leave()
+    wait_until(lambda: not hubs_at(port), "the hub to end")
+    for one in silent:
+        one.line.close()
+
+
+def test_a_hub_without_descriptors_waits_and_does_not_spin() -> None:
+    """With fewer files than connections it drops those that say nothing, and goes on; its
+    processor time stays that of a sleeper."""
+    code = """
+        import resource, sys
+        from hydroslurm.runtime.ranks import hub
+        hub.GREETING_MOST = 10_000  # so that the descriptors are what runs out
+        hub.GREETING_S = 600.0
+        hub.make_room = lambda wanted: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        sys.exit(hub.main())
+    """
+    options = {
+        "life": "few", "world_size": 2, "host": "127.0.0.1", "ports": [0],
+        "parent_pid": os.getpid(), "key": KEY.hex(), "munge_socket": None,
+    }  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(options) + "\n")
+        process.stdin.flush()
+        port = json.loads(process.stdout.readline())["port"]
+        silent = [Visitor(port) for _ in range(120)]
+        world = World(rank=0, world_size=2, life="few")
+        with Visitor(port) as first, Visitor(port) as second:
+            for rank, visitor in enumerate((first, second)):
+                visitor.greet()
+                visitor.say(hello(world, rank=rank))
+                assert visitor.hear()[0] == {"say": "welcome"}
+            # those that wait in the queue are more than it can take
+            more = [Visitor(port) for _ in range(60)]
+            before_s = cpu_s(process.pid)
+            begin_s = time.monotonic()
+            first.say({"do": "agree", "topic": "t", "value": 1, "among": [0]})
+            while "agreed" not in {one["say"] for one in first.hear()}:
+                pass
+            wait_until(lambda: time.monotonic() - begin_s > 2.0, "two seconds")
+            spun = (cpu_s(process.pid) - before_s) / (time.monotonic() - begin_s)
+            assert spun < 0.5
+        for one in (*silent, *more):
+            one.line.close()
+        process.kill()
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_too_few_descriptors_for_the_ranks_are_said() -> None:
+    """A hard limit below the number of ranks: what it is, and where it is raised."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300)); "
+        "from hydroslurm.runtime.world import World; "
+        "from hydroslurm.runtime.ranks.host import start_hub; "
+        "from hydroslurm.runtime.ranks.secret import Secret; "
+        "start_hub(World(rank=0, world_size=4096, life='many'), Secret('environment', bytes(32)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "this node allows 300" in done.stderr
+    assert "LimitNOFILE" in done.stderr
+
+
+def test_the_key_stands_in_no_command_line(hub: tuple[World, int]) -> None:
+    """Nor does the life: a command line can be read by everybody, an environment cannot."""
+    world, port = hub
+    command = Path(f"/proc/{hub_at(port)}/cmdline").read_bytes().decode()
+    assert KEY.hex() not in command
+    assert world.life not in command
+    environ = Path(f"/proc/{hub_at(port)}/environ").read_bytes().decode()
+    assert "HYDROSLURM_STEP_KEY" not in environ
+
+
+def test_a_listener_at_the_first_ports_is_no_hub() -> None:
+    """Others listen at all candidate ports but one, silently or talking: the hub is found at once,
+    and nobody is told anything."""
+    team_ = Team()
+    world = World(rank=0, world_size=2, life=team_.life)
+    ports = world.hub_ports(KEY)
+    squatters = [socket.create_server(("127.0.0.1", port)) for port in ports[:-1]]
+    heard: list[bytes] = []
+
+    def listen(one: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                line, _ = one.accept()
+                with line, suppress(ConnectionError):
+                    heard.append(line.recv(1 << 16))
+                    line.sendall(b"\0" * 66)
+
+    for one in squatters[::2]:
+        threading.Thread(target=listen, args=(one,), daemon=True).start()
+    ranks = team_.join(2)
+    assert port_of(ranks[1]) == ports[-1]
+    assert heard
+    assert all(team_.life.encode() not in data and KEY not in data for data in heard)
+    for rank in ranks:
+        rank.leave()
+    for one in squatters:
+        one.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        one.close()
 
 
 def test_a_rank_that_has_joined_cannot_come_twice(hub: tuple[World, int]) -> None:
     """The second process with the same number is refused, also when the first has died."""
     world, port = hub
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
-        line.sendall(pack(hello(world)))
-        assert line.recv(1 << 16)
+    with Visitor(port) as visitor:
+        visitor.greet()
+        visitor.say(hello(world))
+        assert visitor.hear()
         assert "joined already" in say(port, hello(world))[0]["why"]
     wait_until(
         lambda: "have ended" in say(port, hello(world))[0].get("why", ""), "the hub to see the end"
@@ -350,10 +612,10 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
     world = World(rank=0, world_size=2, life=team_.life)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", world.hub_ports[0]))
+        other.bind(("127.0.0.1", world.hub_ports(KEY)[0]))
         other.listen()
         ranks = team_.join(2)
-        assert port_of(ranks[1]) in world.hub_ports[1:]
+        assert port_of(ranks[1]) in world.hub_ports(KEY)[1:]
         for one in ranks:
             one.leave()
 
@@ -390,23 +652,14 @@ def test_a_hub_that_nobody_joined_ends_after_its_parent() -> None:
     code = (
         "import os; from hydroslurm.runtime.world import World; "
         "from hydroslurm.runtime.ranks.host import start_hub; "
-        f"print(start_hub(World(rank=0, world_size=2, life='{uuid.uuid4()}')))"
+        "from hydroslurm.runtime.ranks.secret import Secret; "
+        f"print(start_hub(World(rank=0, world_size=2, life='{uuid.uuid4()}'), "
+        "Secret('environment', bytes(32))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert hubs_at(int(done.stdout))
     wait_until(lambda: not hubs_at(int(done.stdout)), "the hub to end")
-
-
-def hubs_at(port: int) -> list[str]:
-    """All hubs of this machine that listen at a port."""
-    with_port = []
-    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            words = cmdline.read_text().replace("\0", " ")
-            if "ranks.hub" in words and str(port) in words:
-                with_port.append(words)
-    return with_port
 
 
 def test_the_hub_needs_no_torch() -> None:

@@ -104,6 +104,8 @@ class Book:
         do = message["do"]
         if do == "agree":
             gone = self.died | self.left
+            if max(message.get("among") or (0,)) >= self.world_size:
+                raise ValueError(f"among {message['among']}, and there are {self.world_size} ranks")
             return self._agreements.hand_in(
                 rank, message["topic"], message["value"], among=message.get("among"), gone=gone
             )

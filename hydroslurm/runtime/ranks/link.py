@@ -1,4 +1,5 @@
-"""A rank's connection to the hub: one thread that sleeps in ``select``, and senders from any."""
+"""A rank's connection to the hub: one thread that sleeps until something comes, and senders from
+any."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hydroslurm.errors import HubLost
-from hydroslurm.runtime.ranks.frames import BadFrame, Unpacker, pack
+from hydroslurm.runtime.ranks.frames import BadFrame, pack
+from hydroslurm.runtime.ranks.messages import BadMessage, check_from_hub
+from hydroslurm.runtime.ranks.search import Connection
 
 _READ_BYTES = 1 << 18
 
@@ -25,8 +28,7 @@ class Link:
 
     def __init__(
         self,
-        connection: socket.socket,
-        unpacker: Unpacker,
+        connection: Connection,
         *,
         hear: Callable[[Any], None],
         due_s: Callable[[], float | None],
@@ -38,8 +40,9 @@ class Link:
             due_s: when ``tick`` is wanted (``time.monotonic()``), None for not at all.
             tick: called then.
         """
-        self._connection = connection
-        self._unpacker = unpacker
+        self._connection = connection.socket
+        self._sealer, self._unsealer = connection.sealer, connection.unsealer
+        self._first = connection.first
         self._hear = hear
         self._due_s = due_s
         self._tick = tick
@@ -47,6 +50,9 @@ class Link:
         self._closed = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
+        self._watch = select.poll()  # select() cannot look at descriptors above 1023
+        self._watch.register(self._connection, select.POLLIN)
+        self._watch.register(self._wake_read, select.POLLIN)
 
     def send(self, message: Any) -> None:
         """Send one message; from any thread.
@@ -54,10 +60,10 @@ class Link:
         Raises:
             HubLost: the hub is gone.
         """
-        data = pack(message)
+        body = pack(message)
         try:
-            with self._sending:
-                self._connection.sendall(data)
+            with self._sending:  # frames are counted
+                self._connection.sendall(self._sealer.seal(body))
         except OSError as error:
             raise HubLost(f"what connects the ranks of this job is gone ({error})") from error
 
@@ -73,18 +79,18 @@ class Link:
             self._connection.shutdown(socket.SHUT_RDWR)
         self.wake()
 
-    def run(self, first: list[Any]) -> None:
-        """The thread; until :meth:`close`. ``first``: what came with the welcome.
+    def run(self) -> None:
+        """The thread; until :meth:`close`.
 
         Raises:
             HubLost: the hub is gone.
         """
         try:
-            for message in first:
-                self._hear(message)
+            for message in self._first:
+                self._hear(check_from_hub(message))
             while not self._closed:
                 self._wait()
-        except (OSError, BadFrame, HubLost) as error:
+        except (OSError, BadFrame, BadMessage, HubLost) as error:
             if not self._closed:
                 raise HubLost(f"what connects the ranks of this job is gone ({error})") from error
         finally:
@@ -93,16 +99,16 @@ class Link:
 
     def _wait(self) -> None:
         due_s = self._due_s()
-        left_s = None if due_s is None else max(0.0, due_s - time.monotonic())
-        ready = select.select([self._connection, self._wake_read], [], [], left_s)[0]
-        if self._wake_read in ready:
+        left_ms = None if due_s is None else max(0.0, due_s - time.monotonic()) * 1e3
+        ready = {fd for fd, _ in self._watch.poll(left_ms)}
+        if self._wake_read.fileno() in ready:
             self._wake_read.recv(4096)
-        if self._connection in ready:
+        if self._connection.fileno() in ready:
             data = self._connection.recv(_READ_BYTES)
             if not data:
                 raise OSError("closed by the hub")
-            for message in self._unpacker.feed(data):
-                self._hear(message)
+            for message in self._unsealer.feed(data):
+                self._hear(check_from_hub(message))
         due_s = self._due_s()
         if due_s is not None and time.monotonic() >= due_s:
             self._tick()

@@ -12,14 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hydroslurm.errors import HubLost
+from hydroslurm.errors import HubLost, NoSecret
 from hydroslurm.events import EventKind
 from hydroslurm.runtime.gate.protocol import Gate, GateEvent
-from hydroslurm.runtime.ranks.host import find_hub, start_hub
+from hydroslurm.runtime.ranks.host import start_hub
 from hydroslurm.runtime.ranks.link import Link
 from hydroslurm.runtime.ranks.meeting import Meetings
+from hydroslurm.runtime.ranks.messages import MAX_TEXT
 from hydroslurm.runtime.ranks.parking import Parking, Tell
 from hydroslurm.runtime.ranks.questions import Questions
+from hydroslurm.runtime.ranks.search import find_hub, join_hub
+from hydroslurm.runtime.ranks.secret import Secret
 from hydroslurm.runtime.world import World
 
 JOIN_S = 600.0
@@ -47,12 +50,14 @@ class Ranks:
         world: World,
         gate: Gate,
         *,
+        secret: Callable[[], Secret],
         tell: Tell,
         wanted: Callable[[str, int, str], None],
         warn: Callable[[str], None],
     ) -> None:
         """
         Args:
+            secret: how this rank proves itself; called once, in a thread of ours.
             tell: writes an event of this rank.
             wanted: is told the kind, the rank and the words of a meeting that was called; not in
                 the training thread.
@@ -65,6 +70,8 @@ class Ranks:
         self.done = False
         self.stopping = False
         self._world = world
+        self._find_secret = secret
+        self._secret: Secret | None = None
         self._tell = tell
         self._wanted = wanted
         self._warn = warn
@@ -143,7 +150,7 @@ class Ranks:
         if kind == "stop":
             self._stop_words = words
         try:
-            self._send({"do": "want", "kind": kind, "words": words})
+            self._send({"do": "want", "kind": kind, "words": words[:MAX_TEXT]})
         except HubLost:
             return
 
@@ -160,6 +167,8 @@ class Ranks:
         self._parking.lose()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
+        if self._secret is not None:
+            self._secret.forget()
 
     # --- the thread
     # --------------------------------------------------------------------------------------------
@@ -170,6 +179,9 @@ class Ranks:
         for number in itertools.count(1):
             try:
                 self._serve(world, timeout_s=JOIN_S if number == 1 else AGAIN_S)
+                return
+            except NoSecret as error:
+                self._lose(HubLost(str(error)))
                 return
             except HubLost as error:
                 if not self._may_go_on():
@@ -183,21 +195,21 @@ class Ranks:
             world = replace(self._world, life=f"{self._world.life} hub {number + 1}")
 
     def _serve(self, world: World, *, timeout_s: float) -> None:
-        ports = (start_hub(world),) if world.rank == 0 else world.hub_ports
+        if self._secret is None:
+            self._secret = self._find_secret()
+        secret = self._secret
+        first = world.rank == 0
+        ports = (start_hub(world, secret),) if first else world.hub_ports(secret.port_key)
+        found = find_hub(
+            world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
+        )
         who = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "cut_off": sorted(self._questions.cut_off),
         }
-        connection, unpacker, first = find_hub(
-            world, who, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
-        )
         link = Link(
-            connection,
-            unpacker,
-            hear=self._hear,
-            due_s=self._due_s,
-            tick=self._tick,
+            join_hub(found, world, who), hear=self._hear, due_s=self._due_s, tick=self._tick
         )
         with self._lock:
             self._link, waiting = link, self._waiting
@@ -207,7 +219,7 @@ class Ranks:
         self._parking.catch_up()
         if self._leaving:
             link.close()
-        link.run(first)
+        link.run()
 
     def _due_s(self) -> float | None:
         parking_s = self._parking.due_s
@@ -246,7 +258,15 @@ class Ranks:
                 self._tell(EventKind.RANK_GONE, {"of_rank": message["rank"]})
         elif say == "everybody":
             took_s = time.monotonic() - self._began_s
-            self._tell(EventKind.RANKS_JOINED, {"world_size": self.world_size, "joined_s": took_s})
+            assert self._secret is not None
+            self._tell(
+                EventKind.RANKS_JOINED,
+                {
+                    "world_size": self.world_size,
+                    "joined_s": took_s,
+                    "key_from": self._secret.source,
+                },
+            )
             self._connected = True
             self._questions.meet(who.get("cut_off", ()) for who in message["ranks"].values())
             self._everybody.set()

@@ -8,7 +8,10 @@
  *
  * Where it runs:
  *   srun, sbatch, salloc   check the value; set the variable in their own environment, which they
- *                          hand to the job. So the sruns inside a batch script inherit it.
+ *                          hand to the job. So the sruns inside a batch script inherit it. srun also
+ *                          sets HYDROSLURM_STEP_KEY, random and anew for each job step, by which its
+ *                          ranks know each other (hydroslurm/runtime/ranks/secret.py); without it,
+ *                          as with --export=NONE, they ask MUNGE.
  *   slurmstepd             set it in each task, the batch script included, for those who submit with
  *                          --export=NONE: that environment is not handed on, the option is.
  *
@@ -19,12 +22,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/random.h>
 
 #include <slurm/spank.h>
 
 SPANK_PLUGIN(hydroslurm, 1);
 
 #define VARIABLE "HYDROSLURM_PREEMPT"
+#define KEY_VARIABLE "HYDROSLURM_STEP_KEY"
 /* How Slurm hands the option of sbatch and salloc on to what runs in the job. */
 #define FORWARDED "SLURM_SPANK__SLURM_SPANK_OPTION_hydroslurm_preempt"
 
@@ -103,6 +108,25 @@ int slurm_spank_init(spank_t spank, int argc, char *argv[])
     return ESPANK_SUCCESS;
 }
 
+/* In the environment, which only the user can read; not in an argument, which everybody can. */
+static void key_set(void)
+{
+    static const char digits[] = "0123456789abcdef";
+    unsigned char bytes[32];
+    char text[2 * sizeof(bytes) + 1];
+    if (getrandom(bytes, sizeof(bytes), 0) != (ssize_t)sizeof(bytes)) {
+        unsetenv(KEY_VARIABLE); /* an older one is not to be used again */
+        return;
+    }
+    for (size_t i = 0; i < sizeof(bytes); i++) {
+        text[2 * i] = digits[bytes[i] >> 4];
+        text[2 * i + 1] = digits[bytes[i] & 15];
+    }
+    text[2 * sizeof(bytes)] = '\0';
+    if (setenv(KEY_VARIABLE, text, 1) != 0)
+        unsetenv(KEY_VARIABLE);
+}
+
 int slurm_spank_init_post_opt(spank_t spank, int argc, char *argv[])
 {
     (void)spank;
@@ -112,6 +136,8 @@ int slurm_spank_init_post_opt(spank_t spank, int argc, char *argv[])
         return ESPANK_SUCCESS;
     if (setenv(VARIABLE, chosen, 1) != 0)
         slurm_error("hydroslurm: no memory for " VARIABLE "; the job will not be preemptible");
+    if (spank_context() == S_CTX_LOCAL)
+        key_set();
     return ESPANK_SUCCESS;
 }
 
