@@ -11,16 +11,17 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 from hydroslurm.checkpoint.committer import Order
 from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.deadline import InFlight, Situation
-from hydroslurm.checkpoint.meeting import Meeting, decline, failed
+from hydroslurm.checkpoint.meeting import Meeting, checked, decline, failed
 from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.portion import Portion, divide
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.errors import CheckpointError, RanksError, UsageError
+from hydroslurm.errors import CheckpointError, RanksError, SaveFailed, UsageError
 
 
 class Accord:
@@ -84,11 +85,9 @@ class Call:
         if self.peers is None:
             return None if step is None else f"the save of step {step} is still under way"
         answer = {"busy": step} if problem is None else failed(problem)
-        busy = {
-            rank: one["busy"]
-            for rank, one in self._agree("start", answer).items()
-            if one["busy"] is not None
-        }
+        answers = self._agree("start", answer).items()
+        told = {rank: checked(one, rank=rank, busy=(int, NoneType)) for rank, one in answers}
+        busy = {rank: one["busy"] for rank, one in told.items() if one["busy"] is not None}
         if not busy:
             return None
         ranks = ", ".join(map(str, busy))
@@ -108,14 +107,14 @@ class Call:
             self._agree("situation", failed(problem or AssertionError("no situation")))
             return None
         answers = self._agree("situation", _to_json(now), left_s=now.left_s)
-        return _together(now, answers.values())
+        return _together(now, [_situation_of(rank, one) for rank, one in answers.items()])
 
     def all_done(self, done: bool, *, left_s: float) -> bool:
         """Whether no rank needs another save; raises SaveFailed when one is gone."""
         if self.peers is None:
             return done
         answers = self._agree("done", {"done": done}, left_s=left_s)
-        return all(one["done"] for one in answers.values())
+        return all(checked(one, rank=rank, done=bool)["done"] for rank, one in answers.items())
 
     def decline(self, error: BaseException) -> None:
         """Tell the ranks that begin the save of this call that this one cannot. Never raises."""
@@ -157,9 +156,24 @@ def _to_json(now: Situation) -> dict[str, Any]:
     }
 
 
-def _together(now: Situation, answers: Any) -> Situation:
+def _situation_of(rank: int, answer: Any) -> dict[str, Any]:
+    number = (int, float)
+    told = checked(
+        answer,
+        rank=rank,
+        left_s=(*number, NoneType),
+        durable_s=number,
+        in_flight=(list, NoneType),
+        committed_step=(int, NoneType),
+    )
+    flight = told["in_flight"]
+    if flight is not None and [type(one) in number for one in flight] != [True, True]:
+        raise SaveFailed(f"rank {rank} speaks of a save in flight as {flight!r:.80}")
+    return told
+
+
+def _together(now: Situation, told: list[dict[str, Any]]) -> Situation:
     """The least time, the slowest disk, any save in flight, and what all know to be committed."""
-    told = list(answers)
     left_s = [one["left_s"] for one in told if one["left_s"] is not None]
     flights = [one["in_flight"] for one in told if one["in_flight"] is not None]
     steps = [one["committed_step"] for one in told]

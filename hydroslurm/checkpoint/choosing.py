@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any
 
-from hydroslurm.checkpoint import manifest
+from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem
 from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.meeting import checked
 from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.tiers import newest_over
@@ -75,12 +77,19 @@ class _Choice:
         answer: dict[str, Any] | None = None
         if self._peers.rank == 0:
             answer = self._next()
-        told: Mapping[str, Any] = self._agree(str(turn), answer)[0]
-        if "failed" in told:
+        told = self._agree(str(turn), answer)[0]
+        if isinstance(told, dict) and isinstance(told.get("failed"), str):
             raise CheckpointError(told["failed"])
-        self._broken += told["broken"]
+        checked(told, rank=0, broken=list, name=(str, NoneType))
+        self._broken += map(str, told["broken"])
         if told["name"] is None:
             return None
+        checked(told, rank=0, manifest=str)
+        if folders.step_of(told["name"]) is None:
+            raise CheckpointError(
+                f"rank 0 names {told['name'][:80]!r}, which is no checkpoint's name; expected one "
+                f"such as step-000000084, in {self._store.directory}"
+            )
         path = self._store.directory / told["name"]
         return Checkpoint(path, Manifest.from_json(told["manifest"], where=path / manifest.NAME))
 

@@ -48,6 +48,13 @@ def joint_temporary(directory: Path, step: int) -> Path:
     return path.with_name(f"{path.name}.joint")
 
 
+def is_joint_temporary(name: str, step: int) -> bool:
+    """Whether another process may have chosen this name by :func:`joint_temporary`."""
+    match = _LEFTOVER.fullmatch(name)
+    is_joint = match is not None and match[1] == "tmp" and match[4] is not None
+    return is_joint and name.startswith(f".tmp-step-{step:09d}.")
+
+
 def condemned(path: Path) -> Path:
     """What a folder is called while its files are removed."""
     return _mine(path.parent, "old", path.name)

@@ -28,6 +28,7 @@ from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.meeting import (
     KEPT,
     Meeting,
+    checked,
     decline,
     failed,
     gone,
@@ -78,16 +79,16 @@ class JointSave:
         except Exception as error:
             decline(self._meeting, error)
         opened = self._open(portion, replace(header, world_size=world_size))
-        if "there" in opened:
+        if isinstance(opened.get("there"), str):
             return self._checkpoint(opened["there"])
-        folder = self._directory / opened["folder"]
+        folder, header = self._opened(opened)
         with self._removing(folder):
             answers = self._write(folder, portion, begun_s=begun_s)
         acknowledged = Acknowledged(
             folder=folder,
             target=self._target,
-            header=Manifest.from_json(opened["header"], where=folder),
-            indexes={rank: FileEntry(*one["index"]) for rank, one in answers.items()},
+            header=header,
+            indexes={rank: _index_of(rank, one) for rank, one in answers.items()},
             save_s=max(one["took_s"] for one in answers.values()),
         )
         return self._checkpoint(self._commit(acknowledged))
@@ -103,7 +104,9 @@ class JointSave:
                 answer = failed(error)
         with self._removing(folder):
             answers = self._meeting.agree_before_commit("open", answer)
-            layouts = {rank: one["layout"] for rank, one in answers.items()}
+            layouts = {
+                rank: checked(one, rank=rank, layout=str)["layout"] for rank, one in answers.items()
+            }
             other = [rank for rank, layout in layouts.items() if layout != layouts[0]]
             if other:
                 raise SaveFailed(
@@ -113,6 +116,18 @@ class JointSave:
                 )
         opened: Mapping[str, Any] = answers[0]
         return opened
+
+    def _opened(self, answer: Mapping[str, Any]) -> tuple[Path, Manifest]:
+        """The folder that rank 0 has made, and the manifest that it begins. What lies in the folder
+        is removed when the save fails: so it is one that only a save can have made."""
+        told = checked(answer, rank=0, folder=str, header=str)
+        if not folders.is_joint_temporary(told["folder"], self._meeting.step):
+            raise SaveFailed(
+                f"{self._meeting.not_saved} rank 0 names the folder {told['folder'][:80]!r}, which "
+                f"is none for a save of this step in {self._directory}"
+            )
+        folder = self._directory / told["folder"]
+        return folder, Manifest.from_json(told["header"], where=folder)
 
     def _propose(self, folder: Path, header: Manifest) -> dict[str, Any]:
         """The checkpoint that is there, or the folder for a new one, made."""
@@ -166,7 +181,7 @@ class JointSave:
                 continue
             with self._removing(acknowledged.folder):
                 raise_failures(answers, self._meeting.not_saved)
-            return str(answers[left[0]]["manifest"])
+            return str(checked(answers[left[0]], rank=left[0], manifest=str)["manifest"])
         raise AssertionError("this rank is left at least")
 
     def _finish(self, acknowledged: Acknowledged) -> dict[str, Any]:
@@ -209,3 +224,11 @@ class JointSave:
                 with contextlib.suppress(OSError):
                     commit.remove_tree(folder, storage=self._storage)
             raise
+
+
+def _index_of(rank: int, answer: Any) -> FileEntry:
+    told = checked(answer, rank=rank, index=list, took_s=(int, float))
+    size_bytes, checksum = (told["index"] + [None, None])[:2]
+    if not (type(size_bytes) is int and size_bytes >= 0 and isinstance(checksum, str)):
+        raise SaveFailed(f"rank {rank} names no index that it has written: {told['index']!r:.80}")
+    return FileEntry(size_bytes, checksum)

@@ -90,19 +90,51 @@ def failed(error: BaseException) -> dict[str, Any]:
     return {"failed": [kind, _words(error)]}
 
 
+def checked(answer: Any, *, rank: int, **types: type | tuple[type, ...]) -> dict[str, Any]:
+    """The answer of another rank, which has these fields with values of these types.
+
+    It is checked like a stranger's: folders are made and removed, and files opened, by what stands
+    in it. A number that is to be calculated with is asked for as ``(int, float)``; True and False
+    are none.
+
+    Raises:
+        SaveFailed: a field is missing or of another type.
+    """
+    for name, wanted in types.items():
+        value = answer.get(name) if isinstance(answer, Mapping) else None
+        is_flag = isinstance(value, bool) and wanted is not bool
+        if not isinstance(answer, Mapping) or is_flag or not isinstance(value, wanted):
+            raise SaveFailed(
+                f"rank {rank} answers {_short(answer)}, which has no {name} as it is sent. "
+                "Do all ranks run the same release?"
+            )
+    return dict(answer)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def raise_failures(answers: Mapping[int, Any], not_saved: str) -> None:
     """Raise the same on all ranks, naming those that have failed and why, if any has."""
     failures = {
-        rank: answer["failed"]
+        rank: _failure(answer["failed"])
         for rank, answer in answers.items()
         if isinstance(answer, Mapping) and "failed" in answer
     }
     if not failures:
         return
     kinds = {kind for kind, _ in failures.values()}
-    kind = kinds.pop() if len(kinds) == 1 else "failed"
+    kind = kinds.pop() if len(kinds) == 1 else SaveFailed
     told = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in failures.items())
-    raise _KINDS[kind](f"{not_saved} {told}. {KEPT}")
+    raise kind(f"{not_saved} {told}. {KEPT}")
+
+
+def _failure(told: Any) -> tuple[type[CheckpointError], str]:
+    if not (isinstance(told, list) and len(told) == 2 and isinstance(told[0], str)):
+        return SaveFailed, f"failed, and does not say why ({_short(told)})"
+    return _KINDS.get(told[0], SaveFailed), str(told[1])
 
 
 def why(error: RanksError) -> str:

@@ -271,12 +271,18 @@ def _tell_of(decision: Callable[[], Any]) -> dict[str, Any]:
         return {"error": type(error).__name__, "words": str(error)}
 
 
-def _hear(told: Mapping[str, Any]) -> Any:
-    if "error" in told:
-        raise _error(str(told["error"]), str(told["words"]))
+def _hear(told: Any) -> Any:
+    if isinstance(told, dict) and "error" in told:
+        raise _error(str(told["error"]), str(told.get("words")))
+    if not (isinstance(told, dict) and "value" in told):
+        raise AgreementFailed(
+            f"the rank that decides for all says {told!r:.80}, which is no decision; do all ranks "
+            "run the same release?"
+        )
     return told["value"]
 
 
 def _error(name: str, words: str) -> Exception:
     kind = getattr(errors, name, HydroslurmError)
-    return kind(words) if isinstance(kind, type) else HydroslurmError(words)
+    is_ours = isinstance(kind, type) and issubclass(kind, (HydroslurmError, UsageError))
+    return kind(words) if is_ours else HydroslurmError(words)

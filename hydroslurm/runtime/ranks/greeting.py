@@ -151,13 +151,14 @@ class HubGreeting:
         self._buffer += data
         if self.hello is None:
             self._read_hello()
-        elif self._said and len(self._buffer) >= _PROOF_BYTES and self.channel is None:
+        if not self._said:
+            if self.hello is not None and self._buffer:
+                raise GreetingFailed("goes on before it was answered")
+        elif len(self._buffer) >= _PROOF_BYTES and self.channel is None:
             proof, rest = self._buffer[:_PROOF_BYTES], self._buffer[_PROOF_BYTES:]
             if not hmac.compare_digest(proof, _prove(self._key, b"rank", self._said)):
                 raise GreetingFailed("does not know the key")
             self.channel = _channel(self._key, self._said, rest)
-        elif len(self._buffer) > CREDENTIAL_BYTES:
-            raise GreetingFailed("says more than it should")
 
     def _read_hello(self) -> None:
         start = self._buffer[: len(MAGIC)]

@@ -1,0 +1,404 @@
+"""The connection between ranks, as another user of the machine attacks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import wait_until
+
+import hydroslurm
+from hydroslurm.checkpoint.contents import State
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.errors import NoSecret, SaveFailed, UntrustedFile, UsageError
+from hydroslurm.runtime.gate.protocol import Action, Cause, GateState, GateStatus
+from hydroslurm.runtime.ranks.greeting import GreetingFailed, HubGreeting, RankGreeting
+from hydroslurm.runtime.ranks.host import start_hub
+from hydroslurm.runtime.ranks.search import find_hub, join_hub
+from hydroslurm.runtime.ranks.secret import KEYS, Secret, find_secret
+from hydroslurm.runtime.ranks.team import Ranks
+from hydroslurm.runtime.world import KEY_ENV, World
+from hydroslurm.slurm.munge import Munge, MungeError
+
+PACKAGE = Path(hydroslurm.__file__).parent
+
+ATTACKS = """
+    import json, socket, struct, sys, time
+    port = int(sys.argv[1])
+    def frame(body): return struct.pack(">I", len(body)) + body
+    hello = {"do": "join", "life": sys.argv[2], "rank": 1, "world_size": 2, "who": {}}
+    bodies = [
+        json.dumps({**hello, "rank": float("inf")}).encode(),
+        b"[" * 60000,
+        json.dumps(hello).encode(),
+        json.dumps({"do": "pause"}).encode(),
+        json.dumps({"do": "want", "kind": "stop", "words": "x"}).encode(),
+        json.dumps({"do": "agree", "topic": "save/1/open", "value": {"folder": "/"}}).encode(),
+    ]
+    heads = [b"", b"hydroslurm 1\\n" + b"k" + bytes(34), b"hydroslurm 1\\n" + b"m" + bytes(32)
+             + struct.pack(">H", 9) + b"MUNGE:AA:"]
+    for head in heads:
+        for body in bodies:
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=30) as line:
+                    line.sendall(head + frame(body) + frame(body))
+                    while line.recv(1 << 16):
+                        pass
+            except ConnectionError:
+                pass
+    print("all refused", flush=True)
+    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(800)]
+    print("holding", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class OpenGate:
+    """A gate that never closes: nothing here is about pausing."""
+
+    stops_at_collectives = True
+
+    def status(self) -> GateStatus:
+        return GateStatus(GateState.RUNNING, Cause(0), 0, 0, False, 0, 0, 0, 0)
+
+    def request(self, action: Action, causes: Cause) -> None:
+        assert action is Action.RESUME, "somebody has paused this rank"
+
+
+def ranks_of(life: str, world_size: int = 2) -> list[Ranks]:
+    """The ranks of one attempt, all in this process."""
+    secret = Secret("environment", secrets.token_bytes(32))
+    made = [
+        Ranks(
+            World(rank=rank, world_size=world_size, local_rank=rank, life=life),
+            OpenGate(),  # type: ignore[arg-type]
+            secret=lambda: secret,
+            tell=lambda *_: None,
+            wanted=lambda *_: pytest.fail("somebody has called a stop"),
+            warn=lambda _: None,
+        )
+        for rank in range(world_size)
+    ]
+    for one in made:
+        one.start()
+    for one in made:
+        assert one.wait_for_all(timeout_s=60)
+    return made
+
+
+def agree(ranks: list[Ranks], topic: str) -> list[Mapping[int, Any]]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda one: one.agree(topic, one.rank), ranks))
+
+
+def test_a_stranger_can_neither_end_nor_steer_nor_crowd_out(stranger: Any) -> None:
+    """All that ended, stopped or starved a job before: the ranks notice nothing of it."""
+    life = f"attacked {secrets.token_hex(4)}"
+    ranks = ranks_of(life)
+    link = ranks[0]._link
+    assert link is not None
+    port = link._connection.getpeername()[1]
+    with stranger.popen(
+        "/usr/bin/python3", "-c", textwrap.dedent(ATTACKS), str(port), life,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as attack:  # fmt: skip
+        assert attack.stdout.readline() == "all refused\n"
+        assert agree(ranks, "one") == [{0: 0, 1: 1}] * 2
+        assert attack.stdout.readline() == "holding\n"
+        assert agree(ranks, "two") == [{0: 0, 1: 1}] * 2
+        assert [one.gone for one in ranks] == [{}, {}]
+        assert not any(one.meetings.is_called or one.lost for one in ranks)
+        for one in ranks:
+            one.done = True
+            one.leave()
+        # the stranger still holds its connections: they keep nothing alive
+        wait_until(lambda: not _listens(port), "the hub to end")
+        attack.stdin.write("\n")
+
+
+def _listens(port: int) -> bool:
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
+
+
+# --- what a peer says
+# ------------------------------------------------------------------------------------------------
+
+
+class ForgingPeers:
+    """Rank 1 of two; rank 0 answers what it likes."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self, forged: Mapping[str, Any]) -> None:
+        self._forged = forged
+
+    def agree(self, topic: str, value: Any, **_: Any) -> Mapping[int, Any]:
+        what = topic.rpartition("/")[2]
+        mine = value if value is not None else {}
+        answer = (
+            {**mine, **self._forged} if what == "open" else {"failed": ["failed", "on purpose"]}
+        )
+        return {0: answer, 1: mine}
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "{victim}",
+        "../victim",
+        "victim",
+        ".",
+        "",
+        "step-000000003",
+        ".tmp-step-000000003.0123abcd.17.0123abcd.joint/../../victim",
+        ".tmp-step-000000004.0123abcd.17.0123abcd.joint",
+        17,
+        None,
+    ],
+)
+def test_a_peer_cannot_name_any_folder(folder: Any, tmp_path: Path) -> None:
+    """What is not the name of a save of this step ends the save, and no file is touched."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis.tex").write_text("years of work")
+    shutil.copytree(victim, tmp_path / "run" / "victim")
+    if isinstance(folder, str):
+        folder = folder.format(victim=victim)
+    forged = {"folder": folder, "header": "{}"}
+    store = CheckpointStore(tmp_path / "run", peers=ForgingPeers(forged))
+    with pytest.raises(SaveFailed, match="rank 0"):
+        store.write(State(shared={}, own={}), step=3, kind="manual")
+    assert (victim / "thesis.tex").read_text() == "years of work"
+    assert (tmp_path / "run" / "victim" / "thesis.tex").exists()
+
+
+# --- how the key comes to the ranks
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def munged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A daemon of MUNGE that every user of the machine can ask, as on a real cluster."""
+    program = shutil.which("munged", path=f"{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        pytest.skip("needs munged (Debian: munge)")
+    folder = Path("/tmp") / f"hs-munge-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    private = tmp_path_factory.mktemp("munge")
+    key = private / "key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    command = [program, "--foreground", "--force", f"--key-file={key}"]
+    command += [f"--socket={folder}/socket", f"--pid-file={private}/pid"]
+    command += [f"--seed-file={private}/seed", f"--log-file={private}/log"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        wait_until((folder / "socket").exists, "munged's socket")
+        yield str(folder / "socket")
+        process.terminate()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def world_of(life: str, rank: int = 0) -> World:
+    return World(rank=rank, world_size=2, local_rank=rank, life=life)
+
+
+def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_path: Path) -> None:
+    """A rank without a key gets it; a stranger with a credential of its own does not, nor does one
+    that has seen ours."""
+    life = f"munge {secrets.token_hex(4)}"
+    environ = {"HYDROSLURM_MUNGE_SOCKET": munged}
+    first, second = world_of(life), world_of(life, rank=1)
+    secret = find_secret(first, environ, folder=None)
+    assert secret.source == "munge"
+    port = start_hub(first, secret)
+    assert find_secret(second, environ, folder=None).key is None
+    found = find_hub(second, find_secret(second, environ, folder=None), ports=[port], timeout_s=30)
+    assert found.key == secret.key
+
+    code = tmp_path / "code"
+    shutil.copytree(PACKAGE, code / "hydroslurm", ignore=shutil.ignore_patterns("__pycache__"))
+    public = stranger.home / "code"
+    shutil.copytree(code, public)
+    tried = stranger.python(
+        """
+        import sys
+        from hydroslurm.runtime.ranks.search import find_hub
+        from hydroslurm.runtime.ranks.secret import find_secret
+        from hydroslurm.runtime.world import World
+        world = World(rank=1, world_size=2, local_rank=1, life=sys.argv[3])
+        secret = find_secret(world, {"HYDROSLURM_MUNGE_SOCKET": sys.argv[1]}, folder=None)
+        try:
+            found = find_hub(world, secret, ports=[int(sys.argv[2])], timeout_s=2)
+            print("has the key", found.key.hex())
+        except Exception as error:
+            print(error)
+        """,
+        munged,
+        str(port),
+        life,
+        env={"PYTHONPATH": str(public)},
+    )
+    assert "has the key" not in tried
+    assert "will not have this rank" in tried
+    found.socket.close()
+    joined = join_hub(
+        find_hub(first, secret, ports=[port], timeout_s=30), first, {"pid": os.getpid()}
+    )
+    joined.socket.close()
+
+
+def test_a_credential_counts_once_and_for_one_attempt(munged: str) -> None:
+    """One that is heard on the way opens nothing: not again, not elsewhere, not later."""
+    munge, key = Munge(munged), secrets.token_bytes(32)
+    rank = RankGreeting(attempt="one", key=None, munge=munge)
+    hub = HubGreeting()
+    hub.feed(rank.hello)
+    proof = rank.feed(hub.answer(key, attempt="one", munge=munge))
+    assert rank.key == key
+    hub.feed(proof or b"")
+    assert hub.channel is not None
+
+    again = HubGreeting()
+    again.feed(rank.hello)
+    with pytest.raises(MungeError, match=r"[Rr]eplayed"):
+        again.answer(key, attempt="one", munge=munge)
+    other = HubGreeting()
+    other.feed(RankGreeting(attempt="one", key=None, munge=munge).hello)
+    with pytest.raises(GreetingFailed, match="another attempt"):
+        other.answer(key, attempt="two", munge=munge)
+
+
+def test_a_hub_of_somebody_else_gives_no_key(munged: str) -> None:
+    """Who answers a rank without knowing its nonce, or with a key of its own making, is no hub."""
+    munge = Munge(munged)
+    rank = RankGreeting(attempt="one", key=None, munge=munge)
+    forger = HubGreeting()
+    forger.feed(RankGreeting(attempt="one", key=None, munge=munge).hello)
+    answer = forger.answer(secrets.token_bytes(32), attempt="one", munge=munge)
+    with pytest.raises(GreetingFailed, match="not the hub of this job"):
+        rank.feed(answer)
+
+
+NO_MUNGE = {"HYDROSLURM_MUNGE_SOCKET": "/nowhere/munge.socket"}
+
+
+def test_a_key_file_is_for_the_owner_only(tmp_path: Path, stranger: Any) -> None:
+    """Written with mode 0600 below the run folder, read by the other ranks, gone at the end."""
+    life = "file"
+    first = find_secret(world_of(life), NO_MUNGE, folder=tmp_path)
+    second = find_secret(world_of(life, rank=1), NO_MUNGE, folder=tmp_path)
+    assert first.source == second.source == "file"
+    (path,) = (tmp_path / KEYS).iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / KEYS).stat().st_mode & 0o777 == 0o700
+    greeting = second.greeting(life)
+    assert greeting is not None
+    assert greeting.key == first.key
+    os.chown(path, stranger.uid, stranger.gid)
+    with pytest.raises(UntrustedFile, match=f"uid {stranger.uid}"):
+        second.greeting(life)
+    first.forget()
+    assert second.greeting(life) is None
+
+
+def test_a_key_folder_of_somebody_else_is_refused(tmp_path: Path, stranger: Any) -> None:
+    """A stranger that made it beforehand could read and replace what is written there."""
+    (tmp_path / KEYS).mkdir(mode=0o777)
+    os.chown(tmp_path / KEYS, stranger.uid, stranger.gid)
+    with pytest.raises(NoSecret, match=f"belongs to uid {stranger.uid}"):
+        find_secret(world_of("planted"), NO_MUNGE, folder=tmp_path)
+
+
+def test_without_any_way_nobody_connects() -> None:
+    """Never without a key: the message says what is missing, and each thing that would help."""
+    with pytest.raises(NoSecret) as raised:
+        find_secret(world_of("nothing"), NO_MUNGE, folder=None)
+    for word in (KEY_ENV, "MUNGE", "srun --preempt", "HYDROSLURM_RUN_DIR", "munged"):
+        assert word in str(raised.value)
+
+
+def test_a_key_that_is_none_is_refused() -> None:
+    """The value is not repeated: it may be half of a real one."""
+    with pytest.raises(UsageError, match="64 hexadecimal digits") as raised:
+        find_secret(world_of("bad"), {KEY_ENV: "abc123"}, folder=None)
+    assert "abc123" not in str(raised.value)
+
+
+# --- on a real Slurm
+# ------------------------------------------------------------------------------------------------
+
+RANK = """
+import json, os, sys, time
+import hydroslurm
+world = hydroslurm.set_torch_environment()
+import torch, torch.distributed as dist
+mine = hydroslurm.install() if not hydroslurm.is_installed() else hydroslurm.controller()
+assert mine.ranks.wait_for_all(timeout_s=120)
+dist.init_process_group("gloo")
+ones = torch.ones(1)
+dist.all_reduce(ones)
+port = int(os.environ["MASTER_PORT"])
+listen = [l.split() for l in open("/proc/net/tcp").read().splitlines()[1:]]
+listen += [l.split() for l in open("/proc/net/tcp6").read().splitlines()[1:]]
+at = [l[1].split(":")[0] for l in listen if l[3] == "0A" and int(l[1].split(":")[1], 16) == port]
+cmdlines = ""
+for pid in filter(str.isdecimal, os.listdir("/proc")):
+    try:
+        cmdlines += open(f"/proc/{pid}/cmdline").read()
+    except OSError:
+        pass
+key = os.environ.get("HYDROSLURM_STEP_KEY")
+said = {"rank": world.rank, "sum": ones.item(), "port": port, "at": at,
+        "shown": bool(key) and key in cmdlines}
+dist.barrier()
+hydroslurm.uninstall()
+dist.destroy_process_group()
+print(json.dumps(said), flush=True)
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "source"),
+    [((), "munge"), (("--preempt",), "environment")],
+    ids=["plain", "preempt"],
+)
+def test_where_the_key_is_from(
+    options: tuple[str, ...], source: str, pause_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """srun alone: MUNGE; ``srun --preempt``: its environment. Torch's store listens at one
+    address, the ranks meet at a port that nobody can guess, and the key is in no command line."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    environ = {
+        **pause_cluster.child_environ(),
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HYDROSLURM_RUN_DIR": str(tmp_path / "run"),
+    }
+    done = subprocess.run(
+        ["srun", *options, "-N2", "-n2", sys.executable, str(script)],
+        env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [one["sum"] for one in said] == [2.0, 2.0]
+    assert {tuple(one["at"]) for one in said} == {("0100007F",)}
+    assert not any(one["shown"] for one in said)
+    events = (tmp_path / "run" / "events" / "rank-00000.jsonl").read_text().splitlines()
+    joined = [json.loads(line)["data"] for line in events if '"ranks_joined"' in line]
+    assert [one["key_from"] for one in joined][-1] == source
