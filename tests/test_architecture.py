@@ -18,6 +18,7 @@ BASE = {"errors", "files"}
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
+    "fence": BASE,
     "exitcodes": set(),
     "rundir": BASE,
     "supervised": set(),
@@ -31,9 +32,10 @@ MAY_IMPORT = {
     "runtime": BASE | {"events", "rundir", "registry", "pulse", "slurm.allocation", "slurm.policy"},
     "slurm": BASE | {"exitcodes"},
     "data": BASE | {"checkpoint.rng"},
-    "checkpoint": BASE | {"rundir"},
+    "checkpoint": BASE | {"rundir", "fence"},
     "session": BASE
     | {
+        "fence",
         "checkpoint",
         "data",
         "runtime",
@@ -90,6 +92,7 @@ MAY_IMPORT = {
     # inside the batch script: the plan is read, and carried out
     "supervisor": BASE
     | {
+        "fence",
         "spec",
         "slurm",
         "rundir",

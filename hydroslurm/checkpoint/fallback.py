@@ -11,6 +11,9 @@ from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
+LOOKS = 3
+"""At a folder in which another process removes what has just been listed."""
+
 
 def newest_good(
     directory: Path, *, verify: Callable[[Checkpoint], None], storage: Storage
@@ -22,6 +25,22 @@ def newest_good(
     Raises:
         CheckpointCorrupt: there are some, and none is good.
     """
+    for _ in range(LOOKS):
+        found, vanished = _look(directory, verify=verify, storage=storage)
+        if found is not None or not vanished:
+            return found
+    raise CheckpointCorrupt(
+        f"all checkpoints in {directory} were removed by another process while they were read, "
+        f"{LOOKS} times in a row"
+    )
+
+
+def _look(
+    directory: Path, *, verify: Callable[[Checkpoint], None], storage: Storage
+) -> tuple[Checkpoint | None, bool]:
+    """What is found, and whether another process has removed something meanwhile: then it has
+    committed something newer."""
+    vanished = False
     passed: list[CheckpointError] = []
     for one in reversed(look(directory, storage=storage)):
         try:
@@ -29,14 +48,16 @@ def newest_good(
                 raise one.error
             verify(one)
         except CheckpointError as error:
-            if _is_there(one.path, storage=storage):  # else: retired by another process meanwhile
+            if _is_there(one.path, storage=storage):
                 passed.append(error)
+            else:
+                vanished = True
             continue
         if passed:
             _warn(passed, one)
-        return one
-    if not passed:
-        return None
+        return one, False
+    if vanished or not passed:
+        return None, vanished
     raise CheckpointCorrupt(
         f"no checkpoint in {directory} can be loaded: {_joined(passed)}. To start "
         "from the beginning, move that folder away"

@@ -15,9 +15,11 @@ from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.errors import (
     AgreementFailed,
     CheckpointError,
+    HydroslurmError,
     RanksError,
     SaveAbandoned,
     SaveFailed,
+    StaleAttempt,
     UnsavableState,
 )
 
@@ -26,7 +28,8 @@ PATIENCE_S = 600.0
 
 KEPT = "Checkpoints that were committed before are whole"
 
-_KINDS: dict[str, type[CheckpointError]] = {
+_KINDS: dict[str, type[HydroslurmError]] = {
+    "stale": StaleAttempt,
     "unsavable": UnsavableState,
     "abandoned": SaveAbandoned,
     "failed": SaveFailed,
@@ -100,7 +103,8 @@ def raise_failures(answers: Mapping[int, Any], not_saved: str) -> None:
     if not failures:
         return
     kinds = {kind for kind, _ in failures.values()}
-    kind = kinds.pop() if len(kinds) == 1 else "failed"
+    stale = "stale" in kinds  # whatever else went wrong, nothing can be done about it
+    kind = "stale" if stale else kinds.pop() if len(kinds) == 1 else "failed"
     told = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in failures.items())
     raise _KINDS[kind](f"{not_saved} {told}. {KEPT}")
 
@@ -136,6 +140,6 @@ def _words(error: BaseException) -> str:
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror or error}{where}"
-    if isinstance(error, CheckpointError):
+    if isinstance(error, (CheckpointError, StaleAttempt)):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -34,6 +34,9 @@ _PROMISES = {
     ),
 }
 
+LOOKS = 3
+"""At a folder in which another process removes what has just been listed."""
+
 FAST_KEEP = 1
 """Checkpoints of each kind that stay on the fast tier, two in all at least as in every store. It
 is there to be quick and is small, and older states are on the durable one."""
@@ -58,6 +61,18 @@ def newest_over(*, durable: CheckpointStore, fast: CheckpointStore | None = None
     Raises:
         CheckpointCorrupt: there are some, and none is whole: starting over must be a decision.
     """
+    for _ in range(LOOKS - 1):
+        found, vanished = _look(durable, fast, is_last=False)
+        if not vanished:
+            return found
+    return _look(durable, fast, is_last=True)[0]
+
+
+def _look(
+    durable: CheckpointStore, fast: CheckpointStore | None, *, is_last: bool
+) -> tuple[Found | None, bool]:
+    """What is found, and whether others have removed what was listed before it was read: then there
+    are newer ones by now. At the last look that is an error as any other."""
     stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
     found = [
         Found(tier, store, checkpoint)
@@ -71,19 +86,23 @@ def newest_over(*, durable: CheckpointStore, fast: CheckpointStore | None = None
         try:
             one.store.verify(one.checkpoint)
         except (CheckpointError, OSError) as error:
+            if not is_last and not one.checkpoint.path.is_dir():
+                return None, True
             broken.append(f"{one.checkpoint.path} ({error})")
             continue
         newer = [path for path in unreadable if (step_of(path.name) or 0) >= one.checkpoint.step]
         broken += [f"{path} ({unreadable[path]})" for path in newer]
         _warn(broken, f"continues from {one.checkpoint.path}")
-        return one
+        return one, False
     broken += [f"{path} ({error})" for path, error in unreadable.items()]
+    if not is_last and not all(path.is_dir() for path in unreadable):
+        return None, True
     if broken:
         raise CheckpointCorrupt(
             f"no checkpoint of this run can be loaded: {', '.join(broken)}. Remove the folders to "
             "start from the beginning"
         )
-    return None
+    return None, False
 
 
 def _committed(tier: Tier, store: CheckpointStore) -> tuple[Checkpoint, ...]:

@@ -94,7 +94,7 @@ SCONTROL = """#!/bin/bash
 # Fake scontrol: writes down what it was asked; "show" prints $STATE, "requeue" prints $ANSWER and
 # fails when that is not empty, $TIMES times.
 echo "$*" >> "$CALLS"
-if [ "$1" = show ]; then echo "JobId=7 JobState=$STATE"; exit 0; fi
+if [ "$1" = show ]; then echo "JobId=7 JobState=$STATE Restarts=${RESTARTS:-0} BatchFlag=1"; exit 0; fi
 n=$(grep -c requeue "$CALLS")
 if [ -n "$ANSWER" ] && [ "$n" -le "${TIMES:-99}" ]; then echo "$ANSWER" >&2; exit 1; fi
 """
