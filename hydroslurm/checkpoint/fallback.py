@@ -40,7 +40,6 @@ def _look(
 ) -> tuple[Checkpoint | None, bool]:
     """What is found, and whether another process has removed something meanwhile: then it has
     committed something newer."""
-    vanished = False
     passed: list[CheckpointError] = []
     for one in reversed(look(directory, storage=storage)):
         try:
@@ -48,16 +47,15 @@ def _look(
                 raise one.error
             verify(one)
         except CheckpointError as error:
-            if _is_there(one.path, storage=storage):
-                passed.append(error)
-            else:
-                vanished = True
+            if not _is_there(one.path, storage=storage):
+                return None, True
+            passed.append(error)
             continue
         if passed:
             _warn(passed, one)
         return one, False
-    if vanished or not passed:
-        return None, vanished
+    if not passed:
+        return None, False
     raise CheckpointCorrupt(
         f"no checkpoint in {directory} can be loaded: {_joined(passed)}. To start "
         "from the beginning, move that folder away"

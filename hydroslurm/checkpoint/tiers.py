@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
+from hydroslurm.checkpoint.catalog import Problem
 from hydroslurm.checkpoint.folders import step_of
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
@@ -74,13 +73,12 @@ def _look(
     """What is found, and whether others have removed what was listed before it was read: then there
     are newer ones by now. At the last look that is an error as any other."""
     stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
-    found = [
-        Found(tier, store, checkpoint)
-        for tier, store in stores.items()
-        for checkpoint in _committed(tier, store)
-    ]
+    seen = [(tier, store, one) for tier, store in stores.items() for one in _list(tier, store)]
+    unreadable = {one.path: one.error for _, _, one in seen if isinstance(one, Problem)}
+    if not is_last and not all(path.is_dir() for path in unreadable):
+        return None, True
+    found = [Found(tier, store, one) for tier, store, one in seen if isinstance(one, Checkpoint)]
     found.sort(key=lambda one: (one.checkpoint.manifest.step, one.tier is Tier.FAST), reverse=True)
-    unreadable = {path: error for store in stores.values() for path, error in _unreadable(store)}
     broken: list[str] = []
     for one in found:
         try:
@@ -95,8 +93,6 @@ def _look(
         _warn(broken, f"continues from {one.checkpoint.path}")
         return one, False
     broken += [f"{path} ({error})" for path, error in unreadable.items()]
-    if not is_last and not all(path.is_dir() for path in unreadable):
-        return None, True
     if broken:
         raise CheckpointCorrupt(
             f"no checkpoint of this run can be loaded: {', '.join(broken)}. Remove the folders to "
@@ -105,23 +101,16 @@ def _look(
     return None, False
 
 
-def _committed(tier: Tier, store: CheckpointStore) -> tuple[Checkpoint, ...]:
-    """A fast tier that cannot be read is as good as an empty one; a durable one is not."""
+def _list(tier: Tier, store: CheckpointStore) -> list[Checkpoint | Problem]:
+    """All of one tier, with one look: what goes between two would be in neither list. A fast tier
+    that cannot be read is as good as an empty one; a durable one is not."""
     try:
-        return store.committed()
+        return store.look()
     except (CheckpointError, OSError) as error:
         if tier is Tier.DURABLE:
             raise
         _warn([f"the fast tier ({error})"], "looks at the durable one only")
-        return ()
-
-
-def _unreadable(store: CheckpointStore) -> Iterable[tuple[Path, CheckpointError]]:
-    """Folders named like a checkpoint whose manifest is gone or damaged."""
-    try:
-        return store.problems().items()
-    except OSError:
-        return ()
+        return []
 
 
 def _warn(broken: list[str], instead: str) -> None:
