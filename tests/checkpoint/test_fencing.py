@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint.faulty import CountingStorage
-from checkpoint.states import holds, state_of
+from checkpoint.states import holds, revoked_from_anybody, state_of
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.fallback import newest_good
@@ -77,7 +77,7 @@ def test_a_claim_at_any_call_of_a_save_decides_it(tmp_path: Path) -> None:
         old_fence.claim()
         # an older attempt is another process; of our own saves revoking keeps off
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(folders, "revoked", _revoked_from_anybody)
+            patch.setattr(folders, "revoked", revoked_from_anybody)
             stale = False
             try:
                 old.write(state_of(1), step=1, kind="periodic")
@@ -90,13 +90,6 @@ def test_a_claim_at_any_call_of_a_save_decides_it(tmp_path: Path) -> None:
         left = [name for name in names(folder / "c") if not name.startswith("step-")]
         assert not left, f"at call {at}: {left}"
     assert at > 20
-
-
-def _revoked_from_anybody(unfinished: Path) -> Path | None:
-    found = folders._LEFTOVER.fullmatch(unfinished.name)
-    if found is None or found[1] != "tmp":
-        return None
-    return folders._mine(unfinished.parent, "old", f"step-{found[2]}")
 
 
 def test_revoking_keeps_off_our_own_saves_and_all_that_is_committed(tmp_path: Path) -> None:
