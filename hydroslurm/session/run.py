@@ -297,8 +297,7 @@ class Run:
             self._saver.reserve(state)
         if stop is not None:
             self._stop(stop)
-        with self._leaving_when_stale():
-            self._saver.poll()
+        self._poll()
         if self._is_due():
             self._last_save_s = time.monotonic()
             step = self._completed_step()
@@ -421,6 +420,20 @@ class Run:
     def _stop(self, request: StopRequest) -> None:
         with self._leaving_when_stale():
             raise self._stopping.obey(request, step=self._completed_step(), save_by=self._save_by)
+
+    def _poll(self) -> None:
+        """What became of saves in the background. Ranks hear at different steps that a newer
+        attempt has begun, and one that simply left would leave the others in a collective: they
+        stop together, as for a signal."""
+        if self._company.world_size == 1:
+            with self._leaving_when_stale():
+                self._saver.poll()
+            return
+        try:
+            self._saver.poll()
+        except StaleAttempt as error:
+            self._say(str(error))
+            self._controller.request_stop()
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
