@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -200,3 +201,37 @@ def test_what_vanishes_while_it_is_looked_for_is_looked_for_again(way: str, tmp_
         assert ways[way]() >= last, f"at call {at}"
         total = len(disk.calls)
     assert at > 5
+
+
+def test_a_claim_at_any_call_of_retention_leaves_what_the_newer_one_chooses(tmp_path: Path) -> None:
+    """Whatever call of an older attempt's retention a newer one claims and chooses at: it loads."""
+    total, at = 1, 0
+    while at < total:
+        at += 1
+        folder = tmp_path / str(at)
+        new, new_fence = fenced(folder)
+        chosen: list[int] = []
+
+        def take_over(  # type: ignore[no-untyped-def]
+            n: int, _: str, at: int = at, new=new, new_fence=new_fence, chosen=chosen
+        ) -> None:
+            if n == at:
+                new_fence.claim()
+                found = newest_over(durable=new)
+                assert found is not None
+                new.pin(found.checkpoint)
+                chosen.append(found.checkpoint.step)
+
+        disk = CountingStorage(take_over)
+        old, old_fence = fenced(folder, disk)
+        old_fence.claim()
+        for step in (1, 2, 3, 4):
+            fenced(folder)[0].write(state_of(step), step=step, kind="periodic")
+        with new.pinning():
+            with contextlib.suppress(StaleAttempt):
+                old.prune(keep=1, keep_stop=0)
+            total = max(total, len(disk.calls))
+            assert chosen == [4], f"at call {at}"
+            assert holds(new, new.committed()[-1], 4)
+            assert len(new.committed()) >= 2
+    assert at > 10
