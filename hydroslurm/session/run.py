@@ -29,6 +29,7 @@ from hydroslurm.errors import (
     HydroslurmError,
     RanksError,
     RunEnded,
+    SaveFailed,
     StaleAttempt,
     UsageError,
 )
@@ -454,7 +455,11 @@ class Run:
         if done is None:
             claim = self._fence.claim()
             for store in self._written_stores():
-                store.revoke_others()
+                try:
+                    store.revoke_others()
+                except SaveFailed:  # a fast tier that cannot be used costs no start
+                    if store is not self._fast:
+                        raise
             done = finished.step_of(self.dir)  # an older attempt may have been about to write it
         return {"finished": done, "claim": claim}
 
