@@ -39,6 +39,7 @@
     |-- ProfileError               a report of nsys that is none, or that cannot be read
     |   `-- NsysMissing            it has to be exported first, and there is no nsys here
     |-- RunEnded                   a budget is spent, or lives pass without progress
+    |-- StaleAttempt               a newer attempt of the run holds its folder, or its job
     `-- ClusterError               the dev cluster could not be started, reached or stopped
     UsageError (ValueError)        the caller's own mistake: a wrong argument or value
 
@@ -219,6 +220,10 @@ class NsysMissing(ProfileError):
 
 class RunEnded(HydroslurmError):
     """The run must not go on: a budget is spent, or lives pass without progress."""
+
+
+class StaleAttempt(HydroslurmError):
+    """A newer attempt of the run has begun: this one may not write, nor requeue the job."""
 
 
 class ClusterError(HydroslurmError):

@@ -13,6 +13,7 @@
   events/pulse.json            the step that the first rank is at, written over every few seconds
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   epochs/step-000001234/       the same of a JobRunner, after each epoch
+  claim.json                   the newest attempt: no older one writes here any more
   lives.jsonl                  one line when a life begins, one when it ends, and why
   finished.json                the training is done: a restart leaves at once
   logs/                        submitit's files and stdout/stderr per task, appended over requeues
@@ -105,6 +106,11 @@ class RunDir:
     def from_epoch(self, epoch: int) -> RunDir:
         """The run of a job that went back to an epoch of this one."""
         return RunDir(self.root / f"from-epoch-{epoch:09d}")
+
+    @property
+    def claim_json(self) -> Path:
+        """Which attempt holds the folder."""
+        return self.root / "claim.json"
 
     @property
     def lives_jsonl(self) -> Path:

@@ -18,6 +18,7 @@ BASE = {"errors", "files"}
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
+    "fence": BASE,
     "exitcodes": set(),
     "rundir": BASE,
     "supervised": set(),
@@ -40,9 +41,10 @@ MAY_IMPORT = {
     },
     "slurm": BASE | {"exitcodes"},
     "data": BASE | {"checkpoint.rng"},
-    "checkpoint": BASE | {"rundir"},
+    "checkpoint": BASE | {"rundir", "fence"},
     "session": BASE
     | {
+        "fence",
         "checkpoint",
         "data",
         "runtime",
@@ -103,6 +105,7 @@ MAY_IMPORT = {
     # inside the batch script: the plan is read, and carried out
     "supervisor": BASE
     | {
+        "fence",
         "spec",
         "slurm",
         "rundir",

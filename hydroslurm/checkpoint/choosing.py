@@ -99,6 +99,7 @@ class _Choice:
         try:
             for one in self._candidates:
                 if isinstance(one, Checkpoint):
+                    self._store.pin(one)
                     text = one.manifest.to_json()
                     return {"broken": broken, "name": one.path.name, "manifest": text}
                 broken.append(f"{one.path} ({one.error})")

@@ -34,6 +34,7 @@ def commit(
     temporary: Path,
     fill: Callable[[Path, ThreadPoolExecutor], Manifest],
     is_whole: Callable[[], bool],
+    may_commit: Callable[[], None],
     storage: Storage,
 ) -> Manifest | None:
     """Make a checkpoint at ``target``.
@@ -42,6 +43,7 @@ def commit(
         fill: writes and fsyncs the parts into the folder it is given, computing their checksums in
             the thread it is given, and describes them.
         is_whole: whether a good checkpoint is at ``target`` by now; asked when the name is taken.
+        may_commit: called before the last rename, which it can prevent by raising.
 
     Returns:
         Its manifest; None when another process committed the same step before.
@@ -60,6 +62,7 @@ def commit(
             write_whole(draft, described.to_json().encode(), storage=storage, hasher=hasher)
         storage.rename(draft, temporary / manifest.NAME)
         storage.fsync_dir(temporary)
+        may_commit()
         ours = move_into_place(temporary, target, is_whole=is_whole, storage=storage)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -102,6 +105,26 @@ def remove_leftovers(directory: Path, *, storage: Storage) -> None:
         with contextlib.suppress(FileNotFoundError):
             if folders.is_leftover(path, now_epoch_s=now_epoch_s):
                 remove_tree(path, storage=storage)
+
+
+def revoke(directory: Path, *, storage: Storage) -> None:
+    """Take the folders of unfinished saves from all other processes, for good.
+
+    Done by a new attempt once its claim is in place. An older one that looked at the claim before,
+    and was stopped between the look and its last rename, finds nothing to rename when it wakes up:
+    what was committed before this call is there, and nothing is committed after it.
+    """
+    try:
+        names = storage.listdir(directory)
+    except FileNotFoundError:
+        return
+    for name in names:
+        taken = folders.revoked(directory / name)
+        if taken is not None:
+            with contextlib.suppress(FileNotFoundError):  # its owner was quicker
+                storage.rename(directory / name, taken)
+                with contextlib.suppress(OSError):  # retention tries again
+                    remove_tree(taken, storage=storage)
 
 
 def make_dirs(path: Path, *, storage: Storage) -> None:

@@ -11,6 +11,9 @@ from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
+LOOKS = 3
+"""At a folder in which another process removes what has just been listed."""
+
 
 def newest_good(
     directory: Path, *, verify: Callable[[Checkpoint], None], storage: Storage
@@ -22,6 +25,21 @@ def newest_good(
     Raises:
         CheckpointCorrupt: there are some, and none is good.
     """
+    for _ in range(LOOKS):
+        found, vanished = _look(directory, verify=verify, storage=storage)
+        if found is not None or not vanished:
+            return found
+    raise CheckpointCorrupt(
+        f"all checkpoints in {directory} were removed by another process while they were read, "
+        f"{LOOKS} times in a row"
+    )
+
+
+def _look(
+    directory: Path, *, verify: Callable[[Checkpoint], None], storage: Storage
+) -> tuple[Checkpoint | None, bool]:
+    """What is found, and whether another process has removed something meanwhile: then it has
+    committed something newer."""
     passed: list[CheckpointError] = []
     for one in reversed(look(directory, storage=storage)):
         try:
@@ -29,14 +47,15 @@ def newest_good(
                 raise one.error
             verify(one)
         except CheckpointError as error:
-            if _is_there(one.path, storage=storage):  # else: retired by another process meanwhile
-                passed.append(error)
+            if not _is_there(one.path, storage=storage):
+                return None, True
+            passed.append(error)
             continue
         if passed:
             _warn(passed, one)
-        return one
+        return one, False
     if not passed:
-        return None
+        return None, False
     raise CheckpointCorrupt(
         f"no checkpoint in {directory} can be loaded: {_joined(passed)}. To start "
         "from the beginning, move that folder away"

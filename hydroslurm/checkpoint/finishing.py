@@ -45,9 +45,17 @@ class Acknowledged:
 
 
 def finish(
-    save: Acknowledged, *, rank: int, is_good: Callable[[Checkpoint], bool], storage: Storage
+    save: Acknowledged,
+    *,
+    rank: int,
+    is_good: Callable[[Checkpoint], bool],
+    may_commit: Callable[[], None],
+    storage: Storage,
 ) -> Manifest:
     """Commit, unless that has been done already; the manifest of what is there then.
+
+    Args:
+        may_commit: called before each try, which it can prevent by raising.
 
     Raises:
         OSError: a call failed. CheckpointCorrupt: a part is not what its rank has acknowledged.
@@ -56,6 +64,7 @@ def finish(
     for attempt in range(commit.ATTEMPTS):
         if there is not None:
             break
+        may_commit()
         try:
             there = _move(save, rank=rank, is_good=is_good, storage=storage)
         except FileNotFoundError:  # somebody else has moved the folder, or took our draft away

@@ -4,6 +4,7 @@ step-000001234/                               committed: the only name that is e
 .tmp-step-000001234.<place>.<pid>.<random>/   being written, or left by a save that was killed
 .tmp-step-000001234.<place>.<pid>.<random>.joint/   the same of several ranks; the first named it
 .old-step-000001234.<place>.<pid>.<random>/   being removed
+.pin-step-000001234.<place>.<pid>.<random>/   empty: that step is being loaded, and is not to go
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ JOINT_STALE_S = 600.0
 to finish the commit, from other machines. That takes them some calls, and not minutes."""
 
 _STEP = re.compile(r"step-(\d{9,})")
-_LEFTOVER = re.compile(r"\.(tmp|old)-step-\d{9,}\.([0-9a-f]{8})\.(\d+)\.[0-9a-f]+(\.joint)?")
+_LEFTOVER = re.compile(r"\.(tmp|old|pin)-step-(\d{9,})\.([0-9a-f]{8})\.(\d+)\.[0-9a-f]+(\.joint)?")
 
 
 def of_step(directory: Path, step: int) -> Path:
@@ -60,8 +61,30 @@ def condemned(path: Path) -> Path:
     return _mine(path.parent, "old", path.name)
 
 
+def revoked(unfinished: Path) -> Path | None:
+    """What the folder of an unfinished save is called when it is taken from its owner; None for all
+    other names, and for our own saves."""
+    match = _LEFTOVER.fullmatch(unfinished.name)
+    if match is None or match[1] != "tmp":
+        return None
+    if match[3] == place() and int(match[4]) == os.getpid():
+        return None
+    return _mine(unfinished.parent, "old", f"step-{match[2]}")
+
+
+def pin(path: Path) -> Path:
+    """A name that says that this process is loading a checkpoint."""
+    return _mine(path.parent, "pin", path.name)
+
+
+def pinned_step(name: str) -> int | None:
+    """The step of a pin's name, None for all other names."""
+    match = _LEFTOVER.fullmatch(name)
+    return int(match[2]) if match and match[1] == "pin" else None
+
+
 def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
-    """Whether nobody works on a ``.tmp-`` or ``.old-`` folder any more.
+    """Whether nobody works on a ``.tmp-``, ``.old-`` or ``.pin-`` folder any more.
 
     A process of this machine is asked for by its number; of one elsewhere the age decides. Of a
     joint save the death of the process that named it is not enough: it must have been left alone
@@ -73,8 +96,8 @@ def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
     match = _LEFTOVER.fullmatch(path.name)
     if match is None:
         return False
-    here, joint = match[2] == place(), match[4] is not None
-    if here and (int(match[3]) == os.getpid() or _is_alive(int(match[3]))):
+    here, joint = match[3] == place(), match[5] is not None
+    if here and (int(match[4]) == os.getpid() or _is_alive(int(match[4]))):
         return False
     if here and not joint:
         return True

@@ -38,7 +38,7 @@ from hydroslurm.checkpoint.meeting import (
 from hydroslurm.checkpoint.parts import hashing
 from hydroslurm.checkpoint.portion import Portion, held_by
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed
+from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
 
 class JointSave:
@@ -52,6 +52,7 @@ class JointSave:
         storage: Storage,
         checker: Checker,
         chunk_bytes: int,
+        may_commit: Callable[[], None],
         written: Callable[[], None] | None = None,
     ) -> None:
         self._directory = directory
@@ -59,6 +60,7 @@ class JointSave:
         self._storage = storage
         self._checker = checker
         self._chunk_bytes = chunk_bytes
+        self._may_commit = may_commit
         self._written = written
         self._rank = meeting.peers.rank
         self._target = folders.of_step(directory, meeting.step)
@@ -131,6 +133,7 @@ class JointSave:
 
     def _propose(self, folder: Path, header: Manifest) -> dict[str, Any]:
         """The checkpoint that is there, or the folder for a new one, made."""
+        self._may_commit()
         found = self._checker.good_at(self._target)
         if found is not None:
             self._storage.fsync_dir(self._directory)
@@ -159,7 +162,7 @@ class JointSave:
             answer = {"index": [entry.size_bytes, entry.checksum], "took_s": took_s}
         except BaseException as error:
             stray = None if isinstance(error, Exception) else error
-            answer = failed(error)
+            answer = self._failed(error)
         try:
             return self._meeting.agree_before_commit("written", answer)
         except CheckpointError as error:
@@ -190,11 +193,22 @@ class JointSave:
                 acknowledged,
                 rank=self._rank,
                 is_good=self._checker.is_good,
+                may_commit=self._may_commit,
                 storage=self._storage,
             )
         except Exception as error:
-            return failed(error)
+            return self._failed(error)
         return {"manifest": found.to_json()}
+
+    def _failed(self, error: BaseException) -> dict[str, Any]:
+        """An I/O error may be that a newer attempt has taken the folder away."""
+        if isinstance(error, OSError):
+            with contextlib.suppress(OSError):
+                try:
+                    self._may_commit()
+                except StaleAttempt as stale:
+                    error = stale
+        return failed(error)
 
     def _not_known(self, error: RanksError) -> SaveFailed:
         return SaveFailed(
@@ -216,7 +230,7 @@ class JointSave:
         """
         try:
             yield
-        except CheckpointError as error:
+        except (CheckpointError, StaleAttempt) as error:
             decided = not isinstance(error.__cause__, RanksError) or isinstance(
                 error.__cause__, AgreementFailed
             )

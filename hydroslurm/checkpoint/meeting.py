@@ -15,9 +15,11 @@ from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.errors import (
     AgreementFailed,
     CheckpointError,
+    HydroslurmError,
     RanksError,
     SaveAbandoned,
     SaveFailed,
+    StaleAttempt,
     UnsavableState,
 )
 
@@ -26,7 +28,8 @@ PATIENCE_S = 600.0
 
 KEPT = "Checkpoints that were committed before are whole"
 
-_KINDS: dict[str, type[CheckpointError]] = {
+_KINDS: dict[str, type[HydroslurmError]] = {
+    "stale": StaleAttempt,
     "unsavable": UnsavableState,
     "abandoned": SaveAbandoned,
     "failed": SaveFailed,
@@ -126,12 +129,14 @@ def raise_failures(answers: Mapping[int, Any], not_saved: str) -> None:
     if not failures:
         return
     kinds = {kind for kind, _ in failures.values()}
-    kind = kinds.pop() if len(kinds) == 1 else SaveFailed
+    # whatever else went wrong, nothing can be done about a newer attempt
+    first = StaleAttempt if StaleAttempt in kinds else next(iter(kinds))
+    kind = first if first is StaleAttempt or len(kinds) == 1 else SaveFailed
     told = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in failures.items())
     raise kind(f"{not_saved} {told}. {KEPT}")
 
 
-def _failure(told: Any) -> tuple[type[CheckpointError], str]:
+def _failure(told: Any) -> tuple[type[HydroslurmError], str]:
     if not (isinstance(told, list) and len(told) == 2 and isinstance(told[0], str)):
         return SaveFailed, f"failed, and does not say why ({_short(told)})"
     return _KINDS.get(told[0], SaveFailed), str(told[1])
@@ -168,6 +173,6 @@ def _words(error: BaseException) -> str:
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror or error}{where}"
-    if isinstance(error, CheckpointError):
+    if isinstance(error, (CheckpointError, StaleAttempt)):
         return str(error)
     return f"{type(error).__name__}: {error}"

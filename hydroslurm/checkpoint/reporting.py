@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Literal
 
-from hydroslurm.errors import CheckpointError, SaveAbandoned, SaveFailed
+from hydroslurm.errors import CheckpointError, SaveAbandoned, SaveFailed, StaleAttempt
 
 
 def report(
@@ -19,10 +19,14 @@ def report(
 
     Raises:
         SaveFailed: a save failed and ``on_save_error`` is "fail"; else that is a RuntimeWarning.
+        StaleAttempt: no save of this attempt will ever be committed again.
     """
     failures = [one for one in failures if not isinstance(one, SaveAbandoned)]
     for problem in problems:
         _warn(problem)
+    for failure in failures:
+        if isinstance(failure, StaleAttempt):
+            raise failure
     if not failures:
         return
     message = (
@@ -36,7 +40,7 @@ def report(
 
 def as_checkpoint_error(failure: BaseException, step: int) -> BaseException:
     """The failure itself when it says what is wrong with the checkpoint."""
-    if isinstance(failure, CheckpointError):
+    if isinstance(failure, (CheckpointError, StaleAttempt)):
         return failure
     error = SaveFailed(f"step {step} was not saved: {type(failure).__name__}: {failure}")
     error.__cause__ = failure

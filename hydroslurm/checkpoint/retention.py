@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
-from hydroslurm.checkpoint import commit
+from hydroslurm.checkpoint import commit, folders
 from hydroslurm.checkpoint.catalog import Checkpoint, beyond, look
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.storage import Storage
@@ -13,20 +15,30 @@ from hydroslurm.errors import CheckpointError
 
 
 def prune(
-    directory: Path, *, keep: int, keep_stop: int, checker: Checker, storage: Storage
+    directory: Path,
+    *,
+    keep: int,
+    keep_stop: int,
+    checker: Checker,
+    may_prune: Callable[[], None],
+    storage: Storage,
 ) -> tuple[Path, ...]:
     """Remove older checkpoints, and what killed saves left; the checkpoints that were removed.
 
     ``keep`` of all kinds but "stop" and ``keep_stop`` of that one stay; at least two in all, and
-    the newest good one whatever its age. A failure costs a RuntimeWarning.
+    the newest good one whatever its age, and what is being loaded. A failure costs a
+    RuntimeWarning. ``may_prune`` is called before each, and ends it by raising.
     """
     removed: list[Path] = []
     try:
         for one in _dispensable(
             directory, keep=keep, keep_stop=keep_stop, checker=checker, storage=storage
         ):
-            commit.remove(one.path, storage=storage)
-            removed.append(one.path)
+            may_prune()
+            if one.step not in _pinned_steps(directory, storage=storage):
+                commit.remove(one.path, storage=storage)
+                removed.append(one.path)
+        may_prune()
         commit.remove_leftovers(directory, storage=storage)
     except (OSError, CheckpointError) as error:
         warnings.warn(
@@ -47,3 +59,21 @@ def _dispensable(
         if checker.is_good(one):
             return [other for other in rest if other != one]
     return []
+
+
+def _pinned_steps(directory: Path, *, storage: Storage) -> set[int]:
+    """The steps that somebody is loading. A pin is one more leftover when its process is gone."""
+    now_epoch_s = time.time()
+    return {
+        step
+        for name in storage.listdir(directory)
+        if (step := folders.pinned_step(name)) is not None
+        and not _is_gone(directory / name, now_epoch_s=now_epoch_s)
+    }
+
+
+def _is_gone(pin: Path, *, now_epoch_s: float) -> bool:
+    try:
+        return folders.is_leftover(pin, now_epoch_s=now_epoch_s)
+    except FileNotFoundError:  # loaded just now
+        return True

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.storage import LocalStorage, Storage
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
+from hydroslurm.fence import Fence
 
 __all__ = ["Checkpoint", "CheckpointStore", "State"]
 
@@ -39,6 +40,7 @@ class CheckpointStore:
         *,
         storage: Storage | None = None,
         peers: Peers | None = None,
+        fence: Fence | None = None,
         patience_s: float = PATIENCE_S,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
@@ -46,12 +48,15 @@ class CheckpointStore:
 
         Args:
             peers: the ranks that save together, into a folder that all of them see; None: alone.
+            fence: of the run that it belongs to; a newer attempt of that one ends all writing.
             patience_s: how long :meth:`write` waits for them at each of its agreements.
         """
         self.directory = directory
         self._storage = LocalStorage() if storage is None else storage
         self._peers = None if peers is None or peers.world_size == 1 else peers
         self._rank = 0 if self._peers is None else self._peers.rank
+        self._fence = fence
+        self._pins: dict[Path, Path] | None = None
         self._patience_s = patience_s
         self._chunk_bytes = chunk_bytes
         self._checker = Checker(self._storage)
@@ -94,6 +99,7 @@ class CheckpointStore:
             UnsavableState: nothing was written.
             SaveAbandoned: ``cancel`` was set. What was committed before is whole.
             SaveFailed: an I/O call failed, or a rank is gone. What was committed before is whole.
+            StaleAttempt: a newer attempt holds the folder of the run. The same.
         """
         begun_s = time.monotonic()
         header = manifest.begun(
@@ -113,6 +119,7 @@ class CheckpointStore:
                 storage=self._storage,
                 checker=self._checker,
                 chunk_bytes=self._chunk_bytes,
+                may_commit=lambda: self._check_fence(f"the save of step {step}"),
                 written=written,
             )
             return save.run(state, header)
@@ -151,7 +158,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointCorrupt: a file of ``source`` is not what was written there.
-            SaveAbandoned, SaveFailed: as in :meth:`write`.
+            SaveAbandoned, SaveFailed, StaleAttempt: as in :meth:`write`.
         """
 
         def fill(folder: Path, hasher: ThreadPoolExecutor) -> Manifest:
@@ -196,6 +203,7 @@ class CheckpointStore:
             CheckpointTooNew: its manifest is one from the future by now.
             SaveAbandoned: ``cancel`` was set.
         """
+        self.pin(checkpoint)
         self._checker.verify(checkpoint, cancel=cancel)
 
     def glance(self, checkpoint: Checkpoint) -> None:
@@ -225,16 +233,18 @@ class CheckpointStore:
             CheckpointCorrupt: a file is not what was written.
             CheckpointMissing: there is nothing of a name in ``only``; says what there is.
         """
-        if verify:
-            self.verify(checkpoint)
-        return contents.read_contents(
-            checkpoint.path,
-            checkpoint.manifest.files,
-            storage=self._storage,
-            rank=self._rank,
-            only=only,
-            like=like,
-        )
+        with self.pinning():
+            self.pin(checkpoint)
+            if verify:
+                self.verify(checkpoint)
+            return contents.read_contents(
+                checkpoint.path,
+                checkpoint.manifest.files,
+                storage=self._storage,
+                rank=self._rank,
+                only=only,
+                like=like,
+            )
 
     def load_own(self, checkpoint: Checkpoint, rank: int) -> Mapping[str, Any]:
         """What was one saved rank's own; verifies nothing.
@@ -246,6 +256,48 @@ class CheckpointStore:
         return contents.read_own(
             checkpoint.path, checkpoint.manifest.files, storage=self._storage, rank=rank
         )
+
+    @contextmanager
+    def pinning(self) -> Iterator[None]:
+        """What is pinned or verified within it is not removed by anybody's retention before its
+        end: for the time between choosing a checkpoint and having loaded it."""
+        if self._pins is not None:  # within another one, which lasts longer
+            yield
+            return
+        self._pins = {}
+        try:
+            yield
+        finally:
+            pins, self._pins = self._pins, None
+            for pin in pins.values():
+                with suppress(OSError):
+                    self._storage.rmdir(pin)
+
+    def pin(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint until the end of :meth:`pinning`; outside of one this does nothing. Who
+        may only read the folder cannot, and takes the chance."""
+        path = checkpoint.path
+        if self._pins is None or path in self._pins or folders.step_of(path.name) is None:
+            return
+        pin = folders.pin(path)
+        with suppress(OSError):
+            self._storage.mkdir(pin)
+            self._pins[path] = pin
+
+    def revoke_others(self) -> None:
+        """End all saves of other processes: see ``commit.revoke``. For an attempt that has claimed
+        the run's folder.
+
+        Raises:
+            SaveFailed: one of their folders cannot be taken away.
+        """
+        try:
+            commit.revoke(self.directory, storage=self._storage)
+        except OSError as error:
+            raise SaveFailed(
+                f"unfinished saves of an earlier attempt in {self.directory} cannot be removed: "
+                f"{error.strerror or error}. They may be written to still"
+            ) from error
 
     def newest_good(self) -> Checkpoint | None:
         """The newest that verifies; None when there is none at all.
@@ -278,14 +330,21 @@ class CheckpointStore:
             keep=keep,
             keep_stop=keep_stop,
             checker=self._checker,
+            may_prune=lambda: self._check_fence(f"removing old checkpoints of {self.directory}"),
             storage=self._storage,
         )
+
+    def _check_fence(self, what: str) -> None:
+        if self._fence is not None:
+            self._fence.check(what)
 
     def _commit(
         self, step: int, fill: Callable[[Path, ThreadPoolExecutor], Manifest]
     ) -> Checkpoint:
         target = folders.of_step(self.directory, step)
+        what = f"the save of step {step}"
         with self._failing_as_save(step):
+            self._check_fence(what)
             there = self._checker.good_at(target)
             if there is not None:
                 # who committed it may have been killed before its last call
@@ -296,6 +355,7 @@ class CheckpointStore:
                 temporary=folders.temporary(self.directory, step),
                 fill=fill,
                 is_whole=lambda: self._checker.good_at(target) is not None,
+                may_commit=lambda: self._check_fence(what),
                 storage=self._storage,
             )
             done = Checkpoint(target, written or read_manifest(target, storage=self._storage))
@@ -307,6 +367,8 @@ class CheckpointStore:
         try:
             yield
         except OSError as error:
+            with suppress(OSError):  # a newer attempt takes the folders of our saves away
+                self._check_fence(f"the save of step {step}")
             where = f" ({error.filename})" if error.filename else ""
             raise SaveFailed(
                 f"step {step} could not be saved to {self.directory}: "

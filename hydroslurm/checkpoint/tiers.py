@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
+from hydroslurm.checkpoint.catalog import Problem
 from hydroslurm.checkpoint.folders import step_of
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
@@ -34,6 +33,9 @@ _PROMISES = {
     ),
 }
 
+LOOKS = 3
+"""At a folder in which another process removes what has just been listed."""
+
 FAST_KEEP = 1
 """Checkpoints of each kind that stay on the fast tier, two in all at least as in every store. It
 is there to be quick and is small, and older states are on the durable one."""
@@ -58,51 +60,57 @@ def newest_over(*, durable: CheckpointStore, fast: CheckpointStore | None = None
     Raises:
         CheckpointCorrupt: there are some, and none is whole: starting over must be a decision.
     """
+    for _ in range(LOOKS - 1):
+        found, vanished = _look(durable, fast, is_last=False)
+        if not vanished:
+            return found
+    return _look(durable, fast, is_last=True)[0]
+
+
+def _look(
+    durable: CheckpointStore, fast: CheckpointStore | None, *, is_last: bool
+) -> tuple[Found | None, bool]:
+    """What is found, and whether others have removed what was listed before it was read: then there
+    are newer ones by now. At the last look that is an error as any other."""
     stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
-    found = [
-        Found(tier, store, checkpoint)
-        for tier, store in stores.items()
-        for checkpoint in _committed(tier, store)
-    ]
+    seen = [(tier, store, one) for tier, store in stores.items() for one in _list(tier, store)]
+    unreadable = {one.path: one.error for _, _, one in seen if isinstance(one, Problem)}
+    if not is_last and not all(path.is_dir() for path in unreadable):
+        return None, True
+    found = [Found(tier, store, one) for tier, store, one in seen if isinstance(one, Checkpoint)]
     found.sort(key=lambda one: (one.checkpoint.manifest.step, one.tier is Tier.FAST), reverse=True)
-    unreadable = {path: error for store in stores.values() for path, error in _unreadable(store)}
     broken: list[str] = []
     for one in found:
         try:
             one.store.verify(one.checkpoint)
         except (CheckpointError, OSError) as error:
+            if not is_last and not one.checkpoint.path.is_dir():
+                return None, True
             broken.append(f"{one.checkpoint.path} ({error})")
             continue
         newer = [path for path in unreadable if (step_of(path.name) or 0) >= one.checkpoint.step]
         broken += [f"{path} ({unreadable[path]})" for path in newer]
         _warn(broken, f"continues from {one.checkpoint.path}")
-        return one
+        return one, False
     broken += [f"{path} ({error})" for path, error in unreadable.items()]
     if broken:
         raise CheckpointCorrupt(
             f"no checkpoint of this run can be loaded: {', '.join(broken)}. Remove the folders to "
             "start from the beginning"
         )
-    return None
+    return None, False
 
 
-def _committed(tier: Tier, store: CheckpointStore) -> tuple[Checkpoint, ...]:
-    """A fast tier that cannot be read is as good as an empty one; a durable one is not."""
+def _list(tier: Tier, store: CheckpointStore) -> list[Checkpoint | Problem]:
+    """All of one tier, with one look: what goes between two would be in neither list. A fast tier
+    that cannot be read is as good as an empty one; a durable one is not."""
     try:
-        return store.committed()
+        return store.look()
     except (CheckpointError, OSError) as error:
         if tier is Tier.DURABLE:
             raise
         _warn([f"the fast tier ({error})"], "looks at the durable one only")
-        return ()
-
-
-def _unreadable(store: CheckpointStore) -> Iterable[tuple[Path, CheckpointError]]:
-    """Folders named like a checkpoint whose manifest is gone or damaged."""
-    try:
-        return store.problems().items()
-    except OSError:
-        return ()
+        return []
 
 
 def _warn(broken: list[str], instead: str) -> None:

@@ -119,7 +119,8 @@ def requeue_lines() -> list[str]:
     before its Run was there, while it was importing; inside a grace Slurm 22.05 would then take the
     job for failed. A cancelled job must not be requeued (Slurm would do it, as long as its
     processes live): it is COMPLETING, as is one that has been requeued or whose time is over, and
-    only the last of them has a reason.
+    only the last of them has a reason. Before each try Slurm is asked whether this is still the
+    attempt that it knows of: the script of one that it has replaced must not end the next one.
     """
     return textwrap.dedent(f"""\
         case "$status:$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)" in
@@ -131,7 +132,12 @@ def requeue_lines() -> list[str]:
         esac
         if [ -n "$again" ]; then
             for pause in 1 2 4 8 16; do
-                answer=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break
+                case "$(scontrol show job "$SLURM_JOB_ID" 2>&1)" in
+                *" Restarts=${{SLURM_RESTART_COUNT:-0}} "*)
+                    answer=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break ;;
+                *" Restarts="*) break ;; # requeued already, or replaced
+                *) answer="scontrol does not say how often the job was restarted" ;;
+                esac
                 case "$answer" in *pending*) break ;; esac # requeued already
                 echo "$answer"
                 sleep "$pause"

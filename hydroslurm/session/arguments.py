@@ -12,9 +12,11 @@ from pathlib import Path
 from hydroslurm import rundir
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.errors import UsageError
+from hydroslurm.fence import Fence
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
+from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.supervised import SAVE_EVERY_ENV
 
 DEFAULT_EVERY_S = 600.0
@@ -83,13 +85,27 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
     return RunDir(found.root.absolute())
 
 
-def fast_store(given: str | os.PathLike[str] | None, run: RunDir) -> CheckpointStore | None:
+def fast_store(
+    given: str | os.PathLike[str] | None, run: RunDir, *, fence: Fence
+) -> CheckpointStore | None:
     """The fast tier: a folder of this run's own below the one that was given, for /dev/shm is
     everybody's."""
     if given is None:
         return None
     name = hashlib.sha256(str(run.root).encode()).hexdigest()[:16]
-    return CheckpointStore(Path(given).absolute() / f"hydroslurm-{name}")
+    return CheckpointStore(Path(given).absolute() / f"hydroslurm-{name}", fence=fence)
+
+
+def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
+    """For what this process writes into the run's folder."""
+    if allocation is None:
+        return Fence(run.claim_json)
+    return Fence(
+        run.claim_json,
+        cluster=allocation.cluster_name,
+        job_id=allocation.job_id,
+        restart_count=allocation.restart_count,
+    )
 
 
 def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller, bool]:

@@ -94,7 +94,7 @@ class JobRun(Run):
             self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
             return
         peers = self._company.peers
-        self._epochs = manager.epoch_store(peers=peers)
+        self._epochs = manager.epoch_store(peers=peers, fence=self._fence)
         self._epoch_saver = Saver(
             self._epochs,
             keep=manager.keep or sys.maxsize,
@@ -208,9 +208,12 @@ class JobRun(Run):
             SaveFailed, UnsavableState: as :meth:`Run.save`.
         """
         if self._epoch_saver is not None:
-            self._epoch_saver.save(self._state(), step=self.step, epoch=self.epoch, kind="epoch")
-            self._last_save_s = time.monotonic()
-            self._epoch_saver.poll()
+            with self._leaving_when_stale():
+                self._epoch_saver.save(
+                    self._state(), step=self.step, epoch=self.epoch, kind="epoch"
+                )
+                self._last_save_s = time.monotonic()
+                self._epoch_saver.poll()
 
     def newest_committed(self) -> Checkpoint | None:
         """By its manifest, once the save in flight has ended."""
@@ -237,6 +240,9 @@ class JobRun(Run):
             self.begins_at_origin = True
             return self._origin
         return found
+
+    def _written_stores(self) -> list[CheckpointStore]:
+        return [*super()._written_stores(), *([] if self._epochs is None else [self._epochs])]
 
     def _stores(self) -> dict[str, tuple[Tier, CheckpointStore]]:
         assert self._epochs is not None

@@ -15,9 +15,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hydroslurm.errors import HydroslurmError, SlurmError, UsageError, WrongJobState
+from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, UsageError, WrongJobState
 from hydroslurm.events import EventKind
 from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.fence import Fence, process_began_epoch_s
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.runtime.marks import Range
 from hydroslurm.runtime.signals import signal_name
@@ -27,6 +28,7 @@ from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.patience import Patience
 from hydroslurm.slurm.policy import SitePolicy, read_policy
+from hydroslurm.slurm.restarts import Start, requeue
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
 
 ANSWER_S = 2.0
@@ -94,10 +96,17 @@ class Leaver:
         controller: Controller,
         *,
         environ: Mapping[str, str],
+        fence: Fence | None = None,
         reads_ahead: bool = True,
     ) -> None:
-        """``reads_ahead``: learn the site's policy now, when there is time. Of several ranks one is
-        enough; another asks only when it has to decide in the first one's place."""
+        """
+        Args:
+            fence: of the run's folder; an attempt that does not hold it has nothing requeued.
+            reads_ahead: learn the site's policy now, when there is time. Of several ranks one is
+                enough; another asks only when it has to decide in the first one's place.
+        """
+        self._fence = fence
+        self._began_epoch_s = process_began_epoch_s()
         self._allocation = allocation
         self._controller = controller
         self._environ = dict(environ)
@@ -171,10 +180,16 @@ class Leaver:
             return Departure(CANCELLED)
         job_id = self._allocation.job_id
         begin_ns = time.monotonic_ns()
+        try:
+            self._check_fence()
+        except StaleAttempt as error:
+            return self._stay_away(error)
         self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
         try:
             with self._controller.marks.range(Range.REQUEUEING, self._controller.step or 0):
-                self._requeue(job_id, orders.deadline_mono_s)
+                self._requeue(self._allocation, orders.deadline_mono_s)
+        except StaleAttempt as error:
+            return self._stay_away(error)
         except WrongJobState as error:
             self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
             notice(self._cannot_requeue(error))
@@ -243,10 +258,25 @@ class Leaver:
             return None
         return LONGEST_WARNING_S
 
-    def _requeue(self, job_id: int, deadline_mono_s: float) -> None:
+    def _check_fence(self) -> None:
+        if self._fence is not None:
+            with contextlib.suppress(OSError):  # Slurm knows, too
+                self._fence.check("the requeue")
+
+    def _stay_away(self, error: StaleAttempt) -> Departure:
+        self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
+        notice(str(error))
+        return Departure.must_not_run_again()
+
+    def _requeue(self, allocation: Allocation, deadline_mono_s: float) -> None:
         left_s = max(5.0, deadline_mono_s - time.monotonic())
         patience = Patience(give_up_after_s=min(left_s, 120.0))
-        open_client(environ=self._environ, patience=patience).requeue(job_id)
+        start = Start(
+            job_id=allocation.job_id,
+            restart_count=allocation.restart_count,
+            began_epoch_s=self._began_epoch_s,
+        )
+        requeue(open_client(environ=self._environ, patience=patience), start)
 
     def _cannot_requeue(self, error: WrongJobState) -> str:
         if self._policy is not None and not self._policy.is_batch:

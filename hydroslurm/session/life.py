@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
+from hydroslurm.errors import RunFolderError
 from hydroslurm.events import EventKind
+from hydroslurm.fence import Fence
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.runtime.marks import NO_RANGE, Emit, Range
@@ -26,12 +28,14 @@ class Life:
         controller: Controller,
         *,
         limits: Limits,
+        fence: Fence,
         allocation: Allocation | None,
     ) -> None:
         self.number: int | None = None
         self._ledger = Ledger(run.lives_jsonl)
         self._controller = controller
         self._limits = limits
+        self._fence = fence
         self._allocation = allocation
         self._has_stepped = False
         self._marks_steps = Emit.STEPS in controller.marks.emitting
@@ -42,7 +46,9 @@ class Life:
 
         Raises:
             RunEnded: a limit is spent, or lives pass without progress. Nothing is written down.
+            StaleAttempt: a newer attempt has claimed the folder. The same.
         """
+        self._check_fence("the start")
         check_limits(self._ledger.lives(), self._limits, step=step)
         allocation = self._allocation
         return self._ledger.begin(
@@ -71,14 +77,25 @@ class Life:
         return True
 
     def end(self, ending: Ending, *, step: int) -> None:
-        """Write down for all ranks why it ends; nothing if it never began."""
+        """Write down for all ranks why it ends; nothing if it never began.
+
+        Raises:
+            StaleAttempt: a newer attempt writes this ledger now.
+        """
         if self.number is not None:
+            self._check_fence("the end of this life")
             self._ledger.end(self.number, ending, step=step, now_epoch_ns=time.time_ns())
 
     def record_end(self, ending: Ending) -> None:
         """This rank's event of it."""
         if self.number is not None:
             self.record(EventKind.LIFE_ENDED, ending=ending)
+
+    def _check_fence(self, what: str) -> None:
+        try:
+            self._fence.check(what)
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self._fence.path}: {error.strerror}") from error
 
     def _mark_step(self, step: int) -> None:
         """NVTX: one step is over at this safe point, and the next begins."""

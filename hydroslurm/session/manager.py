@@ -29,6 +29,7 @@ from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier
 from hydroslurm.checkpoint.writer import METADATA
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, UsageError
+from hydroslurm.fence import Fence
 from hydroslurm.rundir import RunDir
 from hydroslurm.session.lives import Limits
 from hydroslurm.session.objects import Objects
@@ -142,9 +143,11 @@ class CheckpointManager:
     # --- which there are
     # --------------------------------------------------------------------------------------------
 
-    def epoch_store(self, *, peers: Peers | None = None) -> CheckpointStore:
-        """The checkpoints that were made after epochs; with peers, to make more of them."""
-        return CheckpointStore(RunDir(self.directory).epochs, peers=peers)
+    def epoch_store(
+        self, *, peers: Peers | None = None, fence: Fence | None = None
+    ) -> CheckpointStore:
+        """The checkpoints that were made after epochs; with peers and a fence, to make more."""
+        return CheckpointStore(RunDir(self.directory).epochs, peers=peers, fence=fence)
 
     def step_store(self) -> CheckpointStore:
         """The Run's own."""

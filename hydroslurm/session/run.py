@@ -24,7 +24,15 @@ from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier
-from hydroslurm.errors import RanksError, RunEnded, UsageError
+from hydroslurm.errors import (
+    CheckpointError,
+    HydroslurmError,
+    RanksError,
+    RunEnded,
+    SaveFailed,
+    StaleAttempt,
+    UsageError,
+)
 from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
@@ -33,6 +41,7 @@ from hydroslurm.session.arguments import (
     Cadence,
     controller_for,
     fast_store,
+    fence_of,
     run_directory,
 )
 from hydroslurm.session.buckets import UNSETTLED, is_settled
@@ -126,11 +135,12 @@ class Run:
             self._objects.add(name, thing)
         self._cursor = Cursor()
         self._last_save_s = time.monotonic()
-        self._fast = fast_store(fast_directory, self.dir)
+        self._fence = fence_of(self.dir, allocation)
+        self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
         self._controller, self._installed_here = controller_for(self.dir, environ)
         self._company = company_of(self._controller)
         peers = self._company.peers
-        self._durable = CheckpointStore(self.dir.checkpoints, peers=peers)
+        self._durable = CheckpointStore(self.dir.checkpoints, peers=peers, fence=self._fence)
         with contextlib.ExitStack() as undo:
             if self._installed_here:
                 undo.callback(installation.uninstall)
@@ -140,6 +150,7 @@ class Run:
                 self.dir,
                 self._controller,
                 limits=limits_of(limits, environ),
+                fence=self._fence,
                 allocation=allocation,
             )
             self._saver = Saver(
@@ -155,6 +166,7 @@ class Run:
                 allocation,
                 self._controller,
                 environ=environ,
+                fence=self._fence,
                 reads_ahead=self._company.rank == 0,
             )
             self._stopping = Stopping(
@@ -181,8 +193,9 @@ class Run:
         """Go on from the newest committed checkpoint; False when there is none.
 
         A run that has finished leaves with status 0 here; one that must not go on (a limit is
-        spent, or lives pass without progress) with 93. Called by :meth:`batches` when it was not
-        called before.
+        spent, or lives pass without progress) with 93. From here on the folder is this attempt's:
+        an older one that is still alive can neither save nor remove anything there, and leaves with
+        93 when it tries. Called by :meth:`batches` when it was not called before.
 
         Raises:
             StateMismatch: the checkpoint belongs to other objects; names the keys.
@@ -197,10 +210,19 @@ class Run:
             raise self._stopping.leave_unsaved(
                 error, self._controller.stop_request, step=0
             ) from error
-        if (step := company.decide("finished", lambda: finished.step_of(self.dir))) is not None:
+        with self._leaving_when_stale(), contextlib.ExitStack() as loading:
+            for store in self._written_stores():
+                loading.enter_context(store.pinning())
+            return self._go_on()
+
+    def _go_on(self) -> bool:
+        company = self._company
+        entered = company.decide("enter", self._enter)
+        if (step := entered["finished"]) is not None:
             self._say(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
             self._leave()
             raise Departure.finished()
+        self._fence.hold(entered["claim"])
         found = self._newest()
         begins_at = found.checkpoint.step if found else 0
         try:
@@ -213,7 +235,11 @@ class Run:
         if found is None:
             self._say(f"a new run, step 0 ({self.dir.root})")
             return False
-        state = load_for(company, found, like=self._objects.templates())
+        try:
+            state = load_for(company, found, like=self._objects.templates())
+        except (CheckpointError, OSError):
+            self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
+            raise
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
@@ -272,7 +298,7 @@ class Run:
             self._saver.reserve(state)
         if stop is not None:
             self._stop(stop)
-        self._saver.poll()
+        self._poll()
         if self._is_due():
             self._last_save_s = time.monotonic()
             step = self._completed_step()
@@ -306,7 +332,8 @@ class Run:
             UnsavableState: the state holds something that cannot be saved.
         """
         step = self._completed_step()
-        saved = self._saver.save(self._state(), step=step, epoch=self.epoch, kind=kind)
+        with self._leaving_when_stale():
+            saved = self._saver.save(self._state(), step=step, epoch=self.epoch, kind=kind)
         self._last_save_s = time.monotonic()
         return saved
 
@@ -322,17 +349,20 @@ class Run:
         self._saver.wait()
         self._company.exchange("finish", self.step)
         self._life.record(EventKind.RUN_FINISHED)
-        self._company.decide("finish", self._write_finished)
+        with self._leaving_when_stale():
+            self._company.decide("finish", self._write_finished)
         self._life.record_end("finished")
         self._leave()
 
     def close(self) -> None:
         """Wait for a save in flight and give the signals back. Nothing else is needed."""
-        self._saver.close()
-        if installation.is_installed():
-            self._controller.release_stops()
-            if self._installed_here:
-                installation.uninstall()
+        try:
+            self._saver.close()
+        finally:
+            if installation.is_installed():
+                self._controller.release_stops()
+                if self._installed_here:
+                    installation.uninstall()
 
     def __enter__(self) -> Run:
         return self
@@ -349,7 +379,8 @@ class Run:
             if isinstance(error, Exception):
                 self._leave_if_cut_short(error)
             if self._company.rank == 0:
-                self._life.end("error", step=self.step)
+                with contextlib.suppress(StaleAttempt):  # the newer one writes the ledger
+                    self._life.end("error", step=self.step)
             self._life.record_end("error")
             self.close()
 
@@ -388,7 +419,22 @@ class Run:
         raise departure
 
     def _stop(self, request: StopRequest) -> None:
-        raise self._stopping.obey(request, step=self._completed_step(), save_by=self._save_by)
+        with self._leaving_when_stale():
+            raise self._stopping.obey(request, step=self._completed_step(), save_by=self._save_by)
+
+    def _poll(self) -> None:
+        """What became of saves in the background. Ranks hear at different steps that a newer
+        attempt has begun, and one that simply left would leave the others in a collective: they
+        stop together, as for a signal."""
+        if self._company.world_size == 1:
+            with self._leaving_when_stale():
+                self._saver.poll()
+            return
+        try:
+            self._saver.poll()
+        except StaleAttempt as error:
+            self._say(str(error))
+            self._controller.request_stop()
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
@@ -402,7 +448,42 @@ class Run:
     def _newest(self) -> Found | None:
         return newest_of(self._company, durable=self._durable, fast=self._fast)
 
+    def _enter(self) -> dict[str, Any]:
+        """Claim the folder for all ranks, unless there is nothing left to do in it."""
+        done = finished.step_of(self.dir)
+        claim = None
+        if done is None:
+            claim = self._fence.claim()
+            for store in self._written_stores():
+                try:
+                    store.revoke_others()
+                except SaveFailed:  # a fast tier that cannot be used costs no start
+                    if store is not self._fast:
+                        raise
+            done = finished.step_of(self.dir)  # an older attempt may have been about to write it
+        return {"finished": done, "claim": claim}
+
+    def _written_stores(self) -> list[CheckpointStore]:
+        return [self._durable, *([] if self._fast is None else [self._fast])]
+
+    @contextlib.contextmanager
+    def _leaving_when_stale(self) -> Iterator[None]:
+        """Of an attempt that a newer one has taken the place of nothing is wanted any more.
+
+        Raises:
+            Departure: in the place of StaleAttempt.
+        """
+        try:
+            yield
+        except StaleAttempt as error:
+            self._say(f"this attempt ends: {error}")
+            self._saver.give_up()
+            with contextlib.suppress(HydroslurmError):
+                self._leave()
+            raise Departure.must_not_run_again() from error
+
     def _write_finished(self) -> None:
+        self._fence.check("the end of the run")
         self._life.end("finished", step=self.step)
         finished.write(self.dir, step=self.step)
 

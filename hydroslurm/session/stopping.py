@@ -18,9 +18,9 @@ from typing import Any
 
 from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.errors import HubLost, RanksError, SaveFailed
+from hydroslurm.errors import HubLost, RanksError, SaveFailed, StaleAttempt
 from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import RUN_AGAIN
+from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.session.company import Company
 from hydroslurm.session.leaving import Departure, Leaver, Orders
@@ -57,7 +57,9 @@ class Stopping:
             notice(f"{orders.words}; {saved}")
         departure = self._depart(orders, step=step)
         # the signals stay ours: Slurm sends SIGTERM again, and this process is still leaving
-        with contextlib.suppress(SaveFailed):  # told above; what matters now is the status
+        with contextlib.suppress(
+            SaveFailed, StaleAttempt
+        ):  # told above; what matters now is the status
             self._saver.close()
         return departure
 
@@ -146,8 +148,12 @@ def depart_together(
     """
 
     def leave() -> int:
-        if before is not None:
-            before()
+        try:
+            if before is not None:
+                before()
+        except StaleAttempt as error:
+            notice(str(error))
+            return MUST_NOT_RUN_AGAIN
         return int(leaver.depart(orders).code or 0)
 
     try:

@@ -156,19 +156,19 @@ def why_stopped(
         return _ending(StopReason.CANCELLED, f"cancelled{who}", by_uid=by_uid)
     if JobState.PREEMPTED in told or job.preempt_epoch_s is not None:
         # it may have been cancelled in its grace: then it shows a PreemptTime too
-        doubtful = life is None and not _is_pending(job)
+        doubtful = life is None and not is_pending(job)
         return _ending(
             StopReason.PREEMPTED,
             "preempted",
-            pending_again=_is_pending(job),
+            pending_again=is_pending(job),
             needs_history=doubtful,
         )
     if job.reason == "TimeLimit" or {JobState.TIMEOUT, JobState.DEADLINE} & told:
         return _ending(StopReason.TIME_LIMIT, "its time limit is over")
     if {JobState.NODE_FAIL, JobState.BOOT_FAIL} & told or job.reason == "NodeDown":
-        pending = _is_pending(job)
+        pending = is_pending(job)
         return _ending(StopReason.NODE_FAILING, "a node of the job failed", pending_again=pending)
-    if _is_pending(job):
+    if is_pending(job):
         by_hand = JobState.REQUEUED in told and life is not None
         words = "requeued by hand" if by_hand else "requeued, by hand or by a preemption"
         return _ending(StopReason.REQUEUED, words, pending_again=True, needs_history=life is None)
@@ -233,7 +233,7 @@ def _ending(
     )
 
 
-def _is_pending(job: Job) -> bool:
+def is_pending(job: Job) -> bool:
     """Whether the job has been put back into the queue. While its processes are being ended it
     shows COMPLETING, and then only its times tell: Slurm computes an EndTime for its next life, a
     whole time limit after a start, or has none. That of an ended job is when it was ended. (The

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from hydroslurm.errors import SlurmError
+from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.fence import process_began_epoch_s
 from hydroslurm.launch.plan import Plan
 from hydroslurm.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.runtime.ranks.secret import new_key
 from hydroslurm.runtime.world import KEY_ENV
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.restarts import Start, check_newest, requeue
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why
 from hydroslurm.spec.job import TrainingJob
 from hydroslurm.supervisor.conditions import ConditionType, add_condition, read_conditions, verdict
@@ -85,6 +87,11 @@ class Supervisor:
         self._attempts = Attempts(run.attempts)
         self._active = ActiveTime(run.active_json)
         self._told_to_end = False
+        self._start = Start(
+            job_id=allocation.job_id,
+            restart_count=allocation.restart_count,
+            began_epoch_s=process_began_epoch_s(),
+        )
 
     def supervise(self) -> Outcome:
         """Run the job to a verdict, or to where it has to leave its nodes."""
@@ -96,6 +103,8 @@ class Supervisor:
             try:
                 self._settle_earlier_lives()
                 return self._decided_before() or self._run_attempts()
+            except StaleAttempt as error:
+                return Outcome(MUST_NOT_RUN_AGAIN, str(error))
             finally:
                 self._active.write()
 
@@ -118,6 +127,7 @@ class Supervisor:
         """One start of all replicas; None when another is to follow."""
         attempt, step, ends = self._adopted() or self._begun()
         judgement = self._watch(step, ends)
+        self._check_newest()
         stop = None if judgement.next is Next.SUCCEED else self._why()
         if judgement.next is Next.LEAVE or stop is not None:
             step.wait(time.monotonic() + SAVE_S)
@@ -261,7 +271,7 @@ class Supervisor:
         name = "Requeued" if reason is None else reason.value.title().replace("_", "")
         self._become("Preempted", name, words)
         try:
-            self._client.requeue(self._allocation.job_id)
+            requeue(self._client, self._start)
         except SlurmError as error:
             # the batch script tries again for status 75
             self._say(f"the job could not be requeued: {error}")
@@ -278,8 +288,19 @@ class Supervisor:
                 self._attempts.end(attempt, Ending.PREEMPTED)
                 self._become("Preempted", "Requeued", f"life {attempt.life} was ended by Slurm")
 
+    def _check_newest(self) -> None:
+        """What is written and asked for from here on is the job's, by its id alone: a supervisor of
+        a dead attempt must not do it to the living one.
+
+        Raises:
+            StaleAttempt: this is one.
+        """
+        with contextlib.suppress(SlurmError):
+            check_newest(self._client.job(self._allocation.job_id), self._start)
+
     def _forbid_requeue(self) -> None:
         """Ranks that save at a SIGTERM would have the job started again."""
+        self._check_newest()
         with contextlib.suppress(SlurmError):
             self._client.set_requeue(self._allocation.job_id, allowed=False)
 

@@ -27,15 +27,23 @@ from checkpoint.jointstates import (
     save,
 )
 from checkpoint.pipepeers import PipePeers, together
-from checkpoint.states import same
+from checkpoint.states import revoked_from_anybody, same
 
+from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.choosing import choose
 from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Tier
-from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveAbandoned, SaveFailed
+from hydroslurm.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    SaveAbandoned,
+    SaveFailed,
+    StaleAttempt,
+)
+from hydroslurm.fence import Fence
 
 
 def two_deaths(folder: Path) -> int:
@@ -85,6 +93,60 @@ def given_up(folder: Path) -> int:
     assert "rank 1" in words.pop()
     assert not any((folder / "c").iterdir())
     return 1
+
+
+STALE = 6
+
+
+def superseded(folder: Path) -> int:
+    """A newer attempt claims at any I/O call of rank 0 or 1: what is committed is there when it
+    looks, or never, and no rank says anything else."""
+    rounds = 0
+    for victim in (0, 1):
+        at, seen = 0, True
+        while seen:
+            at += 2
+            seen = _superseded_at(folder / f"{victim}-{at}", victim, at)
+            rounds += seen
+    return rounds
+
+
+def _superseded_at(folder: Path, victim: int, at: int) -> bool:
+    """False when the rank makes no such call."""
+    folder.mkdir()
+    claim = Fence(folder / "claim.json").claim()
+    looked = folder / "looked"
+
+    def take_over(n: int, _: str) -> None:
+        if n != at:
+            return
+        fence = Fence(folder / "claim.json")
+        fence.claim()
+        # what a rank revokes itself would pass for its own save; a newer attempt is another process
+        folders.revoked = revoked_from_anybody
+        new = CheckpointStore(folder / "c", fence=fence)
+        new.revoke_others()
+        looked.write_text(str(len(new.committed())))
+
+    def work(peers: PipePeers) -> int:
+        fence = Fence(folder / "claim.json")
+        fence.hold(claim)
+        disk = CountingStorage(take_over if peers.rank == victim else None)
+        store = CheckpointStore(folder / "c", storage=disk, peers=peers, fence=fence)
+        try:
+            store.write(joint_state(1, peers.rank), step=1, kind="periodic")
+        except StaleAttempt:
+            return STALE
+        return COMMITTED
+
+    ended = together(RANKS, work)
+    if not looked.exists():
+        assert ended == [COMMITTED] * RANKS, ended
+        return False
+    there = CheckpointStore(folder / "c").committed()
+    assert str(len(there)) == looked.read_text(), f"call {at} of rank {victim}: {ended}"
+    assert ended == [COMMITTED if there else STALE] * RANKS, f"call {at} of rank {victim}: {ended}"
+    return True
 
 
 def leftovers(folder: Path) -> int:

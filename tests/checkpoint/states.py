@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 
 
@@ -59,3 +61,11 @@ def holds(store: CheckpointStore, checkpoint: Checkpoint, step: int) -> bool:
 
 def _bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def revoked_from_anybody(unfinished: Path) -> Path | None:
+    """As ``folders.revoked`` in another process."""
+    found = folders._LEFTOVER.fullmatch(unfinished.name)
+    if found is None or found[1] != "tmp":
+        return None
+    return folders._mine(unfinished.parent, "old", f"step-{found[2]}")

@@ -34,6 +34,12 @@ def test_killed_at_agreements(quick_folder: Path) -> None:
     assert run(quick_folder, PROGRAM, "kills_at_agreements") == 18
 
 
+def test_superseded(quick_folder: Path) -> None:
+    """A newer attempt claims at any call of a joint save: all ranks hear of it, and nothing is
+    committed behind its back."""
+    assert run(quick_folder, PROGRAM, "superseded") >= 20
+
+
 def test_one_broken_disk(quick_folder: Path) -> None:
     """When one rank cannot write, all of them fail, and what was committed before is whole."""
     assert run(quick_folder, PROGRAM, "broken_disks") >= 20

@@ -94,30 +94,34 @@ SCONTROL = """#!/bin/bash
 # Fake scontrol: writes down what it was asked; "show" prints $STATE, "requeue" prints $ANSWER and
 # fails when that is not empty, $TIMES times.
 echo "$*" >> "$CALLS"
-if [ "$1" = show ]; then echo "JobId=7 JobState=$STATE"; exit 0; fi
+state="JobId=7 JobState=$STATE Requeue=1 Restarts=$RESTARTS BatchFlag=1"
+if [ "$1" = show ]; then echo "$state"; exit 0; fi
 n=$(grep -c requeue "$CALLS")
 if [ -n "$ANSWER" ] && [ "$n" -le "${TIMES:-99}" ]; then echo "$ANSWER" >&2; exit 1; fi
 """
 
 
 @pytest.mark.parametrize(
-    ("status", "state", "answer", "requeues"),
+    ("status", "state", "restarts", "answer", "requeues"),
     [
-        (75, "RUNNING", "", 1),
-        (75, "RUNNING", "Job is pending execution", 1),
-        (75, "RUNNING", "Unable to contact slurm controller", 2),
-        (143, "RUNNING", "", 1),
-        (143, "COMPLETING", "", 0),
-        (0, "RUNNING", "", 0),
-        (1, "RUNNING", "", 0),
-        (93, "RUNNING", "", 0),
+        (75, "RUNNING", 0, "", 1),
+        (75, "RUNNING", 0, "Job is pending execution", 1),
+        (75, "RUNNING", 0, "Unable to contact slurm controller", 2),
+        (75, "RUNNING", 1, "", 0),
+        (75, "COMPLETING Reason=TimeLimit", 1, "", 0),
+        (143, "RUNNING", 0, "", 1),
+        (143, "RUNNING", 10, "", 0),
+        (143, "COMPLETING", 0, "", 0),
+        (0, "RUNNING", 0, "", 0),
+        (1, "RUNNING", 0, "", 0),
+        (93, "RUNNING", 0, "", 0),
     ],
 )
 def test_the_status_of_the_ranks_becomes_a_requeue(
-    status: int, state: str, answer: str, requeues: int, tmp_path: Path
+    status: int, state: str, restarts: int, answer: str, requeues: int, tmp_path: Path
 ) -> None:
-    """75 asks for a requeue until it is granted or was before; 143 only inside a grace; the status
-    itself is kept."""
+    """75 asks for a requeue until it is granted or was before; 143 only inside a grace; an attempt
+    that Slurm has replaced never; the status itself is kept."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(SCONTROL)
     scontrol.chmod(0o755)
@@ -131,6 +135,7 @@ def test_the_status_of_the_ranks_becomes_a_requeue(
             "SLURM_JOB_ID": "7",
             "CALLS": str(calls),
             "STATE": state,
+            "RESTARTS": str(restarts),
             "ANSWER": answer,
             "TIMES": "1",
         },

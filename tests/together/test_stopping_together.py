@@ -10,7 +10,8 @@ from processes import Child, wait_until
 from together.lives import Story
 
 from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import RUN_AGAIN
+from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.fence import Fence
 
 WORLD = 3
 
@@ -74,6 +75,25 @@ def test_a_rank_that_has_died_leaves_the_last_checkpoint(story: Story) -> None:
     again = story.live(WORLD)
     assert set(again.codes.values()) == {0}, again.said
     assert "goes on from step 3" in again.said
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_newer_attempt_ends_all_ranks_of_the_older_one(told: bool, story: Story) -> None:
+    """The folder is claimed while they train, and one of them hears SIGTERM, or none: all leave
+    with 93 and have saved nothing."""
+    life = story.begin(WORLD, every_steps=3, epochs=9999, hold={"rank": "all", "at": "step 5"})
+    for _ in range(WORLD):
+        story.crew.expect("rank ")
+    wait_until((story.run.checkpoints / "step-000000003").exists, "the save of step 3")
+    Fence(story.run.claim_json).claim()
+    before = story.run.lives_jsonl.read_text()
+    if told:
+        life.signal(1)
+    story.go()
+    assert set(life.end().codes.values()) == {MUST_NOT_RUN_AGAIN}, life.said
+    assert "Only the newest attempt" in life.said
+    assert [path.name for path in story.run.checkpoints.iterdir()] == ["step-000000003"]
+    assert story.run.lives_jsonl.read_text() == before
 
 
 def test_saves_by_the_clock_are_of_one_step(story: Story, alone: Story) -> None:
