@@ -57,7 +57,7 @@ def job_of_pyslurm(job: Any) -> Job:
         pre_suspend_s=job.pre_suspension_time or 0,
         work_dir=job.working_directory or "",
         std_out=job.standard_output or "",
-        std_err=job.standard_error or "",
+        std_err=job.standard_error or job.standard_output or "",
         comment=job.comment or "",
         exit_code=job.exit_code,
         exit_signal=job.exit_code_signal,
