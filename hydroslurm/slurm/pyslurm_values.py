@@ -18,6 +18,7 @@ CONFIG_NAMES: Mapping[str, str] = {
     "KillWait": "kill_wait_time",
     "MessageTimeout": "message_timeout",
     "OverTimeLimit": "over_time_limit",
+    "MpiDefault": "mpi_default",
     "PreemptMode": "preempt_mode",
     "PreemptParameters": "preempt_parameters",
     "PreemptType": "preempt_type",

@@ -92,6 +92,7 @@ class StandIn:
                     job_requeue=True,
                     kill_wait_time=30,
                     message_timeout=10,
+                    mpi_default="none",
                     over_time_limit=2,
                     preempt_mode="GANG,SUSPEND",
                     preempt_parameters={"suspend_grace_time": 7, "youngest_first": True},

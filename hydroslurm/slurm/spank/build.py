@@ -100,6 +100,8 @@ def _include_flags(
     beside = None if srun is None else Path(srun).resolve().parent.parent / "include"
     found: dict[Path | None, Release] = {}
     for folder in [include] if include else [None, beside]:
+        if folder is not None and not (folder / _HEADER).is_file():
+            continue  # the compiler would go on to its usual places
         release = _header_release(compiler, _i(folder), environ)
         if release is not None and wanted in (None, release):
             return _i(folder)
