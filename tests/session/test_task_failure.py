@@ -25,7 +25,7 @@ if os.environ["SLURM_PROCID"] == "1":
     sys.exit(1)
 time.sleep(300)
 """
-# rank 1 fails at its third step; rank 0 trains on until the SIGTERM
+# one rank fails at its third step; the other trains on until the SIGTERM
 TRAINING = """
 import os, time
 import torch
@@ -39,7 +39,7 @@ with hydroslurm.Run(model=model, optimizer=optimizer) as run:
         optimizer.step()
         run.step += 1
         run.safe_point()
-        if os.environ["SLURM_PROCID"] == "1" and run.step == 3:
+        if os.environ["SLURM_PROCID"] == "RANK" and run.step == 3:
             raise RuntimeError("a bug at step 3")
         time.sleep(0.02)
 """
@@ -47,8 +47,12 @@ with hydroslurm.Run(model=model, optimizer=optimizer) as run:
 
 @pytest.mark.parametrize(
     ("program", "words"),
-    [(IMPORTING, "task 0: Terminated"), (TRAINING, "the job is not requeued for that")],
-    ids=["importing", "training"],
+    [
+        (IMPORTING, "task 0: Terminated"),
+        (TRAINING.replace("RANK", "0"), "the job is not requeued for that"),
+        (TRAINING.replace("RANK", "1"), "the job is not requeued for that"),
+    ],
+    ids=["importing", "rank 0", "rank 1"],
 )
 def test_a_failed_rank_is_no_preemption(
     requeue_cluster: DevCluster, tmp_path: Path, program: str, words: str
