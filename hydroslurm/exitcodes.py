@@ -10,5 +10,8 @@ MUST_NOT_RUN_AGAIN = 93
 """A budget is spent, or lives pass without progress: a requeue would not help. The number that
 NVIDIA's resiliency extension ends with in the same case."""
 
+FAILED = 1
+"""Another rank failed, and srun or PMIx ended this one for it. Nothing brings the job back."""
+
 CANCELLED = 143
 """Ended by a person, saved: 128 + SIGTERM, as a shell would say it."""

@@ -39,6 +39,24 @@ def ranks_outlive_a_failure(facts: Facts) -> Finding | None:
     return Finding("bad_exit", Severity.RISK, "a dead rank leaves the others waiting", words, fix)
 
 
+def failure_looks_like_a_stop(facts: Facts) -> Finding | None:
+    """Of 26.05 and later: mpi/pmix sends SIG_TERM_KILL, and before it sent SIGKILL."""
+    if facts.tasks < 2 or facts.config.version < (26, 5):
+        return None
+    asked = facts.script.mpi if facts.script else ""
+    default = facts.config.get("MpiDefault", "")
+    if not (asked or default).startswith("pmix"):
+        return None
+    where = "srun --mpi=pmix" if asked else f"MpiDefault={default}"
+    words = (
+        f"{where}: when a rank fails, Slurm {_release(facts)} sends SIGTERM to all others, as a "
+        "preemption does, and SIGKILL KillWait later. A Run asks Slurm, takes it for the failure "
+        "that it is, and has nothing requeued; other code that saves at SIGTERM may not."
+    )
+    fix = "srun --mpi=none: torch needs no PMI"
+    return Finding("pmix", Severity.NOTE, "a failed rank sends SIGTERM", words, fix)
+
+
 def port_of_an_earlier_life(facts: Facts) -> Finding | None:
     """A port that is the same in every life of a job."""
     script = facts.script
@@ -54,3 +72,8 @@ def port_of_an_earlier_life(facts: Facts) -> Finding | None:
         "hydroslurm agent without --rdzv-endpoint, take the job id and the restart count into it"
     )
     return Finding("port", Severity.RISK, "a port of earlier lives", words, fix)
+
+
+def _release(facts: Facts) -> str:
+    year, month, *_ = facts.config.version
+    return f"{year}.{month:02d}"

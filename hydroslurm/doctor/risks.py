@@ -52,6 +52,21 @@ def no_requeue(facts: Facts) -> Finding | None:
     return Finding("requeue", Severity.RISK, "not requeued", words, REQUEUE_FIX)
 
 
+def expedited_is_held(facts: Facts) -> Finding | None:
+    """Seen on 25.11.7: a batch script that exits with 1 or 75 leaves the job in REQUEUE_HOLD; after
+    scontrol requeue the status does not count, and the job runs again at once."""
+    if facts.script is None or not facts.script.is_expedited:
+        return None
+    words = (
+        "--requeue=expedite: a batch script that ends with a status other than 0 is requeued and "
+        "held, until its owner releases it. A stop is not: hydroslurm asks for scontrol requeue "
+        "before the script ends, and the job runs again without a wait. A failed run is; and so is "
+        "a rank that saved, could not reach Slurm and left with 75, unless the script itself asks."
+    )
+    fix = "sbatch: --requeue; or scontrol release JOBID, and the end of sbatch/requeue.sbatch"
+    return Finding("expedite", Severity.NOTE, "failures are requeued, held", words, fix)
+
+
 def no_warning(facts: Facts) -> Finding | None:
     """A time limit without --signal comes as SIGTERM, with KillWait behind it."""
     script = facts.script

@@ -18,6 +18,8 @@ _LAUNCHERS = re.compile(
 _AGENT = re.compile(r"\bhydroslurm(?:\.cli)?\s+agent\b")
 _SRUN = re.compile(r"(?:^|[\s;&|(])srun\s")
 _KILLS = re.compile(r"(?:^|\s)(?:--kill-on-bad-exit(?!=0)|-K(?!0)\d*)(?=[\s=]|$)")
+_PMIX = re.compile(r"--mpi[= ]['\"]?(pmix\w*)")
+_NO_PMIX = re.compile(r"--mpi[= ]['\"]?(?!pmix)\w")
 _FIXED_PORTS = (
     re.compile(r"\bMASTER_PORT=['\"]?([1-9]\d*)\b"),
     re.compile(r"--master[-_]port[= ]['\"]?([1-9]\d*)\b"),
@@ -39,6 +41,8 @@ class ScriptOptions:
         has_agent: the ranks are started by ``hydroslurm agent``.
         tasks: how many tasks there are, as far as can be seen.
         outlives_ranks: there is an srun of which a failed task does not end the others.
+        mpi: what ``srun --mpi`` says, ``pmix`` or ``other``; empty where no srun says it.
+        is_expedited: ``--requeue=expedite`` is given.
         fixed_port: of the ranks' rendezvous, when it is written down; empty when it is computed.
         settings: environment variables of torch's and NCCL's, and the rendezvous' keep-alive.
     """
@@ -51,6 +55,8 @@ class ScriptOptions:
     has_agent: bool = False
     tasks: int = 1
     outlives_ranks: bool = False
+    mpi: str = ""
+    is_expedited: bool = False
     fixed_port: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -72,6 +78,8 @@ def read_script(text: str) -> ScriptOptions:
         has_agent=bool(_AGENT.search(commands)),
         tasks=_tasks(options),
         outlives_ranks=_outlives_ranks(commands, settings),
+        mpi=_mpi(commands),
+        is_expedited=options.get("requeue", "").lower().startswith("expedite"),
         fixed_port=_fixed_port(commands),
         settings=settings,
     )
@@ -122,6 +130,12 @@ def _outlives_ranks(commands: str, settings: Mapping[str, str]) -> bool:
         return False
     sruns = [line for line in commands.splitlines() if _SRUN.search(line)]
     return any(not _KILLS.search(line) for line in sruns)
+
+
+def _mpi(commands: str) -> str:
+    if _PMIX.search(commands):
+        return "pmix"
+    return "other" if _NO_PMIX.search(commands) else ""
 
 
 def _fixed_port(commands: str) -> str:

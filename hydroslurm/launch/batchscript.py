@@ -117,7 +117,8 @@ def requeue_lines() -> list[str]:
     A rank asks for the requeue itself. Status 75 says that it saved and could not ask: scontrol is
     missing in its container, or the controller did not answer. 143 says that SIGTERM killed a rank
     before its Run was there, while it was importing; inside a grace Slurm 22.05 would then take the
-    job for failed. A cancelled job must not be requeued (Slurm would do it, as long as its
+    job for failed. Without a PreemptTime it is another rank's failure: srun ends the rest with
+    SIGTERM for it. A cancelled job must not be requeued (Slurm would do it, as long as its
     processes live): it is COMPLETING, as is one that has been requeued or whose time is over, and
     only the last of them has a reason. Before each try Slurm is asked whether this is still the
     attempt that it knows of: the script of one that it has replaced must not end the next one.
@@ -127,6 +128,7 @@ def requeue_lines() -> list[str]:
         {RUN_AGAIN}:*JobState=COMPLETING*Reason=TimeLimit*) again=1 ;;
         {RUN_AGAIN}:*JobState=COMPLETING*) again= ;; # cancelled, or requeued already
         {RUN_AGAIN}:*) again=1 ;;
+        {CANCELLED}:*JobState=RUNNING*PreemptTime=None*) again= ;; # a rank failed
         {CANCELLED}:*JobState=RUNNING*) again=1 ;;
         *) again= ;;
         esac

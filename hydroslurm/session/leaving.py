@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, UsageError, WrongJobState
 from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.exitcodes import CANCELLED, FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.fence import Fence, process_began_epoch_s
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.runtime.marks import Range
@@ -86,6 +86,16 @@ class Orders:
     words: str
 
 
+def _ends_a_failure(request: StopRequest, stop: Stop) -> bool:
+    """Whether a SIGTERM that came when ranks were lost is about them. When a task fails, srun with
+    --kill-on-bad-exit sends SIGCONT, SIGTERM and, KillWait later, SIGKILL to all others (seen on
+    22.05.8 and 25.11.7), and from 26.05 on mpi/pmix does so whatever srun was told (SIG_TERM_KILL
+    in its source). The job runs on meanwhile, so that Slurm has no reason to tell. Taken for a stop
+    it would be requeued, and fail again, for ever.
+    """
+    return stop.reason is StopReason.ASKED and request.signal == "SIGTERM"
+
+
 class Leaver:
     """Finds out about one process's stop. :meth:`hear` may be called from any thread; the rest
     belongs to the training thread."""
@@ -143,8 +153,12 @@ class Leaver:
         sure_s = LEAST_GRACE_S if self._policy is None else self._policy.kill_after_s
         return request.mono_ns / 1e9 + sure_s
 
-    def orders(self) -> Orders:
-        """What this stop means; waits ``ANSWER_S`` for Slurm at the most."""
+    def orders(self, *, ranks_gone: bool = False) -> Orders:
+        """What this stop means; waits ``ANSWER_S`` for Slurm at the most.
+
+        Args:
+            ranks_gone: some have died, or are silent.
+        """
         request = self._request
         assert request is not None, "orders() before hear()"
         self._ask()
@@ -159,6 +173,12 @@ class Leaver:
         if stop is None:
             words = f"{since}; Slurm could not be asked why"
             return Orders("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
+        if ranks_gone and _ends_a_failure(request, stop):
+            words = (
+                f"{since}: a rank failed, and srun (--kill-on-bad-exit) or PMIx ends the others; "
+                "the job is not requeued for that"
+            )
+            return Orders("error", self._deadline(request, stop), False, FAILED, words)
         follow = follow_up(stop.reason)
         return Orders(
             ending=_ENDINGS.get(stop.reason, "asked"),

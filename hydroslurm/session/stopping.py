@@ -67,7 +67,7 @@ class Stopping:
         self, error: RanksError, request: StopRequest | None, *, step: int
     ) -> Departure:
         """Ranks are gone, and a state without theirs is none: leave while there is time to, so that
-        the job goes on from its newest checkpoint."""
+        the job goes on from its newest checkpoint; or fails, where their end is the reason."""
         self._life.record(EventKind.AGREEMENT_FAILED, what="stop", words=str(error))
         request = request or _now()
         self._leaver.hear(request)
@@ -75,11 +75,11 @@ class Stopping:
         newest = self._saver.durable_step
         kept = "no checkpoint is committed yet" if newest is None else f"step {newest} is committed"
         try:
-            orders = agree_on_orders(self._company, self._leaver)
+            orders = agree_on_orders(self._company, self._leaver, ranks_gone=True)
         except RanksError:  # nobody can be told
             orders = Orders("asked", math.inf, False, RUN_AGAIN, request.words)
             if self._company.rank == 0:
-                orders = self._leaver.orders()
+                orders = self._leaver.orders(ranks_gone=True)
         words = f"{orders.words}; {error}: step {step} cannot be saved, {kept}"
         if _speaks(self._company, error):
             notice(words)
@@ -121,7 +121,7 @@ class Stopping:
         return departure
 
 
-def agree_on_orders(company: Company, leaver: Leaver) -> Orders:
+def agree_on_orders(company: Company, leaver: Leaver, *, ranks_gone: bool = False) -> Orders:
     """What the stop means, as one rank has it from Slurm, for all.
 
     Raises:
@@ -129,7 +129,7 @@ def agree_on_orders(company: Company, leaver: Leaver) -> Orders:
     """
 
     def ask() -> dict[str, Any]:
-        orders = leaver.orders()
+        orders = leaver.orders(ranks_gone=ranks_gone)
         left_s = orders.deadline_mono_s - time.monotonic()  # a moment means nothing elsewhere
         return {**asdict(orders), "deadline_mono_s": _plain(left_s)}
 

@@ -50,6 +50,10 @@ _CONF_PLACES = (
     "/var/spool/slurm/d/conf-cache/slurm.conf",
 )
 
+_bound_conf: str | None = None
+"""The slurm.conf that this process's libslurm has read: it reads one, when pyslurm is imported, and
+asks that cluster for ever after, whatever SLURM_CONF says then (seen on 25.11.7)."""
+
 
 class SlurmClient(Protocol):
     """What can be asked of Slurm. Every call may raise, beside what it names:
@@ -226,6 +230,8 @@ def open_client(
     if obstacle is None:
         from hydroslurm.slurm.pyslurm_backend import PyslurmClient
 
+        global _bound_conf
+        _bound_conf = _conf_name(environ)
         reason = source if prefer else f"importable, and {find_slurm_conf(environ)} exists"
         return PyslurmClient(environ, patience=patience, why=f"pyslurm: {reason}")
     if prefer == "pyslurm":
@@ -240,14 +246,31 @@ def find_slurm_conf(environ: Mapping[str, str]) -> Path | None:
     return next((Path(place) for place in places if Path(place).is_file()), None)
 
 
+def _conf_name(environ: Mapping[str, str]) -> str | None:
+    """One name for one slurm.conf, however it is spelt."""
+    conf = find_slurm_conf(environ)
+    return None if conf is None else os.path.realpath(conf)
+
+
 def _pyslurm_obstacle(environ: Mapping[str, str]) -> str | None:
     """Why pyslurm cannot be used, None when it can. Never imports it into this process."""
     if importlib.util.find_spec("pyslurm") is None:
         return "pyslurm is not installed"
     if environ.get("SLURM_CONF") != os.environ.get("SLURM_CONF"):
         return "pyslurm cannot be given another SLURM_CONF than this process has"
-    if find_slurm_conf(environ) is None:
+    wanted = _conf_name(environ)
+    if wanted is None:
         return "there is no slurm.conf, without which importing pyslurm ends the process"
+    if _bound_conf is not None and wanted != _bound_conf:
+        return (
+            f"pyslurm in this process goes on asking the cluster of {_bound_conf}, which it read "
+            f"first; a process of its own can use it for {wanted}"
+        )
+    if _bound_conf is None and "pyslurm" in sys.modules:
+        return (
+            "something else has imported pyslurm in this process, and which slurm.conf it read is "
+            "not known; call open_client() before that"
+        )
     # it also calls exit() for a slurm.conf that it cannot read, and fails for another release of
     # libslurm
     probe = "import pyslurm; pyslurm.Jobs, pyslurm.Partitions, pyslurm.slurmctld.Config"

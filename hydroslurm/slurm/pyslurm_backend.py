@@ -12,7 +12,11 @@ What was read in the source of pyslurm 25.11.2 and is met here:
   job is looked
   up first, so that both backends raise alike.
 - ``Job.time_limit`` is in minutes and None for unlimited; ``Partition.max_time`` likewise.
-- ``Job.exit_code`` has lost 128 when it was 128 or more.
+- ``Job.exit_code`` has lost 128 when it was 128 or more, as ``values.Job`` says for all backends.
+- ``suspend`` and ``unsuspend`` of an unknown job fail with whatever errno is left over from before,
+  "Zero Bytes were transmitted or received" for one; the job is looked up first.
+- libslurm reads slurm.conf when pyslurm is imported and keeps it, whatever SLURM_CONF becomes:
+  ``open_client`` lets no client for another one be made.
 - ``Config.preempt_parameters`` and ``auth_info`` are taken apart already, into a dict and a list.
 """
 
@@ -24,7 +28,6 @@ from typing import Any, TypeVar
 
 from hydroslurm.errors import (
     ControllerUnreachable,
-    SlurmError,
     UnreadableOutput,
     UsageError,
     WrongJobState,
@@ -124,9 +127,11 @@ class PyslurmClient:
         )
 
     def suspend(self, job_id: int) -> None:
+        self.job(job_id)  # raises NoSuchJob
         self._act(job_id, "suspend", lambda job: job.suspend())
 
     def resume(self, job_id: int) -> None:
+        self.job(job_id)  # raises NoSuchJob
         self._act(job_id, "resume", lambda job: job.unsuspend())
 
     def requeue(self, job_id: int) -> None:
@@ -195,13 +200,9 @@ class PyslurmClient:
         may_repeat: Callable[[ControllerUnreachable], bool] = lambda _: True,
     ) -> None:
         checked_job_id(job_id)
-        doing = f"{verb} job {job_id}"
-        try:
-            self._ask(doing, lambda: call(self._pyslurm.Job(job_id)), may_repeat=may_repeat)
-        except SlurmError as error:
-            if refusals.says_nothing(error):
-                self.job(job_id)  # raises NoSuchJob when that was the cause: suspend says only "-1"
-            raise
+        self._ask(
+            f"{verb} job {job_id}", lambda: call(self._pyslurm.Job(job_id)), may_repeat=may_repeat
+        )
 
     def _ask(
         self,

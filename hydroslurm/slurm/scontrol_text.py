@@ -145,7 +145,8 @@ def _job_of_fields(fields: Mapping[str, str]) -> Job:
         pre_suspend_s=int(fields.get("SecsPreSuspend", "0")),
         work_dir=_present(fields.get("WorkDir", "")),
         std_out=_present(fields.get("StdOut", "")),
-        std_err=_present(fields.get("StdErr", "")),
+        # 25.11 prints no StdErr for a job without one of its own
+        std_err=_present(fields.get("StdErr", "")) or _present(fields.get("StdOut", "")),
         # 22.05 pads the comment with one space
         comment=_present(fields.get("Comment", "").removesuffix(" ")),
         exit_code=code,

@@ -92,13 +92,13 @@ def _megabytes(value: Any) -> int | None:
 def _exit_of_json(value: Any) -> tuple[int | None, int | None]:
     """The wait status of 22.05, or the object of later ones."""
     if isinstance(value, Mapping):
-        return _number(value.get("return_code")) or 0, _number(
-            (value.get("signal") or {}).get("id")
-        ) or 0
+        code = _number(value.get("return_code")) or 0
+        signal = _number((value.get("signal") or {}).get("id")) or 0
+        return text.job_exit_code(code), signal
     if value is None:
         return None, None
     status = int(value)
-    return status >> 8 & 0xFF, status & 0x7F
+    return text.job_exit_code(status >> 8 & 0xFF), status & 0x7F
 
 
 def _with_files(job: Job, row: Mapping[str, Any]) -> Job:

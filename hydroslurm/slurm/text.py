@@ -166,9 +166,14 @@ def leading_int(value: str) -> int | None:
 
 
 def parse_exit(value: str) -> tuple[int | None, int | None]:
-    """Exit code and signal of ``143:0``."""
+    """Exit code and signal of ``143:0``, as ``Job.exit_code`` says."""
     code, _, signal = value.partition(":")
-    return (int(code), int(signal)) if code and signal else (None, None)
+    return (job_exit_code(int(code)), int(signal)) if code and signal else (None, None)
+
+
+def job_exit_code(status: int) -> int:
+    """What ``Job.exit_code`` says of a status of 0 to 255."""
+    return status - 128 if status >= 128 else status
 
 
 def join_gres(asked: Iterable[str]) -> str:

@@ -99,9 +99,11 @@ class Job:
         suspend_epoch_s: when it was last suspended or resumed.
         pre_suspend_s: how long it had run before it was last suspended.
         suspended_s: how long it was suspended in this life; only accounting (``history``) knows.
-        std_out, std_err: with ``%j`` and the like filled in as far as Slurm does that.
-        exit_code, exit_signal: of the batch script or of srun. sacct and pyslurm take 128 off
-            codes of 128 and more, so that 143 reads 15 there; scontrol and squeue do not.
+        std_out, std_err: with ``%j`` and the like filled in as far as Slurm does that; both name
+            one file where stderr has none of its own.
+        exit_code, exit_signal: of the batch script or of srun. A code of 128 and more has lost
+            128, so that 143 and 15 both read 15: pyslurm and sacct of 22.05 tell no more, and one
+            meaning for all backends and for accounting is worth more than the bit.
         array_job_id, array_task_id: None outside of an array. The record that stands for the tasks
             which have not started has no array_task_id.
         is_batch: False for what srun or salloc started; those cannot be requeued.

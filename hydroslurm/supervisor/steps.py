@@ -123,15 +123,15 @@ class RunningStep:
 
 def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> list[str]:
     """The words that start all tasks of a plan."""
-    layout = "--distribution=arbitrary"
+    # SLURM_HOSTFILE names the nodes of an uneven plan: from 25.11 on srun refuses --nodes beside it
+    layout = ["--distribution=arbitrary"]
     if plan.is_even:
-        layout = f"--ntasks-per-node={plan.tasks_per_node[0]}"
+        layout = [f"--nodes={plan.nodes}", f"--ntasks-per-node={plan.tasks_per_node[0]}"]
     return [
         "srun",
         "-v",  # names each task that ends well, too
-        f"--nodes={plan.nodes}",
+        *layout,
         f"--ntasks={len(plan.tasks)}",
-        layout,
         f"--cpus-per-task={plan.cpus_per_task}",
         "--kill-on-bad-exit=0",
         "--wait=0",

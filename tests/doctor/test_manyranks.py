@@ -75,6 +75,18 @@ AGENT = replace(SCRIPT, has_agent=True)
             Severity.RISK,
             "set_torch_environment",
         ),
+        (
+            _facts(SLURM_VERSION="26.05.3", MpiDefault="pmix_v4"),
+            "pmix",
+            Severity.NOTE,
+            "--mpi=none",
+        ),
+        (
+            _facts(replace(SCRIPT, mpi="pmix"), SLURM_VERSION="26.11.0", MpiDefault="none"),
+            "pmix",
+            Severity.NOTE,
+            "--mpi=none",
+        ),
         (_facts(mode="SUSPEND"), "clocks", Severity.NOTE, "--suspend-s"),
         (_facts(suspend_s=700), "clock_collectives", Severity.NOTE, "timedelta(seconds=760)"),
         (
@@ -109,6 +121,10 @@ def test_what_is_risky(facts: Facts, key: str, severity: Severity, fix: str) -> 
         (_facts(replace(SCRIPT, outlives_ranks=True, tasks=1)), "bad_exit"),
         (_facts(replace(SCRIPT, outlives_ranks=True), KillOnBadExit="1"), "bad_exit"),
         (_facts(replace(SCRIPT, fixed_port="29500"), JobRequeue="0"), "port"),
+        (_facts(SLURM_VERSION="25.11.7", MpiDefault="pmix"), "pmix"),
+        (_facts(SLURM_VERSION="26.05.3", MpiDefault="none"), "pmix"),
+        (_facts(replace(SCRIPT, tasks=1), SLURM_VERSION="26.05.3", MpiDefault="pmix"), "pmix"),
+        (_facts(replace(SCRIPT, mpi="other"), SLURM_VERSION="26.05.3", MpiDefault="pmix"), "pmix"),
         (_facts(), "clocks"),
         (_facts(mode="SUSPEND", suspend_s=5), "clocks"),
         (_facts(replace(SCRIPT, tasks=1), mode="SUSPEND"), "clocks"),
@@ -154,6 +170,8 @@ def test_errors_that_are_not_handled() -> None:
             "export SLURM_KILL_BAD_EXIT=1\nsrun python a.py",
             ScriptOptions(settings={"SLURM_KILL_BAD_EXIT": "1"}),
         ),
+        ("srun -K --mpi=pmix_v4 python a.py", ScriptOptions(mpi="pmix")),
+        ("srun -K --mpi none python a.py", ScriptOptions(mpi="other")),
         ("export MASTER_PORT=29500", ScriptOptions(fixed_port="29500")),
         ("export MASTER_PORT=$((20000 + SLURM_JOB_ID % 1000))", ScriptOptions()),
         (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +87,81 @@ def test_build(tmp_path: Path) -> None:
     file = tmp_path / "new" / "x.so"
     assert hydroslurm("spank", "build", "--out", str(file)).stdout == f"{file}\n"
     assert file.read_bytes()[:4] == b"\x7fELF"
+
+
+SRUN = """#!/bin/sh
+# Stands in for srun: tells the release $RELEASE, as srun --version does, and only with a slurm.conf
+# that can be read, as 22.05 does.
+[ "$1" = --version ] && grep -q ClusterName "$SLURM_CONF" && echo "slurm $RELEASE"
+"""
+
+
+@pytest.fixture
+def other_slurm(tmp_path: Path) -> Path:
+    """The prefix of a Slurm of its own, with an srun that tells any release."""
+    (tmp_path / "slurm" / "bin").mkdir(parents=True)
+    srun = tmp_path / "slurm" / "bin" / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    return tmp_path / "slurm"
+
+
+def _build(prefix: Path, release: str, *options: str) -> subprocess.CompletedProcess[str]:
+    path = f"{prefix}/bin{os.pathsep}{os.environ['PATH']}"
+    out = ("--out", str(prefix / "plugin.so"))
+    return hydroslurm("spank", "build", *out, *options, PATH=path, RELEASE=release, SLURM_CONF="/x")
+
+
+def _give_headers(prefix: Path, number: str) -> Path:
+    """Headers of another release, made of those of this one."""
+    ours = Path("/usr/include/slurm")
+    theirs = prefix / "include" / "slurm"
+    shutil.copytree(ours, theirs)
+    version = theirs / "slurm_version.h"
+    text = re.sub(r"(SLURM_VERSION_NUMBER) 0x\w+", rf"\1 {number}", version.read_text())
+    version.write_text(text)
+    return prefix / "include"
+
+
+def _is_for(plugin: Path, number: int) -> bool:
+    """Whether the plugin holds what Slurm compares with its own number, its plugin_version."""
+    return number.to_bytes(4, "little") in plugin.read_bytes()
+
+
+def test_headers_of_another_release_are_refused(other_slurm: Path) -> None:
+    """Slurm would pass over the plugin at every srun: it is not built, and the fix is named."""
+    done = _build(other_slurm, "25.11.7")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{other_slurm}/bin/srun is of Slurm 25.11" in done.stderr
+    assert "Install the headers of 25.11" in done.stderr
+    assert "--include" in done.stderr
+    assert not (other_slurm / "plugin.so").exists()
+    named = _build(other_slurm, "25.11.7", "--include", "/usr/include")
+    assert (named.returncode, "in /usr/include" in named.stderr) == (1, True)
+    empty = _build(other_slurm, "25.11.7", "--include", str(other_slurm))
+    assert (empty.returncode, "name their folder with --include" in empty.stderr) == (1, True)
+
+
+def test_headers_beside_srun_are_taken(other_slurm: Path) -> None:
+    """Of two include folders the one of srun's release, whichever the compiler finds first."""
+    _give_headers(other_slurm, "0x190b07")
+    done = _build(other_slurm, "25.11.2")  # another micro release loads it
+    assert done.returncode == 0, done.stderr
+    assert _is_for(other_slurm / "plugin.so", 0x190B07)
+
+
+def test_headers_of_the_right_release_may_be_named(other_slurm: Path, tmp_path: Path) -> None:
+    """--include names the folder where the headers lie somewhere else."""
+    include = _give_headers(tmp_path / "elsewhere", "0x190b07")
+    done = _build(other_slurm, "25.11.7", "--include", str(include))
+    assert done.returncode == 0, done.stderr
+    assert _is_for(other_slurm / "plugin.so", 0x190B07)
+
+
+def test_an_srun_that_tells_no_release(other_slurm: Path) -> None:
+    """What the plugin is for must be known."""
+    done = _build(other_slurm, "")
+    assert (done.returncode, "names no release" in done.stderr) == (1, True)
 
 
 def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:

@@ -282,11 +282,33 @@ def test_node_address(client: SlurmClient) -> None:
         client.node_address("no-such-node")
 
 
-def test_exit_codes(client: SlurmClient, jobs: Jobs) -> None:
-    """The exit code of the batch script is told once it has ended."""
-    job_id = jobs.submit(script="#!/bin/bash\nexit 3\n")
+@pytest.mark.parametrize(("status", "told"), [(3, 3), (143, 15)])
+def test_exit_codes(client: SlurmClient, jobs: Jobs, status: int, told: int) -> None:
+    """The exit code of the batch script is told once it has ended, by accounting too."""
+    job_id = jobs.submit(script=f"#!/bin/bash\nexit {status}\n")
     job = _wait(client, job_id, lambda job: job.state.has_ended)
-    assert (job.state, job.exit_code, job.exit_signal) == (JobState.FAILED, 3, 0)
+    assert (job.state, job.exit_code, job.exit_signal) == (JobState.FAILED, told, 0)
+    assert client.jobs(ids=[job_id]) == (job,)
+    deadline_s = time.monotonic() + 40
+    while (life := _last_life(client, job_id)) is None or not life.state.has_ended:
+        assert time.monotonic() < deadline_s, life
+        time.sleep(0.1)
+    assert (life.exit_code, life.exit_signal) == (told, 0)
+
+
+def _last_life(client: SlurmClient, job_id: int) -> Job | None:
+    try:
+        return client.history(job_id)[-1]
+    except NoSuchJob:
+        return None
+
+
+def test_stderr_without_a_file_of_its_own(client: SlurmClient, jobs: Jobs) -> None:
+    """It goes where stdout goes, and a job says so alone and among all."""
+    job_id = jobs.submit("-o", "out-%j")
+    job = client.job(job_id)
+    assert job.std_err == job.std_out == f"{jobs.folder}/out-{job_id}"
+    assert client.jobs(ids=[job_id])[0].std_err == job.std_err
 
 
 def test_arrays(client: SlurmClient, jobs: Jobs) -> None:
@@ -318,6 +340,23 @@ def test_signal_to_an_unknown_job(client: SlurmClient) -> None:
     """A signal to a job that does not exist is refused too."""
     with pytest.raises(NoSuchJob):
         client.signal(UNKNOWN_JOB, "USR1")
+
+
+def test_another_cluster_in_one_process(
+    client: SlurmClient, requeue_cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After SLURM_CONF has changed, a new client answers from the new cluster, whatever libslurm
+    has read before; the first client stays with the first one."""
+    for name, value in requeue_cluster.environ().items():
+        monkeypatch.setenv(name, value)
+    # not pyslurm beside the commands: it would bind this process to the second cluster
+    prefer = "commands" if client.backend == "commands" else None
+    other = open_client(prefer, environ=requeue_cluster.child_environ())
+    assert {each.preempt_mode for each in other.partitions()} == {"REQUEUE", "OFF"}
+    assert {each.preempt_mode for each in client.partitions()} == {"SUSPEND", "OFF"}
+    if client.backend == "pyslurm":
+        with pytest.raises(SlurmMissing, match="which it read first"):
+            open_client("pyslurm", environ=requeue_cluster.child_environ())
 
 
 def test_partitions(client: SlurmClient) -> None:

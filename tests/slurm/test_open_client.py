@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import SlurmMissing, UsageError
+from hydroslurm.slurm import client as client_module
 from hydroslurm.slurm.client import BACKEND_ENV, find_slurm_conf, open_client
 
 # pyslurm as it behaves: importing it without a slurm.conf ends the process, whoever imports it
@@ -32,6 +33,7 @@ def _pretend_pyslurm(tmp_path: Path, patch: pytest.MonkeyPatch, source: str = PY
     # forgets the module again, whether a test imported it or not
     patch.setitem(sys.modules, "pyslurm", None)
     patch.delitem(sys.modules, "pyslurm")
+    patch.setattr(client_module, "_bound_conf", None)
 
 
 @pytest.fixture
@@ -98,6 +100,35 @@ def test_another_cluster_rules_pyslurm_out(
     assert (
         client.why == "commands: pyslurm cannot be given another SLURM_CONF than this process has"
     )
+
+
+def test_one_process_asks_one_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: Path
+) -> None:
+    """libslurm keeps the first slurm.conf that it reads, so that a client for the next one that
+    SLURM_CONF names uses the commands; the first one, by any name, keeps pyslurm."""
+    _pretend_pyslurm(tmp_path, monkeypatch)
+    assert open_client().backend == "pyslurm"
+    other = tmp_path / "other.conf"
+    other.write_text("ClusterName=y\n")
+    monkeypatch.setenv("SLURM_CONF", str(other))
+    assert open_client().why.startswith("commands: pyslurm in this process goes on asking")
+    with pytest.raises(SlurmMissing, match=rf"cluster of {conf}, which it read first.*{other}"):
+        open_client("pyslurm")
+    link = tmp_path / "link.conf"
+    link.symlink_to(conf)
+    monkeypatch.setenv("SLURM_CONF", str(link))
+    assert open_client().backend == "pyslurm"
+
+
+def test_a_pyslurm_that_somebody_else_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: Path
+) -> None:
+    """Nobody knows which slurm.conf it read, so it is not asked."""
+    _pretend_pyslurm(tmp_path, monkeypatch)
+    import pyslurm  # noqa: F401 - the stand-in
+
+    assert open_client().why.startswith("commands: something else has imported pyslurm")
 
 
 def test_the_environment_chooses(

@@ -92,6 +92,7 @@ class StandIn:
                     job_requeue=True,
                     kill_wait_time=30,
                     message_timeout=10,
+                    mpi_default="none",
                     over_time_limit=2,
                     preempt_mode="GANG,SUSPEND",
                     preempt_parameters={"suspend_grace_time": 7, "youngest_first": True},
@@ -286,10 +287,18 @@ def test_retry_and_pending(client: PyslurmClient, module: StandIn) -> None:
 
 
 def test_suspend_of_an_unknown_job(client: PyslurmClient, module: StandIn) -> None:
-    """slurm_suspend says only "Unspecified error" for it; the client finds out."""
-    module.refuse["suspend"] = ["Unspecified error"]
-    with pytest.raises(NoSuchJob):
-        client.suspend(7)
+    """libslurm says whatever it said last, here that the controller is away: it is not asked."""
+    module.refuse["suspend"] = module.refuse["unsuspend"] = ["Zero Bytes were transmitted"] * 1000
+    for act in (client.suspend, client.resume):
+        with pytest.raises(NoSuchJob):
+            act(7)
+    assert [act[0] for act in module.acts] == ["load", "load"]
+
+
+def test_stderr_without_a_file_of_its_own(client: PyslurmClient, module: StandIn) -> None:
+    """pyslurm tells none then; it goes where stdout goes."""
+    module.attributes["standard_error"] = None
+    assert client.job(501).std_err == "/home/ada/train-501.out"
 
 
 def test_another_pyslurm(client: PyslurmClient, module: StandIn) -> None:

@@ -84,7 +84,7 @@ def test_states_of_the_recorded_jobs() -> None:
         16: "COMPLETING",
     }
     assert (jobs[12].suspend_epoch_s, jobs[12].pre_suspend_s) != (None, 0)
-    assert (jobs[14].exit_code, jobs[14].exit_signal) == (143, 0)
+    assert (jobs[14].exit_code, jobs[14].exit_signal) == (15, 0)
     assert jobs[13].reason == "JobHeldUser"
 
 
@@ -160,10 +160,23 @@ def test_lives_of_a_job() -> None:
     assert lives[0].work_dir == "/home/ada/w d"
 
 
-def test_sacct_takes_128_off() -> None:
-    """What ended with 143 reads 15 in accounting: the value is sacct's, as the docs of Job say."""
+def test_exit_codes_have_one_meaning() -> None:
+    """What ended with 143 reads 15 everywhere: sacct of 22.05 and pyslurm say no more, while sacct
+    of 25.11, scontrol and squeue say 143."""
     (life,) = [j for j in sacct_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 2]
-    assert (life.exit_code, life.exit_signal) == (15, 0)
+    newer = _text("22.05/sacct.txt").replace("\x1f15:0\x1f", "\x1f143:0\x1f")
+    assert newer != _text("22.05/sacct.txt")
+    (later,) = [j for j in sacct_text.read_lives(newer) if j.job_id == 2]
+    told = [life, later, _scontrol("22.05/show_job.txt")[14], _squeue("22.05/squeue.json")[14]]
+    assert [(job.exit_code, job.exit_signal) for job in told] == [(15, 0)] * 4
+
+
+def test_stderr_without_a_file_of_its_own() -> None:
+    """It goes where stdout goes: 22.05 says so, 25.11 prints an empty StdErr."""
+    text = _text("22.05/show_job.txt")
+    newer = text.replace("StdErr=/home/ada/w d/slurm-11.out", "StdErr=")
+    assert newer != text
+    assert scontrol_text.read_jobs(newer) == scontrol_text.read_jobs(text)
 
 
 def test_suspended_time() -> None:
@@ -192,7 +205,7 @@ def test_newer_json() -> None:
     assert (jobs[503].array_job_id, jobs[503].array_task_id) == (503, None)
     assert (jobs[504].array_job_id, jobs[504].array_task_id) == (500, 0)
     assert (jobs[504].state, jobs[504].pre_suspend_s) == (JobState.SUSPENDED, 41)
-    assert (jobs[505].exit_code, jobs[505].exit_signal) == (143, 0)
+    assert (jobs[505].exit_code, jobs[505].exit_signal) == (15, 0)
     assert (jobs[506].is_batch, jobs[506].may_requeue) == (False, False)
 
 

@@ -61,6 +61,7 @@ def test_the_layout_is_said_to_srun() -> None:
     )
     words = srun_command(uneven, plan_file=Path("/r/p"), logs=Path("/r/l"), python="py")
     assert "--distribution=arbitrary" in words
+    assert not any(word.startswith("--nodes") for word in words)  # 25.11 refuses the two together
     assert host_list(uneven, ["n7", "n9"]) == "n7\nn9\nn9\n"
 
 

@@ -1,12 +1,15 @@
 """Compile the SPANK plugin against the Slurm of this machine.
 
-Slurm loads a plugin only when it was built with headers of its own release, so that it is compiled
-here and never shipped.
+Slurm loads a plugin only when it was built with headers of its own release (major and minor: see
+``_verify_syms`` in src/common/plugin.c). So it is compiled here and never shipped, and the release
+of the headers is compared with srun's first: a plugin of another one would only show as a line on
+stderr at every srun.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +22,8 @@ from hydroslurm.errors import NoCompiler, SlurmMissing, SpankError
 PLUGIN = "hydroslurm_spank.so"
 _SOURCE = "hydroslurm_spank.c"
 _HEADER = "slurm/spank.h"
+_MINIMAL_CONF = "ClusterName=none\nSlurmctldHost=localhost\n"
+Release = tuple[int, int]
 _LIMIT_S = 120.0
 _FLAGS = (
     "-std=c11",
@@ -37,16 +42,16 @@ def build_plugin(out: Path, *, environ: Mapping[str, str], include: Path | None 
     """Compile it to ``out``, a file or a folder; returns the file.
 
     Args:
-        include: the folder that holds ``slurm/spank.h``; default: where the compiler looks.
+        include: the folder that holds ``slurm/spank.h``; default: where the compiler looks, or the
+            one beside srun, whichever is of srun's release.
 
     Raises:
         NoCompiler: no C compiler on the PATH (``CC`` names another one).
         SlurmMissing: no ``slurm/spank.h``.
-        SpankError: it cannot be compiled or written.
+        SpankError: the headers are not of srun's release; it cannot be compiled or written.
     """
     compiler = _compiler(environ)
-    flags = [*_FLAGS, *([f"-I{include}"] if include else [])]
-    _require_header(compiler, flags, environ)
+    flags = [*_FLAGS, *_include_flags(compiler, environ, include)]
     target = out / PLUGIN if out.is_dir() else out
     source = source_text()
     with tempfile.TemporaryDirectory(prefix="hydroslurm-spank-") as folder:
@@ -85,13 +90,70 @@ def _compiler(environ: Mapping[str, str]) -> list[str]:
     )
 
 
-def _require_header(compiler: list[str], flags: list[str], environ: Mapping[str, str]) -> None:
-    probe = [*compiler, *flags, "-fsyntax-only", "-x", "c", "-include", _HEADER, "/dev/null"]
-    if _run(probe, environ).returncode != 0:
+def _include_flags(
+    compiler: list[str], environ: Mapping[str, str], include: Path | None
+) -> list[str]:
+    """``-I`` for the headers of the Slurm that is to load the plugin; empty where the compiler
+    finds them by itself."""
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    wanted = None if srun is None else _srun_release(srun, environ)
+    beside = None if srun is None else Path(srun).resolve().parent.parent / "include"
+    found: dict[Path | None, Release] = {}
+    for folder in [include] if include else [None, beside]:
+        if folder is not None and not (folder / _HEADER).is_file():
+            continue  # the compiler would go on to its usual places
+        release = _header_release(compiler, _i(folder), environ)
+        if release is not None and wanted in (None, release):
+            return _i(folder)
+        if release is not None:
+            found[folder] = release
+    if not found or wanted is None:
         raise SlurmMissing(
             f"the compiler finds no {_HEADER}; install Slurm's headers (libslurm-dev on Debian and "
             "Ubuntu, slurm-devel on RPM systems), or name their folder with --include"
         )
+    seen = ", ".join(f"{_words(of)} in {at or 'the usual place'}" for at, of in found.items())
+    raise SpankError(
+        f"{srun} is of Slurm {_words(wanted)} and {_HEADER} is of {seen}: Slurm refuses a plugin "
+        f"that was built for another release. Install the headers of {_words(wanted)} (libslurm-"
+        "dev, slurm-devel), or name the folder that holds them with --include"
+    )
+
+
+def _i(folder: Path | None) -> list[str]:
+    return [f"-I{folder}"] if folder else []
+
+
+def _srun_release(srun: str, environ: Mapping[str, str]) -> Release:
+    """22.05 reads a slurm.conf even to tell its version, so it gets one: the site's may be
+    missing, or name what is still to be made."""
+    with tempfile.TemporaryDirectory(prefix="hydroslurm-srun-") as folder:
+        conf = Path(folder) / "slurm.conf"
+        conf.write_text(_MINIMAL_CONF)
+        done = _run([srun, "--version"], {**environ, "SLURM_CONF": str(conf)})
+    told = re.search(r"\b(\d+)\.(\d+)", done.stdout)  # "slurm-wlm 22.05.8", "slurm 25.11.7"
+    if done.returncode != 0 or told is None:
+        words = (done.stderr or done.stdout).strip() or f"status {done.returncode}"
+        raise SpankError(
+            f"{srun} --version names no release, which the plugin has to be built for: {words}"
+        )
+    return int(told[1]), int(told[2])
+
+
+def _header_release(
+    compiler: list[str], flags: list[str], environ: Mapping[str, str]
+) -> Release | None:
+    """The release of the headers that the compiler finds; None for no headers."""
+    probe = [*compiler, *flags, "-E", "-P", "-x", "c", "-include", _HEADER, "-dM", "/dev/null"]
+    told = re.search(r"#define SLURM_VERSION_NUMBER (0x[0-9a-f]+)", _run(probe, environ).stdout)
+    if told is None:
+        return None
+    number = int(told[1], 16)
+    return number >> 16 & 0xFF, number >> 8 & 0xFF
+
+
+def _words(release: Release) -> str:
+    return f"{release[0]}.{release[1]:02d}"
 
 
 def _run(words: list[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

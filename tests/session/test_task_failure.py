@@ -1,0 +1,95 @@
+"""A rank that fails fails the job: a real Slurm ends the other ranks with the SIGTERM that a
+preemption has, and nobody may take it for one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.launch.batchscript import RequeueScript, requeue_script
+from hydroslurm.slurm.client import JobState, open_client
+
+pytestmark = pytest.mark.slurm
+
+# rank 1 fails before anybody has a Run; rank 0 is killed by the SIGTERM
+IMPORTING = """
+import os, sys, time
+if os.environ["SLURM_PROCID"] == "1":
+    sys.exit(1)
+time.sleep(300)
+"""
+# one rank fails at its third step; the other trains on until the SIGTERM
+TRAINING = """
+import os, time
+import torch
+import hydroslurm
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with hydroslurm.Run(model=model, optimizer=optimizer) as run:
+    run.resume()
+    while True:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        run.step += 1
+        run.safe_point()
+        if os.environ["SLURM_PROCID"] == "RANK" and run.step == 3:
+            raise RuntimeError("a bug at step 3")
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (IMPORTING, "task 0: Terminated"),
+        (TRAINING.replace("RANK", "0"), "the job is not requeued for that"),
+        (TRAINING.replace("RANK", "1"), "the job is not requeued for that"),
+    ],
+    ids=["importing", "rank 0", "rank 1"],
+)
+def test_a_failed_rank_is_no_preemption(
+    requeue_cluster: DevCluster, tmp_path: Path, program: str, words: str
+) -> None:
+    """The job ends as failed, in its first life, whether the other rank had a Run or not: it would
+    be requeued, and fail again, for ever."""
+    (tmp_path / "train.py").write_text(program)
+    script = requeue_script(RequeueScript(command='"$PYTHON" -u train.py', nodes=2))
+    (tmp_path / "job.sh").write_text(script)
+    environ = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", "--output=out", "job.sh"],
+        env=requeue_cluster.child_environ(environ),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    job_id = int(submitted.stdout.split(";")[0])
+    client = open_client("commands", environ=requeue_cluster.child_environ())
+    out = tmp_path / "out"
+
+    def over() -> bool:
+        job = client.job(job_id)
+        assert job.restart_count == 0, out.read_text()
+        return job.state.has_ended
+
+    try:
+        wait_until(over, "the end of the job", limit_s=60)
+        assert client.job(job_id).state is JobState.FAILED
+        told = re.sub(r"\s+", " ", out.read_text())
+        assert words in told, told
+    finally:
+        client.cancel(job_id)
