@@ -22,12 +22,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.errors import RunFolderError
+from hydroslurm.errors import RunFolderError, UntrustedFile
+from hydroslurm.files import check_trusted
 
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
 """Environment variable that names the run folder to a rank."""
@@ -174,10 +176,10 @@ class RunDir:
         """Make the folder and its parts, readable by the owner only (0700).
 
         Raises:
-            RunFolderError: when one of them cannot be made.
+            RunFolderError: when one of them cannot be made, or is not ours: as :meth:`check`.
         """
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_root()
             for part in (self.events, self.logs):
                 part.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -185,7 +187,50 @@ class RunDir:
                 f"cannot make the run folder {self.root}: {error.strerror}. "
                 "Choose another with --run-dir, one that every node can write"
             ) from error
+        self.check()
         return self
+
+    def claim(self) -> RunDir:
+        """Make the folder alone (0700) if it can be made, before somebody else does.
+
+        Raises:
+            RunFolderError: somebody else did: as :meth:`check`.
+        """
+        with contextlib.suppress(OSError):  # who writes there first has the better message
+            self._make_root()
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Require that what is there of it is ours, so that a rank may obey it.
+
+        The name of a default folder can be guessed, and made beforehand where the working directory
+        is everybody's: with a ``finished.json`` that ends the job, checkpoints to resume, or links
+        that lead our writing elsewhere.
+
+        Raises:
+            RunFolderError: the folder or a part of it is somebody else's, or anybody could replace
+                it; a group's folders above it are taken (:func:`check_trusted`, ``shared``).
+        """
+        for part in (self.root, self.events, self.logs, self.checkpoints, self.epochs):
+            try:
+                check_trusted(part, what="the run folder", shared=True)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise RunFolderError(f"the run folder {part}: {error.strerror}") from error
+            except UntrustedFile as error:
+                raise RunFolderError(
+                    f"{error}. {RUN_DIR_ENV}, --run-dir or Run(directory=...) name another run "
+                    "folder"
+                ) from error
+
+    def _make_root(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.root.parent.parent.mkdir(parents=True, exist_ok=True)
+            # hydroslurm-runs: for all of a group where the umask says so, never for everybody
+            self.root.parent.mkdir(mode=0o775)
+        self.root.mkdir(mode=0o700, exist_ok=True)
 
 
 def of_job(job_id: int, *, work_dir: Path, comment: str = "") -> RunDir:

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "events": BASE,
     "registry": BASE,
     "rankstate": BASE | {"events"},
-    "pulse": set(),
+    "pulse": BASE,
     "agentstate": BASE | {"events"},
     "ack": BASE | {"events", "rankstate"},
     "client": BASE | {"ack", "registry", "runtime.signals"},

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm import rundir
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import UntrustedFile, UsageError
+from hydroslurm.files import check_trusted
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
@@ -69,27 +72,45 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
     """Where the run keeps its state: the folder that was named, else the job's.
 
+    The folder of the job is made here, for its owner only: its name can be guessed.
+
     Raises:
         UsageError: neither is there.
+        RunFolderError: others may have put something there that a run would obey.
     """
     if given is not None:
-        return RunDir(Path(given).absolute())
+        named = RunDir(Path(given).absolute())
+        named.check()
+        return named
     found = rundir.from_environment(environ)
     if found is None:
         raise UsageError(
             "this process is in no Slurm job, so that there is no run folder to save into; give "
             'one: Run(directory="runs/my-run")'
         )
-    return RunDir(found.root.absolute())
+    return RunDir(found.root.absolute()).claim()
 
 
 def fast_store(given: str | os.PathLike[str] | None, run: RunDir) -> CheckpointStore | None:
     """The fast tier: a folder of this run's own below the one that was given, for /dev/shm is
-    everybody's."""
+    everybody's. Where somebody else has made it before, there is none, with a warning."""
     if given is None:
         return None
     name = hashlib.sha256(str(run.root).encode()).hexdigest()[:16]
-    return CheckpointStore(Path(given).absolute() / f"hydroslurm-{name}")
+    folder = Path(given).absolute() / f"hydroslurm-{name}"
+    with contextlib.suppress(OSError):  # a save that fails there says so
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            check_trusted(folder, what="the fast tier", shared=True)
+        except UntrustedFile as error:
+            warnings.warn(
+                f"hydroslurm: {error}. This run saves to {run.checkpoints} only",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return None
+    return CheckpointStore(folder)
 
 
 def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller, bool]:

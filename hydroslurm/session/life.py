@@ -43,6 +43,7 @@ class Life:
         Raises:
             RunEnded: a limit is spent, or lives pass without progress. Nothing is written down.
         """
+        self._ledger.set_aside_foreign()
         check_limits(self._ledger.lives(), self._limits, step=step)
         allocation = self._allocation
         return self._ledger.begin(
