@@ -37,7 +37,7 @@ def write(run: RunDir, *, step: int) -> None:
     temporary = path.with_suffix(f".tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        handle = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         with os.fdopen(handle, "w") as file:
             json.dump({"v": 1, "step": step, "epoch_ns": time.time_ns()}, file)
             file.flush()
