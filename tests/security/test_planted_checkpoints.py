@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,26 +34,20 @@ def _weight(state: State) -> float:
 
 
 @pytest.fixture
-def forged(tmp_path: Path) -> Iterator[Path]:
+def forged(lab: Path) -> Path:
     """A whole checkpoint of step 900 with weights of the attacker's choice, for a stranger to copy:
     our own program makes the best forgery."""
-    folder = tmp_path / "forge"
+    folder = lab / "forge"
     CheckpointStore(folder).write(_state(666.0), step=900, kind="periodic")
     return folder / "step-000000900"
 
 
 @pytest.fixture
-def store(tmp_path: Path, stranger: Stranger) -> CheckpointStore:
+def store(lab: Path) -> CheckpointStore:
     """Ours, of step 3, in a lab's folder where a colleague may make folders."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o711)
-    lab = tmp_path / "lab"
-    lab.mkdir()
     found = CheckpointStore(lab / "checkpoints")
     found.write(_state(1.0), step=3, kind="periodic")
-    for folder in (lab, found.directory):
-        os.chown(folder, 0, stranger.gid)
-        folder.chmod(0o2775)
+    found.directory.chmod(0o2775)
     return found
 
 
@@ -84,15 +75,12 @@ def test_a_forged_checkpoint_is_passed_over(
     assert reason in str(store.problems()[planted])
 
 
-def test_forged_checkpoints_alone_are_an_error(
-    tmp_path: Path, store: CheckpointStore, forged: Path, stranger: Stranger
-) -> None:
+def test_forged_checkpoints_alone_are_an_error(lab: Path, forged: Path, stranger: Stranger) -> None:
     """Where there is nothing else, neither the forged state is trained on nor is the beginning
     begun again without a word: the run says why."""
-    empty = CheckpointStore(tmp_path / "lab" / "others")
+    empty = CheckpointStore(lab / "checkpoints")
     empty.directory.mkdir()
     empty.directory.chmod(0o2775)
-    os.chown(empty.directory, 0, stranger.gid)
     _plant(stranger, forged, empty.directory)
     with pytest.raises(CheckpointCorrupt, match=f"belongs to uid {stranger.uid}"):
         newest_over(durable=empty)
@@ -170,18 +158,13 @@ def test_the_list_of_a_run_says_what_is_not_ours(
 
 
 def test_a_forged_checkpoint_of_a_run_is_not_trained_on(
-    tmp_path: Path, stranger: Stranger, forged: Path
+    lab: Path, stranger: Stranger, forged: Path
 ) -> None:
     """The whole story with a Run: planted weights in its checkpoints folder, a requeue, and the
     run goes on from its own."""
-    run = tmp_path / "run"
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o711)
+    run = lab / "run"
     assert "at step 0 with 1.0" in (said := train(run).stdout), said
-    shutil.copytree(run / "checkpoints" / "step-000000003", tmp_path / "copy")
-    os.chown(run / "checkpoints", 0, stranger.gid)
     (run / "checkpoints").chmod(0o2775)
-    run.chmod(0o755)
     planted = _plant(stranger, forged, run / "checkpoints")
     done = train(run)
     assert "at step 3 with 2.0" in done.stdout, done.stdout

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def shared(stranger: Stranger) -> Iterator[Path]:
-    """A folder like /tmp."""
-    with tempfile.TemporaryDirectory(prefix="hs-shared-") as name:
-        folder = Path(name)
-        folder.chmod(0o1777)
-        yield folder
-
-
-@pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
     """A process of ours that must live on. It listens to every signal that a plan can name."""
     code = "import signal\nfor n in (10, 12): signal.signal(n, lambda *_: exit(7))\n"
@@ -80,11 +71,11 @@ def _plant_cluster(stranger: Stranger, folder: Path, victim: int, link: str = "/
 
 
 def test_a_planted_cluster_is_not_started_used_or_ended(
-    shared: Path, stranger: Stranger, bystander: subprocess.Popen[bytes]
+    scratch: Path, stranger: Stranger, bystander: subprocess.Popen[bytes]
 ) -> None:
     """A dev cluster's folder of somebody else's: `up` runs none of its configuration, `env` leads
     nobody there, and `down` neither signals the process that it names nor removes anything."""
-    planted = shared / "cluster"
+    planted = scratch / "cluster"
     _plant_cluster(stranger, planted, bystander.pid)
     belongs = f"{planted} belongs to uid {stranger.uid}"
     with pytest.raises(UntrustedFile, match=belongs):
@@ -99,11 +90,11 @@ def test_a_planted_cluster_is_not_started_used_or_ended(
 
 @pytest.mark.slurm
 def test_cluster_up_refuses_a_planted_folder(
-    shared: Path, stranger: Stranger, bystander: subprocess.Popen[bytes]
+    scratch: Path, stranger: Stranger, bystander: subprocess.Popen[bytes]
 ) -> None:
     """`hydroslurm cluster up`, with a real Slurm: it ends with a message, and no daemon has run."""
     require_slurm()
-    planted = shared / "cluster"
+    planted = scratch / "cluster"
     _plant_cluster(stranger, planted, bystander.pid)
     command = [sys.executable, "-m", "hydroslurm.cli", "cluster", "up", "--nodes", "1"]
     done = subprocess.run(
@@ -123,11 +114,11 @@ def test_a_cluster_below_a_world_writable_folder_is_refused(tmp_path: Path) -> N
         Layout.at(tmp_path / "open" / "cluster").create()
 
 
-def test_a_cluster_in_a_sticky_folder_and_under_an_open_umask_is_taken(shared: Path) -> None:
+def test_a_cluster_in_a_sticky_folder_and_under_an_open_umask_is_taken(scratch: Path) -> None:
     """/tmp is fine, and so is umask 0."""
     before = os.umask(0)
     try:
-        layout = Layout.at(shared / "cluster")
+        layout = Layout.at(scratch / "cluster")
         layout.create()
         layout.create()
     finally:
@@ -159,14 +150,14 @@ def _entry(victim: int, *, signo: int) -> str:
 
 
 def test_a_planted_registry_is_refused(
-    shared: Path,
+    scratch: Path,
     stranger: Stranger,
     bystander: subprocess.Popen[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """/tmp/hydroslurm-UID made by a neighbour: a client neither signals nor reads by it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    folder = shared / f"hydroslurm-{os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    folder = scratch / f"hydroslurm-{os.getuid()}"
     code = """
         import os, sys
         os.umask(0)
@@ -203,16 +194,10 @@ def test_a_registry_that_others_can_write_is_refused(
 
 
 def test_a_planted_export_is_not_read(
-    tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lab: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a report of ours, in a folder of our group: a newer .sqlite of somebody else's is not
     taken for what nsys made of it; our own is."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o711)
-    lab = tmp_path / "lab"
-    lab.mkdir()
-    os.chown(lab, 0, stranger.gid)
-    lab.chmod(0o2775)
     report = lab / "rank-0.nsys-rep"
     report.write_text("report")
     os.utime(report, (1, 1))

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,15 +49,6 @@ def good_library() -> Path:
 def marker(tmp_path: Path) -> Path:
     """What the planted library makes when it runs, in a folder that only its victim can write."""
     return tmp_path / "ran-as-the-owner"
-
-
-@pytest.fixture
-def shared(tmp_path: Path, stranger: Stranger) -> Iterator[Path]:
-    """A folder that everybody can write, sticky like /tmp."""
-    with tempfile.TemporaryDirectory(prefix="hs-shared-") as name:
-        folder = Path(name)
-        folder.chmod(0o1777)
-        yield folder
 
 
 @pytest.fixture
@@ -109,55 +99,59 @@ def _plant(stranger: Stranger, evil: Path, root: Path) -> Path:
 
 
 def test_a_planted_cache_does_not_run(
-    shared: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
+    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
 ) -> None:
-    """Below a shared XDG_CACHE_HOME a neighbour made hydroslurm/gate first: one warning says whose
+    """Below a scratch XDG_CACHE_HOME a neighbour made hydroslurm/gate first: one warning says whose
     it is, and a gate of our own is loaded from a private folder."""
-    _plant(stranger, evil, shared / "hydroslurm" / "gate")
-    done = python(LOAD, XDG_CACHE_HOME=str(shared), **environ)
-    assert "loaded operator" in done.stdout, done.stdout
+    _plant(stranger, evil, scratch / "hydroslurm" / "gate")
+    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
+    assert "loaded every operator" in done.stdout, done.stdout
     assert not marker.exists()
     assert done.stdout.count(f"belongs to uid {stranger.uid}") == 1
 
 
 def test_a_cache_that_all_can_write_does_not_run(
-    shared: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
+    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
 ) -> None:
     """Neither does one that we made ourselves, once, with everybody's rights."""
-    root = shared / "hydroslurm" / "gate"
+    root = scratch / "hydroslurm" / "gate"
     root.mkdir(parents=True)
     root.chmod(0o777)
     _plant(stranger, evil, root)
-    done = python(LOAD, XDG_CACHE_HOME=str(shared), **environ)
-    assert "loaded operator" in done.stdout, done.stdout
+    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
+    assert "loaded every operator" in done.stdout, done.stdout
     assert not marker.exists()
     assert f"others can write {root}" in done.stdout
 
 
 def test_a_planted_library_in_a_mended_cache_is_not_built_over(
-    shared: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
+    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
 ) -> None:
     """The root was closed later, and the stranger's folder is still in it, where they could replace
     what we build: it is built elsewhere."""
-    root = shared / "hydroslurm" / "gate"
+    root = scratch / "hydroslurm" / "gate"
     root.mkdir(parents=True)
     root.chmod(0o777)
     _plant(stranger, evil, root)
     root.chmod(0o700)
-    done = python(LOAD, XDG_CACHE_HOME=str(shared), **environ)
-    assert "loaded operator" in done.stdout, done.stdout
+    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
+    assert "loaded every operator" in done.stdout, done.stdout
     assert not marker.exists()
 
 
 def test_a_planted_site_folder_does_not_run(
-    shared: Path, tmp_path: Path, evil: Path, marker: Path, environ: dict[str, str],
+    scratch: Path,
+    tmp_path: Path,
+    evil: Path,
+    marker: Path,
+    environ: dict[str, str],
     stranger: Stranger,
-) -> None:  # fmt: skip
+) -> None:
     """HYDROSLURM_GATE_DIR is believed no more than a cache; the warning names the variable."""
-    _plant(stranger, evil, shared / "site")
-    more = {SITE_DIR_ENV: str(shared / "site"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    _plant(stranger, evil, scratch / "site")
+    more = {SITE_DIR_ENV: str(scratch / "site"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = python(LOAD, **environ, **more)
-    assert "loaded operator" in done.stdout, done.stdout
+    assert "loaded every operator" in done.stdout, done.stdout
     assert not marker.exists()
     assert done.stdout.count(f"{SITE_DIR_ENV} is passed over") == 1
 
@@ -238,15 +232,19 @@ def test_nothing_is_built_where_others_could_replace_it(
 
 
 def test_the_self_test_imports_nothing_from_the_working_directory(
-    shared: Path, marker: Path, good_library: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    scratch: Path,
+    marker: Path,
+    good_library: Path,
+    stranger: Stranger,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A gate is tested in a child of ours; modules that a stranger has put into the folder that a
     job was submitted from are not what it imports."""
     code = f"open({str(marker)!r}, 'w')"
     for name in ("torch", "hydroslurm", "json", "runpy"):
         stranger.python(
-            "import sys; open(sys.argv[1], 'w').write(sys.argv[2])", f"{shared}/{name}.py", code
+            "import sys; open(sys.argv[1], 'w').write(sys.argv[2])", f"{scratch}/{name}.py", code
         )
-    monkeypatch.chdir(shared)
+    monkeypatch.chdir(scratch)
     build.self_test_in_child(good_library)
     assert not marker.exists()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,25 +29,6 @@ if TYPE_CHECKING:
     from tests.security.conftest import Stranger
 
 FINISHED = '{"v": 1, "step": 7, "epoch_ns": 1}'
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A folder like /tmp: everybody may make files, and remove their own."""
-    with tempfile.TemporaryDirectory(prefix="hs-scratch-") as name:
-        folder = Path(name)
-        folder.chmod(0o1777)
-        yield folder
-
-
-@pytest.fixture
-def lab(stranger: Stranger) -> Iterator[Path]:
-    """A project folder, drwxrws---, of a group that the stranger is in, too: a colleague."""
-    with tempfile.TemporaryDirectory(prefix="hs-lab-") as name:
-        folder = Path(name)
-        os.chown(folder, 0, stranger.gid)
-        folder.chmod(0o2770)
-        yield folder
 
 
 def _plant_run(stranger: Stranger, folder: Path) -> None:
