@@ -179,7 +179,7 @@ class RunDir:
             RunFolderError: when one of them cannot be made, or is not ours: as :meth:`check`.
         """
         try:
-            self._make_root()
+            _make_folder(self.root, mode=0o700)
             for part in (self.events, self.logs):
                 part.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -190,14 +190,17 @@ class RunDir:
         self.check()
         return self
 
-    def claim(self) -> RunDir:
-        """Make the folder alone (0700) if it can be made, before somebody else does.
+    def claim(self, *, mode: int = 0o700) -> RunDir:
+        """Make the folder alone if it can be made, before somebody else does; see that it is ours.
+
+        Args:
+            mode: 0o775 for one that the user has named, whose umask then says who may look.
 
         Raises:
-            RunFolderError: somebody else did: as :meth:`check`.
+            RunFolderError: as :meth:`check`.
         """
         with contextlib.suppress(OSError):  # who writes there first has the better message
-            self._make_root()
+            _make_folder(self.root, mode=mode)
         self.check()
         return self
 
@@ -225,12 +228,14 @@ class RunDir:
                     "folder"
                 ) from error
 
-    def _make_root(self) -> None:
-        with contextlib.suppress(FileExistsError):
-            self.root.parent.parent.mkdir(parents=True, exist_ok=True)
-            # hydroslurm-runs: for all of a group where the umask says so, never for everybody
-            self.root.parent.mkdir(mode=0o775)
-        self.root.mkdir(mode=0o700, exist_ok=True)
+
+def _make_folder(path: Path, *, mode: int) -> None:
+    """With those above it: a group's where the umask says so, and never everybody's."""
+    try:
+        path.mkdir(mode=mode, exist_ok=True)
+    except FileNotFoundError:
+        _make_folder(path.parent, mode=0o775)
+        path.mkdir(mode=mode, exist_ok=True)
 
 
 def of_job(job_id: int, *, work_dir: Path, comment: str = "") -> RunDir:

@@ -308,7 +308,8 @@ def _run_folder(
     of_run = RunDir(Path(given)) if given is not None else rundir.from_environment(environ)
     if of_run is not None:
         try:
-            return RunDir(of_run.root.absolute()).claim()
+            mode = 0o700 if given is None else 0o775
+            return RunDir(of_run.root.absolute()).claim(mode=mode)
         except HydroslurmError as error:
             # a pause needs nothing that is written there, so that the training is not refused
             warnings.warn(

@@ -72,16 +72,14 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
     """Where the run keeps its state: the folder that was named, else the job's.
 
-    The folder of the job is made here, for its owner only: its name can be guessed.
+    It is made here, that of the job for its owner only: its name can be guessed.
 
     Raises:
         UsageError: neither is there.
         RunFolderError: others may have put something there that a run would obey.
     """
     if given is not None:
-        named = RunDir(Path(given).absolute())
-        named.check()
-        return named
+        return RunDir(Path(given).absolute()).claim(mode=0o775)
     found = rundir.from_environment(environ)
     if found is None:
         raise UsageError(
@@ -117,5 +115,5 @@ def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller,
     """The controller of this process, and whether it was installed for this run."""
     if installation.is_installed() and not installation.gives_way():
         return installation.controller(), False
-    folder = rundir.from_environment(environ) or run
-    return installation.install(run_dir=folder.root, environ=environ), True
+    of_job = rundir.from_environment(environ) is not None
+    return installation.install(run_dir=None if of_job else run.root, environ=environ), True
