@@ -55,19 +55,25 @@ def folder(environ: Mapping[str, str]) -> Path:
             the signals that it names, and believes the events that it leads to.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.access(runtime, os.W_OK):
+    # below sudo it may be that of another user, who could exchange what root keeps there
+    if runtime and os.access(runtime, os.W_OK) and is_trusted(Path(runtime)):
         path = Path(runtime) / "hydroslurm"
     else:
         path = Path(tempfile.gettempdir()) / f"hydroslurm-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         check_trusted(path, what="the registry")
+        owner = path.lstat().st_uid
     except OSError as error:
         raise RunFolderError(
             f"cannot make {path}: {error.strerror}; set XDG_RUNTIME_DIR to a folder of yours"
         ) from error
     except UntrustedFile as error:
         raise RunFolderError(f"{error}; or set XDG_RUNTIME_DIR to a folder of yours") from error
+    if owner != os.getuid():
+        raise RunFolderError(
+            f"{path} belongs to uid {owner}, not to us; set XDG_RUNTIME_DIR to a folder of yours"
+        )
     return path
 
 
