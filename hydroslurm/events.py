@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.files import open_regular
+
 SCHEMA = 1
 
 
@@ -186,8 +188,7 @@ class EventLog:
         try:
             if self._fd is None:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                self._fd = os.open(self.path, flags, 0o600)
+                self._fd = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             line = event.to_json().encode() + b"\n"
             if os.write(self._fd, line) != len(line):
                 raise OSError("short write, the disk is full")

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hydroslurm.files import open_regular
+
 PULSE_ENV = "HYDROSLURM_PULSE_S"
 """Seconds between two lines; 0 for none."""
 
@@ -116,8 +118,7 @@ class PulseWriter:
         assert self._path is not None
         try:
             if self._fd is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                self._fd = os.open(self._path, flags, 0o600)
+                self._fd = open_regular(self._path, os.O_WRONLY | os.O_CREAT)
             os.pwrite(self._fd, line.ljust(_LINE_BYTES - 1).encode() + b"\n", 0)
         except OSError:
             self.close()

@@ -14,13 +14,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydroslurm.errors import RunFolderError
+from hydroslurm.errors import RunFolderError, UntrustedFile
+from hydroslurm.files import check_trusted, is_trusted, parse_json, read_regular
+
+_LIMIT_BYTES = 1 << 16
+"""Of an entry: a path, and some numbers."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +51,28 @@ def folder(environ: Mapping[str, str]) -> Path:
     """The registry's folder for this user; made when it is missing.
 
     Raises:
-        RunFolderError: it cannot be made, or somebody else owns it.
+        RunFolderError: it cannot be made, or others can write there: whoever reads an entry sends
+            the signals that it names, and believes the events that it leads to.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.access(runtime, os.W_OK):
+    # below sudo it may be that of another user, who could exchange what root keeps there
+    if runtime and os.access(runtime, os.W_OK) and is_trusted(Path(runtime)):
         path = Path(runtime) / "hydroslurm"
     else:
         path = Path(tempfile.gettempdir()) / f"hydroslurm-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
+        check_trusted(path, what="the registry")
+        owner = path.lstat().st_uid
     except OSError as error:
         raise RunFolderError(
             f"cannot make {path}: {error.strerror}; set XDG_RUNTIME_DIR to a folder of yours"
         ) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+    except UntrustedFile as error:
+        raise RunFolderError(f"{error}; or set XDG_RUNTIME_DIR to a folder of yours") from error
+    if owner != os.getuid():
         raise RunFolderError(
-            f"{path} belongs to uid {status.st_uid}, not to us; set XDG_RUNTIME_DIR to a folder of "
-            "yours"
+            f"{path} belongs to uid {owner}, not to us; set XDG_RUNTIME_DIR to a folder of yours"
         )
     return path
 
@@ -102,12 +109,15 @@ def withdraw(base: Path, pid: int) -> None:
 
 def find(base: Path, pid: int) -> Entry | None:
     """The entry of a living process; None when it never announced itself or is another process by
-    now."""
+    now, and for an entry that somebody else may have written."""
+    path = base / f"{pid}.json"
     try:
-        entry = Entry(**json.loads((base / f"{pid}.json").read_text()))
+        entry = Entry(**parse_json(read_regular(path, limit_bytes=_LIMIT_BYTES)))
     except (OSError, ValueError, TypeError):
         return None
-    return entry if entry.started == start_ticks(pid) else None
+    if entry.pid != pid or entry.started != start_ticks(pid):
+        return None
+    return entry if is_trusted(path) else None
 
 
 def sweep(base: Path) -> None:

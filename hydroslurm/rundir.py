@@ -23,12 +23,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.errors import RunFolderError
+from hydroslurm.errors import RunFolderError, UntrustedFile
+from hydroslurm.files import check_trusted
 
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
 """Environment variable that names the run folder to a rank."""
@@ -180,10 +182,10 @@ class RunDir:
         """Make the folder and its parts, readable by the owner only (0700).
 
         Raises:
-            RunFolderError: when one of them cannot be made.
+            RunFolderError: when one of them cannot be made, or is not ours: as :meth:`check`.
         """
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_folder(self.root, mode=0o700)
             for part in (self.events, self.logs):
                 part.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -191,7 +193,55 @@ class RunDir:
                 f"cannot make the run folder {self.root}: {error.strerror}. "
                 "Choose another with --run-dir, one that every node can write"
             ) from error
+        self.check()
         return self
+
+    def claim(self, *, mode: int = 0o700) -> RunDir:
+        """Make the folder alone if it can be made, before somebody else does; see that it is ours.
+
+        Args:
+            mode: 0o775 for one that the user has named, whose umask then says who may look.
+
+        Raises:
+            RunFolderError: as :meth:`check`.
+        """
+        with contextlib.suppress(OSError):  # who writes there first has the better message
+            _make_folder(self.root, mode=mode)
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Require that what is there of it is ours, so that a rank may obey it.
+
+        The name of a default folder can be guessed, and made beforehand where the working directory
+        is everybody's: with a ``finished.json`` that ends the job, checkpoints to resume, or links
+        that lead our writing elsewhere.
+
+        Raises:
+            RunFolderError: the folder or a part of it is somebody else's, or anybody could replace
+                it; a group's folders above it are taken (:func:`check_trusted`, ``shared``).
+        """
+        for part in (self.root, self.events, self.logs, self.checkpoints, self.epochs):
+            try:
+                check_trusted(part, what="the run folder", shared=True)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise RunFolderError(f"the run folder {part}: {error.strerror}") from error
+            except UntrustedFile as error:
+                raise RunFolderError(
+                    f"{error}. {RUN_DIR_ENV}, --run-dir or Run(directory=...) name another run "
+                    "folder"
+                ) from error
+
+
+def _make_folder(path: Path, *, mode: int) -> None:
+    """With those above it: a group's where the umask says so, and never everybody's."""
+    try:
+        path.mkdir(mode=mode, exist_ok=True)
+    except FileNotFoundError:
+        _make_folder(path.parent, mode=0o775)
+        path.mkdir(mode=mode, exist_ok=True)
 
 
 def of_job(job_id: int, *, work_dir: Path, comment: str = "") -> RunDir:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "events": BASE,
     "registry": BASE,
     "rankstate": BASE | {"events"},
-    "pulse": set(),
+    "pulse": BASE,
     "agentstate": BASE | {"events"},
     "ack": BASE | {"events", "rankstate"},
     "client": BASE | {"ack", "registry", "runtime.signals"},

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -132,3 +135,99 @@ def test_plain_json_is_read() -> None:
     assert files.parse_json(text)["a"][4] == "[" * 500 + '"{'
     assert files.parse_json(r'"\ud83d\ude00"') == "\U0001f600"
     assert files.parse_json(str((1 << 63) - 1)) == (1 << 63) - 1
+
+
+@as_root
+def test_a_folder_that_people_share_is_enough_for_a_run(tmp_path: Path) -> None:
+    """Folders above that are a colleague's and a group's are taken with ``shared``, and without it
+    they are not; the file itself must be ours, and nobody else's to write."""
+    file = _tree(tmp_path)
+    for place in (tmp_path / "a", tmp_path / "a" / "b"):
+        os.chown(place, 12345, 12345)
+        place.chmod(0o2770)
+    assert files.is_trusted(file, shared=True)
+    assert not files.is_trusted(file)
+    os.chown(file, 0, 12345)
+    file.chmod(0o664)
+    assert not files.is_trusted(file, shared=True)
+    os.chown(file, 12345, 12345)
+    file.chmod(0o644)
+    assert not files.is_trusted(file, shared=True)
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_strangers_folder_in_everybodys_is_not_shared(tmp_path: Path, mode: int) -> None:
+    """Where anybody can make a folder, one of somebody else's is no project folder."""
+    file = _tree(tmp_path)
+    os.chown(tmp_path / "a" / "b", 12345, 12345)
+    assert files.is_trusted(file, shared=True)
+    (tmp_path / "a").chmod(mode)
+    assert not files.is_trusted(file, shared=True)
+
+
+@as_root
+def test_a_strangers_link_in_everybodys_folder_is_not_shared(tmp_path: Path) -> None:
+    """The same of a link that leads to what is ours: its owner can let it lead elsewhere."""
+    file = _tree(tmp_path)
+    (tmp_path / "a").chmod(0o1777)
+    link = tmp_path / "a" / "link"
+    link.symlink_to(file.parent)
+    assert files.is_trusted(link / "lib.so", shared=True)
+    os.lchown(link, 12345, 12345)
+    assert not files.is_trusted(link / "lib.so", shared=True)
+
+
+@as_root
+def test_more_owners_can_be_named(tmp_path: Path) -> None:
+    """``owners`` are believed as root is, also for code."""
+    file = _tree(tmp_path)
+    for place in (tmp_path / "a", file):
+        os.chown(place, 12345, 12345)
+    assert files.is_trusted(tmp_path / "a" / "b" / "lib.so") is False
+    files.check_trusted(file, what="the library", owners={12345})
+
+
+@as_root
+def test_a_containers_view_of_root_is_believed() -> None:
+    """In a user namespace without root, as Apptainer makes it, / and /home belong to "nobody":
+    what is ours below them is still trusted, and a file of a stranger's is not, nor what lies in a
+    folder that anybody could have made."""
+    with tempfile.TemporaryDirectory(prefix="hs-", dir="/opt") as name:
+        Path(name).chmod(0o755)
+        file = _tree(Path(name))
+        for place in (file, file.parent):
+            os.chown(place, 12345, 12345)
+        theirs = Path(name) / "a" / "theirs.so"
+        theirs.write_text("x")
+        os.chown(theirs, 23456, 23456)
+        assert _as_seen_from_a_container(file, theirs) == "[True, False]\n"
+        file.parent.parent.parent.chmod(0o1777)
+        assert _as_seen_from_a_container(file, theirs) == "[False, False]\n"
+
+
+def _as_seen_from_a_container(*paths: Path) -> str:
+    """Which are trusted by uid 12345 in a namespace that has no other user."""
+    code = """
+import ctypes, os, sys
+from pathlib import Path
+from hydroslurm import files
+if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):
+    sys.exit(os.strerror(ctypes.get_errno()))
+print("ready", flush=True)
+input()
+os.setresuid(1000, 1000, 1000)
+print([files.is_trusted(Path(one)) for one in sys.argv[1:]])
+"""
+    command = [sys.executable, "-c", code, *map(str, paths)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        if child.stdout.readline() != "ready\n":
+            pytest.skip(f"no user namespaces here: {child.stderr.read().strip()}")
+        Path(f"/proc/{child.pid}/uid_map").write_text("1000 12345 1\n")
+        said, failure = child.communicate("\n", timeout=60)
+    assert not failure
+    return said

@@ -8,7 +8,9 @@ import socket
 from collections.abc import Mapping
 
 from hydroslurm import rundir
+from hydroslurm.errors import RunFolderError
 from hydroslurm.events import Event, EventKind, EventLog, clocks
+from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.allocation import Allocation
 
 LOGGER = logging.getLogger("hydroslurm.agent")
@@ -19,13 +21,21 @@ class NodeLog:
     else that of the rendezvous."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._run = rundir.from_environment(environ)
+        self._run = self._run_folder(environ)
         self._allocation = Allocation.from_environ(environ)
         self._log: EventLog | None = None
         self._early: list[tuple[EventKind, dict[str, object]]] = []
         self.number: int | None = None
         if self._allocation is not None and self._allocation.step_id is not None:
             self.settle(self._allocation.rank)
+
+    def _run_folder(self, environ: Mapping[str, str]) -> RunDir | None:
+        run = rundir.from_environment(environ)
+        try:
+            return run and run.claim()
+        except RunFolderError as error:
+            LOGGER.warning("%s. The agent writes no events", error)
+            return None
 
     def settle(self, number: int) -> None:
         """Give the node its number; the first one stays."""

@@ -10,7 +10,7 @@ from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.parts import read_whole
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.errors import CheckpointCorrupt, CheckpointError
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
 
 STOP = "stop"
 """The kind of checkpoint that retention counts apart: periodic saves that follow a preemption must
@@ -42,7 +42,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Problem:
-    """A folder that has a checkpoint's name, and no manifest that can be read."""
+    """A folder that has a checkpoint's name, and no manifest that can be read and believed."""
 
     path: Path
     step: int
@@ -71,14 +71,19 @@ def read_manifest(path: Path, *, storage: Storage) -> Manifest:
     Raises:
         CheckpointCorrupt: gone, unreadable, or not what was written.
         CheckpointTooNew: of a newer schema.
+        CheckpointError: somebody else may have written it.
     """
     file = path / manifest.NAME
     try:
-        text = read_whole(file, storage=storage).decode()
+        for place in (path, file):
+            storage.check_trusted(place)
+        text = read_whole(file, storage=storage, limit_bytes=manifest.LIMIT_BYTES).decode()
     except FileNotFoundError as error:
         raise CheckpointCorrupt(f"{path} has no {manifest.NAME}: it was never committed") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointCorrupt(f"{file} cannot be read: {error}") from error
+    except UntrustedFile as error:
+        raise CheckpointError(str(error)) from error
     return Manifest.from_json(text, where=file)
 
 

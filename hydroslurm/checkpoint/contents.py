@@ -198,7 +198,7 @@ def read_own(
 def _read_json(path: Path, *, storage: Storage) -> dict[str, JsonValue]:
     try:
         found = json.loads(read_whole(path, storage=storage))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointCorrupt(f"{path} holds no names, but a {type(found).__name__}")

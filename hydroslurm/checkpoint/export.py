@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
@@ -34,7 +35,9 @@ def export(checkpoint: Checkpoint, target: Path, *, only: Collection[str] | None
     if target.suffix not in SUFFIXES:
         raise UsageError(f"{target.name} ends in none of {', '.join(SUFFIXES)}")
     write = _write_safetensors if target.suffix == ".safetensors" else _write_pt
-    state = CheckpointStore(checkpoint.path.parent).load(checkpoint, only=only)
+    state = CheckpointStore(checkpoint.path.parent, storage=AnyonesStorage()).load(
+        checkpoint, only=only
+    )
     found: dict[str, Any] = dict(state.shared)
     if only is not None:
         found |= state.own

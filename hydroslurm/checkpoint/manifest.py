@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, UsageError
+from hydroslurm.files import check_depth
 
 SCHEMA = 1
 """Of the manifest and of everything that it names."""
 
 NAME = "manifest.json"
+LIMIT_BYTES = 64 << 20
+"""Of the manifest: some hundred bytes for each file, and a few files for each rank."""
 
 ALGORITHM = "crc32"
 """Of all checksums: zlib's, 8 hexadecimal digits. It finds every error of up to 32 bits in a row,
@@ -117,6 +120,7 @@ class Manifest:
             CheckpointCorrupt: anything but what was written.
         """
         try:
+            check_depth(text)
             body = json.loads(text)
             written = body.pop("checksum")
             schema, writer = int(body["schema"]), body["written_by"]["hydroslurm"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import zlib
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.errors import CheckpointCorrupt, SaveAbandoned
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveAbandoned, UntrustedFile
 
 CHUNK_BYTES = 4 << 20
 """Between two looks at ``cancel``: 4 MiB are 2 ms of a fast disk. Of 4, 8 and 16 MiB it was the
@@ -138,12 +139,19 @@ def write_whole(
         part.abandon()
 
 
-def read_whole(path: Path, *, storage: Storage) -> bytes:
+def read_whole(path: Path, *, storage: Storage, limit_bytes: int | None = None) -> bytes:
     """All bytes of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is longer than ``limit_bytes``.
     """
+    if limit_bytes is not None:
+        fd = storage.open(path)
+        try:
+            if storage.size(fd) > limit_bytes:
+                raise OSError(errno.EFBIG, f"longer than {limit_bytes} bytes", str(path))
+        finally:
+            storage.close(fd)
     return b"".join(bytes(chunk) for chunk in chunks(path, storage=storage))
 
 
@@ -167,10 +175,12 @@ def check_file(
 
     Raises:
         CheckpointCorrupt: gone, unreadable, of another size or of another checksum.
+        CheckpointError: somebody else may have written it.
         SaveAbandoned: ``cancel`` was set.
     """
     crc, size_bytes = 0, 0
     try:
+        storage.check_trusted(path)
         for chunk in chunks(path, storage=storage):
             crc = zlib.crc32(chunk, crc)
             size_bytes += len(chunk)
@@ -178,6 +188,8 @@ def check_file(
                 raise SaveAbandoned(f"reading {path} was given up on request")
     except OSError as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror or error}") from error
+    except UntrustedFile as error:
+        raise CheckpointError(str(error)) from error
     compare(path, entry, FileEntry(size_bytes, f"{crc:08x}"))
 
 

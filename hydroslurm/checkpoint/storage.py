@@ -11,8 +11,11 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-FILE_MODE = 0o666
-"""Before the umask: who may read a checkpoint is decided by the folder that it lies in."""
+from hydroslurm.files import check_trusted, open_regular
+
+FILE_MODE, FOLDER_MODE = 0o644, 0o755
+"""Before the umask: who may read a checkpoint is decided by the folder that it lies in. Nobody else
+may write one, also where the umask is that of a group: it could not be believed any more."""
 
 
 class Storage(Protocol):
@@ -53,8 +56,11 @@ class Storage(Protocol):
     def listdir(self, path: Path) -> list[str]:
         """The names in a folder, sorted."""
 
+    def check_trusted(self, path: Path) -> None:
+        """Raise UntrustedFile for a folder or a file that somebody else may have written."""
+
     def open(self, path: Path) -> int:
-        """Open a file for reading."""
+        """Open a regular file for reading."""
 
     def size(self, fd: int) -> int:
         """Of an open file, in bytes."""
@@ -71,7 +77,7 @@ class LocalStorage:
     """
 
     def mkdir(self, path: Path) -> None:
-        path.mkdir()
+        path.mkdir(mode=FOLDER_MODE)
 
     def create(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
@@ -113,11 +119,23 @@ class LocalStorage:
     def listdir(self, path: Path) -> list[str]:
         return sorted(entry.name for entry in path.iterdir())
 
+    def check_trusted(self, path: Path) -> None:
+        check_trusted(path, what="the checkpoint", shared=True)
+
     def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
     def read(self, fd: int, into: memoryview, *, offset: int) -> int:
         return os.preadv(fd, [into], offset)
+
+
+class AnyonesStorage(LocalStorage):
+    """Of checkpoints that a person has named, whoever wrote them: a colleague's, to start from or
+    to look at. Nothing in a checkpoint is ever run. What a restarted job takes up by itself is
+    another matter: it would train on forged weights, and nobody would see it."""
+
+    def check_trusted(self, path: Path) -> None:
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,6 +97,7 @@ def export(where: Where, out: Out, only: Only = None) -> None:
 def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
     """The stores, and the one folder in it that is meant; None when all are."""
     from hydroslurm.checkpoint import folders
+    from hydroslurm.checkpoint.storage import AnyonesStorage, LocalStorage
     from hydroslurm.checkpoint.store import CheckpointStore
     from hydroslurm.errors import CheckpointMissing
     from hydroslurm.rundir import RunDir
@@ -104,10 +106,12 @@ def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
     if not where.is_dir():
         raise CheckpointMissing(f"{where} is no folder; a run folder or a checkpoint is wanted")
     if folders.step_of(where.name) is not None:
-        return [CheckpointStore(where.parent)], frozenset([where.name])
+        return [CheckpointStore(where.parent, storage=AnyonesStorage())], frozenset([where.name])
     run = RunDir(where)
     inner = [folder for folder in (run.checkpoints, run.epochs) if folder.is_dir()]
-    return [CheckpointStore(folder) for folder in inner or [where]], None
+    # in a run of ours what a stranger has put there is shown as such, and never the newest
+    storage = LocalStorage() if where.stat().st_uid == os.getuid() else AnyonesStorage()
+    return [CheckpointStore(folder, storage=storage) for folder in inner or [where]], None
 
 
 def _rows(
@@ -145,9 +149,10 @@ def _row(store: CheckpointStore, one: Checkpoint, *, verify: bool) -> dict[str, 
 
 
 def _verdict(error: Exception) -> dict[str, str]:
-    from hydroslurm.errors import CheckpointTooNew
+    from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew
 
-    state = "too new" if isinstance(error, CheckpointTooNew) else "torn"
+    state = "torn" if isinstance(error, CheckpointCorrupt) else "untrusted"
+    state = "too new" if isinstance(error, CheckpointTooNew) else state
     return {"state": state, "reason": str(error)}
 
 

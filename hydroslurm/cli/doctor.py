@@ -19,7 +19,7 @@ PartitionName = Annotated[
 QosName = Annotated[str, typer.Option("--qos", "-q", help="The QOS of a planned job.")]
 Run = Annotated[
     Path | None,
-    typer.Option("--run", help="A run folder: its newest checkpoint tells how long a save takes."),
+    typer.Option("--run", help="A run folder: how long a save takes there, and who can change it."),
 ]
 SaveS = Annotated[
     float | None, typer.Option("--save-s", min=0.0, help="How long a save takes, seconds.")
@@ -65,6 +65,7 @@ def doctor(
             save=save,
             script=None if script is None else read_file(script),
             suspend_s=suspend_s,
+            run=run,
         )
     except (HydroslurmError, UsageError) as error:
         # not the usual 1, which says that work would be lost

@@ -40,7 +40,7 @@ def build_gate(out: Out = None, force: Force = False) -> None:
     try:
         root = out.absolute() if out else build.cache_root(os.environ)
         folder = root / build.key_of(torch)
-        if build.is_whole(folder) and not force:
+        if not force and build.is_usable(folder):
             typer.echo(f"{folder / build.LIBRARY} is there already (--force builds it again)")
         else:
             built = build.build(root, environ=os.environ, torch=torch)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from hydroslurm.devcluster.config import WARNING
 from hydroslurm.errors import ClusterError
+from hydroslurm.files import check_trusted, is_trusted
 
 _MARKER = "THIS-IS-FOR-TESTING-ONLY"
 _LINK = "c"
@@ -108,9 +109,11 @@ class Layout:
 
         Raises:
             ClusterError: it cannot be made, or it holds something that no dev cluster left there.
+            UntrustedFile: as :meth:`check`.
         """
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.check()
             if not self.marker.exists():
                 strangers = sorted(entry.name for entry in self.root.iterdir())
                 if strangers:
@@ -127,6 +130,17 @@ class Layout:
                 f"cannot make the cluster's folder {self.root}: {error.strerror}. "
                 "Choose another one with --dir, on a local disk"
             ) from error
+
+    def check(self) -> None:
+        """Require that nobody else can have put anything into the folder, if there is one. Daemons
+        run what its configuration says, and the supervisor has it as its working directory; root's
+        cluster would run a stranger's programs as root.
+
+        Raises:
+            UntrustedFile: somebody else owns it or a folder above it, or can write there.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            check_trusted(self.root, what="the cluster's folder")
 
     def remove_state(self) -> None:
         """Remove what only a running cluster needs; the logs stay."""
@@ -181,12 +195,14 @@ def make_link(root: Path, *, temporary: Path | None = None) -> Path:
     for candidate in candidates:
         longest = len(os.fsencode(candidate)) + len(f"/{_LINK_PREFIX}12345678/{_LINK}/")
         plain = " " not in str(candidate) and os.access(candidate, os.W_OK | os.X_OK)
+        plain = plain and is_trusted(candidate)  # else others could let the link lead elsewhere
         if plain and longest + _LONGEST_BELOW_BASE <= _SOCKET_PATH_BYTES:
             link = Path(tempfile.mkdtemp(prefix=_LINK_PREFIX, dir=candidate)) / _LINK
             link.symlink_to(root)
             return link
     raise ClusterError(
-        "no temporary folder is writable and has a short name, as sockets need; tried "
+        "no temporary folder is writable, safe from others and of a short name, as sockets need; "
+        "tried "
         f"{', '.join(map(str, candidates))}. Set TMPDIR to a folder with a short name"
     )
 

@@ -54,7 +54,10 @@ class Running:
 
         Raises:
             ClusterError: the file is not one of ours.
+            UntrustedFile: others could have written it, who would choose what is signalled, removed
+                and run for us.
         """
+        layout.check()
         try:
             row = json.loads(layout.cluster_json.read_text())
             if row["version"] != _VERSION:

@@ -35,6 +35,8 @@ class Facts:
         script: its batch script's options; None where there is no script or it may not be read.
         save: None when it is not known how long a save takes.
         suspend_s: how long a suspend is to be survived; None when nobody said.
+        untrusted: why a job would not obey what lies in the run folder; empty where it would.
+        shared: who else than its user could exchange the run folder; empty for nobody.
     """
 
     config: Config
@@ -45,6 +47,8 @@ class Facts:
     script: ScriptOptions | None = None
     save: SaveFacts | None = None
     suspend_s: float | None = None
+    untrusted: str = ""
+    shared: str = ""
 
     @property
     def tasks(self) -> int:

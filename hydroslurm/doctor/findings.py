@@ -47,6 +47,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         risks.long_requeue_wait,
         risks.logs_cut_off,
         risks.no_accounting,
+        risks.run_folder,
         risks.signal_instead_of_term,
         risks.something_unknown,
     )

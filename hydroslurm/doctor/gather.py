@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hydroslurm.doctor.facts import Facts, SaveFacts
 from hydroslurm.doctor.script import ScriptOptions, read_script
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import UntrustedFile, UsageError
+from hydroslurm.files import check_trusted
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import find_partition, site_policy
@@ -23,12 +24,14 @@ def gather(
     save: SaveFacts | None = None,
     script: ScriptOptions | None = None,
     suspend_s: float | None = None,
+    run: Path | None = None,
 ) -> Facts:
     """Ask Slurm for one job, or for what a job would meet in a partition.
 
     Args:
         partition: "" for the default one; a job brings its own.
         script: of a planned job; that of an existing one is read from Slurm, where that is allowed.
+        run: the run folder; None when it is not known.
 
     Raises:
         SlurmError: Slurm could not be asked.
@@ -55,7 +58,21 @@ def gather(
         script=_script_of(client, job) if job else script,
         save=save,
         suspend_s=suspend_s,
+        untrusted=why_untrusted(run, shared=True),
+        shared=why_untrusted(run, shared=False),
     )
+
+
+def why_untrusted(run: Path | None, *, shared: bool) -> str:
+    """Why a run folder is not believed (``shared``: as a job does; else: as code would be)."""
+    try:
+        if run is not None:
+            check_trusted(run, what="the run folder", shared=shared)
+    except OSError as error:
+        return str(error)
+    except UntrustedFile as error:
+        return str(error).partition(" is not used: ")[2]
+    return ""
 
 
 def read_file(path: Path) -> ScriptOptions:

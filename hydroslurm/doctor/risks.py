@@ -189,3 +189,19 @@ def something_unknown(facts: Facts) -> Finding | None:
         return None
     words = f"Could not be read: {'; '.join(facts.policy.unknown)}. The least is assumed."
     return Finding("unknown", Severity.NOTE, "not all could be read", words)
+
+
+def run_folder(facts: Facts) -> Finding | None:
+    """Whose word a job takes for what it has trained so far."""
+    if facts.untrusted:
+        title = "the run folder is not used"
+        return Finding("run_folder", Severity.RISK, title, f"A job refuses it: {facts.untrusted}.")
+    if not facts.shared:
+        return None
+    words = (
+        "The run folder lies in a folder that people share. A job runs there and believes only "
+        "files of its own user or of root, but whoever may write above it can move run folders "
+        f"of yours to other names. Seen: {facts.shared}."
+    )
+    title = "others can exchange the run folder"
+    return Finding("run_folder", Severity.NOTE, title, words, "a folder that only you can write")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm import rundir
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.fence import Fence
+from hydroslurm.files import check_trusted
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
@@ -71,29 +74,45 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
     """Where the run keeps its state: the folder that was named, else the job's.
 
+    It is made here, that of the job for its owner only: its name can be guessed.
+
     Raises:
         UsageError: neither is there.
+        RunFolderError: others may have put something there that a run would obey.
     """
     if given is not None:
-        return RunDir(Path(given).absolute())
+        return RunDir(Path(given).absolute()).claim(mode=0o775)
     found = rundir.from_environment(environ)
     if found is None:
         raise UsageError(
             "this process is in no Slurm job, so that there is no run folder to save into; give "
             'one: Run(directory="runs/my-run")'
         )
-    return RunDir(found.root.absolute())
+    return RunDir(found.root.absolute()).claim()
 
 
 def fast_store(
     given: str | os.PathLike[str] | None, run: RunDir, *, fence: Fence
 ) -> CheckpointStore | None:
     """The fast tier: a folder of this run's own below the one that was given, for /dev/shm is
-    everybody's."""
+    everybody's. Where somebody else has made it before, there is none, with a warning."""
     if given is None:
         return None
     name = hashlib.sha256(str(run.root).encode()).hexdigest()[:16]
-    return CheckpointStore(Path(given).absolute() / f"hydroslurm-{name}", fence=fence)
+    folder = Path(given).absolute() / f"hydroslurm-{name}"
+    with contextlib.suppress(OSError):  # a save that fails there says so
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            check_trusted(folder, what="the fast tier", shared=True)
+        except UntrustedFile as error:
+            warnings.warn(
+                f"hydroslurm: {error}. This run saves to {run.checkpoints} only",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return None
+    return CheckpointStore(folder, fence=fence)
 
 
 def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
@@ -112,5 +131,5 @@ def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller,
     """The controller of this process, and whether it was installed for this run."""
     if installation.is_installed() and not installation.gives_way():
         return installation.controller(), False
-    folder = rundir.from_environment(environ) or run
-    return installation.install(run_dir=folder.root, environ=environ), True
+    of_job = rundir.from_environment(environ) is not None
+    return installation.install(run_dir=None if of_job else run.root, environ=environ), True

@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from dataclasses import dataclass
 
-from hydroslurm.errors import RunFolderError
+from hydroslurm.errors import RunFolderError, UntrustedFile
+from hydroslurm.files import check_trusted, open_regular, parse_json, read_regular
 from hydroslurm.rundir import RunDir
+
+_LIMIT_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ def write(run: RunDir, *, step: int) -> None:
     temporary = path.with_suffix(f".tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as file:
+        handle = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with os.fdopen(handle, "w") as file:
             json.dump({"v": 1, "step": step, "epoch_ns": time.time_ns()}, file)
             file.flush()
             os.fsync(file.fileno())
@@ -54,15 +59,25 @@ def step_of(run: RunDir) -> int | None:
 
 
 def read(run: RunDir) -> Finished | None:
-    """The marker, None when the run has not finished.
+    """The marker, None when the run has not finished. One that somebody else may have put there
+    costs a warning, and counts for nothing.
 
     Raises:
         RunFolderError: it is there and cannot be read.
     """
     try:
-        row = json.loads(run.finished_json.read_text())
+        check_trusted(run.finished_json, what="the marker", shared=True)
+        row = parse_json(read_regular(run.finished_json, limit_bytes=_LIMIT_BYTES))
         return Finished(step=int(row["step"]), epoch_ns=int(row["epoch_ns"]))
     except FileNotFoundError:
+        return None
+    except UntrustedFile as error:
+        warnings.warn(
+            f"hydroslurm: {error}. It says that this run has finished; the run goes on as if it "
+            "were not there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(

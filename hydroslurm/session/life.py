@@ -49,6 +49,7 @@ class Life:
             StaleAttempt: a newer attempt has claimed the folder. The same.
         """
         self._check_fence("the start")
+        self._ledger.set_aside_foreign()
         check_limits(self._ledger.lives(), self._limits, step=step)
         allocation = self._allocation
         return self._ledger.begin(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hydroslurm.errors import RunEnded, RunFolderError, UsageError
+from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageError
+from hydroslurm.files import check_trusted, open_regular
 from hydroslurm.supervised import LIVES_ENV, SUPERVISED_ENV
 
 Ending = Literal["preempted", "time_limit", "cancelled", "requeued", "asked", "error", "finished"]
@@ -119,6 +121,31 @@ class Ledger:
             _fold(found, line)
         return tuple(found[number] for number in sorted(found))
 
+    def set_aside_foreign(self) -> None:
+        """Rename a file that somebody else may have written: its lives could end this run, and ours
+        must not be appended to it.
+
+        Raises:
+            RunFolderError: it cannot be renamed.
+        """
+        try:
+            check_trusted(self.path, what="the list of lives", shared=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self.path}: {error.strerror}") from error
+        except UntrustedFile as error:
+            aside = self.path.with_name(f"{self.path.name}.not-ours")
+            try:
+                self.path.replace(aside)
+            except OSError as refused:
+                raise RunFolderError(f"{error}. It is in the way: {refused.strerror}") from error
+            warnings.warn(
+                f"hydroslurm: {error}. It is {aside.name} now, and the lives are counted anew",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
     def begin(self, step: int, *, now_epoch_ns: int, job_id: int | None, restart_count: int) -> int:
         """Write down that a life begins; returns its number."""
         number = max((life.number for life in self.lives()), default=0) + 1
@@ -143,7 +170,7 @@ class Ledger:
         line = json.dumps({"v": 1, **row}).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
                 size = os.fstat(fd).st_size
                 if size and os.pread(fd, 1, size - 1) != b"\n":

@@ -24,7 +24,7 @@ from hydroslurm.checkpoint.contents import SHARED_JSON
 from hydroslurm.checkpoint.parts import check_file
 from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.reader import read_metadata
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier
 from hydroslurm.checkpoint.writer import METADATA
@@ -155,12 +155,12 @@ class CheckpointManager:
 
     def committed(self) -> tuple[Checkpoint, ...]:
         """All that are there, oldest first. Whether their files are good is not looked at."""
-        found = (*self.step_store().committed(), *self.epoch_store().committed())
+        found = [one for store in self._all_stores() for one in store.committed()]
         return tuple(sorted(found, key=age))
 
     def epochs(self) -> tuple[int, ...]:
         """The epochs that have a checkpoint, in order."""
-        return tuple(one.epoch for one in self.epoch_store().committed())
+        return tuple(one.epoch for one in self._all_stores()[1].committed())
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """The newest epoch that has a checkpoint, None when there is none; or ``user_epoch``, when
@@ -193,9 +193,7 @@ class CheckpointManager:
             raise UsageError(
                 f"epoch={epoch} and step={step}: a checkpoint is chosen by one of them"
             )
-        stores = (
-            [self.epoch_store()] if epoch is not None else [self.step_store(), self.epoch_store()]
-        )
+        stores = self._all_stores()[1 if epoch is not None else 0 :]
         found = [
             Found(Tier.DURABLE, store, one)
             for store in stores
@@ -217,7 +215,7 @@ class CheckpointManager:
             CheckpointCorrupt: one of the two is not what was written.
         """
         one = self.find(epoch=epoch, step=step).checkpoint
-        storage = LocalStorage()
+        storage = AnyonesStorage()
         for name in (SHARED_JSON, METADATA):
             if name not in one.manifest.files:
                 raise CheckpointCorrupt(f"{one.path} has no {name}")
@@ -273,6 +271,16 @@ class CheckpointManager:
             wanted.add(name, thing)
         wanted.load(state.shared, source=str(found.checkpoint.path))
         return found.checkpoint
+
+    def _all_stores(self) -> tuple[CheckpointStore, CheckpointStore]:
+        """Of steps and of epochs, to read from: whoever asks for one means it, also when it is a
+        colleague's. A job that resumes believes its own only: :meth:`epoch_store`."""
+        run = RunDir(self.directory)
+        steps, epochs = (
+            CheckpointStore(folder, storage=AnyonesStorage())
+            for folder in (run.checkpoints, run.epochs)
+        )
+        return steps, epochs
 
     def _missing(self, epoch: int | None, step: int | None) -> str:
         wanted = "at all" if step is None else f"of step {step}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hydroslurm.errors import RunFolderError
+from hydroslurm.files import open_regular
 
 ConditionType = Literal[
     "Created", "Queued", "Running", "Paused", "Preempted", "Restarting", "Succeeded", "Failed"
@@ -61,7 +62,7 @@ def add_condition(
     condition = Condition(kind, time.time_ns(), reason, message, life)
     line = json.dumps(asdict(condition), ensure_ascii=False) + "\n"
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(handle, line.encode())
             os.fsync(handle)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import RunFolderError
+from hydroslurm.files import open_regular
 from hydroslurm.supervisor.decision import Decision
 
 
@@ -148,7 +149,8 @@ class Attempts:
         path, temporary = self.folder / name, self.folder / f".{name}.{os.getpid()}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with temporary.open("w", encoding="utf-8") as file:
+            handle = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump(row, file)
                 file.flush()
                 os.fsync(file.fileno())

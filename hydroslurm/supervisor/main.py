@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hydroslurm.errors import LaunchError
+from hydroslurm.files import check_trusted
 from hydroslurm.launch.plan import Plan
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.allocation import Allocation
@@ -22,12 +23,16 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
 
     Raises:
         LaunchError: the folder holds no job, or this is no batch script.
+        RunFolderError: others may have written what it says to run.
     """
     run = RunDir(root)
+    run.check()
     allocation = Allocation.from_environ(environ)
     if allocation is None:
         raise LaunchError("a supervisor runs in the batch script of its job; submit the job")
     try:
+        for file in (run.job_yaml, run.plan_json):
+            check_trusted(file, what="the job's plan", shared=True)
         job = loads(
             run.job_yaml.read_text(encoding="utf-8"), name=str(run.job_yaml), folder=root
         ).job

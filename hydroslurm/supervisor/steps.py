@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydroslurm import registry
+from hydroslurm.files import open_regular
 from hydroslurm.launch.images import Runtime, pyxis_options
 from hydroslurm.launch.plan import Plan
 from hydroslurm.runtime.autoload import PREEMPT_ENV
@@ -186,9 +187,10 @@ def start_step(command: Sequence[str], *, environ: Mapping[str, str], log: Path)
     """Start srun, with its words going to ``log``.
 
     Raises:
-        OSError: there is no srun.
+        OSError: there is no srun, or something else than a file is in the place of the log.
     """
-    with log.open("ab", buffering=0) as words:
+    handle = open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with os.fdopen(handle, "ab", buffering=0) as words:
         child = subprocess.Popen(
             command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=words, stderr=words
         )

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.files import open_regular
 from hydroslurm.rundir import RunDir
 from hydroslurm.spec.tensorboard import TensorBoard
 
@@ -111,7 +112,8 @@ class Board:
         try:
             logdir.mkdir(parents=True, exist_ok=True)
             begin = log.stat().st_size if log.exists() else 0
-            with log.open("ab", buffering=0) as words:
+            handle = open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            with os.fdopen(handle, "ab", buffering=0) as words:
                 self._child = subprocess.Popen(
                     [
                         sys.executable, "-m", "tensorboard.main",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hydroslurm.doctor.answer import as_json
 from hydroslurm.doctor.facts import Facts, SaveFacts
 from hydroslurm.doctor.finding import Finding, Severity
 from hydroslurm.doctor.findings import diagnose, work_would_be_lost
-from hydroslurm.doctor.gather import last_save
+from hydroslurm.doctor.gather import last_save, why_untrusted
 from hydroslurm.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.policy import site_policy
@@ -274,3 +275,27 @@ def test_json_keeps_its_names() -> None:
     }
     assert answer["save"] == {"save_s": 95.0, "state_bytes": None, "source": "--save-s"}
     assert answer["work_would_be_lost"] is True
+
+
+def test_a_shared_run_folder_is_told(tmp_path: Path) -> None:
+    """A run folder of the user's alone says nothing, one below a group's folder is a note, and one
+    that a job would refuse is a risk that names the place."""
+    lab = tmp_path / "lab"
+    run = lab / "run"
+    run.mkdir(parents=True, mode=0o700)
+    seen = []
+    for mode in (0o755, 0o2770, 0o777):
+        lab.chmod(mode)
+        if mode & 0o020:
+            os.chown(lab, os.getuid(), 12345 if os.getuid() == 0 else os.getgid())
+            lab.chmod(mode)
+        why = {
+            name: why_untrusted(run, shared=name == "untrusted") for name in ("untrusted", "shared")
+        }
+        found = _found(replace(_facts(), **why)).get("run_folder")
+        seen.append(found and found.severity)
+        assert found is None or f"others can write {lab} " in found.explanation
+    assert seen[0] is None
+    assert seen[2] is Severity.RISK
+    if os.getuid() == 0:
+        assert seen[1] is Severity.NOTE

@@ -91,3 +91,23 @@ def stranger() -> Iterator[Stranger]:
         os.chown(home, entry.pw_uid, entry.pw_gid)
         home.chmod(0o755)
         yield Stranger(entry.pw_uid, entry.pw_gid, home)
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder like /tmp: everybody may make files there, and remove their own. Not below pytest's
+    own folder, which every session that begins closes to strangers again."""
+    with tempfile.TemporaryDirectory(prefix="hs-scratch-") as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        yield folder
+
+
+@pytest.fixture
+def lab(stranger: Stranger) -> Iterator[Path]:
+    """A project folder, drwxrws---, of a group that the stranger is in, too: a colleague."""
+    with tempfile.TemporaryDirectory(prefix="hs-lab-") as name:
+        folder = Path(name)
+        os.chown(folder, 0, stranger.gid)
+        folder.chmod(0o2770)
+        yield folder

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -38,7 +40,8 @@ def profiles_in(folder: Path) -> tuple[Path, ...]:
 @contextlib.contextmanager
 def as_sqlite(path: Path) -> Iterator[Path]:
     """``path`` itself, or what it is exported to: beside it where that can be written, else in a
-    temporary folder that is gone afterwards. An export that is newer than its report is used again.
+    temporary folder that is gone afterwards. An export that is newer than its report is used again,
+    where nobody else than those who could have written the report can have made it.
 
     Raises:
         NsysMissing: it has to be exported, and there is no ``nsys``.
@@ -56,7 +59,7 @@ def as_sqlite(path: Path) -> Iterator[Path]:
         yield path
         return
     beside = path.with_suffix(SQLITE_SUFFIX)
-    if beside.is_file() and beside.stat().st_mtime_ns >= path.stat().st_mtime_ns:
+    if _is_newer(beside, than=path) and _is_as_good_as(path, beside):
         yield beside
         return
     nsys = find_nsys()
@@ -75,6 +78,19 @@ def as_sqlite(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             made = made.replace(beside) if folder.parent == path.parent else made
         yield made
+
+
+def _is_newer(beside: Path, *, than: Path) -> bool:
+    return beside.is_file() and beside.stat().st_mtime_ns >= than.stat().st_mtime_ns
+
+
+def _is_as_good_as(report: Path, beside: Path) -> bool:
+    """Whether an export can be believed as far as its report: it lies in the same folder, so that
+    only its owner and its mode can make a difference."""
+    status = beside.lstat()
+    owners = {os.getuid(), 0, report.stat().st_uid}
+    others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != report.stat().st_gid else 0)
+    return stat.S_ISREG(status.st_mode) and status.st_uid in owners and not status.st_mode & others
 
 
 def _folder_in(parent: Path | None) -> contextlib.AbstractContextManager[Path]:

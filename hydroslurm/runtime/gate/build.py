@@ -4,17 +4,20 @@ Looked for in this order; each folder holds one sub-folder per key:
 
 1. ``$HYDROSLURM_GATE_DIR``, which a site fills with ``hydroslurm gate build --out DIR``;
 2. ``$XDG_CACHE_HOME/hydroslurm/gate`` (default ``~/.cache``), where it is built when missing;
-3. a private temporary folder, when the cache cannot be written.
+3. a private temporary folder, when the cache cannot be written or others could have written it.
 
 The key covers all that the binary depends on: torch's version and C++ ABI, the machine and its C
 library, our sources and the flags. A library is believed only beside its manifest and with the
-checksum that is written there: the loader would die of a truncated one.
+checksum that is written there: the loader would die of a truncated one. It runs with all rights of
+its user, so that it is loaded only where nobody else can have put it: checked on the library and on
+every folder above it, so that nobody can replace it between the check and the loading either.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -26,11 +29,12 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.errors import GateSelfTestFailed
+from hydroslurm.errors import GateError, GateSelfTestFailed, UntrustedFile
+from hydroslurm.files import check_trusted, is_trusted, open_regular
 from hydroslurm.runtime.gate.compiler import (
     FLAGS,
     SITE_DIR_ENV,
@@ -46,6 +50,7 @@ LIBRARY = "hs_gate.so"
 MANIFEST = "hs_gate.json"
 LOCK_TIMEOUT_S = 900.0
 SELF_TEST_TIMEOUT_S = 180.0
+SELF_TEST = "hydroslurm.runtime.gate.native_gate"
 
 
 @dataclass(frozen=True)
@@ -93,16 +98,45 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
-    """The gate that is there and whole, without building one."""
+    """The gate that is there, whole and nobody else's, without building one.
+
+    A site's folder that is not used for what others could do there costs a warning: somebody has
+    set the variable. The cache is asked for silently, for it is built anew.
+    """
     key = key_of(torch)
-    site = environ.get(SITE_DIR_ENV)
-    if site and is_whole(Path(site) / key):
-        return Library(Path(site) / key / LIBRARY, key, "site")
-    with contextlib.suppress(OSError):
+    if site := environ.get(SITE_DIR_ENV):
+        try:
+            # who owns this very file decides already what runs here: a site's software account
+            if is_usable(Path(site) / key, owners={Path(__file__).stat().st_uid}):
+                return Library(Path(site) / key / LIBRARY, key, "site")
+        except UntrustedFile as error:
+            _warn_once(
+                f"hydroslurm: {error}. {SITE_DIR_ENV} is passed over; the gate of your own cache "
+                "is used, or built there"
+            )
+    with contextlib.suppress(OSError, UntrustedFile):
         folder = cache_root(environ) / key
-        if is_whole(folder):
+        if is_usable(folder):
             return Library(folder / LIBRARY, key, "cache")
     return None
+
+
+def is_usable(folder: Path, *, owners: Collection[int] = ()) -> bool:
+    """Whether it has a whole library; raises UntrustedFile before anything in it is read.
+
+    Args:
+        owners: are believed besides this user and root.
+    """
+    try:
+        check_trusted(folder / LIBRARY, what="the gate library", owners=owners)
+    except OSError:
+        return False
+    return is_whole(folder)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
@@ -115,7 +149,8 @@ def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
     Raises:
         NoCompiler: it would have to be built, and there is no C++ compiler.
         GateSelfTestFailed: what was built does not work with this torch.
-        GateError: the compiler failed; the message has its last lines.
+        GateError: the compiler failed; the message has its last lines. Or there is no folder where
+            nobody else could replace it.
     """
     found = find(environ, torch=torch)
     if found:
@@ -123,20 +158,22 @@ def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
     key = key_of(torch)
     try:
         root = cache_root(environ)
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (root.parent.parent, root.parent, root):  # whatever the umask says
+            folder.mkdir(mode=0o700, parents=folder is root.parent.parent, exist_ok=True)
+        check_trusted(root, what="the gate's cache")
         with _locked(root / f"{key}.lock"):
             return find(environ, torch=torch) or build(root, environ=environ, torch=torch)
-    except OSError as error:
+    except (OSError, UntrustedFile) as error:
         where = environ.get("XDG_CACHE_HOME") or "~/.cache"
         warnings.warn(
             f"hydroslurm: the gate cannot be kept in {where} ({error}); it is built again in every "
-            "process, which takes about ten seconds. Point XDG_CACHE_HOME at a folder that can be "
-            "written, or let the site run `hydroslurm gate build --out DIR` and set "
+            "process, which takes about ten seconds. Point XDG_CACHE_HOME at a folder that only "
+            "you can write, or let the site run `hydroslurm gate build --out DIR` and set "
             f"{SITE_DIR_ENV}=DIR",
             RuntimeWarning,
             stacklevel=2,
         )
-    private = Path(tempfile.mkdtemp(prefix="hydroslurm-gate-"))
+    private = _private_folder()
     try:
         built = build(private, environ=environ, torch=torch)
     except BaseException:
@@ -145,17 +182,38 @@ def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
     return Library(built.path, built.key, "private", built.built_s)
 
 
+def _private_folder() -> Path:
+    """A new folder that nobody else can replace; TMPDIR may be one where everybody can.
+
+    Raises:
+        GateError: there is none.
+    """
+    places = dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"])
+    for place in places:
+        with contextlib.suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="hydroslurm-gate-", dir=place))
+            if is_trusted(folder):
+                return folder
+            folder.rmdir()
+    raise GateError(
+        f"the gate can be built nowhere: others could replace it in each of {', '.join(places)}. "
+        "Point TMPDIR at a folder that you, and nobody else, can write"
+    )
+
+
 def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
     """Build into ``root/<key>``, replacing what is there; self-tested before it is put in place.
 
     Raises:
         NoCompiler, GateSelfTestFailed, GateError: as for :func:`ensure`.
         OSError: the folder cannot be written.
+        UntrustedFile: others can write it.
     """
     started = time.monotonic()
     compiler = find_compiler(environ)
     key = key_of(torch)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_trusted(root, what="the folder for the gate")  # a child of ours loads it there
     workshop = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=root))
     try:
         library = workshop / LIBRARY
@@ -171,6 +229,7 @@ def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
         }
         (workshop / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         _put_in_place(workshop, root / key)
+        check_trusted(root / key / LIBRARY, what="the gate library")
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
     return Library(root / key / LIBRARY, key, "cache", built_s)
@@ -191,7 +250,12 @@ def self_test_in_child(library: Path) -> None:
     Raises:
         GateSelfTestFailed: it does not; the message has what the child said.
     """
-    command = [sys.executable, "-m", "hydroslurm.runtime.gate.native_gate", str(library)]
+    # `python -m` would first look for modules in the working directory, which may be anybody's
+    program = (
+        "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; import runpy; "
+        f"runpy.run_module({SELF_TEST!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parents[3]), str(library)]
     try:
         done = subprocess.run(
             command,
@@ -214,6 +278,7 @@ def self_test_in_child(library: Path) -> None:
 def _put_in_place(workshop: Path, target: Path) -> None:
     """The manifest becomes visible last: readers believe a library only with its manifest."""
     target.mkdir(mode=0o755, exist_ok=True)
+    (workshop / LIBRARY).chmod(0o755)  # whatever the umask says: others must not write it
     for name in (LIBRARY, MANIFEST):
         with (workshop / name).open("rb") as file:
             os.fsync(file.fileno())
@@ -236,7 +301,7 @@ def _locked(path: Path) -> Iterator[None]:
     Without them (some network file systems), or when the holder takes longer than any build, go
     on: two builders are a waste, but each renames a whole library into place.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while time.monotonic() < deadline:

@@ -1,0 +1,250 @@
+"""A gate library that another user has put where a process looks for one: it must never run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hydroslurm.errors import UntrustedFile
+from hydroslurm.runtime.gate import build
+from hydroslurm.runtime.gate.compiler import SITE_DIR_ENV, find_compiler, installed_torch
+from hydroslurm.runtime.gate.native_gate import NativeGate
+
+sys.path.insert(0, str(Path(__file__).parent))
+from planting import python
+
+if TYPE_CHECKING:
+    from tests.security.conftest import Stranger
+
+TORCH = installed_torch()
+LOAD = """
+    from hydroslurm.runtime.gate.native_gate import NativeGate
+    print("loaded", NativeGate().granularity)
+"""
+EVIL = """
+#include <stdio.h>
+__attribute__((constructor)) static void run(void) {
+    FILE *file = fopen("MARKER", "w");
+    if (file) fclose(file);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def good_library() -> Path:
+    """A gate that works, from the user's cache."""
+    return NativeGate().path
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """What the planted library makes when it runs, in a folder that only its victim can write."""
+    return tmp_path / "ran-as-the-owner"
+
+
+@pytest.fixture
+def environ(tmp_path: Path, good_library: Path) -> dict[str, str]:
+    """A compiler that "compiles" by copying: a build takes no ten seconds."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; shift; done\n'
+        f'cp "{good_library}" "$out"\n'
+    )
+    compiler.chmod(0o755)
+    return {"CXX": str(compiler)}
+
+
+@pytest.fixture
+def evil(marker: Path, stranger: Stranger) -> Path:
+    """The attacker's library, which does run where somebody loads it."""
+    source, library = stranger.home / "evil.c", stranger.home / "evil.so"
+    source.write_text(EVIL.replace("MARKER", str(marker)))
+    command = [*find_compiler(os.environ), "-x", "c", "-shared", "-fPIC"]
+    subprocess.run([*command, "-o", str(library), str(source)], check=True)
+    load = f"import ctypes; ctypes.CDLL({str(library)!r})"
+    subprocess.run([sys.executable, "-c", load], check=True)
+    assert marker.exists()
+    marker.unlink()
+    return library
+
+
+def _plant(stranger: Stranger, evil: Path, root: Path) -> Path:
+    """With the right name, manifest and checksum, all of which everybody can compute."""
+    folder = root / build.key_of(TORCH)
+    manifest = {"sha256": hashlib.sha256(evil.read_bytes()).hexdigest()}
+    stranger.python(
+        """
+        import os, shutil, sys
+        folder, library, manifest = sys.argv[1:]
+        os.makedirs(folder)
+        shutil.copy(library, os.path.join(folder, "hs_gate.so"))
+        open(os.path.join(folder, "hs_gate.json"), "w").write(manifest)
+        """,
+        str(folder),
+        str(evil),
+        json.dumps(manifest),
+    )
+    assert build.is_whole(folder)
+    return folder
+
+
+def test_a_planted_cache_does_not_run(
+    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
+) -> None:
+    """Below a scratch XDG_CACHE_HOME a neighbour made hydroslurm/gate first: one warning says whose
+    it is, and a gate of our own is loaded from a private folder."""
+    _plant(stranger, evil, scratch / "hydroslurm" / "gate")
+    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
+    assert "loaded every operator" in done.stdout, done.stdout
+    assert not marker.exists()
+    assert done.stdout.count(f"belongs to uid {stranger.uid}") == 1
+
+
+def test_a_cache_that_all_can_write_does_not_run(
+    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
+) -> None:
+    """Neither does one that we made ourselves, once, with everybody's rights."""
+    root = scratch / "hydroslurm" / "gate"
+    root.mkdir(parents=True)
+    root.chmod(0o777)
+    _plant(stranger, evil, root)
+    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
+    assert "loaded every operator" in done.stdout, done.stdout
+    assert not marker.exists()
+    assert f"others can write {root}" in done.stdout
+
+
+def test_a_planted_library_in_a_mended_cache_is_not_built_over(
+    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
+) -> None:
+    """The root was closed later, and the stranger's folder is still in it, where they could replace
+    what we build: it is built elsewhere."""
+    root = scratch / "hydroslurm" / "gate"
+    root.mkdir(parents=True)
+    root.chmod(0o777)
+    _plant(stranger, evil, root)
+    root.chmod(0o700)
+    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
+    assert "loaded every operator" in done.stdout, done.stdout
+    assert not marker.exists()
+
+
+def test_a_planted_site_folder_does_not_run(
+    scratch: Path,
+    tmp_path: Path,
+    evil: Path,
+    marker: Path,
+    environ: dict[str, str],
+    stranger: Stranger,
+) -> None:
+    """HYDROSLURM_GATE_DIR is believed no more than a cache; the warning names the variable."""
+    _plant(stranger, evil, scratch / "site")
+    more = {SITE_DIR_ENV: str(scratch / "site"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = python(LOAD, **environ, **more)
+    assert "loaded every operator" in done.stdout, done.stdout
+    assert not marker.exists()
+    assert done.stdout.count(f"{SITE_DIR_ENV} is passed over") == 1
+
+
+def test_a_sites_own_account_is_believed(tmp_path: Path, good_library: Path) -> None:
+    """Who owns the installed package decides already what runs: their gate is loaded from
+    HYDROSLURM_GATE_DIR, and not from a cache of the user's."""
+    package = Path(build.__file__)
+    if package.stat().st_uid != os.getuid():
+        pytest.skip("the package is somebody else's already")
+    site = tmp_path / "site"
+    shutil.copytree(good_library.parent, site / build.key_of(TORCH))
+    code = """
+        import os, sys
+        from pathlib import Path
+        from hydroslurm.runtime.gate import build
+        from hydroslurm.runtime.gate.compiler import installed_torch
+        real = Path.stat
+        class Owned:
+            st_uid = 4711
+        Path.stat = lambda self, **k: Owned if str(self) == build.__file__ else real(self, **k)
+        found = build.find(os.environ, torch=installed_torch())
+        print("found", found and found.origin)
+    """
+    for path in (site, site / build.key_of(TORCH), *(site / build.key_of(TORCH)).iterdir()):
+        os.chown(path, 4711, 4711)
+    assert "found site" in (said := python(code, **{SITE_DIR_ENV: str(site)}).stdout), said
+    cache = tmp_path / "cache" / "hydroslurm"
+    cache.mkdir(parents=True)
+    site.rename(cache / "gate")
+    done = python(code, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert "found None" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o000])
+def test_a_cache_made_under_an_open_umask_is_used_again(
+    umask: int, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """What we build is nobody else's to write whatever the umask is, so that it is found again."""
+    environ = {**environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    before = os.umask(umask)
+    try:
+        first = build.ensure(environ, torch=TORCH)
+        second = build.ensure(environ, torch=TORCH)
+    finally:
+        os.umask(before)
+    assert (first.origin, second.origin) == ("cache", "cache")
+    assert second.built_s is None
+
+
+def test_a_temporary_folder_that_all_can_write_is_not_built_in(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no cache and a TMPDIR without the sticky bit, where a neighbour could exchange the
+    library between its test and its loading, another place is taken."""
+    open_tmp = tmp_path / "tmp"
+    open_tmp.mkdir()
+    open_tmp.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(open_tmp))
+    (tmp_path / "file").write_text("")
+    environ = {**environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        built = build.ensure(environ, torch=TORCH)
+    assert built.origin == "private"
+    assert not built.path.is_relative_to(open_tmp)
+    shutil.rmtree(built.path.parent.parent)
+
+
+def test_nothing_is_built_where_others_could_replace_it(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """`hydroslurm gate build --out` refuses a folder from which nobody would load it."""
+    out = tmp_path / "out"
+    out.mkdir()
+    out.chmod(0o777)
+    with pytest.raises(UntrustedFile, match="chmod go-w"):
+        build.build(out, environ=environ, torch=TORCH)
+
+
+def test_the_self_test_imports_nothing_from_the_working_directory(
+    scratch: Path,
+    marker: Path,
+    good_library: Path,
+    stranger: Stranger,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gate is tested in a child of ours; modules that a stranger has put into the folder that a
+    job was submitted from are not what it imports."""
+    code = f"open({str(marker)!r}, 'w')"
+    for name in ("torch", "hydroslurm", "json", "runpy"):
+        stranger.python(
+            "import sys; open(sys.argv[1], 'w').write(sys.argv[2])", f"{scratch}/{name}.py", code
+        )
+    monkeypatch.chdir(scratch)
+    build.self_test_in_child(good_library)
+    assert not marker.exists()

@@ -1,0 +1,283 @@
+"""What another user puts into a run folder, or makes in its place, beforehand."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hydroslurm.errors import RunFolderError
+from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.pulse import PulseWriter
+from hydroslurm.rundir import RunDir
+from hydroslurm.session import finished
+from hydroslurm.session.arguments import fast_store
+from hydroslurm.session.lives import Ledger
+from hydroslurm.supervisor.conditions import add_condition
+from hydroslurm.supervisor.ledger import Attempts
+from hydroslurm.supervisor.steps import start_step
+
+sys.path.insert(0, str(Path(__file__).parent))
+from planting import job, python, train
+
+if TYPE_CHECKING:
+    from tests.security.conftest import Stranger
+
+FINISHED = '{"v": 1, "step": 7, "epoch_ns": 1}'
+
+
+def _plant_run(stranger: Stranger, folder: Path) -> None:
+    """A run folder that welcomes its victim: everybody may write, and it has finished already."""
+    stranger.python(
+        """
+        import os, sys
+        os.umask(0)
+        for part in ("events", "logs", "checkpoints"):
+            os.makedirs(os.path.join(sys.argv[1], part))
+        open(os.path.join(sys.argv[1], "finished.json"), "w").write(sys.argv[2])
+        """,
+        str(folder),
+        FINISHED,
+    )
+
+
+def test_a_job_does_not_obey_a_run_folder_that_was_there_before(
+    scratch: Path, stranger: Stranger
+) -> None:
+    """A neighbour who guesses the job's number makes its folder in a shared scratch, with a marker
+    that says finished: the training refuses it with whose it is, and does not end with 0."""
+    _plant_run(stranger, scratch / "hydroslurm-runs" / "1234")
+    done = train(**job(scratch))
+    assert done.returncode == 1, done.stdout
+    assert f"1234 belongs to uid {stranger.uid}" in done.stdout
+    assert "HYDROSLURM_RUN_DIR" in done.stdout
+    assert "has finished" not in done.stdout
+
+
+def test_pausing_works_beside_a_planted_run_folder(scratch: Path, stranger: Stranger) -> None:
+    """Where only pausing is installed the training goes on, with a warning; nothing is written
+    through the links that lie there, and the process answers to a pause all the same."""
+    victim = scratch / "thesis.txt"
+    victim.write_text("ours")
+    victim.chmod(0o600)
+    planted = scratch / "hydroslurm-runs" / "1234"
+    _plant_run(stranger, planted)
+    for name in ("rank-00000.jsonl", "pulse.json"):
+        stranger.run("ln", "-s", str(victim), str(planted / "events" / name))
+    code = """
+        import os, torch, hydroslurm
+        from hydroslurm import client
+        controller = hydroslurm.install()
+        import threading
+        said = []
+        def person():
+            said.append(client.pause(os.getpid(), timeout_s=60).done)
+            client.resume(os.getpid(), timeout_s=60)
+        helper = threading.Thread(target=person)
+        helper.start()
+        linear = torch.nn.Linear(1, 1)
+        while helper.is_alive():
+            linear(torch.ones(1))
+        print("parked", said)
+    """
+    done = python(code, HYDROSLURM_PULSE_S="0.1", **job(scratch))
+    assert done.returncode == 0, done.stdout
+    assert "parked [True]" in done.stdout
+    assert done.stdout.count(f"belongs to uid {stranger.uid}") == 1
+    assert victim.read_text() == "ours"
+
+
+@pytest.mark.parametrize("umask", ["0002", "0000", "0077"])
+def test_a_job_in_a_shared_scratch_makes_a_folder_of_its_own(scratch: Path, umask: str) -> None:
+    """Without any attack two lives of a job below a sticky folder go on from each other, whatever
+    the umask is, and nobody else can look into the run folder."""
+    first, second = (train(umask=umask, **job(scratch)) for _ in range(2))
+    assert "at step 0 with 1.0" in first.stdout, first.stdout
+    assert "at step 3 with 2.0" in second.stdout, second.stdout
+    assert "is not used" not in first.stdout + second.stdout
+    run = scratch / "hydroslurm-runs" / "1234"
+    assert run.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_run_in_a_labs_folder_goes_on(lab: Path) -> None:
+    """Below drwxrws--- with umask 0002 two lives go on from each other, without a word: the folders
+    are the group's, and the files of the checkpoints nobody else's."""
+    run = lab / "runs" / "a"
+    assert "at step 0 with 1.0" in (said := train(run, umask="0002").stdout), said
+    assert "at step 3 with 2.0" in (said := train(run, umask="0002").stdout), said
+    assert "is not used" not in said
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert written
+    assert not [path for path in written if path.stat().st_mode & 0o022]
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one life: saved at step 3 with the weight 2."""
+    folder = tmp_path_factory.mktemp("lived") / "run"
+    assert "at step 0 with 1.0" in (said := train(folder).stdout), said
+    return folder
+
+
+@pytest.fixture
+def open_run(lab: Path, lived: Path, stranger: Stranger) -> Path:
+    """The same in the lab's folder, where the group may make files."""
+    run = lab / "run"
+    shutil.copytree(lived, run)
+    for path in (run, run / "checkpoints"):
+        os.chown(path, 0, stranger.gid)
+        path.chmod(0o2775)
+    return run
+
+
+def test_a_planted_marker_counts_for_nothing(open_run: Path, stranger: Stranger) -> None:
+    """A finished.json of somebody else's is named in one warning, and the run trains on."""
+    marker = open_run / "finished.json"
+    stranger.python("import sys; open(sys.argv[1], 'w').write(sys.argv[2])", str(marker), FINISHED)
+    done = train(open_run)
+    assert "at step 3 with 2.0" in done.stdout, done.stdout
+    assert done.stdout.count(f"{marker} belongs to uid {stranger.uid}") == 1
+    finished.write(RunDir(open_run), step=9)
+    assert finished.step_of(RunDir(open_run)) == 9
+
+
+def test_planted_lives_do_not_end_a_run(open_run: Path, stranger: Stranger) -> None:
+    """A lives.jsonl of somebody else's, which says that the run has failed too often, is set aside
+    with a warning."""
+    lives = open_run / "lives.jsonl"
+    lives.unlink()
+    stranger.python(
+        """
+        import json, sys
+        with open(sys.argv[1], "w") as file:
+            for life in range(1, 40):
+                row = {"life": life, "began_epoch_ns": 1, "step": 3}
+                file.write(json.dumps(row) + chr(10))
+        """,
+        str(lives),
+    )
+    done = train(open_run)
+    assert "at step 3 with 2.0" in done.stdout, done.stdout
+    assert f"{lives} belongs to uid {stranger.uid}" in done.stdout
+    assert [life.number for life in Ledger(lives).lives()] == [1]
+    assert lives.stat().st_uid == os.getuid()
+
+
+def test_links_in_the_place_of_lives_are_not_followed(open_run: Path, stranger: Stranger) -> None:
+    """A link at lives.jsonl to a file of the owner's is set aside, and that file is not changed."""
+    victim = open_run.parent / "diary.txt"
+    victim.write_text("ours")
+    (open_run / "lives.jsonl").unlink()
+    stranger.run("ln", "-s", str(victim), str(open_run / "lives.jsonl"))
+    assert "at step 3 with 2.0" in (said := train(open_run).stdout), said
+    assert victim.read_text() == "ours"
+
+
+def _event() -> Event:
+    return Event(kind=EventKind.INSTALLED, mono_ns=1, epoch_ns=1)
+
+
+def _log_event(folder: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="a symbolic link"):
+        EventLog(folder / "target").append(_event())
+
+
+def _beat(folder: Path) -> None:
+    writer = PulseWriter(folder / "target", every_s=1e-9, restart_count=0)
+    writer.beat(1)
+    writer.close()
+
+
+def _add_condition(folder: Path) -> None:
+    with pytest.raises(RunFolderError):
+        add_condition(folder / "target", "Running")
+
+
+def _append_life(folder: Path) -> None:
+    with pytest.raises(RunFolderError):
+        Ledger(folder / "target").begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
+
+
+def _start_step(folder: Path) -> None:
+    with pytest.raises(OSError, match="a symbolic link"):
+        start_step(["echo", "words"], environ=os.environ, log=folder / "target").wait(1e9)
+
+
+@pytest.mark.parametrize("write", [_log_event, _beat, _add_condition, _append_life, _start_step])
+def test_writers_follow_no_links(
+    write: Callable[[Path], None], tmp_path: Path, stranger: Stranger
+) -> None:
+    """Events, the pulse, conditions, lives and srun's log: a stranger's link in their place that
+    leads to a file of the owner's leaves that file as it was."""
+    victim = tmp_path / "mine"
+    victim.write_text("ours")
+    stranger.run("ln", "-sf", str(victim), str(stranger.home / "target"))
+    write(stranger.home)
+    assert victim.read_text() == "ours"
+
+
+def test_temporary_files_follow_no_links(lab: Path, stranger: Stranger) -> None:
+    """Neither do those that are renamed, whose names can be guessed: of the marker, of attempts."""
+    victim = lab / "mine"
+    victim.write_text("ours")
+    names = (f"finished.tmp-{os.getpid()}", f".000001.began.json.{os.getpid()}")
+    for name in names:
+        stranger.run("ln", "-s", str(victim), str(lab / name))
+    with pytest.raises(RunFolderError):
+        finished.write(RunDir(lab), step=1)
+    with pytest.raises(RunFolderError):
+        Attempts(lab).begin(0)
+    assert victim.read_text() == "ours"
+
+
+def test_a_part_of_a_run_folder_is_looked_at_too(lab: Path, stranger: Stranger) -> None:
+    """A colleague's `events` in a folder of ours that the group may write is refused at the start:
+    what is written there would go where its owner likes."""
+    run = lab / "run"
+    run.mkdir()
+    run.chmod(0o2775)
+    stranger.run("mkdir", str(run / "events"))
+    with pytest.raises(RunFolderError, match=f"events belongs to uid {stranger.uid}"):
+        RunDir(run).check()
+
+
+def test_a_world_writable_folder_above_is_refused(tmp_path: Path) -> None:
+    """Where everybody may replace the run folder it is not used, unless the user says so."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch").chmod(0o777)
+    run = RunDir(tmp_path / "scratch" / "run")
+    with pytest.raises(RunFolderError, match=r"chmod go-w .*HYDROSLURM_SAFE_DIRECTORY"):
+        run.create()
+
+
+def test_a_folder_declared_safe_is_used(
+    tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HYDROSLURM_SAFE_DIRECTORY lets a run folder be whoever's, and what a link below it leads to
+    is not in it."""
+    run = RunDir(stranger.home / "run")
+    stranger.run("mkdir", str(run.root), check=False)
+    monkeypatch.setenv("HYDROSLURM_SAFE_DIRECTORY", f"relative:{stranger.home}")
+    run.check()
+    (tmp_path / "link").symlink_to(run.root)
+    monkeypatch.setenv("HYDROSLURM_SAFE_DIRECTORY", str(tmp_path))
+    with pytest.raises(RunFolderError, match="belongs to uid"):
+        RunDir(tmp_path / "link").check()
+
+
+def test_a_planted_fast_tier_is_not_used(scratch: Path, tmp_path: Path, stranger: Stranger) -> None:
+    """In /dev/shm the folder of a run's fast tier can be made by anybody before: it is passed over
+    with a warning, and one that we make is ours alone."""
+    run = RunDir(tmp_path / "run")
+    store = fast_store(scratch, run)
+    assert store is not None
+    assert store.directory.stat().st_mode & 0o777 == 0o700
+    store.directory.rmdir()
+    stranger.run("mkdir", "-m", "777", str(store.directory))
+    with pytest.warns(RuntimeWarning, match=f"belongs to uid {stranger.uid}"):
+        assert fast_store(scratch, run) is None
