@@ -30,8 +30,9 @@ from hydroslurm.errors import ClusterError
 _MARKER = "THIS-IS-FOR-TESTING-ONLY"
 _LINK = "c"
 _LINK_PREFIX = "hydroslurm-c-"
-# the longest socket is slurmstepd's: state/slurmd-n64/n64_4294967295.4294967295.4294967295
-_LONGEST_BELOW_BASE = 60
+# the longest socket is slurmstepd's, here of a node of a cluster with cgroups:
+# state/slurmd-nabcdef-64/nabcdef-64_4294967295.4294967295.4294967295
+_LONGEST_BELOW_BASE = 67
 _SOCKET_PATH_BYTES = 107
 
 

@@ -92,7 +92,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
             signal.signal(signo, signal.SIG_IGN)
         if bringup.has_controller:
             cancel_jobs(programs["scancel"], user=user, environ=bringup.environ())
-        end_all(bringup.daemons)
+        end_all(bringup.daemons, request.spec)
         reserved.release()
         remove_link(link)
         layout.remove_state()
