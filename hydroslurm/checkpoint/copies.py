@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from hydroslurm.checkpoint.contents import State
+from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.staging import Staging
 
@@ -15,20 +16,39 @@ from hydroslurm.checkpoint.staging import Staging
 class Copies:
     """For the thread that trains."""
 
-    def __init__(self, *, exempt: Callable[[], AbstractContextManager[None]]) -> None:
-        """``exempt``: makes the context in which no pause holds a thread."""
+    def __init__(
+        self,
+        *,
+        exempt: Callable[[], AbstractContextManager[None]],
+        room: Callable[[], Room],
+    ) -> None:
+        """
+        Args:
+            exempt: makes the context in which no pause holds a thread.
+            room: says how much memory may be taken.
+        """
         self._exempt = exempt
+        self._room = room
         self._staging = Staging()
         self._reserving: threading.Thread | None = None
+        self._refused = ""
 
     @property
     def state_bytes(self) -> int:
         """The size of the state that was copied last."""
         return self._staging.copied_bytes
 
+    @property
+    def refused(self) -> str:
+        """Why there is no memory for copies, in words; empty where there is."""
+        return self._refused
+
     def reserve(self, held: State | Portion) -> None:
-        """Have the memory for copies of a state like this, in the background; once."""
-        if self._reserving is not None:
+        """Have the memory for copies of a state like this, in the background; once. Nothing where
+        it would be too much."""
+        # asked before the thread begins to take any: the ranks of a node come here together, and
+        # one that finds the memory of another taken already would think that there is less
+        if self._reserving is not None or not self._may_take(held, self._staging):
             return
 
         def reserve() -> None:
@@ -43,15 +63,38 @@ class Copies:
         if self._reserving is not None:
             self._reserving.join()
 
-    def copy(self, held: State | Portion, *, being_read: bool) -> tuple[State | Portion, float]:
-        """A copy, and how long it took, in seconds.
+    def copy(
+        self, held: State | Portion, *, being_read: bool
+    ) -> tuple[State | Portion, float] | None:
+        """A copy, and how long it took, in seconds; None where there is no memory for one.
 
         Args:
             being_read: a save under way is reading the last one.
         """
         self.join()
-        if being_read:
-            self._staging = Staging()
+        staging = Staging() if being_read else self._staging
+        if not self._may_take(held, staging):
+            return None
+        self._staging = staging
         begin_s = time.monotonic()
         copied = self._staging.copy(held)
         return copied, time.monotonic() - begin_s
+
+    def _may_take(self, held: State | Portion, staging: Staging) -> bool:
+        """Whether the memory for a copy is there or may be taken. Once refused it stays so: what
+        was too much after a step may seem to fit in another moment, and end the job in the next."""
+        if self._refused:
+            return False
+        needs_bytes = staging.needs_bytes(held)
+        if needs_bytes == 0:
+            return True
+        room = self._room()
+        if needs_bytes <= room.free_bytes:
+            return True
+        self._refused = (
+            f"a copy of the state in memory would take {needs_bytes / 1e6:,.0f} MB more, and "
+            f"{room.free_bytes / 1e6:,.0f} MB may be taken ({room.words})"
+        )
+        if staging is self._staging:
+            self._staging = Staging()  # what is held was for a smaller state
+        return False

@@ -50,6 +50,15 @@ class Staging:
         """Host memory that is held."""
         return self._pageable.capacity_bytes + self._pinned.capacity_bytes
 
+    def needs_bytes(self, state: State | Portion) -> int:
+        """Host memory that a copy of this state takes beyond what is held.
+
+        Raises:
+            UnsavableState: the state holds what cannot be saved.
+        """
+        sizes = _sizes(_tensors(state))
+        return self._pageable.lacks(sizes[False]) + self._pinned.lacks(sizes[True])
+
     @overload
     def copy(self, state: State) -> State: ...
 
@@ -101,9 +110,7 @@ class Staging:
         )
 
     def _expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        sizes = {True: 0, False: 0}
-        for tensor in tensors:
-            sizes[tensor.is_cuda] += size_bytes(tensor)
+        sizes = _sizes(tensors)
         self._copied_bytes = sum(sizes.values())
         self._pageable.rewind(sizes[False])
         self._pinned.rewind(sizes[True])
@@ -137,6 +144,14 @@ def size_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _sizes(tensors: Iterable[torch.Tensor]) -> dict[bool, int]:
+    """On an accelerator or not -> bytes."""
+    sizes = {True: 0, False: 0}
+    for tensor in tensors:
+        sizes[tensor.is_cuda] += size_bytes(tensor)
+    return sizes
+
+
 def _tensors(state: State | Portion) -> list[torch.Tensor]:
     if isinstance(state, Portion):
         return [piece.tensor for piece in state.pieces]
@@ -167,6 +182,12 @@ class _Arena:
         """Begin again; so many bytes will be asked for, alignment aside."""
         self._used = [0] * len(self._pieces)
         self._expected_bytes = expected_bytes
+
+    def lacks(self, expected_bytes: int) -> int:
+        """How much more has to be had before so many bytes can be asked for."""
+        if expected_bytes <= self.capacity_bytes:
+            return 0
+        return _with_slack(expected_bytes) - self.capacity_bytes
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory of the tensor's dtype and shape, dense, in its order of dimensions:
@@ -201,12 +222,16 @@ class _Arena:
         return piece[start : start + wanted_bytes]
 
     def _new(self, wanted_bytes: int) -> memoryview:
-        rest_bytes = self._expected_bytes + self._expected_bytes // 16 + _SLACK_BYTES
-        wanted_bytes = max(wanted_bytes, min(CHUNK_BYTES, rest_bytes))
+        wanted_bytes = max(wanted_bytes, min(CHUNK_BYTES, _with_slack(self._expected_bytes)))
         if self._pinned:
             pinned = torch.empty(wanted_bytes, dtype=torch.uint8, pin_memory=True)
             return memoryview(pinned.numpy())  # type: ignore[arg-type]
         return memoryview(_pages(wanted_bytes))
+
+
+def _with_slack(expected_bytes: int) -> int:
+    """With what alignment and the ends of pieces may waste."""
+    return expected_bytes + expected_bytes // 16 + _SLACK_BYTES
 
 
 def _pages(wanted_bytes: int) -> mmap.mmap:

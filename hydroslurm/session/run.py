@@ -14,12 +14,14 @@ holds for several ranks, which are told of a stop from outside the loop, and mee
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
+from hydroslurm.checkpoint import memory
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -28,6 +30,7 @@ from hydroslurm.errors import RanksError, RunEnded, UsageError
 from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
+from hydroslurm.runtime.world import World
 from hydroslurm.session import finished
 from hydroslurm.session.arguments import (
     Cadence,
@@ -129,6 +132,8 @@ class Run:
         self._fast = fast_store(fast_directory, self.dir)
         self._controller, self._installed_here = controller_for(self.dir, environ)
         self._company = company_of(self._controller)
+        self._world = World.from_environ(environ)
+        self._room = functools.partial(memory.room, ranks_here=self._world.local_world_size)
         peers = self._company.peers
         self._durable = CheckpointStore(self.dir.checkpoints, peers=peers)
         with contextlib.ExitStack() as undo:
@@ -150,6 +155,7 @@ class Run:
                 exempt=self._controller.exempt,
                 tell=SaveRecorder(self._controller),
                 peers=peers,
+                room=self._room,
             )
             leaver = Leaver(
                 allocation,
@@ -269,7 +275,11 @@ class Run:
                 self._say(UNSETTLED)
             state = self._state()  # now that the optimizer has its own
             require_savable(state)
-            self._saver.reserve(state)
+            if refused := self._saver.reserve(state):
+                self._tell_of_node(
+                    f"{refused}. So each save holds the training up until it is written. "
+                    "More memory (--mem) spares that"
+                )
         if stop is not None:
             self._stop(stop)
         self._saver.poll()
@@ -414,6 +424,11 @@ class Run:
     def _say(self, words: str) -> None:
         """One rank speaks for all."""
         if self._company.rank == 0:
+            notice(words)
+
+    def _tell_of_node(self, words: str) -> None:
+        """One rank speaks for those of its node."""
+        if self._world.local_rank == 0:
             notice(words)
 
     def _state(self) -> State:
