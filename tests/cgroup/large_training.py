@@ -1,4 +1,4 @@
-"""A training whose state is most of its memory: 8 x 26 MB of weights, three times that of Adam's moments.
+"""A training whose state is most of its memory: 8 x 26 MB of weights, and three moments of each.
 
     python large_training.py OUT.json STEPS [RUN_FOLDER]
 
