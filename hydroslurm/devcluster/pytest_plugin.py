@@ -45,7 +45,7 @@ def cgroup_cluster() -> Iterator[DevCluster]:
     """A cluster of three nodes with ``proctrack/cgroup`` and memory that is counted, whose ``low``
     jobs are requeued by ``urgent`` ones."""
     spec = ClusterSpec(
-        nodes=3, profile="requeue", kill_wait_s=10, proctrack="cgroup", constrain_memory=True
+        nodes=3, profile="requeue", kill_wait_s=30, proctrack="cgroup", constrain_memory=True
     )
     require_cgroups(spec)
     yield from _cluster(spec)
