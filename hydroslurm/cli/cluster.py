@@ -65,6 +65,8 @@ def up(
     option = _option(directory)
     typer.echo(f"*** {WARNING} ***")
     typer.echo(f"up: {nodes} x {cpus} CPUs, partitions low and urgent, in {cluster.directory}")
+    if proctrack == "cgroup":
+        typer.echo(f"proctrack/cgroup, nodes {', '.join(cluster.spec.node_names)}")
     if cluster.no_preempt:
         typer.echo(f"srun --preempt is not there: {cluster.no_preempt}")
     typer.echo(f'use it:  eval "$(hydroslurm cluster env{option})"')
