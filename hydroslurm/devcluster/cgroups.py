@@ -20,8 +20,8 @@ def require(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
     """Make sure that Slurm can use the controllers that it will need.
 
     Raises:
-        ClusterError: this is not root, the machine has no such controllers (those of cgroup v2 are
-            none for Slurm 22.05 without systemd), or somebody else has a node of such a name.
+        ClusterError: this is not root, or the machine has no such controllers (those of cgroup v2
+            are none for Slurm 22.05 without systemd).
     """
     if spec.proctrack != "cgroup":
         return
@@ -42,6 +42,14 @@ def require(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
             "systemd.unified_cgroup_hierarchy=0, in a container mount the controllers, or leave "
             "out --proctrack cgroup. (v2 has not been tried: Slurm 22.05 wants systemd for it)"
         )
+
+
+def require_own_names(spec: ClusterSpec, *, root: Path = CGROUPS) -> None:
+    """Make sure that nobody has nodes of the same names; after this folder's last cluster is gone.
+
+    Raises:
+        ClusterError: there are processes in their cgroups.
+    """
     taken = [folder for folder in _folders(spec, root=root) if inside(folder)]
     if taken:
         raise ClusterError(

@@ -17,6 +17,7 @@ import sys
 import traceback
 from dataclasses import replace
 
+from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster import ports as tcp
 from hydroslurm.devcluster.bringup import Bringup
 from hydroslurm.devcluster.config import Place
@@ -67,6 +68,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
     if before is not None:
         _log("removing what a killed cluster left here")
         sweep(layout, replace(before, temporary=False))
+    cgroups.require_own_names(request.spec)
     layout.remove_state()
     layout.create()
     layout.remove_logs()

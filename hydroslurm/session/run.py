@@ -73,7 +73,8 @@ class Run:
         directory: where the run keeps its checkpoints, lives and marker, on a file system that all
             nodes share; default: the run folder of this job (``hydroslurm-runs/JOBID``).
         every_steps, every_s: save so often while training, in the background; every 600 s when
-            neither is given, never when both are 0.
+            neither is given, never when both are 0. The background needs memory for a copy of the
+            state: where a limit leaves too little, the training waits for each save.
         keep: how many periodic checkpoints stay, at least 2. Two of stops stay besides.
         extra: more objects by name, each with ``state_dict`` and ``load_state_dict``.
         fast_directory: a local folder (/dev/shm, NVMe) that is written first; each run makes one

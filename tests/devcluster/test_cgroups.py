@@ -116,15 +116,33 @@ def test_only_its_own_folders_are_touched(tmp_path: Path) -> None:
     assert all(folder.exists() for folder in foreign)
 
 
-def test_nodes_of_somebody_else_are_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_of_somebody_else_are_not_taken(tmp_path: Path) -> None:
     """Where a node's cgroup has processes already, the cluster does not start."""
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
     root = hierarchy(tmp_path, "freezer")
     put_into(root / f"freezer/slurm_{of('/a').node_names[1]}/uid_0", 12)
     with pytest.raises(ClusterError, match="holds processes of another cluster"):
-        cgroups.require(of("/a"), root=root)
+        cgroups.require_own_names(of("/a"), root=root)
+    cgroups.require_own_names(of("/b"), root=root)
+
+
+@pytest.mark.slurm
+def test_up_again_where_a_supervisor_was_killed(tmp_path: Path) -> None:
+    """What still runs in the cgroups of the folder's last cluster is ended first, frozen or not."""
+    spec = of(str(tmp_path / "c"), nodes=1)
+    require_cgroups(spec)
+    with DevCluster.up(spec) as cluster:
+        cluster.run(["scontrol", "suspend", _start_job(cluster)])
+        wait_until(lambda: "FROZEN" in _states(cluster), "the freezer")
+        left = cgroups.processes_of(cluster.spec)
+        running = Running.read(Layout.at(tmp_path / "c"))
+        assert running is not None
+        running.supervisor.send(signal.SIGKILL)
+        wait_until(lambda: not running.supervisor.alive, "the supervisor's end")
+        assert left
+        with DevCluster.up(spec) as again:
+            assert cgroups.processes_of(again.spec) == []
+            assert again.run(["srun", "echo", "here"]).stdout == "here\n"
+    assert not _left(cluster)
 
 
 @pytest.mark.slurm
@@ -165,12 +183,9 @@ def test_a_job_step_without_environment_is_found(
         _start_job(cluster)
         running = Running.read(Layout.at(tmp_path / "c"))
         assert running is not None
-        steps = [
-            pid
-            for pid in processes.descendants(running.supervisor.pid)
-            if processes.command_name(pid) == "slurmstepd"
-        ]
-        assert len(steps) == 2  # the script's and srun's
+        # the script's and srun's
+        wait_until(lambda: len(_steps_of(running)) == 2, "two slurmstepd")
+        steps = _steps_of(running)
         held = [one for pid in steps if (one := processes.ProcessId.of(pid))]
         asked = processes.environment
         monkeypatch.setattr(
@@ -191,6 +206,11 @@ def _start_job(cluster: DevCluster) -> str:
     step = ["squeue", "-s", "-h", "-j", job, "-o", "%i"]
     wait_until(lambda: f"{job}.0" in cluster.run(step, check=False).stdout, "the job step")
     return job
+
+
+def _steps_of(running: Running) -> list[int]:
+    below = processes.descendants(running.supervisor.pid)
+    return [pid for pid in below if processes.command_name(pid) == "slurmstepd"]
 
 
 def _states(cluster: DevCluster) -> set[str]:
