@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.portion import Portion
-from hydroslurm.checkpoint.staging import Staging
+from hydroslurm.checkpoint.staging import NoMemory, Staging
 
 
 class Copies:
@@ -29,7 +29,7 @@ class Copies:
         """
         self._exempt = exempt
         self._room = room
-        self._staging = Staging()
+        self._staging = Staging(may_take=self._may_take)
         self._reserving: threading.Thread | None = None
         self._refused = ""
 
@@ -48,7 +48,7 @@ class Copies:
         it would be too much."""
         # asked before the thread begins to take any: the ranks of a node come here together, and
         # one that finds the memory of another taken already would think that there is less
-        if self._reserving is not None or not self._may_take(held, self._staging):
+        if self._reserving is not None or not self._staging.may_hold(held):
             return
 
         def reserve() -> None:
@@ -72,29 +72,26 @@ class Copies:
             being_read: a save under way is reading the last one.
         """
         self.join()
-        staging = Staging() if being_read else self._staging
-        if not self._may_take(held, staging):
+        if self._refused:
             return None
-        self._staging = staging
+        if being_read:
+            self._staging = Staging(may_take=self._may_take)
         begin_s = time.monotonic()
-        copied = self._staging.copy(held)
+        try:
+            copied = self._staging.copy(held)
+        except NoMemory:
+            self._staging = Staging(may_take=self._may_take)  # what it holds is of no use
+            return None
         return copied, time.monotonic() - begin_s
 
-    def _may_take(self, held: State | Portion, staging: Staging) -> bool:
-        """Whether the memory for a copy is there or may be taken. Once refused it stays so: what
-        was too much after a step may seem to fit in another moment, and end the job in the next."""
-        if self._refused:
-            return False
-        needs_bytes = staging.needs_bytes(held)
-        if needs_bytes == 0:
-            return True
+    def _may_take(self, more_bytes: int) -> bool:
+        """Whether there is room. Once refused it stays so (see ``refused``): what was too much
+        after a step may seem to fit in another moment, and end the job in the next."""
         room = self._room()
-        if needs_bytes <= room.free_bytes:
+        if more_bytes <= room.free_bytes:
             return True
         self._refused = (
-            f"a copy of the state in memory would take {needs_bytes / 1e6:,.0f} MB more, and "
+            f"a copy of the state in memory would take {more_bytes / 1e6:,.0f} MB more, and "
             f"{room.free_bytes / 1e6:,.0f} MB may be taken ({room.words})"
         )
-        if staging is self._staging:
-            self._staging = Staging()  # what is held was for a smaller state
         return False

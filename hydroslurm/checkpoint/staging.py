@@ -9,7 +9,7 @@ times as long as the copy itself, so that the memory is kept, and can be had in 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import overload
 
@@ -28,6 +28,10 @@ _ALIGN_BYTES = 64
 _SLACK_BYTES = 2**16
 
 
+class NoMemory(Exception):
+    """The memory for a copy may not be taken; nothing was copied."""
+
+
 class Staging:
     """Host memory for one copy of a state; the next copy overwrites the last.
 
@@ -35,7 +39,9 @@ class Staging:
     again: whoever writes a copy to disk is waited for first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_take: Callable[[int], bool] = lambda _: True) -> None:
+        """``may_take``: whether so many more bytes may be had; asked before they are."""
+        self._may_take = may_take
         self._pageable = _Arena(pinned=False)
         self._pinned = _Arena(pinned=True)
         self._copied_bytes = 0
@@ -50,14 +56,13 @@ class Staging:
         """Host memory that is held."""
         return self._pageable.capacity_bytes + self._pinned.capacity_bytes
 
-    def needs_bytes(self, state: State | Portion) -> int:
-        """Host memory that a copy of this state takes beyond what is held.
+    def may_hold(self, state: State | Portion) -> bool:
+        """Whether a copy of this state has its place, or may take it.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.
         """
-        sizes = _sizes(_tensors(state))
-        return self._pageable.lacks(sizes[False]) + self._pinned.lacks(sizes[True])
+        return self._may_hold(_sizes(_tensors(state)))
 
     @overload
     def copy(self, state: State) -> State: ...
@@ -74,12 +79,13 @@ class Staging:
 
         Raises:
             UnsavableState: the state holds what cannot be saved; nothing was copied.
+            NoMemory: there is not enough.
         """
         if isinstance(state, Portion):
             return self._portion(state)
         shared, shared_tensors = split(dict(state.shared), prefix="shared")
         own, own_tensors = split(dict(state.own), prefix="own")
-        self._expect([*shared_tensors.values(), *own_tensors.values()])
+        self._ask_for([*shared_tensors.values(), *own_tensors.values()])
         copies = self._copies(shared_tensors), self._copies(own_tensors)
         tree = join(shared, copies[0]), join(own, copies[1])
         for device in {tensor.device for tensor in _on_cuda(shared_tensors, own_tensors)}:
@@ -89,7 +95,8 @@ class Staging:
     def reserve(self, state: State | Portion) -> None:
         """Have the memory for a state like this, so that the first copy is as fast as the others.
 
-        Reads sizes only, no tensor's content; may run in a thread beside the training.
+        Reads sizes only, no tensor's content; may run in a thread beside the training. Does not ask
+        whether it may (see :meth:`may_hold`).
         """
         tensors = _tensors(state)
         self._expect(tensors)
@@ -99,7 +106,7 @@ class Staging:
 
     def _portion(self, portion: Portion) -> Portion:
         tensors = [piece.tensor for piece in portion.pieces]
-        self._expect(tensors)
+        self._ask_for(tensors)
         copies = self._copies({str(at): tensor for at, tensor in enumerate(tensors)})
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)
@@ -109,11 +116,20 @@ class Staging:
             portion, pieces=tuple(replace(piece, tensor=tensor) for piece, tensor in pieces)
         )
 
+    def _ask_for(self, tensors: Collection[torch.Tensor]) -> None:
+        if not self._may_hold(_sizes(tensors)):
+            raise NoMemory
+        self._expect(tensors)
+
     def _expect(self, tensors: Iterable[torch.Tensor]) -> None:
         sizes = _sizes(tensors)
         self._copied_bytes = sum(sizes.values())
         self._pageable.rewind(sizes[False])
         self._pinned.rewind(sizes[True])
+
+    def _may_hold(self, sizes: Mapping[bool, int]) -> bool:
+        more_bytes = self._pageable.lacks(sizes[False]) + self._pinned.lacks(sizes[True])
+        return more_bytes == 0 or self._may_take(more_bytes)
 
     def _copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Begins the copies; those from an accelerator may not have ended."""
