@@ -118,3 +118,17 @@ def wait_until(condition: Callable[[], object], what: str, *, limit_s: float = L
         assert now < deadline, f"not within {limit_s} s: {what}"
         # looks that ask Slurm, or read much, would take the processor from what is waited for
         time.sleep(min(max(0.005, 4 * (now - looked)), 0.2))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a suspended process is held by more than itself: by SIGSTOP, or, as proctrack/cgroup
+    does it, by the freezer of its cgroup (v1)."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    if stat.rpartition(")")[2].split()[0] == "T":
+        return True
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        state = Path(f"/sys/fs/cgroup/freezer{path}/freezer.state")
+        if controllers == "freezer" and state.exists():
+            return state.read_text().strip() == "FROZEN"
+    return False

@@ -21,7 +21,12 @@ class ByModule(LoadScopeScheduling):
         return next(whole, nodeid.partition("::")[0])
 
 
-FIRST = ("tests/manyranks/", "tests/session/test_preemptions.py", "tests/trainingjob/")
+FIRST = (
+    "tests/manyranks/",
+    "tests/session/test_preemptions.py",
+    "tests/trainingjob/",
+    "tests/cgroup/",
+)
 """What takes longest: the first computes all the time, the others wait most of it."""
 
 

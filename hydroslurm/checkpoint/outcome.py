@@ -66,7 +66,8 @@ class Saved:
         stall_s: what copying the state took.
         took_s: from the call until it returned.
         still_writing: a durable save goes on in the background. It can still be committed while the
-            process lives (``Saver.wait``), and an interpreter that shuts down waits for it.
+            process lives (``Saver.wait``), and an interpreter that shuts down waits for it. Where
+            there was no memory for a copy, leave the state alone until then.
     """
 
     step: int

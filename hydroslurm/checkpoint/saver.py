@@ -15,6 +15,7 @@ from hydroslurm.checkpoint.copies import Copies
 from hydroslurm.checkpoint.estimate import Estimate
 from hydroslurm.checkpoint.flight import Flight, Flights
 from hydroslurm.checkpoint.meeting import PATIENCE_S
+from hydroslurm.checkpoint.memory import Room, room
 from hydroslurm.checkpoint.outcome import Saved, SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.portion import Portion
@@ -31,7 +32,8 @@ class Saver:
     """The saves of one rank. For the thread that trains; a forked child has no use of it.
 
     One save is under way at a time. A save in the background writes a copy, so that the state is
-    the caller's own again whenever a method has returned.
+    the caller's own again whenever a method has returned. Where there is no memory for a copy, the
+    state itself is written while the caller waits.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Saver:
         peers: Peers | None = None,
         topic: str = "save",
         patience_s: float = PATIENCE_S,
+        room: Callable[[], Room] = room,
     ) -> None:
         """Reads the manifests of earlier lives, to know how long a save takes here.
 
@@ -60,6 +63,7 @@ class Saver:
             peers: those of ``durable``; every rank makes the same calls at the same steps then.
             topic: of this saver in their agreements; each saver has its own.
             patience_s: how long the others are waited for before a save begins.
+            room: says how much memory may be taken for copies.
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
@@ -68,19 +72,23 @@ class Saver:
         self._committer = Committer(durable, fast=fast, keep=keep, keep_stop=keep_stop, tell=tell)
         self._on_save_error = on_save_error
         self._owner_pid = os.getpid()
-        self._copies = Copies(exempt=exempt)
+        self._copies = Copies(exempt=exempt, room=room)
         self._refused: list[BaseException] = []
         self._flights = Flights(exempt=exempt, after=self._committer.prune)
 
-    def reserve(self, state: State) -> None:
+    def reserve(self, state: State) -> str:
         """Have the memory for the copies of :meth:`start` in advance, in the background.
 
         Worth it once, after the first step, when the optimizer has its state: without it the first
         save stalls for several times as long as the others.
+
+        Returns:
+            Why there is no memory for copies, in words; empty where there is.
         """
         self._check_ours()
         if self._flights.current() is None:
             self._copies.reserve(self._accord.hold(state))
+        return self._copies.refused
 
     def start(
         self,
@@ -91,7 +99,7 @@ class Saver:
         kind: str = "periodic",
         meta: Mapping[str, Any] = _NO_META,
     ) -> float:
-        """Copy the state and save the copy in the background.
+        """Copy the state and save the copy in the background; without memory for a copy, save.
 
         While one is under way (on any rank) another is not begun but told as skipped: a disk that
         is slower than the saves come must not hold the training up.
@@ -117,7 +125,10 @@ class Saver:
             return 0.0
         self._committer.tell(SaveEventKind.STARTED, order)
         staged = self._stage(held, order)
-        self._launch(staged, replace(order, state_bytes=self._copies.state_bytes))
+        if staged is held:
+            self._launch(held, replace(order, state_bytes=state_bytes(held))).see_through()
+        else:
+            self._launch(staged, replace(order, state_bytes=self._copies.state_bytes))
         return time.monotonic() - begin_s
 
     def save(
@@ -279,13 +290,15 @@ class Saver:
         return held if why is None else why
 
     def _stage(self, held: State | Portion, order: Order) -> State | Portion:
+        """A copy; ``held`` itself where there is no memory for one."""
         try:
-            staged, seconds = self._copies.copy(
-                held, being_read=self._flights.current() is not None
-            )
+            copied = self._copies.copy(held, being_read=self._flights.current() is not None)
         except BaseException as error:
             self._accord.decline(order, error)
             raise
+        if copied is None:
+            return held
+        staged, seconds = copied
         order = replace(order, state_bytes=self._copies.state_bytes)
         self._committer.tell(SaveEventKind.STAGED, order, seconds=seconds)
         return staged

@@ -9,7 +9,7 @@ times as long as the copy itself, so that the memory is kept, and can be had in 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import overload
 
@@ -28,6 +28,10 @@ _ALIGN_BYTES = 64
 _SLACK_BYTES = 2**16
 
 
+class NoMemory(Exception):
+    """The memory for a copy may not be taken; nothing was copied."""
+
+
 class Staging:
     """Host memory for one copy of a state; the next copy overwrites the last.
 
@@ -35,7 +39,9 @@ class Staging:
     again: whoever writes a copy to disk is waited for first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_take: Callable[[int], bool] = lambda _: True) -> None:
+        """``may_take``: whether so many more bytes may be had; asked before they are."""
+        self._may_take = may_take
         self._pageable = _Arena(pinned=False)
         self._pinned = _Arena(pinned=True)
         self._copied_bytes = 0
@@ -49,6 +55,14 @@ class Staging:
     def reserved_bytes(self) -> int:
         """Host memory that is held."""
         return self._pageable.capacity_bytes + self._pinned.capacity_bytes
+
+    def may_hold(self, state: State | Portion) -> bool:
+        """Whether a copy of this state has its place, or may take it.
+
+        Raises:
+            UnsavableState: the state holds what cannot be saved.
+        """
+        return self._may_hold(_sizes(_tensors(state)))
 
     @overload
     def copy(self, state: State) -> State: ...
@@ -65,12 +79,13 @@ class Staging:
 
         Raises:
             UnsavableState: the state holds what cannot be saved; nothing was copied.
+            NoMemory: there is not enough.
         """
         if isinstance(state, Portion):
             return self._portion(state)
         shared, shared_tensors = split(dict(state.shared), prefix="shared")
         own, own_tensors = split(dict(state.own), prefix="own")
-        self._expect([*shared_tensors.values(), *own_tensors.values()])
+        self._ask_for([*shared_tensors.values(), *own_tensors.values()])
         copies = self._copies(shared_tensors), self._copies(own_tensors)
         tree = join(shared, copies[0]), join(own, copies[1])
         for device in {tensor.device for tensor in _on_cuda(shared_tensors, own_tensors)}:
@@ -80,7 +95,8 @@ class Staging:
     def reserve(self, state: State | Portion) -> None:
         """Have the memory for a state like this, so that the first copy is as fast as the others.
 
-        Reads sizes only, no tensor's content; may run in a thread beside the training.
+        Reads sizes only, no tensor's content; may run in a thread beside the training. Does not ask
+        whether it may (see :meth:`may_hold`).
         """
         tensors = _tensors(state)
         self._expect(tensors)
@@ -90,7 +106,7 @@ class Staging:
 
     def _portion(self, portion: Portion) -> Portion:
         tensors = [piece.tensor for piece in portion.pieces]
-        self._expect(tensors)
+        self._ask_for(tensors)
         copies = self._copies({str(at): tensor for at, tensor in enumerate(tensors)})
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)
@@ -100,13 +116,20 @@ class Staging:
             portion, pieces=tuple(replace(piece, tensor=tensor) for piece, tensor in pieces)
         )
 
+    def _ask_for(self, tensors: Collection[torch.Tensor]) -> None:
+        if not self._may_hold(_sizes(tensors)):
+            raise NoMemory
+        self._expect(tensors)
+
     def _expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        sizes = {True: 0, False: 0}
-        for tensor in tensors:
-            sizes[tensor.is_cuda] += size_bytes(tensor)
+        sizes = _sizes(tensors)
         self._copied_bytes = sum(sizes.values())
         self._pageable.rewind(sizes[False])
         self._pinned.rewind(sizes[True])
+
+    def _may_hold(self, sizes: Mapping[bool, int]) -> bool:
+        more_bytes = self._pageable.lacks(sizes[False]) + self._pinned.lacks(sizes[True])
+        return more_bytes == 0 or self._may_take(more_bytes)
 
     def _copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Begins the copies; those from an accelerator may not have ended."""
@@ -135,6 +158,14 @@ def state_bytes(state: State | Portion) -> int:
 def size_bytes(tensor: torch.Tensor) -> int:
     """Of the values of a tensor."""
     return tensor.numel() * tensor.element_size()
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> dict[bool, int]:
+    """On an accelerator or not -> bytes."""
+    sizes = {True: 0, False: 0}
+    for tensor in tensors:
+        sizes[tensor.is_cuda] += size_bytes(tensor)
+    return sizes
 
 
 def _tensors(state: State | Portion) -> list[torch.Tensor]:
@@ -167,6 +198,12 @@ class _Arena:
         """Begin again; so many bytes will be asked for, alignment aside."""
         self._used = [0] * len(self._pieces)
         self._expected_bytes = expected_bytes
+
+    def lacks(self, expected_bytes: int) -> int:
+        """How much more has to be had before so many bytes can be asked for."""
+        if expected_bytes <= self.capacity_bytes:
+            return 0
+        return _with_slack(expected_bytes) - self.capacity_bytes
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory of the tensor's dtype and shape, dense, in its order of dimensions:
@@ -201,12 +238,16 @@ class _Arena:
         return piece[start : start + wanted_bytes]
 
     def _new(self, wanted_bytes: int) -> memoryview:
-        rest_bytes = self._expected_bytes + self._expected_bytes // 16 + _SLACK_BYTES
-        wanted_bytes = max(wanted_bytes, min(CHUNK_BYTES, rest_bytes))
+        wanted_bytes = max(wanted_bytes, min(CHUNK_BYTES, _with_slack(self._expected_bytes)))
         if self._pinned:
             pinned = torch.empty(wanted_bytes, dtype=torch.uint8, pin_memory=True)
             return memoryview(pinned.numpy())  # type: ignore[arg-type]
         return memoryview(_pages(wanted_bytes))
+
+
+def _with_slack(expected_bytes: int) -> int:
+    """With what alignment and the ends of pieces may waste."""
+    return expected_bytes + expected_bytes // 16 + _SLACK_BYTES
 
 
 def _pages(wanted_bytes: int) -> mmap.mmap:

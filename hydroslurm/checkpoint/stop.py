@@ -41,7 +41,9 @@ class Stop:
     ) -> None:
         """
         Args:
-            stage: copies a state into memory that no save under way is reading.
+            stage: copies a state into memory that no save under way is reading; without memory
+                for that it gives the state itself, which is not to be changed then as long as the
+                save is under way.
             call: asks the other ranks, if there are any.
         """
         self._committer = committer

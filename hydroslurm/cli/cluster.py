@@ -30,12 +30,26 @@ def up(
         int, typer.Option("--grace", help="GraceTime of low, seconds; counts with requeue.")
     ] = 5,
     kill_wait_s: Annotated[int, typer.Option("--kill-wait", help="KillWait, seconds.")] = 30,
+    proctrack: Annotated[
+        str,
+        typer.Option(
+            help="What holds the processes of a job step together: linuxproc, or cgroup as in "
+            "production (for root, with cgroup v1 controllers)."
+        ),
+    ] = "linuxproc",
+    constrain_memory: Annotated[
+        bool,
+        typer.Option(
+            "--constrain-memory",
+            help="With cgroup: jobs ask for memory (--mem), and are ended when they take more.",
+        ),
+    ] = False,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
     """Start a cluster that lives until `hydroslurm cluster down`."""
     from hydroslurm.devcluster import ClusterSpec, DevCluster
     from hydroslurm.devcluster.config import WARNING
-    from hydroslurm.devcluster.spec import Profile
+    from hydroslurm.devcluster.spec import Proctrack, Profile
 
     spec = ClusterSpec(
         nodes=nodes,
@@ -44,11 +58,15 @@ def up(
         directory=directory,
         grace_s=grace_s,
         kill_wait_s=kill_wait_s,
+        proctrack=cast("Proctrack", proctrack),
+        constrain_memory=constrain_memory,
     )
     cluster = DevCluster.up(spec, detach=True)
     option = _option(directory)
     typer.echo(f"*** {WARNING} ***")
     typer.echo(f"up: {nodes} x {cpus} CPUs, partitions low and urgent, in {cluster.directory}")
+    if proctrack == "cgroup":
+        typer.echo(f"proctrack/cgroup, nodes {', '.join(cluster.spec.node_names)}")
     if cluster.no_preempt:
         typer.echo(f"srun --preempt is not there: {cluster.no_preempt}")
     typer.echo(f'use it:  eval "$(hydroslurm cluster env{option})"')

@@ -120,7 +120,7 @@ class Bringup:
     def _write_files(self) -> None:
         _write(self.layout.slurm_conf, slurm_conf(self.spec, self.place, self.ports))
         _write(self.layout.slurmdbd_conf, slurmdbd_conf(self.place, self.ports))
-        _write(self.layout.cgroup_conf, cgroup_conf(slurm_release(self.programs)))
+        _write(self.layout.cgroup_conf, cgroup_conf(self.spec, slurm_release(self.programs)))
         _write(self.layout.munge_key, os.urandom(128))
         for name in (
             "slurmctld",

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster.control import STAY
 from hydroslurm.devcluster.daemons import tail
 from hydroslurm.devcluster.layout import Layout, locked
@@ -97,6 +98,7 @@ class DevCluster:
         directory = spec.directory or Path(tempfile.mkdtemp(prefix="hydroslurm-cluster-"))
         layout = Layout.at(directory)
         spec = replace(spec, directory=layout.root)
+        cgroups.require(spec)
         layout.create()
         request = Request(spec, layout.root, detach, temporary, path, os.getpid())
         supervisor = _start_supervisor(layout)

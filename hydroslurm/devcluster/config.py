@@ -14,6 +14,8 @@ from hydroslurm.devcluster.spec import ClusterSpec
 CLUSTER_NAME = "hydroslurm-dev"
 ACCOUNT = "dev"
 LOOPBACK = "127.0.0.1"
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where Slurm finds the cgroup v1 controllers, one folder each."""
 
 WARNING = (
     "FOR TRYING AND TESTING ONLY, NOT FOR PRODUCTION: a private Slurm of hydroslurm's, "
@@ -99,11 +101,7 @@ SlurmdSyslogDebug=quiet
 MailProg=/bin/true
 PlugStackConfig={base}/conf/plugstack.conf
 
-# No cgroups and no binding: they need root, and several nodes share this machine. With
-# proctrack/linuxproc every process of a job step gets its signals; with proctrack/cgroup only the
-# direct children of slurmstepd would.
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+{_tracking(spec)}
 JobAcctGatherType=jobacct_gather/linux
 SwitchType=switch/none
 MpiDefault=none
@@ -113,9 +111,7 @@ ReturnToService=2
 KillWait={spec.kill_wait_s}
 MessageTimeout=30
 
-# CPUs only: with memory as a resource a job without --mem would take a whole node.
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+{_resources(spec, place)}
 SchedulerType=sched/backfill
 # Scheduler passes come 30 and 60 s apart by default.
 SchedulerParameters=batch_sched_delay=0,sched_interval=5,bf_interval=5
@@ -128,6 +124,34 @@ AccountingStoragePass={place.munge_socket}
 
 {nodes}
 {spec.partitions or _preemption(spec)}"""
+
+
+def _tracking(spec: ClusterSpec) -> str:
+    if spec.proctrack == "cgroup":
+        return """\
+# As in production. A suspended job step is frozen by its cgroup, and only the direct children of
+# slurmstepd get its signals.
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/cgroup"""
+    return """\
+# No cgroups and no binding: they need root, and several nodes share this machine. With
+# proctrack/linuxproc every process of a job step gets its signals; with proctrack/cgroup only the
+# direct children of slurmstepd would.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none"""
+
+
+def _resources(spec: ClusterSpec, place: Place) -> str:
+    if spec.constrain_memory:
+        return f"""\
+# A job without --mem gets its CPUs' part of the node's memory, not all of it.
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU={max(1, place.memory_mb // spec.cpus_per_node)}"""
+    return """\
+# CPUs only: with memory as a resource a job without --mem would take a whole node.
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU"""
 
 
 def _preemption(spec: ClusterSpec) -> str:
@@ -191,13 +215,23 @@ StorageLoc=slurm
 """
 
 
-def cgroup_conf(release: tuple[int, int]) -> str:
-    """cgroup.conf that keeps slurmd off the machine's cgroups, which nothing here uses.
+def cgroup_conf(spec: ClusterSpec, release: tuple[int, int]) -> str:
+    """cgroup.conf: the machine's v1 controllers, or one that keeps slurmd off them.
 
-    slurmd loads a cgroup plugin all the same, and by its own choice (autodetect) ends where no
-    cgroup file system is mounted, as in many containers, or where an ordinary user cannot ask
-    systemd for a scope. The v1 plugin starts anywhere; ``disabled`` is known from 23.11 on.
+    Where nothing uses cgroups slurmd loads a plugin for them all the same, and by its own choice
+    (autodetect) ends where no cgroup file system is mounted, as in many containers, or where an
+    ordinary user cannot ask systemd for a scope. The v1 plugin starts anywhere; ``disabled`` is
+    known from 23.11 on.
     """
+    if spec.proctrack == "cgroup":
+        return f"""\
+# {WARNING}.
+CgroupPlugin=cgroup/v1
+CgroupMountpoint={CGROUPS}
+ConstrainCores=no
+ConstrainDevices=no
+ConstrainRAMSpace={"yes" if spec.constrain_memory else "no"}
+"""
     plugin = "disabled" if release >= (23, 11) else "cgroup/v1"
     return f"""\
 # {WARNING}.

@@ -31,8 +31,9 @@ from hydroslurm.files import check_trusted, is_trusted
 _MARKER = "THIS-IS-FOR-TESTING-ONLY"
 _LINK = "c"
 _LINK_PREFIX = "hydroslurm-c-"
-# the longest socket is slurmstepd's: state/slurmd-n64/n64_4294967295.4294967295.4294967295
-_LONGEST_BELOW_BASE = 60
+# the longest socket is slurmstepd's, here of a node of a cluster with cgroups:
+# state/slurmd-nabcdef-64/nabcdef-64_4294967295.4294967295.4294967295
+_LONGEST_BELOW_BASE = 67
 _SOCKET_PATH_BYTES = 107
 
 

@@ -79,14 +79,22 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def with_environment(matches: Callable[[dict[str, str]], bool]) -> list[ProcessId]:
-    """The processes of this user whose environment at their start matches."""
-    found = []
-    for pid in _all_pids():
-        process = ProcessId.of(pid)
-        if process is not None and pid != os.getpid() and matches(_environment(pid)):
-            found.append(process)
-    return found
+def find(matches: Callable[[int], bool]) -> list[int]:
+    """Every process but this one that matches."""
+    return [pid for pid in _all_pids() if pid != os.getpid() and matches(pid)]
+
+
+def holds_file_below(pid: int, folder: Path) -> bool:
+    """Whether a process of this user has a file open in a folder, by its real name, or below."""
+    try:
+        opened = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+    for descriptor in opened:
+        with contextlib.suppress(OSError):
+            if descriptor.readlink().is_relative_to(folder):
+                return True
+    return False
 
 
 def end(processes: Iterable[ProcessId], *, limit_s: float = 10.0) -> None:
@@ -123,7 +131,8 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(parent=int(fields[1]), start_ticks=int(fields[19]))
 
 
-def _environment(pid: int) -> dict[str, str]:
+def environment(pid: int) -> dict[str, str]:
+    """What a process of this user was started with; empty when it is gone or has emptied it."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

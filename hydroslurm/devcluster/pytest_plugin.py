@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups
 from hydroslurm.devcluster.programs import missing, missing_words, search_path
+from hydroslurm.errors import ClusterError
 
 REQUIRE_ENV = "HYDROSLURM_REQUIRE_SLURM"
 
@@ -27,6 +28,27 @@ def require_slurm() -> None:
     if os.environ.get(REQUIRE_ENV) == "1":
         pytest.fail(f"{words} ({REQUIRE_ENV}=1 makes this a failure)", pytrace=False)
     pytest.skip(words)
+
+
+def require_cgroups(spec: ClusterSpec) -> None:
+    """Skip the test where this user or this machine can have no such cluster: nothing that could be
+    installed would help."""
+    require_slurm()
+    try:
+        cgroups.require(spec)
+    except ClusterError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def cgroup_cluster() -> Iterator[DevCluster]:
+    """A cluster of three nodes with ``proctrack/cgroup`` and memory that is counted, whose ``low``
+    jobs are requeued by ``urgent`` ones."""
+    spec = ClusterSpec(
+        nodes=3, profile="requeue", kill_wait_s=30, proctrack="cgroup", constrain_memory=True
+    )
+    require_cgroups(spec)
+    yield from _cluster(spec)
 
 
 @pytest.fixture(scope="session")

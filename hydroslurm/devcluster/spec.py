@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from hydroslurm.errors import UsageError
 
 Profile = Literal["pause", "requeue", "gang-requeue"]
 PROFILES: tuple[Profile, ...] = get_args(Profile)
+Proctrack = Literal["linuxproc", "cgroup"]
+PROCTRACKS: tuple[Proctrack, ...] = get_args(Proctrack)
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class ClusterSpec:
     """What a dev cluster is to be; checked when it is made.
 
     Attributes:
-        nodes: slurmd daemons, n1, n2 ...
+        nodes: slurmd daemons; ``node_names`` has their names.
         cpus_per_node: CPUs that each node claims, however many the machine has.
         profile: what happens to a job of partition ``low`` when one of ``urgent`` wants its place:
             ``pause`` (PreemptMode=SUSPEND,GANG), ``requeue`` (PreemptMode=REQUEUE), or
@@ -30,6 +33,10 @@ class ClusterSpec:
         kill_wait_s: KillWait, from SIGTERM to SIGKILL. slurmd makes at least 5 of it.
         partitions: lines of slurm.conf in the place of the profile's preemption and partitions, of
             which one must be ``low``: for trying what is meant for another cluster.
+        proctrack: what holds the processes of a job step together: ``linuxproc`` (works for
+            everybody) or ``cgroup`` (as production does; for root, with cgroup v1 controllers).
+        constrain_memory: with ``cgroup`` only: memory is a resource that jobs ask for (``--mem``),
+            and the kernel ends what takes more.
 
     Raises:
         UsageError: a value out of its range; the message names the range.
@@ -42,11 +49,22 @@ class ClusterSpec:
     grace_s: int = 5
     kill_wait_s: int = 30
     partitions: str = ""
+    proctrack: Proctrack = "linuxproc"
+    constrain_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
             raise UsageError(
                 f"profile is {self.profile!r}; it must be one of {', '.join(PROFILES)}"
+            )
+        if self.proctrack not in PROCTRACKS:
+            raise UsageError(
+                f"proctrack is {self.proctrack!r}; it must be one of {', '.join(PROCTRACKS)}"
+            )
+        if self.constrain_memory and self.proctrack != "cgroup":
+            raise UsageError(
+                f"constrain_memory needs cgroups, and proctrack is {self.proctrack!r}; "
+                'set proctrack to "cgroup" as well'
             )
         _in_range("nodes", self.nodes, 1, 64)
         _in_range("cpus_per_node", self.cpus_per_node, 1, 1024)
@@ -55,7 +73,17 @@ class ClusterSpec:
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        return tuple(f"n{number}" for number in range(1, self.nodes + 1))
+        """n1, n2 ...; with ``cgroup`` no two clusters of a machine have a name in common.
+
+        slurmd keeps the processes of its jobs in ``<controller>/slurm_<node>``, which all daemons
+        of the machine share: two nodes of one name would end each other's jobs. 22.05 has no
+        setting for that path, so that the name itself has to differ.
+        """
+        prefix = "n"
+        if self.proctrack == "cgroup":
+            folder = str(self.directory).encode(errors="surrogateescape")
+            prefix = f"n{zlib.crc32(folder) & 0xFFFFFF:06x}-"
+        return tuple(f"{prefix}{number}" for number in range(1, self.nodes + 1))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

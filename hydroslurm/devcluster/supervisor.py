@@ -17,6 +17,7 @@ import sys
 import traceback
 from dataclasses import replace
 
+from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster import ports as tcp
 from hydroslurm.devcluster.bringup import Bringup
 from hydroslurm.devcluster.config import Place
@@ -67,6 +68,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
     if before is not None:
         _log("removing what a killed cluster left here")
         sweep(layout, replace(before, temporary=False))
+    cgroups.require_own_names(request.spec)
     layout.remove_state()
     layout.create()
     layout.remove_logs()
@@ -92,7 +94,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
             signal.signal(signo, signal.SIG_IGN)
         if bringup.has_controller:
             cancel_jobs(programs["scancel"], user=user, environ=bringup.environ())
-        end_all(bringup.daemons)
+        end_all(bringup.daemons, request.spec)
         reserved.release()
         remove_link(link)
         layout.remove_state()

@@ -57,6 +57,16 @@ class Facts:
         return max(told or 1, self.script.tasks if self.script else 1)
 
     @property
+    def memory_per_node_bytes(self) -> int | None:
+        """What the job has asked for on each node; None where that is not known."""
+        job = self.job
+        if job is None or job.memory_per_node_bytes:
+            return job.memory_per_node_bytes if job else None
+        if job.memory_per_cpu_bytes and job.n_cpus and job.n_nodes:
+            return job.memory_per_cpu_bytes * job.n_cpus // job.n_nodes
+        return None
+
+    @property
     def is_preempted_to_stop(self) -> bool:
         """Whether a preemption ends the processes, rather than pausing them."""
         return self.policy.action in (PreemptAction.REQUEUE, PreemptAction.CANCEL)

@@ -44,6 +44,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         clocks.nccl_heartbeat,
         clocks.rendezvous,
         clocks.store,
+        risks.no_memory_for_copies,
         risks.long_requeue_wait,
         risks.logs_cut_off,
         risks.no_accounting,

@@ -9,6 +9,8 @@ from hydroslurm.slurm.preemption import PreemptAction
 REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)"
 PATIENT_WAIT_S = 10
 """A wait before a restart that nobody would complain of."""
+MEMORY_USED = 0.9
+"""The part of a memory limit that a run uses for copies (see ``checkpoint.memory``)."""
 
 
 def short_grace(facts: Facts) -> Finding | None:
@@ -138,6 +140,24 @@ def stopped_while_paused(facts: Facts) -> Finding | None:
     )
     fix = "save periodically (every_s); scontrol resume before scontrol requeue"
     return Finding("paused", Severity.NOTE, "nothing can be saved while paused", words, fix)
+
+
+def no_memory_for_copies(facts: Facts) -> Finding | None:
+    """A training on CPUs holds the state itself as well; one on GPUs has more room than that."""
+    has_bytes, save = facts.memory_per_node_bytes, facts.save
+    if has_bytes is None or save is None or save.state_bytes is None or facts.job is None:
+        return None
+    copy_bytes = save.state_bytes // (facts.job.n_nodes or 1)
+    if 2 * copy_bytes <= MEMORY_USED * has_bytes:
+        return None
+    words = (
+        f"The job has {has_bytes / 1e6:,.0f} MB on each node, and its state takes "
+        f"{copy_bytes / 1e6:,.0f} MB of that. Where a copy of it does not fit beside the training, "
+        "the run says so at its start, and each periodic save holds the training up until it is "
+        "written."
+    )
+    fix = f"sbatch: --mem={-(-(has_bytes + copy_bytes) // 2**20)}M, which is a copy's size more"
+    return Finding("memory", Severity.NOTE, "little memory for copies of the state", words, fix)
 
 
 def long_requeue_wait(facts: Facts) -> Finding | None:

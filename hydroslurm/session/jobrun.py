@@ -103,6 +103,7 @@ class JobRun(Run):
             tell=SaveRecorder(self._controller),
             peers=peers,
             topic="epoch",
+            room=self._room,
         )
 
     # --- for the functions of a job

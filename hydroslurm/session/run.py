@@ -14,12 +14,14 @@ holds for several ranks, which are told of a stop from outside the loop, and mee
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
+from hydroslurm.checkpoint import memory
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -36,6 +38,7 @@ from hydroslurm.errors import (
 from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
+from hydroslurm.runtime.world import World
 from hydroslurm.session import finished
 from hydroslurm.session.arguments import (
     Cadence,
@@ -79,7 +82,8 @@ class Run:
         directory: where the run keeps its checkpoints, lives and marker, on a file system that all
             nodes share; default: the run folder of this job (``hydroslurm-runs/JOBID``).
         every_steps, every_s: save so often while training, in the background; every 600 s when
-            neither is given, never when both are 0.
+            neither is given, never when both are 0. The background needs memory for a copy of the
+            state: where a limit leaves too little, the training waits for each save.
         keep: how many periodic checkpoints stay, at least 2. Two of stops stay besides.
         extra: more objects by name, each with ``state_dict`` and ``load_state_dict``.
         fast_directory: a local folder (/dev/shm, NVMe) that is written first; each run makes one
@@ -139,6 +143,8 @@ class Run:
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
         self._controller, self._installed_here = controller_for(self.dir, environ)
         self._company = company_of(self._controller)
+        self._world = World.from_environ(environ)
+        self._room = functools.partial(memory.room, ranks_here=self._world.local_world_size)
         peers = self._company.peers
         self._durable = CheckpointStore(self.dir.checkpoints, peers=peers, fence=self._fence)
         with contextlib.ExitStack() as undo:
@@ -161,6 +167,7 @@ class Run:
                 exempt=self._controller.exempt,
                 tell=SaveRecorder(self._controller),
                 peers=peers,
+                room=self._room,
             )
             leaver = Leaver(
                 allocation,
@@ -295,7 +302,11 @@ class Run:
                 self._say(UNSETTLED)
             state = self._state()  # now that the optimizer has its own
             require_savable(state)
-            self._saver.reserve(state)
+            if refused := self._saver.reserve(state):
+                self._tell_of_node(
+                    f"{refused}. So each save holds the training up until it is written. "
+                    "More memory (--mem) spares that"
+                )
         if stop is not None:
             self._stop(stop)
         self._poll()
@@ -495,6 +506,11 @@ class Run:
     def _say(self, words: str) -> None:
         """One rank speaks for all."""
         if self._company.rank == 0:
+            notice(words)
+
+    def _tell_of_node(self, words: str) -> None:
+        """One rank speaks for those of its node."""
+        if self._world.local_rank == 0:
             notice(words)
 
     def _state(self) -> State:

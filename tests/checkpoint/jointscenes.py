@@ -32,6 +32,7 @@ from checkpoint.states import revoked_from_anybody, same
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.choosing import choose
 from hydroslurm.checkpoint.deadline import Action
+from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -323,6 +324,29 @@ def savers(folder: Path) -> int:
     assert together(RANKS, work) == [0] * RANKS
     assert len({(folder / f"choice-{rank}").read_text() for rank in range(RANKS)}) == 1
     assert look(folder / "c", (6,)) == 6
+    return 1
+
+
+def savers_without_memory(folder: Path) -> int:
+    """A rank without memory for a copy writes its state itself, beside others that copy theirs:
+    what is committed is what all had when the save began."""
+
+    def work(peers: PipePeers) -> int:
+        store = CheckpointStore(folder / "c", peers=peers, patience_s=60)
+        room = Room(0 if peers.rank == 1 else 10**9, 10**9, 0, "the limit of a test")
+        saver = Saver(store, topic="train", patience_s=60, room=lambda: room)
+        assert bool(saver.reserve(joint_state(1, peers.rank))) == (peers.rank == 1)
+        saver.start(joint_state(1, peers.rank), step=1)
+        assert saver.durable_step == 1 or peers.rank != 1
+        saver.wait()
+        far_s = time.monotonic() + 600
+        saved = saver.save_by(joint_state(2, peers.rank), step=2, deadline_mono_s=far_s)
+        assert saved.tier is Tier.DURABLE, saved.reason
+        saver.close()
+        return 0
+
+    assert together(RANKS, work) == [0] * RANKS
+    assert look(folder / "c", (2,)) == 2
     return 1
 
 

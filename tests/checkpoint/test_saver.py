@@ -16,6 +16,7 @@ import torch
 from checkpoint.disks import BrokenDisk, HeldDisk
 from processes import child
 
+from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import LocalStorage
@@ -393,3 +394,62 @@ def test_old_ones_that_stay_are_a_warning(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="removed"):
         saver.close()
     assert steps(store)[-1] == 3
+
+
+def no_room() -> Room:
+    return Room(free_bytes=3000, limit_bytes=10_000, used_bytes=6000, bound="the limit of a test")
+
+
+def test_without_memory_for_a_copy_the_training_waits(tmp_path: Path) -> None:
+    """No copy is made; the save is committed when the training goes on, with the same bytes on disk
+    as one of a copy, and why is told once."""
+    stores = [CheckpointStore(tmp_path / name) for name in ("copied", "waited")]
+    savers = [Saver(stores[0]), Saver(stores[1], room=no_room)]
+    told = [saver.reserve(state_of(1.0)) for saver in savers]
+    assert told[0] == ""
+    assert "and 0 MB may be taken (0 of 0 MB of the limit of a test are in use)" in told[1]
+    files = []
+    for store, saver in zip(stores, savers, strict=True):
+        state = state_of(1.0)
+        assert saver.start(state, step=1) > 0
+        assert saver._copies._staging.reserved_bytes > 0 or saver is savers[1]
+        assert saver.wait() if saver is savers[0] else saver.durable_step == 1
+        state.shared["model"]["w"].fill_(2.0)
+        saver.close()
+        folder = store.committed()[0].path
+        files.append({f.name: f.read_bytes() for f in folder.iterdir() if "manifest" not in f.name})
+        assert value_at(store, 1) == (1.0, 1.0)
+    assert savers[1]._copies._staging.reserved_bytes == 0
+    assert files[0] == files[1]
+
+
+def test_a_save_without_a_copy_that_fails_is_reported_like_others(tmp_path: Path) -> None:
+    """The training is not ended by it, and the next one is tried."""
+    store = CheckpointStore(tmp_path, storage=BrokenDisk(1))
+    saver = Saver(store, room=no_room)
+    saver.start(state_of(1.0), step=1)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        saver.poll()
+    saver.start(state_of(2.0), step=2)
+    saver.close()
+    assert steps(store) == [2]
+
+
+def test_a_stop_during_a_save_takes_no_second_copy(tmp_path: Path) -> None:
+    """There was memory for one copy, which the save under way is reading: the stop writes the state
+    itself, and both are committed."""
+    disk, left = HeldDisk(1), [10**6]
+    store = CheckpointStore(tmp_path, storage=disk)
+
+    def room() -> Room:
+        return Room(left[0], 10**6, 0, "the limit of a test")
+
+    saver = Saver(store, room=room, keep=3)
+    saver.start(state_of(1.0), step=1)
+    left[0] = 0
+    assert disk.reached.wait(60)
+    threading.Timer(0.1, disk.let_go.set).start()
+    saved = saver.save_by(state_of(2.0), step=2, deadline_mono_s=time.monotonic() + 600)
+    assert (saved.tier, saved.still_writing) == (Tier.DURABLE, False)
+    saver.close()
+    assert [value_at(store, step) for step in steps(store)] == [(1.0, 1.0), (2.0, 2.0)]

@@ -123,4 +123,4 @@ def test_slurmdbd_reaches_its_database_by_socket_only() -> None:
 )
 def test_no_cgroup_file_system_is_needed(release: tuple[int, int], plugin: str) -> None:
     """slurmd is given a cgroup plugin that starts in a container without cgroups."""
-    assert f"CgroupPlugin={plugin}\n" in cgroup_conf(release)
+    assert f"CgroupPlugin={plugin}\n" in cgroup_conf(ClusterSpec(), release)

@@ -140,8 +140,9 @@ def test_descendants_reach_through_generations() -> None:
     try:
         wait_until(lambda: processes.descendants(parent.pid), "the grandchild")
         below = processes.descendants(parent.pid)
-        found = processes.with_environment(lambda environ: mark.items() <= environ.items())
-        assert {p.pid for p in found} == {parent.pid, *below}
+        pids = processes.find(lambda pid: mark.items() <= processes.environment(pid).items())
+        assert set(pids) == {parent.pid, *below}
+        found = [p for pid in pids if (p := processes.ProcessId.of(pid))]
         processes.end(found)
         assert not any(p.alive for p in found)
     finally:

@@ -299,3 +299,25 @@ def test_a_shared_run_folder_is_told(tmp_path: Path) -> None:
     assert seen[2] is Severity.RISK
     if os.getuid() == 0:
         assert seen[1] is Severity.NOTE
+
+
+@pytest.mark.parametrize(
+    ("asked", "state_mib", "told"),
+    [
+        ({"memory_per_node_bytes": 2**30}, 600, True),
+        ({"memory_per_node_bytes": 4 * 2**30}, 600, False),
+        ({"memory_per_cpu_bytes": 2**29, "n_cpus": 4, "n_nodes": 2}, 800, False),
+        ({"memory_per_cpu_bytes": 2**29, "n_cpus": 4, "n_nodes": 2}, 1200, True),
+        ({}, 600, False),
+    ],
+)
+def test_little_memory_for_copies(asked: dict[str, int], state_mib: int, told: bool) -> None:
+    """A job whose state and a copy of it exceed what it has asked for is told so, with a --mem that
+    is larger by a copy; each node of several holds a part."""
+    save = SaveFacts(save_s=2.0, state_bytes=state_mib * 2**20)
+    facts = replace(_facts(job=replace(_job(), **asked)), save=save)  # type: ignore[arg-type]
+    found = _found(facts)
+    assert ("memory" in found) == told
+    if told:
+        assert "its state takes 629 MB of that" in found["memory"].explanation
+        assert found["memory"].fix.startswith("sbatch: --mem=1624M")

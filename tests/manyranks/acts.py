@@ -105,10 +105,10 @@ def long_fsdp(cluster: DevCluster, folder: Path) -> Story:
     return long_suspend(cluster, folder, command=FSDP)
 
 
-def agent(cluster: DevCluster, folder: Path) -> Story:
+def agent(cluster: DevCluster, folder: Path, *, nodes: str = "n[9-10]") -> Story:
     """Four ranks below the agents of two nodes: suspended past SIGSTOP, resumed, requeued."""
     training = RanksTraining(cluster, folder, command=AGENT, nodes=2)
-    training.submit("--nodelist=n[9-10]")
+    training.submit(f"--nodelist={nodes}")
     training.wait_for_ranks(1)
     training.wait_for_step(20)
     training.suspend(1, until_stopped=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from processes import is_stopped
 from session.training import LIMIT_S, ROOT, Training
 
 from hydroslurm.events import Event, EventKind, read_events
@@ -102,9 +103,8 @@ class RanksTraining(Training):
         return int(shown[-1]) if shown else 0
 
     def is_stopped(self, rank: int, *, life: int) -> bool:
-        """Whether SIGSTOP has come."""
-        stat = Path(f"/proc/{self.pid(rank, life=life)}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] == "T"
+        """Whether SIGSTOP has come, or the freezer."""
+        return is_stopped(self.pid(rank, life=life))
 
     # --- waiting
     # --------------------------------------------------------------------------------------------

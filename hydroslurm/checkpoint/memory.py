@@ -1,0 +1,171 @@
+"""How much more memory this process may take before the kernel ends it or somebody beside it.
+
+Read from the limits of its cgroup and of all above it (v1 and v2), and from what the machine has
+available. Slurm's ``ConstrainRAMSpace`` and containers set such limits, and the kernel ends a job
+that goes beyond without a word to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+KEPT_FREE = 0.1
+"""The part of a limit that is never asked for: page tables, stacks and the kernel's own memory
+count against it too."""
+
+_UNLIMITED_BYTES = 1 << 60
+"""v1 says "no limit" by a number near 2**63."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one process may still take.
+
+    Attributes:
+        free_bytes: so much, all that is said below considered.
+        limit_bytes, used_bytes: of the narrowest bound; page cache that the kernel can drop is not
+            counted as used.
+        bound: what that is, in words.
+    """
+
+    free_bytes: int
+    limit_bytes: int
+    used_bytes: int
+    bound: str
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"{_mb(self.used_bytes)} of {_mb(self.limit_bytes)} MB of {self.bound} are in use"
+
+
+def room(*, ranks_here: int = 1, root: Path = Path("/")) -> Room:
+    """What this process may take, by its fair share among so many like it on this node.
+
+    A process is given back what it needs at its own peak: what it has used for a moment within a
+    step, it will use again. What the system does not tell is no bound.
+
+    Args:
+        root: where /proc and /sys are; for tests.
+    """
+    bounds = [*_cgroup_bounds(root), *_machine_bound(root)]
+    if not bounds:
+        return Room(_UNLIMITED_BYTES, _UNLIMITED_BYTES, 0, "this machine")
+
+    def free_bytes(bound: _Bound) -> int:
+        kept = int(bound.limit_bytes * KEPT_FREE)
+        return (bound.limit_bytes - kept - bound.used_bytes) // ranks_here
+
+    narrowest = min(bounds, key=free_bytes)
+    return Room(
+        free_bytes=max(0, free_bytes(narrowest) - _below_peak_bytes(root)),
+        limit_bytes=narrowest.limit_bytes,
+        used_bytes=narrowest.used_bytes,
+        bound=narrowest.words,
+    )
+
+
+@dataclass(frozen=True)
+class _Bound:
+    limit_bytes: int
+    used_bytes: int
+    words: str
+
+
+def _machine_bound(root: Path) -> list[_Bound]:
+    fields = _fields(root / "proc/meminfo")
+    total, available = fields.get("MemTotal:"), fields.get("MemAvailable:")
+    if total is None or available is None:
+        return []
+    return [_Bound(total * 1024, (total - available) * 1024, "this machine")]
+
+
+def _cgroup_bounds(root: Path) -> list[_Bound]:
+    """Of the cgroup that this process is in, and of each one above that can be seen."""
+    found = []
+    for folder, is_v2 in _cgroups(root):
+        limit, used, cache = (
+            ("memory.max", "memory.current", "inactive_file")
+            if is_v2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        limit_bytes, usage_bytes = _number(folder / limit), _number(folder / used)
+        if limit_bytes is None or usage_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
+            continue
+        # what was written or read once lies there until somebody needs the place
+        dropped_bytes = _fields(folder / "memory.stat").get(cache, 0)
+        used_bytes = max(0, usage_bytes - dropped_bytes)
+        found.append(_Bound(limit_bytes, used_bytes, f"the limit in {folder}"))
+    return found
+
+
+def _cgroups(root: Path) -> list[tuple[Path, bool]]:
+    """The folders of this process's memory cgroup and of those above, and whether they are v2."""
+    mounts = _mounts(root)
+    found = []
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            kind = "memory"
+        elif number == "0" and not controllers:
+            kind = "v2"
+        else:
+            continue
+        if kind not in mounts:
+            continue
+        top, point = mounts[kind]
+        # in a container the mount may show the container's own cgroup as its top
+        inner = PurePosixPath(path)
+        below = inner.relative_to(top) if inner.is_relative_to(top) else PurePosixPath()
+        folder = root / point.lstrip("/") / below
+        depth = len(below.parts)
+        found += [(one, kind == "v2") for one in (folder, *folder.parents[:depth])]
+    return found
+
+
+def _mounts(root: Path) -> dict[str, tuple[PurePosixPath, str]]:
+    """ "memory" and "v2" -> the cgroup that is mounted, and where."""
+    found: dict[str, tuple[PurePosixPath, str]] = {}
+    for line in _lines(root / "proc/self/mountinfo"):
+        mounted, _, described = line.partition(" - ")
+        kind, _, options = described.partition(" ")
+        words = mounted.split()
+        if len(words) < 5:
+            continue
+        top, point = PurePosixPath(words[3]), words[4].replace("\\040", " ")
+        if kind == "cgroup2":
+            found.setdefault("v2", (top, point))
+        elif kind == "cgroup" and "memory" in options.split()[-1].split(","):
+            found.setdefault("memory", (top, point))
+    return found
+
+
+def _below_peak_bytes(root: Path) -> int:
+    """How far this process is below the most that it has used."""
+    fields = _fields(root / "proc/self/status")
+    return max(0, fields.get("VmHWM:", 0) - fields.get("VmRSS:", 0)) * 1024
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The lines of a name and a number, and perhaps more."""
+    rows = (line.split() for line in _lines(path))
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    """The number that a file holds; None for "max", and where there is no such file."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.0f}"
