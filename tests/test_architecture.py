@@ -51,6 +51,7 @@ MAY_IMPORT = {
         "registry",
         "rankstate",
         "exitcodes",
+        "runtime.autoload",
         "runtime.signals",
         "runtime.world",
         "slurm.allocation",

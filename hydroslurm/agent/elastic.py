@@ -43,6 +43,7 @@ from hydroslurm.agent.patience import Patience
 from hydroslurm.agent.status import Decision, decide, node_status
 from hydroslurm.errors import LaunchError
 from hydroslurm.exitcodes import CANCELLED
+from hydroslurm.runtime import autoload
 
 LIFE_ENV = "HYDROSLURM_LIFE"
 """Tells the ranks of one start of one torchrun job from those of any other."""
@@ -85,7 +86,12 @@ class NodeAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
         self._leaving, self.status = False, None
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        # what comes before they listen waits for them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, autoload.killing(os.environ))
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._pcontext is not None
         self._pcontext.close = functools.partial(  # type: ignore[method-assign]
             self._close, self._pcontext, self._pcontext.close
