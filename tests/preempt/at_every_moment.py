@@ -1,16 +1,20 @@
 """A rank that stands still at each moment of its life until it is let on: what test_every_moment.py
 signals. ``at_every_moment.py FOLDER [install]``
 
-At a moment NAME it makes FOLDER/NAME, and goes on when there is FOLDER/NAME-go. With ``install`` it
-calls install() itself, and uninstall() before it evaluates.
+At a moment NAME it makes FOLDER/NAME, and goes on when there is FOLDER/NAME-go; the first moments
+are made by the test, for they come before this. With ``install`` it calls install() itself, and
+uninstall() before it evaluates.
 """
 
 import atexit
-import importlib.abc
 import os
 import sys
 import threading
 import time
+
+import torch
+
+import hydroslurm
 
 FOLDER, INSTALLS = sys.argv[1], "install" in sys.argv
 
@@ -22,19 +26,6 @@ def stand(name, work=lambda: None, path=FOLDER, exists=os.path.exists, open=open
         work()
         sleep(0.01)
 
-
-class InTheMiddle(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname, path, target=None):
-        if fullname == "torch.nn":
-            sys.meta_path.remove(self)
-            stand("importing")
-
-
-sys.meta_path.insert(0, InTheMiddle())
-
-import torch  # noqa: E402
-
-import hydroslurm  # noqa: E402
 
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
