@@ -11,10 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import child, wait_until
 
+from hydroslurm import client, registry
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.launch.executor import Executor
+from hydroslurm.launch.plan import Plan, Step, TaskPlan
 from hydroslurm.rankstate import latest
 from hydroslurm.rundir import RunDir
 from hydroslurm.supervisor.conditions import read_conditions, verdict
@@ -185,6 +187,55 @@ def test_a_shell_that_empties_its_mask(tmp_path: Path) -> None:
         rank.reach("between")
 
 
+IN_A_THREAD = """
+import os, signal, threading
+
+thread = threading.Thread(target=lambda: __import__("torch"))
+thread.start()
+thread.join()
+import torch, hydroslurm
+while not os.path.exists("go"):
+    torch.ones(2) + 1
+hydroslurm.uninstall()
+for _ in range(3):
+    os.kill(os.getpid(), signal.SIGUSR1)
+print("alive")
+"""
+
+
+def test_torch_imported_by_a_thread(tmp_path: Path) -> None:
+    """The main thread goes on holding the signals, and the rank is pausable all the same; after
+    uninstall() it does not die of them."""
+    prefix = (sys.executable, "-m", "hydroslurm.cli", "run", "--")
+    with child(IN_A_THREAD, tmp_path, prefix=prefix) as program:
+        wait_until(lambda: registry.find(registry.folder(os.environ), program.pid), "installed")
+        assert client.pause(program.pid, timeout_s=60).done
+        assert client.resume(program.pid, timeout_s=60).done
+        (tmp_path / "go").touch()
+        program.expect("alive")
+        assert program.wait() == 0
+
+
+@pytest.mark.parametrize(("said", "held"), [("pause", True), ("off", False)])
+def test_the_wrapper_of_a_task(tmp_path: Path, said: str, held: bool) -> None:
+    """What it becomes has the pauses blocked and ignored, and an init step before it too; a task
+    that is not to be preemptible finds them as ever."""
+    argv = ("grep", "-E", "Sig(Blk|Ign)", "/proc/self/status")
+    task = TaskPlan(
+        "worker-0", "worker", 0, argv, (("HYDROSLURM_PREEMPT", said),), str(tmp_path),
+        init=(Step("first", argv),),
+    )  # fmt: skip
+    (tmp_path / "plan.json").write_text(Plan(1, 1, None, 0, (task,), ()).dumps())
+    done = subprocess.run(
+        [sys.executable, "-m", "hydroslurm.launch.task", str(tmp_path / "plan.json")],
+        env={**os.environ, "HYDROSLURM_PREEMPT": "pause", "SLURM_PROCID": "0"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    masks = [int(line.split()[1], 16) for line in done.stdout.splitlines()]
+    both = 1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGUSR2 - 1)
+    assert [mask & both for mask in masks] == [both if held else 0] * 4, done.stdout
+
+
 @pytest.mark.parametrize("gate", ["native", "hooks"])
 def test_hydroslurm_run(rank: Rank, gate: str) -> None:
     """Behind `hydroslurm run`, without a Slurm, with either gate."""
@@ -209,8 +260,10 @@ def test_srun_preempt(rank: Rank, pause_cluster: DevCluster) -> None:
 
 
 @pytest.mark.slurm
-def test_agent(rank: Rank, pause_cluster: DevCluster) -> None:
-    """A worker of `hydroslurm agent` that nobody has asked to be preemptible but the agent."""
+@pytest.mark.parametrize("asked", [False, True])
+def test_agent(rank: Rank, pause_cluster: DevCluster, asked: bool) -> None:
+    """A worker of `hydroslurm agent`: one that nobody has asked to be preemptible but the agent,
+    and one below `srun --preempt`."""
     name = rank.folder.name
     environ = pause_cluster.child_environ(
         {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
@@ -218,9 +271,10 @@ def test_agent(rank: Rank, pause_cluster: DevCluster) -> None:
     by_slurm(rank, pause_cluster, lambda: _job_named(pause_cluster, name))
     agent = [sys.executable, "-m", "hydroslurm.cli", "agent", "--"]
     agent += ["--standalone", "--nproc-per-node=1", "--max-restarts=0", "--no-python"]
-    worker = [str(rank.start), str(RANK), str(rank.folder), "install"]
-    with running(rank, "srun", "-J", name, "-n1", *agent, *worker, environ=environ):
-        pause_at_every_moment(rank, pausable_at_the_end=False)
+    worker = [str(rank.start), str(RANK), str(rank.folder), *([] if asked else ["install"])]
+    srun = ["srun", "-J", name, "-n1", *(["--preempt"] if asked else [])]
+    with running(rank, *srun, *agent, *worker, environ=environ):
+        pause_at_every_moment(rank, pausable_at_the_end=asked)
 
 
 @pytest.mark.slurm
