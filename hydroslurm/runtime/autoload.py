@@ -149,6 +149,13 @@ def stand_down() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _TorchFinder)]
 
 
+def take_rank() -> None:
+    """Tell the children of this process that it is the rank that was asked for. First of all: what
+    is started to build or to try the gate is no rank."""
+    if is_asked(os.environ):
+        os.environ[TAKEN_ENV] = f"{os.getpid()}:{which_rank(os.environ)}"
+
+
 def which_rank(environ: Mapping[str, str]) -> str:
     """One word for the rank that a process with this environment is, or is a child of.
 
@@ -214,8 +221,7 @@ def _follow(loader: importlib.abc.Loader) -> None:
 def _install() -> None:
     if is_launcher():
         return
-    # first of all: what is started meanwhile, to build or to try the gate, is no rank
-    os.environ[TAKEN_ENV] = f"{os.getpid()}:{which_rank(os.environ)}"
+    take_rank()
     try:
         from hydroslurm.runtime.install import install_unasked
 

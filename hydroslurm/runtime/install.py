@@ -100,6 +100,7 @@ def install(
     plan = (signals or SignalPlan()).with_environment(environ)
     emit = Emit.from_environ(environ)
     autoload.stand_down()
+    autoload.take_rank()
     over_unasked = gives_way()
     if over_unasked:
         _take_out()

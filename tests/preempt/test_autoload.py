@@ -255,6 +255,19 @@ def test_a_rank_and_its_children(tmp_path: Path) -> None:
         assert program.wait() == 0
 
 
+def test_children_of_a_call_before_torch() -> None:
+    """A script that calls install() before it imports torch is the rank that was asked for, too:
+    its children are not."""
+    code = f"""
+import subprocess, sys
+import hydroslurm
+hydroslurm.install()
+subprocess.run([sys.executable, "-c", {f"import sys; {WAITS}"!r}])
+"""
+    done = python("-c", code, **ASKED)
+    assert (done.stdout, done.stderr) == ("False False\n", "")
+
+
 LOOP = """
 import torch
 print("imported", flush=True)
