@@ -58,7 +58,7 @@ _LAUNCHERS = frozenset({
     "hydroslurm", "hydroslurm.cli",
 })  # fmt: skip
 """Programs that import torch and start ranks, or look at them, without being one."""
-_SIGNALS_ENV = "HYDROSLURM_SIGNALS"
+_SIGNALS_ENV = "HYDROSLURM_SIGNALS"  # of runtime.signals, whose import every Python would pay for
 
 
 def start(environ: Mapping[str, str] | None = None) -> None:

@@ -27,7 +27,7 @@ START = """#!{shell}
 echo $$ > {folder}/pid
 : > {folder}/starting
 while [ ! -e {folder}/starting-go ]; do sleep 0.05; done
-export PYTHONPATH={folder}
+export PYTHONPATH="{folder}:$PYTHONPATH"
 exec {python} "$@"
 """
 # sitecustomize.py: stands in the middle of the import of torch, whoever imports it
