@@ -65,6 +65,7 @@ MAY_IMPORT = {
         "runtime.ranks.greeting",
         "runtime.ranks.secret",
         "runtime.rendezvous",
+        "runtime.autoload",
         "runtime.signals",
         "runtime.world",
         "slurm.allocation",

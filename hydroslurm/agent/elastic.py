@@ -44,6 +44,7 @@ from hydroslurm.agent.patience import Patience
 from hydroslurm.agent.status import Decision, decide, node_status
 from hydroslurm.errors import LaunchError
 from hydroslurm.exitcodes import CANCELLED
+from hydroslurm.runtime import autoload
 from hydroslurm.runtime.ranks.greeting import KEY_BYTES, derive
 from hydroslurm.runtime.world import KEY_ENV, LIFE_ENV
 
@@ -86,7 +87,12 @@ class NodeAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
         self._leaving, self.status = False, None
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        # what comes before they listen waits for them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, autoload.killing(os.environ))
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._pcontext is not None
         self._pcontext.close = functools.partial(  # type: ignore[method-assign]
             self._close, self._pcontext, self._pcontext.close

@@ -41,6 +41,7 @@ class Mailbox:
         for signo in self._signals:
             before = signal.signal(signo, self._arrived)
             self._before.setdefault(signo, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)  # held until now: autoload.hold
 
     def close(self, *, to_exit: bool = False) -> None:
         """Put back what was there before, and end :meth:`wait`.

@@ -42,7 +42,7 @@ def run(
     import shutil
 
     from hydroslurm.errors import UsageError
-    from hydroslurm.runtime.autoload import MODES, PREEMPT_ENV, TAKEN_ENV
+    from hydroslurm.runtime.autoload import MODES, PREEMPT_ENV, TAKEN_ENV, hold, killing
 
     if mode not in MODES:
         raise UsageError(f"--mode {mode!r} is not known; wanted {' or '.join(MODES)}")
@@ -53,6 +53,7 @@ def run(
     os.environ.pop(TAKEN_ENV, None)
     if os.path.basename(program).startswith("python"):  # noqa: PTH119 - the name as it was given
         _require_hook(program)
+    hold(killing(os.environ))
     sys.stdout.flush()
     sys.stderr.flush()
     try:

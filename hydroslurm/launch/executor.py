@@ -36,6 +36,7 @@ from hydroslurm.launch.batchscript import in_option_line, requeue_lines
 from hydroslurm.launch.rank import InRank, Script
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir
+from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 SUBMITIT_SIGNAL = "URG"
 """Moved away from USR2: Slurm accepts it, and a process without a handler ignores it."""
@@ -149,6 +150,10 @@ class Executor(SlurmExecutor):
             "setup": [
                 *(self.parameters.get("setup") or []),
                 f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
+                # pausable before InRank is: torch is imported by what is unpickled
+                f'export {PREEMPT_ENV}="${{{PREEMPT_ENV}:-pause}}"',
+                f"export {rundir.RUN_DIR_ENV}={shlex.quote(str(run.root))}"
+                + ('/"$SLURM_ARRAY_TASK_ID"' if len(delayed) > 1 else ""),
             ],
             "teardown": ["status=$?", *(self.parameters.get("teardown") or []), *requeue_lines()],
             "additional_parameters": {

@@ -7,6 +7,7 @@ below proctrack/cgroup no other hears anything. No shell is in between.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from hydroslurm.launch.images import (
     no_runtime,
 )
 from hydroslurm.launch.plan import Plan, TaskPlan
+from hydroslurm.runtime import autoload
 from hydroslurm.runtime.rendezvous import set_torch_environment
 
 SCRATCH_ENV = "HYDROSLURM_SCRATCH"
@@ -42,6 +44,11 @@ def main(arguments: list[str]) -> int:
         print(f"hydroslurm: {plan_file}: no plan for this task: {error!r}", file=sys.stderr)
         return 1
     environ = task_environ(task, os.environ, root=plan_file.parent)
+    if autoload.is_asked(environ):
+        autoload.hold(autoload.killing(environ))
+    else:
+        # this Python, which the job's own environment asked, holds them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, autoload.killing(environ))
     try:
         Path(environ[SCRATCH_ENV]).mkdir(mode=0o700, parents=True, exist_ok=True)
         enter(task)

@@ -22,21 +22,26 @@ The two modes install the same. ``pause`` is all that a script without a ``hydro
 over when it is made; until then, and in a script without one, SIGTERM does what it did before:
 nothing that could not save is kept from ending.
 
+From here to the end of the process SIGUSR1 and SIGUSR2 do not kill it, see :func:`keep_alive`.
+
 A failure is one line on stderr, and the script runs as if nothing had been asked for.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a Python that never comes to torch is to start no later for us
     import importlib.abc
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import FrameType, ModuleType
 
 PREEMPT_ENV = "HYDROSLURM_PREEMPT"
 """Environment variable: ``pause`` or ``requeue`` asks for it; ``off`` and 0 do not."""
@@ -53,6 +58,7 @@ _LAUNCHERS = frozenset({
     "hydroslurm", "hydroslurm.cli",
 })  # fmt: skip
 """Programs that import torch and start ranks, or look at them, without being one."""
+_SIGNALS_ENV = "HYDROSLURM_SIGNALS"  # of runtime.signals, whose import every Python would pay for
 
 
 def start(environ: Mapping[str, str] | None = None) -> None:
@@ -68,15 +74,86 @@ def start(environ: Mapping[str, str] | None = None) -> None:
             "process is not preemptible"
         )
         return
+    signals = killing(environ)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they wait for install(), which takes them
+    keep_alive(signals)
     if "torch" in sys.modules:  # nobody's start-up is that early but a test's
         _install()
     elif not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchFinder())
 
 
+def is_asked(environ: Mapping[str, str]) -> bool:
+    """Whether a Python with this environment is to become preemptible."""
+    return environ.get(PREEMPT_ENV, "").strip().lower() in MODES
+
+
+def killing(environ: Mapping[str, str]) -> frozenset[int]:
+    """The pause signals whose default action would kill."""
+    if environ.get(_SIGNALS_ENV):  # few have it, and it costs an import
+        from hydroslurm.errors import UsageError
+        from hydroslurm.runtime.signals import SignalPlan
+
+        try:
+            return SignalPlan().with_environment(environ).killing()
+        except UsageError:  # install() will say it
+            pass
+    return frozenset({signal.SIGUSR1, signal.SIGUSR2})
+
+
+def hold(signals: frozenset[int]) -> None:
+    """Have these signals wait in the program that this process is about to become, until its
+    ``install()`` takes them; nothing that it starts before dies of one.
+
+    Blocked, because that keeps the request, and ignored as well, for there are programs that empty
+    their mask (dash does when it waits for a command). Both outlive exec, and Linux keeps an
+    ignored signal that is blocked. Ignoring throws away what has come already, so that stays as it
+    is. SIGTERM and the warning are never held: what has not begun to train has nothing to save, and
+    is to end at once.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    _ignore(signals - signal.sigpending())
+
+
+def keep_alive(signals: Iterable[int]) -> None:
+    """Have these signals never kill this process: a handler that does nothing, below all others,
+    and SIG_IGN at the very end. Main thread only; elsewhere it does nothing.
+
+    A handler, because SIG_IGN means "leave it alone" to whoever installs. ``uninstall()`` puts it
+    back as it does any other: there is no moment in between. SIG_IGN at the end, for CPython puts
+    the default back for each of its handlers before it clears the modules, whose finalisers may
+    take long. Registered first, it is the last that atexit calls.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    nobody = (signal.SIG_DFL, signal.SIG_IGN)
+    chosen = [signo for signo in signals if signal.getsignal(signo) in nobody]
+    for signo in chosen:
+        signal.signal(signo, _go_on)
+        signal.siginterrupt(signo, False)
+    if chosen:
+        atexit.register(_ignore, chosen)
+
+
+def _go_on(signo: int, frame: FrameType | None) -> None:
+    """A pause of a process that cannot be paused now."""
+
+
+def _ignore(signals: Iterable[int]) -> None:
+    for signo in signals:
+        signal.signal(signo, signal.SIG_IGN)
+
+
 def stand_down() -> None:
     """Wait no longer: somebody installs pausing by a call of their own."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _TorchFinder)]
+
+
+def take_rank() -> None:
+    """Tell the children of this process that it is the rank that was asked for. First of all: what
+    is started to build or to try the gate is no rank."""
+    if is_asked(os.environ):
+        os.environ[TAKEN_ENV] = f"{os.getpid()}:{which_rank(os.environ)}"
 
 
 def which_rank(environ: Mapping[str, str]) -> str:
@@ -144,8 +221,7 @@ def _follow(loader: importlib.abc.Loader) -> None:
 def _install() -> None:
     if is_launcher():
         return
-    # first of all: what is started meanwhile, to build or to try the gate, is no rank
-    os.environ[TAKEN_ENV] = f"{os.getpid()}:{which_rank(os.environ)}"
+    take_rank()
     try:
         from hydroslurm.runtime.install import install_unasked
 

@@ -50,6 +50,8 @@ class _Installed:
     registry_base: Path | None
     unasked: bool = False
     """By ``srun --preempt``, not by a call in the script."""
+    over_unasked: bool = False
+    """In the place of one that was, which comes back after it."""
 
 
 _lock = threading.Lock()
@@ -100,8 +102,10 @@ def install(
     plan = (signals or SignalPlan()).with_environment(environ)
     emit = Emit.from_environ(environ)
     autoload.stand_down()
-    if gives_way():
-        uninstall()
+    autoload.take_rank()
+    over_unasked = gives_way()
+    if over_unasked:
+        _take_out()
     with _lock:
         if _installed is not None and _installed.pid == os.getpid():
             raise AlreadyInstalled(
@@ -109,7 +113,10 @@ def install(
                 "hydroslurm.uninstall() first"
             )
         _require_torch()
+        # started with them held: by the agent, or by somebody else who does not want it to die
+        autoload.keep_alive(plan.killing() & signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         _installed = _set_up(run_dir, plan, emit, gate, model, environ)
+        _installed.over_unasked = over_unasked
         if not _is_alone(alone, environ):
             world = World.from_environ(environ)
             _join(_installed.controller, world, environ=environ, run_dir=run_dir)
@@ -172,12 +179,28 @@ def _set_up(
 def uninstall() -> int:
     """Let the process go on if it is paused, put the old handlers back, end the controller.
 
+    Where ``srun --preempt`` had made the process pausable before :func:`install` was called, it is
+    so again: what follows a ``Run`` (an evaluation, an export) can be paused, too. Each rank then
+    pauses alone: the others may have left.
+
     Returns:
         How many of our handlers somebody else had replaced meanwhile; those are left alone.
 
     Raises:
         NotInstalled: nothing is installed in this process.
     """
+    ours = _require_installed()
+    replaced = _take_out()
+    if ours.over_unasked:
+        try:
+            install(alone=True).step = ours.controller.step
+            _require_installed().unasked = True
+        except Exception as error:  # what has ended well stays so
+            _warn(f"this process cannot be paused any more: {error}")
+    return replaced
+
+
+def _take_out() -> int:
     global _installed
     with _lock:
         ours = _require_installed()
@@ -247,7 +270,7 @@ def _uninstall_at_exit() -> None:
     late = mine.plan.pausing() | mine.plan.stopping()
     if mine.stop_request is not None:  # else the second SIGTERM could come while we uninstall
         _ignore(late)
-    uninstall()
+    _take_out()
     _ignore({signo for signo in late if signal.getsignal(signo) is signal.SIG_DFL})
 
 

@@ -6,6 +6,7 @@ inside a long C++ ``backward()``.
 
 How each kind of process is covered:
 
+- **the rank before and after**: :func:`hydroslurm.runtime.autoload.hold` and ``keep_alive``.
 - **the rank**: our handlers go in last, call the handler that they replaced, and are taken out
   again by ``uninstall`` only where they are still the installed ones. Later ``signal.signal`` calls
   of user code replace ours; the gate notices that.
@@ -108,6 +109,10 @@ class SignalPlan:
         """The signals whose default action would stop or kill a child that was meant no harm."""
         chosen = (self.slurm_pause, self.slurm_resume, self.user_pause, self.user_resume)
         return frozenset(signo for signo in chosen if signo is not None)
+
+    def killing(self) -> frozenset[int]:
+        """Those of them whose default action kills."""
+        return self.pausing() - {signal.SIGTSTP, signal.SIGCONT}
 
     def with_environment(self, environ: Mapping[str, str]) -> SignalPlan:
         """The plan changed by ``HYDROSLURM_SIGNALS``.

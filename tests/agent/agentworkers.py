@@ -65,6 +65,7 @@ plan = dict(slurm_pause="TSTP", slurm_resume="CONT", user_pause="USR1", user_res
 numbers = {name: int(getattr(signal, f"SIG{short}")) for name, short in plan.items()}
 for signo in numbers.values():
     signal.signal(signo, lambda signo, frame: arrived.append(signo))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers.values())  # the agent holds pauses until now
 record(EventKind.INSTALLED)
 registry.announce(registry.folder(os.environ), registry.Entry(
     os.getpid(), registry.start_ticks(os.getpid()), rank, str(log.path), numbers))

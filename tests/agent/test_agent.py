@@ -18,9 +18,12 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-def test_pause_and_resume_reach_the_workers_only(scene: Scene) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_pause_and_resume_reach_the_workers_only(scene: Scene, asked: bool) -> None:
     """Only the agent is signalled: every worker is paused and resumed, in both ways, and the node
-    reports one state."""
+    reports one state; also where it was started with pauses held, as `srun --preempt` does."""
+    if asked:
+        scene.environ["HYDROSLURM_PREEMPT"] = "pause"
     with scene.agent(*one_node(2)) as agent:
         for rank in range(2):
             scene.wait_told(rank, "announced")

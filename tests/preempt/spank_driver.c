@@ -4,9 +4,12 @@
  *
  * CONTEXT: local, allocator, remote, slurmd, script. OPTION: none, bare (no argument), or =VALUE; NULL for an argument
  * that Slurm leaves out. The rest is the environment of the task. Prints "refused" when the option was refused, then
- * what HYDROSLURM_PREEMPT is in the process and in the task. Linked with the plugin's source, under sanitizers. */
+ * what HYDROSLURM_PREEMPT is in the process and in the task, and with DRIVER_STEP, the id of the job step, whether the
+ * pauses are held. Linked with the plugin's source, under sanitizers. */
 
+#include <signal.h>
 #include <stdarg.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -63,6 +66,19 @@ spank_err_t spank_setenv(spank_t spank, const char *var, const char *val, int ov
     return ESPANK_SUCCESS;
 }
 
+spank_err_t spank_get_item(spank_t spank, spank_item_t item, ...)
+{
+    (void)spank;
+    const char *step = getenv("DRIVER_STEP");
+    if (item != S_JOB_STEPID || !step)
+        return ESPANK_NOT_AVAIL;
+    va_list args;
+    va_start(args, item);
+    *va_arg(args, uint32_t *) = (uint32_t)strtoul(step, NULL, 0);
+    va_end(args);
+    return ESPANK_SUCCESS;
+}
+
 void slurm_error(const char *format, ...)
 {
     va_list args;
@@ -103,6 +119,14 @@ int main(int argc, char **argv)
     const char *own = getenv("HYDROSLURM_PREEMPT");
     printf("process %s\n", own ? own : "-");
     printf("task %s\n", spank_getenv(NULL, "HYDROSLURM_PREEMPT", buffer, sizeof buffer) == ESPANK_SUCCESS ? buffer : "-");
+    sigset_t mask;
+    sigprocmask(SIG_BLOCK, NULL, &mask);
+    struct sigaction first, second;
+    sigaction(SIGUSR1, NULL, &first);
+    sigaction(SIGUSR2, NULL, &second);
+    int blocked = sigismember(&mask, SIGUSR1) + sigismember(&mask, SIGUSR2);
+    int ignored = (first.sa_handler == SIG_IGN) + (second.sa_handler == SIG_IGN);
+    if (getenv("DRIVER_STEP")) puts(blocked == 2 && ignored == 2 ? "held" : blocked + ignored ? "half" : "free");
     for (int i = 0; i < n_vars; i++) {
         free(names[i]);
         free(values[i]);

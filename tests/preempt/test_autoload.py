@@ -179,8 +179,6 @@ PROGRAM = """
 import json, os, signal, subprocess, sys, threading
 
 WAITS = "any('hydroslurm' in type(f).__module__ for f in sys.meta_path)"
-CAUGHT = int([l.split()[1] for l in open("/proc/self/status") if l.startswith("SigCgt")][0], 16)
-BIT = 1 << (signal.SIGUSR1 - 1)
 
 
 class Items:
@@ -197,7 +195,7 @@ class Items:
 
 
 def main():
-    assert not CAUGHT & BIT
+    assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # it waits
     os.environ["RANK_PID"] = str(os.getpid())
     seen = {}
     # two threads want torch at the same time
@@ -225,6 +223,7 @@ def main():
     except hydroslurm.HydroslurmError as error:
         seen["again"] = type(error).__name__
     hydroslurm.uninstall()
+    seen["back"] = hydroslurm.controller() is not before, installation.gives_way()
     print(json.dumps(seen), flush=True)
     os.execv(sys.executable, [sys.executable, __file__, "again"])
 
@@ -241,7 +240,8 @@ if __name__ == "__main__":
 def test_a_rank_and_its_children(tmp_path: Path) -> None:
     """Two threads import torch at once, and it is installed once. DataLoader workers of every kind
     and other Pythons are not, and survive the pause signal. A call of the script's own takes its
-    place, with its options, and a second one is refused. After exec the process is still a rank."""
+    place, with its options, a second one is refused, and what it replaced comes back. After exec
+    the process is still a rank."""
     with child(PROGRAM, tmp_path, environ=ASKED) as program:
         seen: dict[str, Any] = json.loads("{" + program.expect("{"))
         assert seen["installed"] == [True, True]
@@ -250,8 +250,22 @@ def test_a_rank_and_its_children(tmp_path: Path) -> None:
             assert seen[method] == [[0.0, 0.0, 1.0]] * 2, method
         assert seen["explicit"] == [True, False]
         assert seen["again"] == "AlreadyInstalled"
+        assert seen["back"] == [True, True]
         assert program.expect("after exec") == "True"
         assert program.wait() == 0
+
+
+def test_children_of_a_call_before_torch() -> None:
+    """A script that calls install() before it imports torch is the rank that was asked for, too:
+    its children are not."""
+    code = f"""
+import subprocess, sys
+import hydroslurm
+hydroslurm.install()
+subprocess.run([sys.executable, "-c", {f"import sys; {WAITS}"!r}])
+"""
+    done = python("-c", code, **ASKED)
+    assert (done.stdout, done.stderr) == ("False False\n", "")
 
 
 LOOP = """

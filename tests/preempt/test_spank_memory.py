@@ -105,6 +105,27 @@ def test_tasks(driver: Path, option: str, variables: list[str], task: str) -> No
     assert drive(driver, "remote", option, *variables)[0] == ["process -", f"task {task}"]
 
 
+@pytest.mark.parametrize(
+    ("option", "variables", "step", "pauses"),
+    [
+        ("=pause", [], "0", "held"),
+        ("none", ["HYDROSLURM_PREEMPT=requeue"], "7", "held"),
+        ("none", [f"{FORWARDED}=(null)"], "0xfffffffb", "free"),
+        ("none", ["HYDROSLURM_PREEMPT=pause"], "0xfffffffa", "free"),
+        ("=pause", ["HYDROSLURM_PREEMPT=off"], "0", "free"),
+        ("none", ["HYDROSLURM_PREEMPT="], "0", "free"),
+        ("none", ["HYDROSLURM_PREEMPT=nonsense"], "0", "free"),
+        ("none", [], "0", "free"),
+    ],
+)
+def test_who_holds_pauses(
+    driver: Path, option: str, variables: list[str], step: str, pauses: str
+) -> None:
+    """Tasks that are to be preemptible, however that was said; no batch script and no shell of an
+    interactive job step."""
+    assert drive(driver, "remote", option, *variables, DRIVER_STEP=step)[0][-1] == pauses
+
+
 @pytest.mark.parametrize("context", ["slurmd", "script"])
 def test_elsewhere_nothing_is_done(driver: Path, context: str) -> None:
     """slurmd, prolog and epilog load it too."""

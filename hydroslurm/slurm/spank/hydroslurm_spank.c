@@ -13,12 +13,16 @@
  *                          ranks know each other (hydroslurm/runtime/ranks/secret.py); without it,
  *                          as with --export=NONE, they ask MUNGE.
  *   slurmstepd             set it in each task, the batch script included, for those who submit with
- *                          --export=NONE: that environment is not handed on, the option is.
+ *                          --export=NONE: that environment is not handed on, the option is. In the
+ *                          tasks of srun SIGUSR1 and SIGUSR2, which would kill a rank that is still
+ *                          starting, wait from before exec until the package takes them.
  *
  * Built against slurm/spank.h of the Slurm that is to load it, named in plugstack.conf as
  * "optional". Single-threaded where Slurm calls it; no allocation of its own.
  */
 
+#include <signal.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
@@ -32,6 +36,9 @@ SPANK_PLUGIN(hydroslurm, 1);
 #define KEY_VARIABLE "HYDROSLURM_STEP_KEY"
 /* How Slurm hands the option of sbatch and salloc on to what runs in the job. */
 #define FORWARDED "SLURM_SPANK__SLURM_SPANK_OPTION_hydroslurm_preempt"
+
+/* SLURM_MAX_NORMAL_STEP_ID of slurm/slurm.h, which spank.h does without. */
+#define MAX_NORMAL_STEP 0xfffffff0u
 
 static const char *const modes[] = {"pause", "requeue"};
 #define MODES (sizeof(modes) / sizeof(modes[0]))
@@ -141,6 +148,26 @@ int slurm_spank_init_post_opt(spank_t spank, int argc, char *argv[])
     return ESPANK_SUCCESS;
 }
 
+/* A task of srun's, not a batch script or an interactive shell: what they start is no rank. */
+static int is_task(spank_t spank)
+{
+    uint32_t step = MAX_NORMAL_STEP;
+    return spank_get_item(spank, S_JOB_STEPID, &step) == ESPANK_SUCCESS && step < MAX_NORMAL_STEP;
+}
+
+/* Called in the task itself, just before exec, which keeps both the mask and what is ignored. The first keeps the
+ * request; hydroslurm/runtime/autoload.py (hold) says why the second. */
+static void pauses_hold(void)
+{
+    sigset_t pauses;
+    sigemptyset(&pauses);
+    sigaddset(&pauses, SIGUSR1);
+    sigaddset(&pauses, SIGUSR2);
+    const int failed = sigprocmask(SIG_BLOCK, &pauses, NULL);
+    if (failed || signal(SIGUSR1, SIG_IGN) == SIG_ERR || signal(SIGUSR2, SIG_IGN) == SIG_ERR)
+        slurm_error("hydroslurm: cannot hold SIGUSR1 and SIGUSR2; one that comes early kills this task");
+}
+
 int slurm_spank_task_init(spank_t spank, int argc, char *argv[])
 {
     (void)argc;
@@ -154,5 +181,9 @@ int slurm_spank_task_init(spank_t spank, int argc, char *argv[])
         mode = mode_find(forwarded);
     if (mode != NULL && spank_setenv(spank, VARIABLE, mode, 1) != ESPANK_SUCCESS)
         slurm_error("hydroslurm: cannot set " VARIABLE "; this task will not be preemptible");
+    if (mode == NULL && *present != '\0')
+        mode = mode_find(present); /* set by hand, or by `hydroslurm submit` */
+    if (mode != NULL && is_task(spank))
+        pauses_hold();
     return ESPANK_SUCCESS;
 }

@@ -1,0 +1,341 @@
+"""Pause and resume from the first to the last moment of a process that was started preemptible."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from processes import child, wait_until
+
+from hydroslurm import client, registry
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.launch.executor import Executor
+from hydroslurm.launch.plan import Plan, Step, TaskPlan
+from hydroslurm.rankstate import latest
+from hydroslurm.rundir import RunDir
+from hydroslurm.supervisor.conditions import read_conditions, verdict
+
+RANK = Path(__file__).with_name("at_every_moment.py")
+# what stands before Python: a shell that becomes it
+START = """#!{shell}
+echo $$ > {folder}/pid
+: > {folder}/starting
+while [ ! -e {folder}/starting-go ]; do sleep 0.05; done
+export PYTHONPATH="{folder}:$PYTHONPATH"
+exec {python} "$@"
+"""
+# sitecustomize.py: stands in the middle of the import of torch, whoever imports it
+IMPORT = """
+import importlib.abc, os, sys, time
+
+class InTheMiddle(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if fullname == "torch.nn":
+            sys.meta_path.remove(self)
+            open({folder!r} + "/importing", "w").close()
+            while not os.path.exists({folder!r} + "/importing-go"):
+                time.sleep(0.01)
+
+sys.meta_path.insert(0, InTheMiddle())
+"""
+SPEC = """
+replicaSpecs: [{{replicas: 1, template: {{command: [{start}, {rank}, {folder}]}}}}]
+"""
+
+
+class Rank:
+    """The process that is signalled.
+
+    Attributes:
+        send: how it gets a signal.
+        ended: why it cannot come to another moment; None as long as it may.
+        status: waits for its end; the exit status that somebody who started it sees.
+    """
+
+    def __init__(self, folder: Path, *, shell: str = "/bin/bash") -> None:
+        self.folder = folder
+        self.start = folder / "start"
+        text = START.format(shell=shell, folder=folder, python=sys.executable)
+        self.start.write_text(text)
+        (folder / "sitecustomize.py").write_text(IMPORT.format(folder=str(folder)))
+        self.start.chmod(0o755)
+        self.send: Callable[[signal.Signals], None] = lambda signo: os.kill(self.pid, signo)
+        self.status: Callable[[], int] = lambda: -1
+        self.ended: Callable[[], object] = lambda: None
+
+    @property
+    def pid(self) -> int:
+        return int((self.folder / "pid").read_text())
+
+    def reach(self, moment: str) -> None:
+        """Until it stands there."""
+        path = self.folder / moment
+        wait_until(lambda: path.exists() or self.ended(), f"{moment}: {self.log()}")
+        assert path.exists(), f"ended before {moment}: {self.ended()}\n{self.log()}"
+
+    def go(self, moment: str) -> None:
+        (self.folder / f"{moment}-go").touch()
+
+    def is_parked(self) -> bool:
+        states = [latest(path) for path in self.folder.rglob("events/rank-00000.jsonl")]
+        return any(state is not None and state.state == "parked" for state in states)
+
+    def wait_parked(self, parked: bool) -> None:
+        word = "parked" if parked else "running"
+        wait_until(lambda: self.is_parked() is parked or self.ended(), f"{word}\n{self.log()}")
+        assert self.is_parked() is parked, f"not {word}: {self.ended()}\n{self.log()}"
+
+    def waits(self, signo: signal.Signals) -> bool:
+        """Whether the signal has arrived and is held."""
+        try:
+            lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        except FileNotFoundError:
+            pytest.fail(f"killed by {signo.name}\n{self.log()}")
+        (pending,) = (line.split()[1] for line in lines if line.startswith("ShdPnd:"))
+        return bool(int(pending, 16) >> (signo - 1) & 1)
+
+    def log(self) -> str:
+        files = [p for p in self.folder.rglob("*") if p.suffix in (".out", ".err", ".log")]
+        return "\n".join(f"{path}:\n{path.read_text()[-2000:]}" for path in files)
+
+
+def pause_at_every_moment(rank: Rank, *, pausable_at_the_end: bool) -> None:
+    """The same for all that start a rank."""
+    for moment in ("starting", "importing"):
+        rank.reach(moment)
+        rank.send(signal.SIGUSR1)
+        wait_until(lambda: rank.waits(signal.SIGUSR1), f"SIGUSR1 while {moment}")
+        rank.go(moment)
+    # what came before it was installed is in force since
+    rank.wait_parked(True)
+    rank.send(signal.SIGUSR2)
+    rank.wait_parked(False)
+    for moment in ("between", "evaluating"):
+        rank.reach(moment)
+        rank.send(signal.SIGUSR1)
+        if moment == "between" or pausable_at_the_end:
+            rank.wait_parked(True)
+        rank.send(signal.SIGUSR2)
+        rank.wait_parked(False)
+        rank.go(moment)
+    for moment in ("joining", "leaving", "finalizing"):
+        rank.reach(moment)
+        rank.send(signal.SIGUSR1)
+        rank.send(signal.SIGUSR2)
+        os.kill(rank.pid, signal.SIGUSR1)  # at once
+        os.kill(rank.pid, signal.SIGUSR2)
+        rank.go(moment)
+    assert rank.status() == 0, rank.log()
+    assert len(list(rank.folder.rglob("finished.json"))) == 1
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
+
+
+@contextmanager
+def running(rank: Rank, *argv: str, environ: dict[str, str]) -> Iterator[None]:
+    """A program that has the status of the rank."""
+    with (rank.folder / "program.log").open("wb") as log:
+        program = subprocess.Popen(
+            argv, env=environ, cwd=rank.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
+    rank.status = lambda: program.wait(120)
+    rank.ended = lambda: None if program.poll() is None else f"status {program.returncode}"
+    try:
+        yield
+    finally:
+        program.kill()
+        program.wait(10)
+
+
+def by_slurm(rank: Rank, cluster: DevCluster, job: Callable[[], str]) -> None:
+    """Have it signalled as its owner would."""
+    rank.send = lambda signo: _scancel(cluster, job(), f"--signal={signo.name[3:]}")
+
+
+def _scancel(cluster: DevCluster, job: str, option: str) -> None:
+    assert job
+    cluster.run(["scancel", option, job], check=False)
+
+
+def test_a_shell_that_empties_its_mask(tmp_path: Path) -> None:
+    """dash does when it waits for a command. It lives, what it waits for lives, and the Python that
+    it becomes is pausable."""
+    rank = Rank(tmp_path, shell="/bin/sh")
+    environ = {**os.environ, "HYDROSLURM_RUN_DIR": str(tmp_path / "run")}
+    command = [sys.executable, "-m", "hydroslurm.cli", "run", "--", str(rank.start), str(RANK)]
+    with running(rank, *command, str(tmp_path), environ=environ):
+        rank.reach("starting")
+        for pid in (rank.pid, *children(rank.pid)):
+            with suppress(ProcessLookupError):  # a child that has ended since
+                os.kill(pid, signal.SIGUSR1)
+        rank.go("starting")
+        rank.reach("importing")
+        rank.send(signal.SIGUSR1)
+        rank.go("importing")
+        rank.wait_parked(True)
+        rank.send(signal.SIGUSR2)
+        rank.wait_parked(False)
+        rank.reach("between")
+
+
+IN_A_THREAD = """
+import os, signal, threading
+
+thread = threading.Thread(target=lambda: __import__("torch"))
+thread.start()
+thread.join()
+import torch, hydroslurm
+while not os.path.exists("go"):
+    torch.ones(2) + 1
+hydroslurm.uninstall()
+for _ in range(3):
+    os.kill(os.getpid(), signal.SIGUSR1)
+print("alive")
+"""
+
+
+def test_torch_imported_by_a_thread(tmp_path: Path) -> None:
+    """The main thread goes on holding the signals, and the rank is pausable all the same; after
+    uninstall() it does not die of them."""
+    prefix = (sys.executable, "-m", "hydroslurm.cli", "run", "--")
+    with child(IN_A_THREAD, tmp_path, prefix=prefix) as program:
+        wait_until(lambda: registry.find(registry.folder(os.environ), program.pid), "installed")
+        assert client.pause(program.pid, timeout_s=60).done
+        assert client.resume(program.pid, timeout_s=60).done
+        (tmp_path / "go").touch()
+        program.expect("alive")
+        assert program.wait() == 0
+
+
+@pytest.mark.parametrize(("said", "held"), [("pause", True), ("off", False)])
+def test_the_wrapper_of_a_task(tmp_path: Path, said: str, held: bool) -> None:
+    """What it becomes has the pauses blocked and ignored, and an init step before it too; a task
+    that is not to be preemptible finds them as ever."""
+    argv = ("grep", "-E", "Sig(Blk|Ign)", "/proc/self/status")
+    task = TaskPlan(
+        "worker-0", "worker", 0, argv, (("HYDROSLURM_PREEMPT", said),), str(tmp_path),
+        init=(Step("first", argv),),
+    )  # fmt: skip
+    (tmp_path / "plan.json").write_text(Plan(1, 1, None, 0, (task,), ()).dumps())
+    done = subprocess.run(
+        [sys.executable, "-m", "hydroslurm.launch.task", str(tmp_path / "plan.json")],
+        env={**os.environ, "HYDROSLURM_PREEMPT": "pause", "SLURM_PROCID": "0"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    masks = [int(line.split()[1], 16) for line in done.stdout.splitlines()]
+    both = 1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGUSR2 - 1)
+    assert [mask & both for mask in masks] == [both if held else 0] * 4, done.stdout
+
+
+@pytest.mark.parametrize("gate", ["native", "hooks"])
+def test_hydroslurm_run(rank: Rank, gate: str) -> None:
+    """Behind `hydroslurm run`, without a Slurm, with either gate."""
+    environ = {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
+    command = [sys.executable, "-m", "hydroslurm.cli", "run", "--"]
+    words = [*command, str(rank.start), str(RANK), str(rank.folder)]
+    with running(rank, *words, environ={**environ, "HYDROSLURM_GATE": gate}):
+        pause_at_every_moment(rank, pausable_at_the_end=True)
+
+
+@pytest.mark.slurm
+def test_srun_preempt(rank: Rank, pause_cluster: DevCluster) -> None:
+    """Behind `srun --preempt`: also before the first line of Python."""
+    name = rank.folder.name
+    environ = pause_cluster.child_environ(
+        {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
+    )
+    by_slurm(rank, pause_cluster, lambda: _job_named(pause_cluster, name))
+    words = ["srun", "-J", name, "-n1", "--preempt"]
+    with running(rank, *words, str(rank.start), str(RANK), str(rank.folder), environ=environ):
+        pause_at_every_moment(rank, pausable_at_the_end=True)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("asked", [False, True])
+def test_agent(rank: Rank, pause_cluster: DevCluster, asked: bool) -> None:
+    """A worker of `hydroslurm agent`: one that nobody has asked to be preemptible but the agent,
+    and one below `srun --preempt`."""
+    name = rank.folder.name
+    environ = pause_cluster.child_environ(
+        {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
+    )
+    by_slurm(rank, pause_cluster, lambda: _job_named(pause_cluster, name))
+    agent = [sys.executable, "-m", "hydroslurm.cli", "agent", "--"]
+    agent += ["--standalone", "--nproc-per-node=1", "--max-restarts=0", "--no-python"]
+    worker = [str(rank.start), str(RANK), str(rank.folder), *([] if asked else ["install"])]
+    srun = ["srun", "-J", name, "-n1", *(["--preempt"] if asked else [])]
+    with running(rank, *srun, *agent, *worker, environ=environ):
+        pause_at_every_moment(rank, pausable_at_the_end=asked)
+
+
+@pytest.mark.slurm
+def test_executor(rank: Rank, pause_cluster: DevCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script in a job of hydroslurm.Executor, which submitit starts."""
+    for variable, value in pause_cluster.environ().items():
+        monkeypatch.setenv(variable, value)
+    executor = Executor(rank.folder / "runs", python=str(rank.start))
+    executor.update_parameters(partition="low", timeout_min=5)
+    job = executor.submit_script(str(RANK), str(rank.folder))
+    by_slurm(rank, pause_cluster, lambda: job.job_id)
+    # submitit takes it for done once there is a result, and its process has yet to end
+    left = ("COMPLETED", "FAILED", "CANCELLED")
+
+    def ended() -> object:
+        state = job.get_info(mode="force").get("State", "")
+        return state.startswith(left) and state
+
+    def status() -> int:
+        wait_until(ended, "the end of the job")
+        return int(ended() != "COMPLETED")
+
+    rank.ended, rank.status = ended, status
+    try:
+        pause_at_every_moment(rank, pausable_at_the_end=True)
+    finally:
+        _scancel(pause_cluster, job.job_id, "--signal=KILL")
+
+
+@pytest.mark.slurm
+def test_spec(rank: Rank, pause_cluster: DevCluster) -> None:
+    """A replica of a TrainingJob, behind the wrapper that srun starts for it."""
+    spec = rank.folder / "job.yaml"
+    spec.write_text(SPEC.format(start=rank.start, rank=RANK, folder=rank.folder))
+    submit = [sys.executable, "-m", "hydroslurm.cli", "submit", spec.name]
+    environ = pause_cluster.child_environ()
+    done = subprocess.run(
+        submit, cwd=rank.folder, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()[0].split()
+    job, run = words[1], RunDir(Path(words[-1]))
+    by_slurm(rank, pause_cluster, lambda: job)
+    rank.ended = lambda: verdict(read_conditions(run.conditions_jsonl))
+
+    def status() -> int:
+        wait_until(rank.ended, "a verdict")
+        found = verdict(read_conditions(run.conditions_jsonl))
+        return 0 if found is not None and found.type == "Succeeded" else 1
+
+    rank.status = status
+    try:
+        pause_at_every_moment(rank, pausable_at_the_end=True)
+    finally:
+        _scancel(pause_cluster, job, "--signal=KILL")
+
+
+def children(pid: int) -> list[int]:
+    """Of this moment."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _job_named(cluster: DevCluster, name: str) -> str:
+    return cluster.run(["squeue", "-h", "-n", name, "-o", "%i"]).stdout.strip()
