@@ -148,11 +148,13 @@ class Event:
     def from_json(cls, line: str | bytes) -> Event:
         """Read one line, which anybody may have written. Everything behind may trust the types of
         what it returns, and the fields of ``data`` that :data:`_FIELDS` names where they are there.
+        Texts are what they are, lone surrogates included, which an error of our own may hold:
+        :func:`~hydroslurm.files.clean` them where they are shown.
 
         Raises:
             ValueError: not JSON, not an event, of a newer schema or of an unknown kind.
         """
-        row = parse_json(line)
+        row = parse_json(line, printable=False)
         if not isinstance(row, dict) or row.get("v") != SCHEMA:
             raise ValueError(f"not an event of schema {SCHEMA}: {line[:80]!r}")
         data = row.get("data")

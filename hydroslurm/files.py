@@ -205,8 +205,11 @@ def clean(text: str, *, most: int = 400) -> str:
     )
 
 
-def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, printable: bool = True) -> Any:
     """One JSON value, of numbers and texts that can be calculated with and printed.
+
+    Args:
+        printable: False lets lone surrogates pass.
 
     Raises:
         ValueError: not JSON; nested deeper than ``max_depth``; NaN or an infinity; an integer of
@@ -219,7 +222,7 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         value = DECODER.decode(text)
     except RecursionError as error:  # where the caller's own stack was deep already
         raise ValueError("nested too deeply") from error
-    if "\\u" in text:
+    if printable and "\\u" in text:
         _require_printable(value)
     return value
 

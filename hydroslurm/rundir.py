@@ -33,7 +33,7 @@ from hydroslurm.errors import RunFolderError
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
 """Environment variable that names the run folder to a rank."""
 
-_RANK_FILE = re.compile(r"rank-([0-9]{5,6})\.jsonl")
+_RANK_FILE = re.compile(r"rank-([0-9]{5})\.jsonl")
 
 
 @dataclass(frozen=True)
