@@ -23,7 +23,7 @@ JOINT_STALE_S = 600.0
 """The same for a save of several ranks whose first one is known to be dead: the others may be about
 to finish the commit, from other machines. That takes them some calls, and not minutes."""
 
-_STEP = re.compile(r"step-(\d{9,})")
+_STEP = re.compile(r"step-([0-9]{9,18})")
 _LEFTOVER = re.compile(r"\.(tmp|old)-step-\d{9,}\.([0-9a-f]{8})\.(\d+)\.[0-9a-f]+(\.joint)?")
 
 

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from hydroslurm.files import open_regular
+
 FILE_MODE = 0o666
 """Before the umask: who may read a checkpoint is decided by the folder that it lies in."""
 
@@ -54,7 +56,7 @@ class Storage(Protocol):
         """The names in a folder, sorted."""
 
     def open(self, path: Path) -> int:
-        """Open a file for reading."""
+        """Open a file for reading: no link, FIFO or device, which are not waited for."""
 
     def size(self, fd: int) -> int:
         """Of an open file, in bytes."""
@@ -114,7 +116,7 @@ class LocalStorage:
         return sorted(entry.name for entry in path.iterdir())
 
     def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
