@@ -23,8 +23,8 @@ from hydroslurm.events import MOST_LINE_BYTES, MOST_RANK, SCHEMA, Event, EventKi
 from hydroslurm.files import clean, open_regular, parse_json
 from hydroslurm.spare import read_spare, spare_of
 
-_MOST_CHARACTERS = 4 << 30
-"""Of one file: ten million events."""
+_MOST_CHARACTERS = 1 << 30
+"""Of one file: three million events."""
 
 
 class Who(NamedTuple):
@@ -88,6 +88,8 @@ def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
             if left < 0:
                 unread.torn += 1
                 return
+            if len(text) == MOST_LINE_BYTES:
+                continue  # a part of a line that is longer than any of ours
             match = taken(text)
             if match is not None and text.endswith("}}\n"):
                 kind, mono, epoch, process, step = match.groups()
