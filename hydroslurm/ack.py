@@ -1,4 +1,5 @@
-"""Waiting for a rank's answer: its event file is the acknowledgement.
+"""Waiting for a rank's answer: its event file is the acknowledgement, and on a full disk the spare
+file beside that.
 
 A request is a signal, the answer is what the rank writes down: ``parked``, or ``resumed`` and
 ``first_operator_released``. A rank that is joined with others has not answered a pause before
@@ -8,6 +9,7 @@ A request is a signal, the answer is what the rank writes down: ``parked``, or `
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +17,13 @@ from pathlib import Path
 from typing import Protocol
 
 from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.files import open_regular
 from hydroslurm.rankstate import fold, latest
+from hydroslurm.spare import read_spare, spare_of
 
 _POLL_S = 0.002
+_MOST_BYTES = 4 << 20
+"""That are read of one rank at a time."""
 _PEERS = ["peers"]
 
 
@@ -48,24 +54,41 @@ class EventTail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        try:
+            self._offset = path.lstat().st_size
+        except OSError:
+            self._offset = 0
+        # what could not be appended is, later, and is no news then
+        self._told = set(read_spare(spare_of(path)))
 
     def new(self) -> list[Event]:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        spare = read_spare(spare_of(self.path))  # first: what leaves it is in the log by then
+        lines = dict.fromkeys([*self._appended(), *spare])
         found = []
-        for line in whole.splitlines():
+        for line in lines:
+            if line in self._told:
+                continue
             try:
-                found.append(Event.from_json(line.decode()))
+                found.append(Event.from_json(line))
             except ValueError:
                 continue
+        self._told.update(spare)
         return found
+
+    def _appended(self) -> list[bytes]:
+        try:
+            fd = open_regular(self.path)
+            try:
+                data = os.pread(fd, _MOST_BYTES, self._offset)
+            finally:
+                os.close(fd)
+        except OSError:
+            return []
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) == _MOST_BYTES:
+            end = _MOST_BYTES  # no line of ours is so long
+        self._offset += end
+        return data[:end].splitlines(keepends=True)
 
 
 class Judge(Protocol):
@@ -96,7 +119,7 @@ class JudgePause:
         elif kind is EventKind.ALL_PARKED:
             self._all_parked = event  # two threads write: this line may come first
         elif kind is EventKind.AGREEMENT_FAILED:
-            self._failed = str(event.data.get("words", ""))
+            self._failed = event.data.get("words") or ""
             if self._parked is not None and event.data.get("what") == "connection":
                 return self.when_late()
         elif kind is EventKind.HUB_LOST:
@@ -125,7 +148,7 @@ class JudgePause:
             return None
         if parked.data.get("world_size", 1) == 1:
             return Answer(parked.rank, True, _park_us(parked), _parked_words(parked))
-        since_ns = int(parked.data.get("requested_mono_ns", parked.mono_ns))
+        since_ns = parked.data.get("requested_mono_ns") or parked.mono_ns
         if self._all_parked is None or self._all_parked.mono_ns < since_ns:
             return None  # or it is of the pause before
         took_us = (self._all_parked.mono_ns - since_ns) / 1e3
@@ -156,8 +179,9 @@ class JudgeResume:
 
     def __call__(self, event: Event) -> Answer | None:
         if event.kind is EventKind.FIRST_OPERATOR_RELEASED:
-            resume_us = float(event.data["resume_us"])
-            return Answer(event.rank, True, resume_us, f"running again after {resume_us:.0f} us")
+            resume_us = event.data.get("resume_us")
+            after = "" if resume_us is None else f" after {resume_us:.0f} us"
+            return Answer(event.rank, True, resume_us, f"running again{after}")
         if event.kind is EventKind.RESUMED and not event.data.get("held"):
             return Answer(event.rank, True, None, "running again; no thread was held")
         if event.kind is EventKind.CAUSES_CHANGED:
@@ -183,7 +207,10 @@ class JudgeStop:
     ranks one asks for the requeue, and the others have answered when they leave saved."""
 
     def __init__(self, path: Path) -> None:
-        state = fold(read_events(path)) if path.exists() else None
+        try:
+            state = fold(read_events(path))
+        except OSError:
+            state = None
         self._follows = state is not None and state.world_size > 1 and state.rank > 0
         self._asked_ns = 0
         self._saved = ""
@@ -192,7 +219,7 @@ class JudgeStop:
         kind = event.kind
         saved = self._saved or "nothing was left to save"
         if kind is EventKind.STOP_REQUESTED and not self._asked_ns:
-            self._asked_ns = int(event.data.get("requested_mono_ns", event.mono_ns))
+            self._asked_ns = event.data.get("requested_mono_ns") or event.mono_ns
         elif kind is EventKind.SAVE_COMMITTED and event.data.get("tier") == "durable":
             took_ms = (event.mono_ns - self._asked_ns) / 1e6 if self._asked_ns else 0.0
             step = event.data.get("checkpoint_step")
@@ -217,13 +244,15 @@ class JudgeStop:
         return None
 
 
-def _park_us(parked: Event) -> float:
-    return float(parked.data["park_us"])
+def _park_us(parked: Event) -> float | None:
+    return parked.data.get("park_us")
 
 
 def _parked_words(parked: Event) -> str:
     asleep = "" if parked.data.get("held") else ", it was waiting and issues nothing"
-    return f"parked after {_park_us(parked):.0f} us{asleep}"
+    park_us = _park_us(parked)
+    after = "" if park_us is None else f" after {park_us:.0f} us"
+    return f"parked{after}{asleep}"
 
 
 def _together_words(parked: Event, all_parked: Event, took_us: float) -> str:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from hydroslurm.events import Event, EventKind, read_events
 
+_TAIL_BYTES = 16 << 20
+"""An agent writes a few lines for each request."""
+
 
 @dataclass(frozen=True)
 class AgentState:
@@ -54,7 +57,7 @@ def fold(events: Iterable[Event]) -> AgentState | None:
 def latest(path: Path) -> AgentState | None:
     """The state of the agent that writes this file; None when there is nothing to read."""
     try:
-        return fold(read_events(path))
+        return fold(read_events(path, most_bytes=_TAIL_BYTES))
     except OSError:
         return None
 
@@ -71,18 +74,20 @@ def _after(state: AgentState | None, event: Event) -> AgentState:
         )
     data = event.data
     if event.kind is EventKind.WORKERS_STARTED:
-        entered = AgentState(state.node, "started", event.epoch_ns, workers=len(data["pids"]))
+        entered = AgentState(
+            state.node, "started", event.epoch_ns, workers=len(data.get("pids", ()))
+        )
         return replace(entered, pid=event.pid, host=event.host, restart_count=event.restart_count)
     if event.kind is EventKind.SIGNAL_PASSED_ON:
-        return replace(state, asked=data["meaning"], answered=None)
+        return replace(state, asked=data.get("meaning"), answered=None)
     if event.kind is EventKind.NODE_STATE:
         return replace(
             state,
-            state=data["state"],
+            state=data.get("state", "mixed"),
             since_epoch_ns=event.epoch_ns,
-            counts=tuple(sorted(data["counts"].items())),
-            held_for=tuple(data["held_for"]),
-            answered=data["answered"],
+            counts=tuple(sorted(data.get("counts", {}).items())),
+            held_for=tuple(data.get("held_for", ())),
+            answered=data.get("answered"),
         )
     if event.kind is EventKind.AGENT_LEFT:
         return replace(

@@ -18,6 +18,7 @@ from typing import Literal
 from hydroslurm import registry
 from hydroslurm.ack import Answer, EventTail, JudgePause, JudgeResume, wait_for_answers
 from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
+from hydroslurm.files import clean
 from hydroslurm.runtime.signals import SignalPlan, signal_name
 
 Verb = Literal["pause", "resume"]
@@ -68,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         answer = _ask(chosen.pid, chosen.action, chosen.timeout, None)
     except (HydroslurmError, UsageError) as error:
-        print(f"hydroslurm: {error}", file=sys.stderr)
+        print(f"hydroslurm: {clean(str(error), most=2000)}", file=sys.stderr)
         return 1
-    print(f"pid {chosen.pid} rank {answer.rank}: {answer.words}")
+    print(f"pid {chosen.pid} rank {answer.rank}: {clean(answer.words)}")
     return 0 if answer.done else 1
 
 

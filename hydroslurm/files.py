@@ -17,6 +17,7 @@ import os
 import pwd
 import re
 import stat
+import unicodedata
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,8 +231,38 @@ def read_regular(path: Path, *, limit_bytes: int) -> bytes:
     return data
 
 
-def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def read_end(path: Path, *, most_bytes: int) -> bytes:
+    """The last lines of a regular file: all of it, or what begins after the first newline within
+    its last ``most_bytes``.
+
+    Raises:
+        OSError: as for :func:`open_regular`.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes <= most_bytes:
+            return file.read(most_bytes)
+        file.seek(size_bytes - most_bytes)
+        return file.read(most_bytes).partition(b"\n")[2]
+
+
+def clean(text: str, *, most: int = 400) -> str:
+    """Somebody else's text for a terminal, a page or one line: what is no printable character
+    (escapes, newlines, marks that turn the direction of writing) is written out, and nothing is put
+    on top of another."""
+    text = text if len(text) <= most else f"{text[:most]} ..."
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() and not unicodedata.combining(c) else ascii(c)[1:-1] for c in text
+    )
+
+
+def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH, printable: bool = True) -> Any:
     """One JSON value, of numbers and texts that can be calculated with and printed.
+
+    Args:
+        printable: False lets lone surrogates pass.
 
     Raises:
         ValueError: not JSON; nested deeper than ``max_depth``; NaN or an infinity; an integer of
@@ -244,7 +275,7 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         value = DECODER.decode(text)
     except RecursionError as error:  # where the caller's own stack was deep already
         raise ValueError("nested too deeply") from error
-    if "\\u" in text:
+    if printable and "\\u" in text:
         _require_printable(value)
     return value
 
@@ -254,7 +285,8 @@ def check_depth(text: str, *, max_depth: int = MAX_DEPTH) -> None:
     if text.count("[") + text.count("{") <= max_depth:
         return
     depth = 0
-    for bracket in re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
+    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
+        bracket = match[0]
         if bracket in "[{":
             depth += 1
             if depth > max_depth:

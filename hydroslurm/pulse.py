@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydroslurm.files import open_regular
+from hydroslurm.files import open_regular, parse_json
 
 PULSE_ENV = "HYDROSLURM_PULSE_S"
 """Seconds between two lines; 0 for none."""
@@ -63,8 +63,8 @@ def interval_s(environ: Mapping[str, str]) -> float:
 
 
 class PulseWriter:
-    """Writes the pulse of one rank. One thread; gives up for good at the first error, silently: the
-    event log, which lies beside it, tells of a disk that cannot be written."""
+    """Writes the pulse of one rank. One thread. What fails is tried again when the next line is
+    due, silently: the event log, which lies beside it, tells of a disk that cannot be written."""
 
     def __init__(self, path: Path | None, *, every_s: float, restart_count: int) -> None:
         """``path=None`` or ``every_s=0`` writes nothing."""
@@ -110,6 +110,9 @@ class PulseWriter:
 
     def close(self) -> None:
         self._path = None
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -121,26 +124,39 @@ class PulseWriter:
                 self._fd = open_regular(self._path, os.O_WRONLY | os.O_CREAT)
             os.pwrite(self._fd, line.ljust(_LINE_BYTES - 1).encode() + b"\n", 0)
         except OSError:
-            self.close()
+            self._close_file()
 
 
 def read_pulse(path: Path) -> Pulse | None:
     """The pulse in a file; None when there is none that can be read."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(path)
         try:
-            row = json.loads(os.pread(fd, _LINE_BYTES, 0))
+            row = parse_json(os.pread(fd, _LINE_BYTES, 0))
         finally:
             os.close(fd)
-        rate = row["steps_per_s"]
         return Pulse(
-            step=int(row["step"]),
-            epoch_ns=int(row["epoch_ns"]),
-            since_epoch_ns=int(row["since_epoch_ns"]),
-            steps_per_s=None if rate is None else float(rate),
-            every_s=float(row["every_s"]),
-            restart_count=int(row["restart_count"]),
-            pid=int(row["pid"]),
+            step=_integer(row, "step"),
+            epoch_ns=_integer(row, "epoch_ns"),
+            since_epoch_ns=_integer(row, "since_epoch_ns"),
+            steps_per_s=None if row["steps_per_s"] is None else _number(row, "steps_per_s"),
+            every_s=_number(row, "every_s"),
+            restart_count=_integer(row, "restart_count"),
+            pid=_integer(row, "pid"),
         )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _integer(row: Mapping[str, object], name: str) -> int:
+    value = row[name]
+    if type(value) is not int:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _number(row: Mapping[str, object], name: str) -> float:
+    value = row[name]
+    if type(value) not in (int, float) or not 0 <= value < 1e12:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)  # type: ignore[arg-type]

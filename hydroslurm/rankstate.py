@@ -76,14 +76,13 @@ def latest(path: Path) -> RankState | None:
     """The state of the rank that writes this file, from its last 64 KiB; None when there is nothing
     to read."""
     try:
-        size = path.stat().st_size
-        return fold(read_events(path, offset=max(0, size - _TAIL_BYTES)))
+        return fold(read_events(path, most_bytes=_TAIL_BYTES))
     except OSError:
         return None
 
 
 def after(state: RankState | None, event: Event) -> RankState:
-    """The state after one more event."""
+    """The state after one more event; of any event that :meth:`Event.from_json` has read."""
     if state is None or event.kind is EventKind.INSTALLED:
         committed_step = state.committed_step if state else None
         state = RankState(
@@ -103,8 +102,8 @@ def after(state: RankState | None, event: Event) -> RankState:
         state = replace(state, causes=tuple(event.data["causes"]))
     # a rank that is let through to a collective parks again: the first time is what was measured
     if event.kind is EventKind.PARKED and state.state != "parked":
-        state = replace(state, park_us=float(event.data["park_us"]))
-    if isinstance(event.data.get("pause"), int):
+        state = replace(state, park_us=event.data.get("park_us"))
+    if "pause" in event.data:
         state = replace(state, pauses=event.data["pause"])
     if event.kind is EventKind.SAVE_COMMITTED and event.data.get("tier") == "durable":
         state = replace(state, committed_step=event.data.get("checkpoint_step"))

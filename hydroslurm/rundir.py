@@ -9,6 +9,7 @@
   tensorboard.json             where its TensorBoard answers, while it does
   scratch/worker-2/            a replica's own, removed by cleanPolicy All
   events/rank-00000.jsonl      everything that happened, both clocks, in order
+  events/rank-00000.spare      room for what could not be appended to it on a full disk
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
   events/pulse.json            the step that the first rank is at, written over every few seconds
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
@@ -35,7 +36,7 @@ from hydroslurm.files import check_trusted
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
 """Environment variable that names the run folder to a rank."""
 
-_RANK_FILE = re.compile(r"rank-(\d{5,})\.jsonl")
+_RANK_FILE = re.compile(r"rank-([0-9]{5})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,19 @@ class RunDir:
         return self.events / f"rank-{rank:05d}.jsonl"
 
     def rank_event_files(self) -> dict[int, Path]:
-        """Rank -> event file, for those that exist, in order of rank."""
-        if not self.events.is_dir():
+        """Rank -> event file, for those that exist, in order of rank.
+
+        Raises:
+            OSError: the folder is there, and cannot be listed.
+        """
+        try:
+            names = [path.name for path in self.events.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         found = {
-            int(match[1]): path
-            for path in self.events.iterdir()
-            if (match := _RANK_FILE.fullmatch(path.name))
+            int(match[1]): self.events / name
+            for name in names
+            if (match := _RANK_FILE.fullmatch(name))
         }
         return dict(sorted(found.items()))
 

@@ -22,12 +22,13 @@ MAY_IMPORT = {
     "exitcodes": set(),
     "rundir": BASE,
     "supervised": set(),
-    "events": BASE,
+    "spare": BASE,
+    "events": BASE | {"spare"},
     "registry": BASE,
     "rankstate": BASE | {"events"},
     "pulse": BASE,
     "agentstate": BASE | {"events"},
-    "ack": BASE | {"events", "rankstate"},
+    "ack": BASE | {"events", "rankstate", "spare"},
     "client": BASE | {"ack", "registry", "runtime.signals"},
     "runtime": BASE
     | {

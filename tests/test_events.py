@@ -3,15 +3,25 @@ training."""
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydroslurm import agentstate, events
+from hydroslurm.ack import EventTail, JudgePause, JudgeResume, JudgeStop
 from hydroslurm.events import Event, EventKind, EventLog, read_events
+from hydroslurm.files import clean
+from hydroslurm.rankstate import after, latest
+from hydroslurm.spare import SPARE_BYTES, read_spare, spare_of
+from hydroslurm.watch.rankfile import RankFacts
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -56,30 +66,181 @@ def test_a_missing_folder_costs_one_warning_and_nothing_else(tmp_path: Path) -> 
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     log = EventLog(blocked / "rank-00000.jsonl")
-    with pytest.warns(RuntimeWarning, match="can no longer be written"):
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
         log.append(Event(EventKind.PARKED, 1, 1))
     log.append(Event(EventKind.RESUMED, 2, 2))  # a second warning would fail the test
     assert not log.working
 
 
-def test_a_full_disk_costs_one_warning_and_nothing_else(tmp_path: Path) -> None:
-    """When the file may grow no more (as on a full disk) the log warns once and training goes
-    on."""
-    path = tmp_path / "rank-00000.jsonl"
-    log = EventLog(path)
-    log.append(Event(EventKind.INSTALLED, 1, 1))
+@contextmanager
+def _no_growth(path: Path, *, most_more: int = 20) -> Iterator[None]:
+    """The file may grow no more, as on a full disk."""
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
-        with pytest.warns(RuntimeWarning, match="training goes on"):
-            log.append(Event(EventKind.PARKED, 2, 2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + most_more, hard))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
-    log.append(Event(EventKind.RESUMED, 3, 3))
-    assert [e.kind for e in read_events(path)] == [EventKind.INSTALLED]
+
+
+def test_a_full_disk_costs_one_warning_and_no_event(tmp_path: Path) -> None:
+    """While the file cannot grow the log warns once; with the next event after that, all are there,
+    and the torn line is glued to none."""
+    path = tmp_path / "rank-00000.jsonl"
+    log = EventLog(path)
+    log.append(Event(EventKind.INSTALLED, 1, 1, data={"words": "x" * SPARE_BYTES}))
+    with _no_growth(path):
+        with pytest.warns(RuntimeWarning, match="training goes on"):
+            log.append(Event(EventKind.PARKED, 2, 2))
+        log.append(Event(EventKind.ALL_PARKED, 3, 3))  # a second warning would fail the test
+        assert not log.working
+        # what asks meanwhile is answered by the spare file
+        assert [e.kind.value for e in read_events(path)] == ["installed", "parked", "all_parked"]
+    with pytest.warns(RuntimeWarning, match="again"):
+        log.append(Event(EventKind.RESUMED, 4, 4))
+    assert log.working
     log.close()
+    kinds = [Event.from_json(line).kind.value for line in path.read_bytes().splitlines()[:1]]
+    kinds += [Event.from_json(line).kind.value for line in path.read_bytes().splitlines()[2:]]
+    assert kinds == ["installed", "parked", "all_parked", "resumed"]
+    assert read_spare(spare_of(path)) == []
+
+
+def test_a_full_disk_costs_no_memory(tmp_path: Path) -> None:
+    """However many events there are, the newest are kept, and those that were not are counted."""
+    path = tmp_path / "rank-00000.jsonl"
+    log = EventLog(path)
+    log.append(Event(EventKind.INSTALLED, 1, 1, data={"words": "x" * SPARE_BYTES}))
+    with _no_growth(path):
+        with pytest.warns(RuntimeWarning):
+            log.append(Event(EventKind.SAFE_POINT, 0, 2, step=0))
+        for number in range(1, 1000):
+            log.append(Event(EventKind.SAFE_POINT, number, 2, step=number))
+    assert spare_of(path).stat().st_size == SPARE_BYTES
+    with pytest.warns(RuntimeWarning, match="again"):
+        log.retry()
+    _, dropped, *kept = read_events(path)
+    assert dropped.kind is EventKind.EVENTS_DROPPED
+    assert dropped.data["count"] + len(kept) == 1000
+    assert [event.step for event in kept] == list(range(1000 - len(kept), 1000))
+    assert 30 < len(kept) < 200
+
+
+def test_an_attempt_begins_with_a_line_of_its_own(tmp_path: Path) -> None:
+    """After an attempt that a full disk ended in the middle of a line, the next one's first line is
+    whole, and so are the events that had been kept in the spare file."""
+    path = tmp_path / "rank-00000.jsonl"
+    first = EventLog(path)
+    first.append(Event(EventKind.INSTALLED, 1, 1, data={"words": "x" * SPARE_BYTES}))
+    with _no_growth(path), pytest.warns(RuntimeWarning):
+        first.append(Event(EventKind.PARKED, 2, 2))
+    del first  # killed
+    assert not path.read_bytes().endswith(b"\n")
+    EventLog(path).append(Event(EventKind.INSTALLED, 3, 3))
+    assert [event.mono_ns for event in read_events(path)] == [1, 2, 3]
+
+
+_ANY = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec=None), max_size=20)
+    | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+_NAMES = sorted(events._FIELDS)
+_ROWS = st.fixed_dictionaries(
+    {
+        "v": st.just(1) | _ANY,
+        "kind": st.sampled_from([kind.value for kind in EventKind]) | _ANY,
+        "mono_ns": st.integers(0, 2**63) | _ANY,
+        "epoch_ns": st.integers(0, 2**63) | _ANY,
+        "rank": st.integers(0, 9) | _ANY,
+        "restart_count": st.just(0) | _ANY,
+        "pid": st.just(7) | _ANY,
+        "host": st.text() | _ANY,
+        "step": st.integers() | _ANY,
+        "job_id": st.none() | _ANY,
+        "data": st.dictionaries(
+            st.sampled_from(_NAMES), st.integers(0, 3) | st.lists(st.text()) | _ANY
+        ),
+    }
+)
+
+
+@given(rows=st.lists(_ROWS, max_size=6))
+def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
+    """Any line is an event or ValueError; no event ends what is told of a rank, of a node, of an
+    answer or of a job."""
+    state = node = None
+    facts = RankFacts()
+    judges = [JudgePause(Path("/no")), JudgeResume(Path("/no")), JudgeStop(Path("/no"))]
+    for row in rows:
+        try:
+            event = Event.from_json(json.dumps(row))
+        except ValueError:
+            continue
+        state, node = after(state, event), agentstate.fold([event])
+        facts.take(event)
+        answers = [judge(event) or judge.when_late() for judge in judges]
+        words = [answer.words for answer in answers if answer]
+        json.dumps([vars(state), vars(node), words], allow_nan=False)
+        shown = clean(" ".join([state.host, state.state, *state.causes, *words]))
+        assert shown.isprintable()
+        shown.encode()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 60_000,
+        b'{"a":' * 60_000,
+        b'{"v":1,"kind":"installed","mono_ns":' + b"9" * 400 + b"}",
+        b'{"v":1,"kind":"installed","mono_ns":1e999}',
+        b'{"v":1,"kind":["installed"]}',
+        b"\xff\xfe",
+        b"null",
+        b"",
+    ],
+)
+def test_named_attacks(line: bytes) -> None:
+    """Deep, long, unprintable and ill-typed lines are no events, and nothing else."""
+    with pytest.raises(ValueError):
+        Event.from_json(line)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A FIFO, a device and a link in the place of a log are errors at once, for readers and for the
+    log itself."""
+    (tmp_path / "target").write_text(Event(EventKind.INSTALLED, 1, 1).to_json() + "\n")
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "target")
+    for name in ("fifo", "zero", "link"):
+        path = tmp_path / f"{name}.jsonl"
+        with pytest.raises(OSError, match="where a regular file was expected"):
+            list(read_events(path))
+        assert latest(path) is None
+        assert EventTail(path).new() == []
+        with pytest.warns(RuntimeWarning, match="cannot be written"):
+            EventLog(path).append(Event(EventKind.INSTALLED, 1, 1))
+
+
+def test_a_huge_file_is_read_from_its_end(tmp_path: Path) -> None:
+    """A sparse terabyte takes no longer than what is looked at of it."""
+    path = tmp_path / "rank-00000.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + Event(EventKind.INSTALLED, 1, 1).to_json().encode() + b"\n")
+    state = latest(path)
+    assert state is not None
+    assert state.state == "running"
+    assert len(list(read_events(path))) == 1
 
 
 def test_a_log_without_a_file_keeps_nothing() -> None:
@@ -96,4 +257,4 @@ def test_events_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     assert log.path is not None
     assert log.path.stat().st_mode & 0o777 == 0o600
     assert log.path.parent.stat().st_mode & 0o077 == 0
-    assert [p.name for p in log.path.parent.iterdir()] == ["rank-00000.jsonl"]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in log.path.parent.iterdir())

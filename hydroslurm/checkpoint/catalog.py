@@ -77,7 +77,8 @@ def read_manifest(path: Path, *, storage: Storage) -> Manifest:
     try:
         for place in (path, file):
             storage.check_trusted(place)
-        text = read_whole(file, storage=storage, limit_bytes=manifest.LIMIT_BYTES).decode()
+        data = read_whole(file, storage=storage, limit_bytes=manifest.MOST_BYTES)
+        text = data.decode()
     except FileNotFoundError as error:
         raise CheckpointCorrupt(f"{path} has no {manifest.NAME}: it was never committed") from error
     except (OSError, UnicodeDecodeError) as error:

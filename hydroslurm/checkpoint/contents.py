@@ -28,8 +28,12 @@ from hydroslurm.checkpoint.skeleton import JsonValue, join, split, tensor_keys
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.writer import PartsWriter, write_tensors
 from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing, UsageError
+from hydroslurm.files import check_depth
 
 SHARED_JSON = "shared.json"
+
+_MOST_DEPTH = 1000
+"""A state that is nested deeper could not be saved either."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,9 @@ def read_own(
 
 def _read_json(path: Path, *, storage: Storage) -> dict[str, JsonValue]:
     try:
-        found = json.loads(read_whole(path, storage=storage))
+        text = read_whole(path, storage=storage).decode()
+        check_depth(text, max_depth=_MOST_DEPTH)
+        found = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -24,8 +24,10 @@ JOINT_STALE_S = 600.0
 """The same for a save of several ranks whose first one is known to be dead: the others may be about
 to finish the commit, from other machines. That takes them some calls, and not minutes."""
 
-_STEP = re.compile(r"step-(\d{9,})")
-_LEFTOVER = re.compile(r"\.(tmp|old|pin)-step-(\d{9,})\.([0-9a-f]{8})\.(\d+)\.[0-9a-f]+(\.joint)?")
+_STEP = re.compile(r"step-([0-9]{9,18})")
+_LEFTOVER = re.compile(
+    r"\.(tmp|old|pin)-step-([0-9]{9,18})\.([0-9a-f]{8})\.([0-9]{1,9})\.[0-9a-f]+(\.joint)?"
+)
 
 
 def of_step(directory: Path, step: int) -> Path:
@@ -52,8 +54,7 @@ def joint_temporary(directory: Path, step: int) -> Path:
 def is_joint_temporary(name: str, step: int) -> bool:
     """Whether another process may have chosen this name by :func:`joint_temporary`."""
     match = _LEFTOVER.fullmatch(name)
-    is_joint = match is not None and match[1] == "tmp" and match[4] is not None
-    return is_joint and name.startswith(f".tmp-step-{step:09d}.")
+    return match is not None and (match[1], int(match[2]), match[5]) == ("tmp", step, ".joint")
 
 
 def condemned(path: Path) -> Path:

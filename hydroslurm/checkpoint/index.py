@@ -13,20 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from threading import Event
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from hydroslurm.checkpoint.contents import SHARED_JSON, own_json
-from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.manifest import FileEntry, file_entries
 from hydroslurm.checkpoint.parts import CHUNK_BYTES, PartFile, write_whole
 from hydroslurm.checkpoint.portion import Piece, Portion
 from hydroslurm.checkpoint.skeleton import JsonValue
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.writer import compact, without_zip_crc
 from hydroslurm.errors import CheckpointCorrupt
+from hydroslurm.files import parse_json
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,32 @@ class PartIndex:
     def from_json(cls, text: bytes, *, where: Path) -> PartIndex:
         """Read the text of a file; CheckpointCorrupt with ``where`` when it is no such text."""
         try:
-            body = json.loads(text)
+            body = parse_json(text)
             return cls(
                 rank=int(body["rank"]),
-                files={name: FileEntry(**entry) for name, entry in body["files"].items()},
-                chunks=tuple(
-                    Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at, length)
-                    for key, shape, dtype, offsets, sizes, at, length in body["chunks"]
-                ),
+                files=file_entries(body["files"]),
+                chunks=tuple(_chunk(*one) for one in body["chunks"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"{where} cannot be read: {error}") from error
+
+
+def _chunk(
+    key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes: Any, length_bytes: Any
+) -> Chunk:
+    """Raises TypeError or ValueError: it is none."""
+    chunk = Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at_bytes, length_bytes)
+    numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes, length_bytes)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"a piece of {key!r} lies at {numbers}")
+    if not isinstance(key, str) or not isinstance(chunk.torch_dtype, torch.dtype):
+        raise TypeError(f"{key!r} is a tensor of {dtype!r}")
+    if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or any(
+        at + size > whole
+        for at, size, whole in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
+    ):
+        raise ValueError(f"a piece of {key!r} lies outside of it: {numbers}")
+    return chunk
 
 
 def part_json(rank: int) -> str:

@@ -22,14 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, UsageError
-from hydroslurm.files import check_depth
+from hydroslurm.files import check_depth, clean
 
 SCHEMA = 1
 """Of the manifest and of everything that it names."""
 
 NAME = "manifest.json"
-LIMIT_BYTES = 64 << 20
-"""Of the manifest: some hundred bytes for each file, and a few files for each rank."""
+MOST_BYTES = 64 << 20
+"""Of the text: three files of each of a hundred thousand ranks are half of it."""
+
+MOST_DEPTH = 200
+"""Of ``meta``, which is the caller's."""
 
 ALGORITHM = "crc32"
 """Of all checksums: zlib's, 8 hexadecimal digits. It finds every error of up to 32 bits in a row,
@@ -120,11 +123,14 @@ class Manifest:
             CheckpointCorrupt: anything but what was written.
         """
         try:
-            check_depth(text)
+            check_depth(text, max_depth=MOST_DEPTH)
             body = json.loads(text)
             written = body.pop("checksum")
-            schema, writer = int(body["schema"]), body["written_by"]["hydroslurm"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            schema = _count(body, "schema")
+            writer = clean(str(body["written_by"]["hydroslurm"]))
+            seen = checksum(_canonical(body).encode())
+            is_canonical = _canonical({**body, "checksum": written}) == text
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(
                 f"{where} cannot be read ({type(error).__name__}: {error})"
             ) from error
@@ -133,13 +139,15 @@ class Manifest:
                 f"{where} is of schema {schema}, written by hydroslurm {writer}; hydroslurm "
                 f"{_version()} reads up to schema {SCHEMA}. Install hydroslurm {writer} or newer"
             )
-        seen = checksum(_canonical(body).encode())
-        if seen != written or _canonical({**body, "checksum": written}) != text:
-            raise CheckpointCorrupt(f"{where}: checksum {written} was written, {seen} is there")
+        if seen != written or not is_canonical:
+            raise CheckpointCorrupt(
+                f"{where}: checksum {str(written)[:80]!r} was written, {seen!r} is there"
+            )
         try:
             return _from_body(body)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CheckpointCorrupt(f"{where} lacks what a manifest has: {error}") from error
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            words = clean(str(error))
+            raise CheckpointCorrupt(f"{where} lacks what a manifest has: {words}") from error
 
 
 def checksum(data: bytes | memoryview, running: int = 0) -> str:
@@ -234,9 +242,57 @@ def _canonical(body: Mapping[str, Any]) -> str:
 
 
 def _from_body(body: Mapping[str, Any]) -> Manifest:
+    """Typed, once: whoever wrote it, what is made of it can be calculated with and shown.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is none.
+    """
     writer = dict(body["written_by"])
     writer["argv"] = tuple(writer["argv"])
-    files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
-    if any(Path(name).name != name for name in files):
-        raise ValueError(f"files of a checkpoint lie in its folder, not at {sorted(files)}")
-    return Manifest(**{**body, "files": files, "written_by": WrittenBy(**writer)})
+    save_s = body["save_s"]
+    if type(save_s) not in (int, float) or not 0 <= save_s < 1e18:
+        raise ValueError(f"save_s is {save_s!r}")
+    if body["algorithm"] != ALGORITHM:
+        raise ValueError(f"algorithm is {body['algorithm']!r}; wanted {ALGORITHM!r}")
+    if not isinstance(body["meta"], dict):
+        raise ValueError("meta holds no names")
+    plain = {
+        "step": _count(body, "step"),
+        "epoch": _count(body, "epoch"),
+        "created_epoch_ns": _count(body, "created_epoch_ns"),
+        "state_bytes": _count(body, "state_bytes"),
+        "world_size": _count(body, "world_size"),
+        "kind": _text(body, "kind"),
+        "files": file_entries(body["files"]),
+        "written_by": WrittenBy(**writer),
+    }
+    return Manifest(**{**body, **plain})
+
+
+def file_entries(body: Mapping[str, Any]) -> dict[str, FileEntry]:
+    """The files that a manifest or an index names.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: they are none.
+    """
+    for name in body:
+        if Path(name).name != name or name in ("", "..") or "\0" in name:
+            raise ValueError(f"files of a checkpoint lie in its folder, not at {name!r}")
+    return {
+        name: FileEntry(size_bytes=_count(entry, "size_bytes"), checksum=_text(entry, "checksum"))
+        for name, entry in body.items()
+    }
+
+
+def _count(body: Mapping[str, Any], name: str) -> int:
+    value = body[name]
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} is {str(value)[:80]!r}; wanted a whole number from 0 on")
+    return value
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    value = body[name]
+    if not isinstance(value, str) or len(value) > 80:
+        raise ValueError(f"{name} is {str(value)[:80]!r}; wanted a word")
+    return value

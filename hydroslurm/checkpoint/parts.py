@@ -19,6 +19,9 @@ CHUNK_BYTES = 4 << 20
 """Between two looks at ``cancel``: 4 MiB are 2 ms of a fast disk. Of 4, 8 and 16 MiB it was the
 fastest one too."""
 
+MOST_WHOLE_BYTES = 4 << 30
+"""Of a file that is read into memory at once: what a state holds beside tensors, or DCP's index."""
+
 
 class PartFile:
     """Writes one new file in chunks; the checksum of a chunk is computed while it is written.
@@ -139,20 +142,19 @@ def write_whole(
         part.abandon()
 
 
-def read_whole(path: Path, *, storage: Storage, limit_bytes: int | None = None) -> bytes:
+def read_whole(path: Path, *, storage: Storage, limit_bytes: int = MOST_WHOLE_BYTES) -> bytes:
     """All bytes of a file.
 
     Raises:
         OSError: it cannot be read, or is longer than ``limit_bytes``.
     """
-    if limit_bytes is not None:
-        fd = storage.open(path)
-        try:
-            if storage.size(fd) > limit_bytes:
-                raise OSError(errno.EFBIG, f"longer than {limit_bytes} bytes", str(path))
-        finally:
-            storage.close(fd)
-    return b"".join(bytes(chunk) for chunk in chunks(path, storage=storage))
+    found = bytearray()
+    for chunk in chunks(path, storage=storage):
+        found += chunk
+        if len(found) > limit_bytes:
+            what = f"longer than the {limit_bytes} bytes that such a file may have"
+            raise OSError(errno.EFBIG, what, str(path))
+    return bytes(found)
 
 
 def chunks(path: Path, *, storage: Storage, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
@@ -184,6 +186,10 @@ def check_file(
         for chunk in chunks(path, storage=storage):
             crc = zlib.crc32(chunk, crc)
             size_bytes += len(chunk)
+            if size_bytes > entry.size_bytes:  # and may have no end
+                raise CheckpointCorrupt(
+                    f"{path} has more than the {entry.size_bytes} bytes written"
+                )
             if cancel is not None and cancel.is_set():
                 raise SaveAbandoned(f"reading {path} was given up on request")
     except OSError as error:

@@ -8,7 +8,9 @@ index consists of, and refuses every other name. Tensors are read by ``torch.loa
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from hydroslurm.checkpoint.parts import read_whole
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.writer import METADATA
 from hydroslurm.errors import CheckpointCorrupt
+
+_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
@@ -74,6 +78,7 @@ def read_tensors(
     metadata = read_metadata(folder, storage=storage)
     keys = metadata.state_dict_metadata if only is None else only
     try:
+        _require_room(metadata, keys, _stored_bytes(metadata, folder, storage=storage))
         tensors = {
             key: _empty(metadata.state_dict_metadata[key], (like or {}).get(key)) for key in keys
         }
@@ -85,9 +90,64 @@ def read_tensors(
     return tensors
 
 
+def _stored_bytes(metadata: dcp.Metadata, folder: Path, *, storage: Storage) -> dict[object, int]:
+    """Key -> bytes of its pieces, of which no two lie in one place.
+
+    Raises:
+        ValueError: a piece that lies elsewhere than in a file of this folder.
+        OSError: such a file cannot be read.
+    """
+    left: dict[str, int] = {}
+    found: dict[object, int] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        name, begin, length = info.relative_path, info.offset, info.length
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise ValueError(f"a piece of a tensor lies in {str(name)[:80]!r}")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError("a piece of a tensor is stored in a form that DCP alone can read")
+        if name not in left:
+            left[name] = _size_bytes(folder / name, storage)
+        if type(begin) is not int or type(length) is not int or min(begin, length) < 0:
+            raise ValueError(f"a piece of a tensor lies at {begin!r}, {length!r} bytes")
+        left[name] -= length
+        if left[name] < 0:
+            raise ValueError(f"{name} is shorter than the pieces of tensors in it")
+        found[index.fqn] = found.get(index.fqn, 0) + length
+    return found
+
+
+def _size_bytes(path: Path, storage: Storage) -> int:
+    fd = storage.open(path)
+    try:
+        return storage.size(fd)
+    finally:
+        storage.close(fd)
+
+
+def _require_room(
+    metadata: dcp.Metadata, keys: Collection[str], stored: Mapping[object, int]
+) -> None:
+    """A tensor is as large as what is stored of it, or smaller; a shape is not believed.
+
+    Raises:
+        KeyError: a tensor that is not there.
+        TypeError, ValueError: one that is none, or larger.
+    """
+    for key in keys:
+        found = metadata.state_dict_metadata[key]
+        if not isinstance(found, dcp.TensorStorageMetadata):
+            raise TypeError(f"{type(found).__name__} in the place of a tensor")
+        shape, dtype = tuple(found.size), found.properties.dtype
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"{key} has shape {shape}")
+        if math.prod(shape) * dtype.itemsize > stored.get(key, 0):
+            raise ValueError(
+                f"{key} has shape {shape} of {dtype}, and {stored.get(key, 0)} bytes are stored"
+            )
+
+
 def _empty(found: dcp.STORAGE_TYPES, template: torch.Tensor | None) -> torch.Tensor:
-    if not isinstance(found, dcp.TensorStorageMetadata):
-        raise TypeError(f"{type(found).__name__} in the place of a tensor")
+    assert isinstance(found, dcp.TensorStorageMetadata)
     if template is not None and tuple(template.shape) == tuple(found.size):
         return torch.empty_like(template.detach(), dtype=found.properties.dtype)
     return torch.empty(found.size, dtype=found.properties.dtype)

@@ -77,13 +77,17 @@ def join(skeleton: JsonValue, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 def tensor_keys(skeleton: JsonValue) -> set[str]:
     """The keys of all tensors that a skeleton, or a part of one, refers to."""
-    if isinstance(skeleton, list):
-        return set().union(*map(tensor_keys, skeleton))
-    if not isinstance(skeleton, dict):
-        return set()
-    if "$tensor" in skeleton:
-        return {skeleton["$tensor"]}
-    return set().union(*map(tensor_keys, skeleton.values()))
+    found: set[str] = set()
+    todo = [skeleton]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, list):
+            todo += value
+        elif isinstance(value, dict) and "$tensor" in value:
+            found.add(str(value["$tensor"]))
+        elif isinstance(value, dict):
+            todo += value.values()
+    return found
 
 
 class _Splitter:

@@ -60,7 +60,7 @@ class Storage(Protocol):
         """Raise UntrustedFile for a folder or a file that somebody else may have written."""
 
     def open(self, path: Path) -> int:
-        """Open a regular file for reading."""
+        """Open a file for reading: no link, FIFO or device, which are not waited for."""
 
     def size(self, fd: int) -> int:
         """Of an open file, in bytes."""

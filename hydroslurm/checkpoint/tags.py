@@ -65,6 +65,10 @@ def _container(tag: str, body: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 def _shaped(tensor: torch.Tensor, stride: list[int] | None) -> torch.Tensor:
     if stride is None or tuple(stride) == tensor.stride():
         return tensor
+    if sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True)) != (
+        tensor.numel() - 1
+    ):
+        raise CheckpointCorrupt(f"a tensor of {tensor.numel()} values has strides {stride}")
     shaped = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
     return shaped.copy_(tensor)
 

@@ -24,6 +24,7 @@ import hydroslurm.cli.submit as submit
 import hydroslurm.cli.top as top
 import hydroslurm.cli.trainingjob as trainingjob
 from hydroslurm.errors import HydroslurmError, UsageError
+from hydroslurm.files import clean
 
 app = typer.Typer(
     name="hydroslurm",
@@ -96,7 +97,8 @@ def main() -> None:
     try:
         app()
     except (HydroslurmError, UsageError) as error:
-        print(f"hydroslurm: {error}", file=sys.stderr)
+        words = "\n".join(clean(line, most=2000) for line in str(error).split("\n"))
+        print(f"hydroslurm: {words}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(141)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hydroslurm.files import clean
+
 if TYPE_CHECKING:
     from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 
@@ -48,7 +50,7 @@ def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = Fals
             form.format(
                 row["step"],
                 _or_dash(row.get("epoch")),
-                _or_dash(row.get("kind")),
+                clean(str(_or_dash(row.get("kind")))),
                 _age(row["age_s"]) if "age_s" in row else "-",
                 _size(row["size_bytes"]) if "size_bytes" in row else "-",
                 f"{row['save_s']:.2f} s" if "save_s" in row else "-",
@@ -69,7 +71,7 @@ def verify(where: Where, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(rows))
     else:
         for row in rows:
-            typer.echo(f"{row['path']}: {row['state']}{_because(row)}")
+            typer.echo(clean(f"{row['path']}: {row['state']}{_because(row)}", most=2000))
         typer.echo(f"{len(rows)} checkpoints, {len(bad)} of them cannot be loaded")
     if bad or not rows:
         raise typer.Exit(1)

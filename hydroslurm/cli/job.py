@@ -87,6 +87,17 @@ def status(
         typer.echo("no jobs")
 
 
+def _say(line: str, *, err: bool = False) -> None:
+    """Part of it was written by others."""
+    from hydroslurm.files import clean
+
+    typer.echo(clean(line, most=_MOST), err=err)
+
+
+_MOST = 2000
+"""Characters of a line."""
+
+
 def _only(pid: int, job: int | None) -> bool:
     from hydroslurm.errors import UsageError
 
@@ -104,17 +115,17 @@ def _job(job: int | None) -> int:
 
 
 def _print_answer(who: str, answer: Answer) -> None:
-    typer.echo(f"{who} rank {answer.rank}: {answer.words}")
+    _say(f"{who} rank {answer.rank}: {answer.words}")
     if not answer.done:
         raise typer.Exit(1)
 
 
 def _print_job(answer: JobAnswer) -> None:
-    typer.echo(f"job {answer.job_id}: {answer.how}")
+    _say(f"job {answer.job_id}: {answer.how}")
     for one in answer.answers:
-        typer.echo(f"  rank {one.rank}: {one.words}")
+        _say(f"  rank {one.rank}: {one.words}")
     for rank in answer.silent:
-        typer.echo(
+        _say(
             f"  rank {rank}: no answer in time; it has come to no operator or step yet (it "
             "imports, or is inside a long one), or it cannot write its events",
             err=True,
@@ -130,7 +141,7 @@ def _print_status(found: JobStatus) -> None:
     job = found.job
     where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
     limit = f"time limit {format_duration(job.time_limit_s)}"
-    typer.echo(
+    _say(
         f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
         f"{limit}, restarts {job.restart_count}"
     )
@@ -138,13 +149,15 @@ def _print_status(found: JobStatus) -> None:
     if condition is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
         message = f": {condition.message}" if condition.message else ""
-        typer.echo(f"  {condition.type} {condition.reason} since {since}{message}")
-    if not found.ranks:
-        typer.echo(f"  no rank has announced itself in {found.run_dir.events}")
+        _say(f"  {condition.type} {condition.reason} since {since}{message}")
+    if found.problem is not None:
+        _say(f"  its run folder cannot be looked at: {found.problem}")
+    elif not found.ranks:
+        _say(f"  no rank has announced itself in {found.run_dir.events}")
     for node in found.nodes:
-        typer.echo(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
+        _say(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
     for rank in found.ranks:
-        typer.echo(f"  {_rank_line(rank, now_epoch_ns=time.time_ns())}")
+        _say(f"  {_rank_line(rank, now_epoch_ns=time.time_ns())}")
 
 
 def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
@@ -190,6 +203,7 @@ def _as_json(found: JobStatus) -> dict[str, object]:
         "nodes": list(job.nodes),
         "restart_count": job.restart_count,
         "run_dir": str(found.run_dir.root),
+        "problem": found.problem,
         "condition": None if condition is None else vars(condition),
         "agents": [vars(node) for node in found.nodes],
         "ranks": [{**vars(rank), "parked_together": rank.parked_together} for rank in found.ranks],

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hydroslurm.report.accounting import Accounting
     from hydroslurm.report.history import History
     from hydroslurm.report.nsys.profile import Profile
@@ -71,9 +73,14 @@ def report(
         _report_profiles(profiles, as_json)
 
 
-def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
+def _console() -> Console:
+    """Brackets and colons in the names of others are just that."""
     from rich.console import Console
 
+    return Console(markup=False, emoji=False)
+
+
+def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
     from hydroslurm.report.nsys.profile import read_profile
     from hydroslurm.report.nsys.view import profile_figures, profile_view
 
@@ -82,7 +89,7 @@ def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(profile_figures(profile)))
         else:
-            Console().print(profile_view(profile))
+            _console().print(profile_view(profile))
 
 
 def _report_run(
@@ -95,8 +102,6 @@ def _report_run(
     run = RunDir(folder)
     history = read_history(folder)
     drawing = None if no_picture else Drawing(history, run)  # takes longest
-    from rich.console import Console
-
     from hydroslurm.report.beside import Beside
     from hydroslurm.report.figures import figures_of
     from hydroslurm.report.nsys.export import profiles_in
@@ -112,7 +117,7 @@ def _report_run(
     if as_json:
         typer.echo(json.dumps(figures))
     else:
-        Console().print(report_view(history, beside, figures, rows))
+        _console().print(report_view(history, beside, figures, rows))
     # after the printing, so that a folder that is somebody else's can still be looked at
     for path in write_all(history, beside, figures, rows, run, drawing=drawing):
         typer.echo(f"written: {path}", err=as_json)

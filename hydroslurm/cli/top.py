@@ -96,7 +96,8 @@ def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> N
 
 
 def _print_view(view: View, *, as_json: bool) -> None:
-    from hydroslurm.watch.table import FIELDS, clean, for_programs, layout
+    from hydroslurm.files import clean
+    from hydroslurm.watch.table import FIELDS, for_programs, layout
 
     if view.error is not None:
         typer.echo(f"hydroslurm: Slurm does not answer: {clean(view.error)}", err=True)

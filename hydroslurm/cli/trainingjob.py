@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.files import clean
+
 if TYPE_CHECKING:
     from hydroslurm.launch.overview import Overview
     from hydroslurm.spec.replicas import ReplicaSpec
@@ -20,6 +22,8 @@ Replica = Annotated[str | None, typer.Option(help="Such as worker-2; default: th
 
 ASK_EVERY_S = 10.0
 """How often Slurm is asked whether a job has ended: sites do not like more."""
+_MOST = 2000
+"""Characters of a line."""
 _MANY = 8
 """So many names and attempts are listed; more are counted."""
 
@@ -30,7 +34,7 @@ def describe(which: Which) -> None:
     from hydroslurm.slurm.client import open_client
 
     for line in _description(overview(open_client(), which)):
-        typer.echo(line)
+        typer.echo(clean(line, most=_MOST))
 
 
 def list_jobs() -> None:
@@ -47,9 +51,8 @@ def list_jobs() -> None:
     header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "FAILURES", "PREEMPTIONS", "SINCE")
     widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
     for row in [header, *rows]:
-        typer.echo(
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        )
+        line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        typer.echo(clean(line.rstrip(), most=_MOST))
 
 
 def cancel(which: Which) -> None:
@@ -171,7 +174,7 @@ def _description(found: Overview) -> list[str]:
         lines.append(f"Slurm:        job {slurm.job_id}, {slurm.state.value}{where}")
         lines.append(f"Partition:    {slurm.partition}{f', QOS {slurm.qos}' if slurm.qos else ''}")
     lines.append(f"Run folder:   {found.run.root}")
-    lines += [f"Label:        {_one_line(f'{key}={text}')}" for key, text in job.labels.items()]
+    lines += [f"Label:        {clean(f'{key}={text}')}" for key, text in job.labels.items()]
     lines += _replica_lines(found)
     lines.append(f"Failures:     {found.failures} of backoffLimit {policy.backoff_limit}")
     most = (
@@ -216,10 +219,10 @@ def _replica_lines(found: Overview) -> list[str]:
 
 def _command(found: Overview, spec: ReplicaSpec) -> str:
     if not found.job.run_mode.debug.enable:
-        return _one_line(" ".join((*spec.template.command, *spec.template.args)))
+        return clean(" ".join((*spec.template.command, *spec.template.args)))
     tasks = found.plan.tasks if found.plan is not None else ()
     words = next((task.argv for task in tasks if task.type == spec.type), ())
-    return f"{_one_line(' '.join(words))} (debug mode: hydroslurm attach gives a shell)"
+    return f"{clean(' '.join(words))} (debug mode: hydroslurm attach gives a shell)"
 
 
 def _tensorboard_lines(found: Overview) -> list[str]:
@@ -249,14 +252,8 @@ def _attempt_line(one: Attempt) -> str:
 
 def _condition_line(one: Condition) -> str:
     reason = f" {one.reason}" if one.reason else ""
-    message = f": {_one_line(one.message)}" if one.message else ""
+    message = f": {clean(one.message)}" if one.message else ""
     return f"{_moment(one.epoch_ns)}  {one.type}{reason}{message}"
-
-
-def _one_line(text: str) -> str:
-    """For a terminal: what is no printable character is written out."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return shown if len(shown) <= 400 else f"{shown[:400]} ..."
 
 
 def _moment(epoch_ns: int) -> str:

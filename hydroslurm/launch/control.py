@@ -48,12 +48,14 @@ class JobAnswer:
 @dataclass(frozen=True)
 class JobStatus:
     """A job as Slurm sees it, and its ranks as they see themselves. ``nodes``: as their agents see
-    them, where ranks were started by ``hydroslurm agent``."""
+    them, where ranks were started by ``hydroslurm agent``. ``problem``: why its run folder cannot
+    be looked at, in words."""
 
     job: Job
     run_dir: RunDir
     ranks: tuple[RankState, ...]
     nodes: tuple[AgentState, ...] = ()
+    problem: str | None = None
 
 
 def run_dir_of(job: Job) -> RunDir:
@@ -98,7 +100,11 @@ def _commented(client: SlurmClient, job: Job) -> Job:
 def job_status(job: Job) -> JobStatus:
     """Slurm's state beside the ranks' own; a rank that wrote no end of an ended job was killed."""
     run = run_dir_of(job)
-    states = [state for path in run.rank_event_files().values() if (state := latest(path))]
+    try:
+        files = run.rank_event_files()
+    except OSError as error:
+        return JobStatus(job, run, (), problem=f"{run.events}: {error.strerror}")
+    states = [state for path in files.values() if (state := latest(path))]
     if job.state.has_ended:
         states = [s if s.state == "ended" else replace(s, state="killed") for s in states]
     return JobStatus(job, run, tuple(states), _agents(job, run))
@@ -170,7 +176,7 @@ def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) ->
         )
     _must_be(job, JobState.RUNNING, "requeue")
     run = run_dir_of(job)
-    if not any(_saves(path, job) for path in run.rank_event_files().values()):
+    if not any(_saves(path, job) for path in _event_files(job, run).values()):
         raise TargetError(
             f"nobody in job {job_id} would save: its ranks use no hydroslurm.Run, or have not come "
             f"to it yet ({run.events}). `scontrol requeue {job_id}` starts it again from what it "
@@ -186,10 +192,23 @@ def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) ->
 
 def _saves(path: Path, job: Job) -> bool:
     """Whether the rank has a Run in the job's present life."""
-    return any(
-        event.kind is EventKind.LIFE_BEGAN and event.restart_count == job.restart_count
-        for event in read_events(path)
-    )
+    try:
+        return any(
+            event.kind is EventKind.LIFE_BEGAN and event.restart_count == job.restart_count
+            for event in read_events(path)
+        )
+    except OSError:
+        return False
+
+
+def _event_files(job: Job, run: RunDir) -> dict[int, Path]:
+    try:
+        return run.rank_event_files()
+    except OSError as error:
+        raise TargetError(
+            f"job {job.job_id} was left alone: {run.events} cannot be looked at "
+            f"({error.strerror}), so that no answer of its ranks would be seen. Its owner can do it"
+        ) from error
 
 
 def _ask(
@@ -198,7 +217,7 @@ def _ask(
     run = run_dir_of(job)
     alive = {
         rank: EventTail(path)
-        for rank, path in run.rank_event_files().items()
+        for rank, path in _event_files(job, run).items()
         if _lives(latest(path), job)
     }
     if not alive:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import RunFolderError, UsageError
+from hydroslurm.files import open_regular
 from hydroslurm.launch import submission
 from hydroslurm.launch.overview import Overview
 from hydroslurm.launch.plan import Plan
@@ -94,9 +96,13 @@ class _Growing:
         self.rest = ""
 
     def new(self) -> Iterator[str]:
-        """What was appended since the last call."""
+        """What was appended since the last call.
+
+        Raises:
+            RunFolderError: it is there, and cannot be read.
+        """
         try:
-            with self._file.open("rb") as stream:
+            with os.fdopen(open_regular(self._file), "rb") as stream:
                 stream.seek(self._offset)
                 while chunk := stream.read(_CHUNK_BYTES):
                     self._offset += len(chunk)
@@ -106,6 +112,8 @@ class _Growing:
                     yield text[:end]
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self._file}: {error.strerror}") from error
 
 
 def _lines(texts: Iterator[str]) -> Iterator[str]:

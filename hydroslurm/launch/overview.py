@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from hydroslurm.errors import (
     ControllerUnreachable,
     NoSuchJob,
@@ -15,7 +17,8 @@ from hydroslurm.errors import (
     SlurmMissing,
     SpecError,
 )
-from hydroslurm.events import EventKind, read_events
+from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.files import read_regular
 from hydroslurm.launch import submission
 from hydroslurm.launch.control import find_job, run_dir_of
 from hydroslurm.launch.plan import Plan
@@ -27,6 +30,9 @@ from hydroslurm.spec.reading import loads
 from hydroslurm.supervisor.conditions import Condition, read_conditions, verdict
 from hydroslurm.supervisor.ledger import Attempt, Attempts, Ending
 from hydroslurm.supervisor.tensorboard import Address, read_address
+
+_MOST_BYTES = 16 << 20
+"""Of a spec, of a plan, and of the events that are searched for pauses."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,10 @@ def overviews(client: SlurmClient, user: str) -> tuple[Overview, ...]:
     found = []
     for slurm in client.jobs(user=user):
         run = run_dir_of(slurm)
-        if run.job_yaml.is_file():
+        try:
             found.append(_read(run, _job_in(run, or_else=""), slurm))
+        except RunFolderError:
+            continue  # submitted without a spec, or the folder is nobody's any more
     return tuple(found)
 
 
@@ -128,9 +136,8 @@ def newest(conditions: tuple[Condition, ...]) -> Condition | None:
 
 def _job_in(run: RunDir, *, or_else: str) -> TrainingJob:
     try:
-        return loads(
-            run.job_yaml.read_text(encoding="utf-8"), name=str(run.job_yaml), folder=run.root
-        ).job
+        text = read_regular(run.job_yaml, limit_bytes=_MOST_BYTES).decode(errors="replace")
+        return loads(text, name=str(run.job_yaml), folder=run.root).job
     except OSError as error:
         raise RunFolderError(f"{or_else} ({run.job_yaml}: {error.strerror})") from None
     except SpecError as error:
@@ -138,36 +145,46 @@ def _job_in(run: RunDir, *, or_else: str) -> TrainingJob:
 
 
 def _read(run: RunDir, job: TrainingJob, slurm: Job | None) -> Overview:
-    try:
-        plan = Plan.loads(run.plan_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError):
-        plan = None
     return Overview(
         run,
         slurm,
         job,
-        plan,
+        _plan(run),
         conditions_of(run, slurm),
         Attempts(run.attempts).all(),
         read_address(run.tensorboard_json),
     )
 
 
+def _plan(run: RunDir) -> Plan | None:
+    """As :meth:`Plan.loads`, of what somebody else may have written."""
+    try:
+        return TypeAdapter(Plan).validate_json(read_regular(run.plan_json, limit_bytes=_MOST_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
 def _pauses(run: RunDir) -> Iterator[Condition]:
     """Paused and Running again, from the first rank's events: the supervisor is suspended together
     with the ranks and can write nothing."""
-    files = run.rank_event_files()
-    if not files:
-        return
-    for event in read_events(files[min(files)]):
+    for event in _events(run):
         if event.kind is EventKind.PARKED:
-            causes = ", ".join(event.data.get("causes") or ())
+            causes = ", ".join(event.data.get("causes", ()))
             words = f"parked between two operators{f' for {causes}' if causes else ''}"
             yield Condition("Paused", event.epoch_ns, "Parked", words, event.restart_count)
         elif event.kind is EventKind.RESUMED:
             yield Condition(
                 "Running", event.epoch_ns, "Resumed", "goes on in place", event.restart_count
             )
+
+
+def _events(run: RunDir) -> list[Event]:
+    """Of the first rank."""
+    try:
+        files = run.rank_event_files()
+        return list(read_events(files[min(files)], most_bytes=_MOST_BYTES)) if files else []
+    except OSError:
+        return []
 
 
 def _job_id(run: RunDir) -> int | None:

@@ -12,7 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hydroslurm.errors import RunFolderError
+from hydroslurm.files import parse_json, read_regular
 from hydroslurm.rundir import RunDir
+
+_MOST_BYTES = 16 << 20
+"""A command may be long."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,17 @@ def read(root: Path) -> Submission:
     """
     path = RunDir(root).submission_json
     try:
-        return Submission(**json.loads(path.read_text(encoding="utf-8")))
+        row = parse_json(read_regular(path, limit_bytes=_MOST_BYTES))
+        job_id = row.get("job_id")
+        return Submission(
+            name=str(row["name"]),
+            command=str(row["command"]),
+            requested_epoch_ns=int(row["requested_epoch_ns"]),
+            job_id=None if job_id is None else str(job_id),
+        )
     except OSError as error:
         raise RunFolderError(
             f"{root} is not a run folder: no {path.name} in it ({error.strerror})"
         ) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error

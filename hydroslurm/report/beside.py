@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hydroslurm.files import clean
 from hydroslurm.report.accounting import Accounting, SlurmLife
 from hydroslurm.report.history import History
 from hydroslurm.report.nsys.profile import Profile
@@ -67,6 +68,7 @@ class Beside:
 
 
 def _sentence(words: str) -> str:
+    words = clean(words, most=2000)
     return words if words.endswith((".", "!", "?")) else f"{words}."
 
 

@@ -29,7 +29,7 @@ def in_shares(
     Raises:
         OSError: a file cannot be read.
     """
-    sizes = {path: path.stat().st_size for path in files}
+    sizes = {path: path.lstat().st_size for path in files}
     count = min(most or len(os.sched_getaffinity(0)), len(files))
     if count < 2 or sum(sizes.values()) < _WORTH_IT_BYTES:
         return [read(files)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hydroslurm.events import EventKind
+from hydroslurm.files import clean
 from hydroslurm.report.fields import (
     data_of,
     first_integer,
@@ -23,6 +24,8 @@ from hydroslurm.report.pauses import Pause
 _OPEN = 16
 """So many pauses wait for lines that come late: of a thread that is released when the next pause
 has begun, or of another thread."""
+
+_MOST_CAUSES = 16
 
 OF_PAUSES = frozenset(
     {
@@ -63,9 +66,10 @@ class _Draft:
     def add_causes(self, line: Line) -> None:
         causes = line.data.get("causes")
         if isinstance(causes, list):
-            for cause in causes:
-                if cause not in self.causes and isinstance(cause, str):
-                    self.causes.append(cause)
+            for cause in causes[:_MOST_CAUSES]:
+                if isinstance(cause, str) and clean(cause) not in self.causes:
+                    self.causes.append(clean(cause))
+            del self.causes[_MOST_CAUSES:]
 
 
 class Pauses:
@@ -81,8 +85,8 @@ class Pauses:
 
     def add(self, line: Line) -> None:
         """A line of one of the kinds in ``OF_PAUSES``."""
-        which = line.data.get("pause")
-        if type(which) is int:
+        which = integer(line.data, "pause")
+        if which is not None:
             self._add(which, line)
         elif line.kind is EventKind.SIGNAL_RECEIVED:
             self._signals.append(line)

@@ -7,10 +7,13 @@ summary, never 0.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +98,39 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
     Raises:
         RunFolderError: it cannot be written.
     """
-    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        write(part)
-        part.replace(path)
+        with _own_folder(path.parent) as folder:
+            part = folder / f"{path.name}.part"
+            part.unlink(missing_ok=True)
+            write(part)
+            part.replace(folder / path.name)
     except OSError as error:
         raise RunFolderError(
             f"cannot write {path}: {error.strerror}. "
             "Copy the run folder to a place that you can write, and report on the copy"
         ) from error
     return path
+
+
+@contextlib.contextmanager
+def _own_folder(path: Path) -> Iterator[Path]:
+    """The folder that is there now, whatever its owner's neighbours put in its place meanwhile.
+
+    Who reports on somebody else's run, as root above all, must not be led by a link to write over
+    what lies elsewhere.
+
+    Raises:
+        OSError: it is a link, or somebody else's.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        owner = os.fstat(fd).st_uid
+        if owner != os.geteuid():
+            raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", str(path))
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
 
 
 def summary(values: Iterable[float | None]) -> dict[str, float | int]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hydroslurm.errors import RunFolderError
+from hydroslurm.files import clean
 from hydroslurm.report.clocks import Alignment, align
 from hydroslurm.report.crowd import in_shares
 from hydroslurm.report.lines import Line, Unread, read_lines
@@ -125,9 +126,12 @@ def read_history(folder: Path) -> History:
     """
     run_dir = RunDir(folder)
     _check(run_dir)
-    files = list(run_dir.rank_event_files().values())
     try:
+        files = list(run_dir.rank_event_files().values())
         parts = in_shares(files, _read)
+        failed = [error for part in parts for error in part.failed]
+        if failed and len(failed) == len(files):
+            raise failed[0]
     except OSError as error:
         raise RunFolderError(
             f"cannot read {error.filename}: {error.strerror}. "
@@ -137,7 +141,7 @@ def read_history(folder: Path) -> History:
     aligned, alignment = align(lives)
     said = sorted((s for part in parts for s in part.sentences), key=lambda one: one[0])
     return History(
-        folder.resolve().name,
+        clean(folder.resolve().name),
         aligned,
         events=sum(part.events for part in parts),
         missing=(*(words for _, words in said), *_ranks_missing(aligned)),
@@ -147,17 +151,19 @@ def read_history(folder: Path) -> History:
 
 @dataclass(frozen=True)
 class _Part:
-    """What some of the files hold; each sentence with the rank that it is about."""
+    """What some of the files hold; each sentence with the rank that it is about; and why some could
+    not be read."""
 
     lives: tuple[Life, ...]
     events: int
     sentences: tuple[tuple[int, str], ...]
+    failed: tuple[OSError, ...]
 
 
 def _read(files: Sequence[Path]) -> _Part:
     reading = _Reading()
     lives = lives_in(reading.lines(files))
-    return _Part(lives, reading.events, tuple(reading.sentences()))
+    return _Part(lives, reading.events, tuple(reading.sentences()), tuple(reading.failed.values()))
 
 
 class _Reading:
@@ -165,17 +171,23 @@ class _Reading:
 
     def __init__(self) -> None:
         self.events = 0
+        self.failed: dict[int, OSError] = {}
         self._unread: dict[int, Unread] = {}
 
     def lines(self, files: Sequence[Path]) -> Iterator[Line]:
         for path in files:
             rank = int(path.stem.rpartition("-")[2])
             unread = self._unread[rank] = Unread()
-            for line in read_lines(path, unread):
-                self.events += 1
-                yield line
+            try:
+                for line in read_lines(path, unread):
+                    self.events += 1
+                    yield line
+            except OSError as error:
+                self.failed[rank] = OSError(error.errno, error.strerror, str(path))
 
     def sentences(self) -> Iterator[tuple[int, str]]:
+        for rank, error in self.failed.items():
+            yield rank, f"Rank {rank}: {error.filename} cannot be read: {error.strerror}."
         for rank, unread in self._unread.items():
             if unread.torn:
                 yield rank, f"Rank {rank}: torn lines that were passed over: {unread.torn}."
@@ -199,8 +211,14 @@ def _ranks_missing(lives: Iterable[Life]) -> Iterator[str]:
 def _check(run_dir: RunDir) -> None:
     """A job that has not started yet has no events, but it has a submission."""
     wanted = (run_dir.events, run_dir.submission_json)
-    if any(path.exists() for path in wanted):
-        return
+    try:
+        if any(path.exists() for path in wanted):
+            return
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot read {error.filename}: {error.strerror}. "
+            "A run folder is its owner's (0700): run this as that user"
+        ) from error
     seen = "there is no such folder"
     if run_dir.root.is_dir():
         names = sorted(path.name for path in run_dir.root.iterdir())

@@ -160,7 +160,7 @@ def _write_gaps(axes: Axes, history: History, lanes: Mapping[int, int]) -> int:
     for gap in _gaps(history):
         if gap.stopped.stop.rank not in lanes:
             continue
-        longest = max(len(line) for line in _cost(gap).splitlines())
+        longest = max((len(line) for line in _cost(gap).splitlines()), default=0)
         if gap.end_s - gap.begin_s < letter_s * longest:
             left_out += 1
             continue

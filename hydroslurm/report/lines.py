@@ -9,14 +9,22 @@ None. Nothing is kept.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from json.scanner import make_scanner
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydroslurm.events import SCHEMA, Event, EventKind
+from hydroslurm.events import MOST_LINE_BYTES, MOST_RANK, SCHEMA, Event, EventKind
+from hydroslurm.files import clean, open_regular, parse_json
+from hydroslurm.spare import read_spare, spare_of
+
+_MOST_CHARACTERS = 1 << 30
+"""Of one file: three million events."""
 
 
 class Who(NamedTuple):
@@ -62,7 +70,8 @@ def lines_of(events: Iterable[Event]) -> Iterator[Line]:
 
 
 def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
-    """The events of one file in order; the lines that are passed over are counted in ``unread``.
+    """The events of one file in order, and then of the spare one beside it; the lines that are
+    passed over are counted in ``unread``.
 
     Raises:
         OSError: the file cannot be read.
@@ -70,8 +79,17 @@ def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
     known: dict[str, Who] = {}
     kinds = {kind.value: kind for kind in EventKind}
     taken, decode = _HEAD.match, make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for text in file:
+    spare = read_spare(spare_of(path))
+    with os.fdopen(open_regular(path), encoding="utf-8", errors="replace", newline="\n") as file:
+        left = _MOST_CHARACTERS
+        lines: Iterator[str] = iter(partial(file.readline, MOST_LINE_BYTES), "")
+        for text in chain(lines, (line.decode(errors="replace") for line in spare)):
+            left -= len(text)
+            if left < 0:
+                unread.torn += 1
+                return
+            if len(text) == MOST_LINE_BYTES:
+                continue  # a part of a line that is longer than any of ours
             match = taken(text)
             if match is not None and text.endswith("}}\n"):
                 kind, mono, epoch, process, step = match.groups()
@@ -101,23 +119,23 @@ _HEAD = re.compile(
 
 def _any_line(text: str, unread: Unread) -> Line | None:
     try:
-        row = json.loads(text)
+        row = parse_json(text, printable=False)
         version = row["v"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         unread.torn += 1
         return None
     try:
         if not isinstance(version, int) or version > SCHEMA:
             raise ValueError(version)
         kind = EventKind(row["kind"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         unread.unknown += 1
         return None
     try:
-        mono_ns, epoch_ns, data = int(row["mono_ns"]), int(row["epoch_ns"]), row.get("data")
+        mono_ns, epoch_ns, data = _whole(row["mono_ns"]), _whole(row["epoch_ns"]), row.get("data")
         fields = data if isinstance(data, dict) else {}
         return Line(kind, mono_ns, epoch_ns, _who(row), row.get("step"), fields)
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, ValueError):
         unread.torn += 1
         return None
 
@@ -126,9 +144,15 @@ def _who(row: dict[str, Any]) -> Who:
     """Of the fields that a line has; one without a rank is of the only one."""
     job_id = row.get("job_id")
     return Who(
-        int(row.get("rank", 0)),
-        int(row.get("restart_count", 0)),
-        str(row.get("host", "")),
-        int(row.get("pid", 0)),
-        job_id if isinstance(job_id, int) else None,
+        _whole(row.get("rank", 0), most=MOST_RANK),
+        _whole(row.get("restart_count", 0)),
+        clean(str(row.get("host", ""))),
+        _whole(row.get("pid", 0)),
+        job_id if type(job_id) is int else None,
     )
+
+
+def _whole(value: object, *, most: int = 1 << 63) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{str(value)[:80]!r} is no number from 0 to {most}")
+    return value

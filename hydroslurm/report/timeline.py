@@ -162,7 +162,8 @@ def _look(pause: Pause) -> _Look:
 def _dress(figure: Figure, axes: Axes, history: History, *, left_out: int) -> None:
     """Title, axes, legend and notes."""
     ranks = history.ranks
-    axes.set_title(_title(history), loc="left", fontsize=10)
+    # a name may hold two dollars, between which matplotlib would read mathematics
+    axes.set_title(_title(history), loc="left", fontsize=10, parse_math=False)
     note = f"\n{left_out} labels left out for want of room: see figures.json" if left_out else ""
     if left_out:
         note += f". Pauses less than {history.observed_s / _PIXELS:.2g} s apart are drawn as one"

@@ -317,7 +317,9 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                self._handle(self.gate.wait_events(self._pulse.wait_s()))
+                due_s = [s for s in (self._pulse.wait_s(), self._log.retry_s) if s is not None]
+                self._handle(self.gate.wait_events(min(due_s, default=None)))
+                self._log.retry()
                 self._report_drains()
                 self._pulse.beat(self.step)
 

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageError
-from hydroslurm.files import check_trusted, open_regular
+from hydroslurm.files import check_trusted, open_regular, parse_json, read_regular
 from hydroslurm.supervised import LIVES_ENV, SUPERVISED_ENV
 
 Ending = Literal["preempted", "time_limit", "cancelled", "requeued", "asked", "error", "finished"]
 DIED = "died"
+
+_MOST_BYTES = 64 << 20
+"""Half a million lives."""
 
 _BUDGETS = {
     "preempted": "preemptions",
@@ -111,13 +114,13 @@ class Ledger:
             RunFolderError: the file is there and cannot be read.
         """
         try:
-            lines = self.path.read_text().splitlines()
+            text = read_regular(self.path, limit_bytes=_MOST_BYTES)
         except FileNotFoundError:
             return ()
         except OSError as error:
             raise RunFolderError(f"cannot read {self.path}: {error.strerror}") from error
         found: dict[int, LifeRecord] = {}
-        for line in lines:
+        for line in text.splitlines():
             _fold(found, line)
         return tuple(found[number] for number in sorted(found))
 
@@ -221,22 +224,27 @@ def check_limits(lives: Sequence[LifeRecord], limits: Limits, *, step: int) -> N
         )
 
 
-def _fold(found: dict[int, LifeRecord], line: str) -> None:
+def _fold(found: dict[int, LifeRecord], line: bytes) -> None:
     try:
-        row = json.loads(line)
-        number = int(row["life"])
+        row = parse_json(line)
+        number, step = _whole(row["life"]), _whole(row["step"])
         if "ended" in row:
             if number in found:
-                known = vars(found[number])
-                ended = {"ending": str(row["ended"]), "end_step": int(row["step"])}
-                found[number] = LifeRecord(**{**known, **ended})
+                found[number] = replace(found[number], ending=str(row["ended"]), end_step=step)
             return
+        job_id = row.get("job_id")
         found[number] = LifeRecord(
             number=number,
-            began_epoch_ns=int(row["began_epoch_ns"]),
-            step=int(row["step"]),
-            job_id=row.get("job_id"),
-            restart_count=int(row.get("restart_count", 0)),
+            began_epoch_ns=_whole(row["began_epoch_ns"]),
+            step=step,
+            job_id=job_id if type(job_id) is int else None,
+            restart_count=_whole(row.get("restart_count", 0)),
         )
     except (ValueError, KeyError, TypeError):
         return  # torn, or of a later version
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no whole number")
+    return value

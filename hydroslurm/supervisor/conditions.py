@@ -12,19 +12,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from hydroslurm.errors import RunFolderError
-from hydroslurm.files import open_regular
+from hydroslurm.files import open_regular, parse_json, read_end
 
 ConditionType = Literal[
     "Created", "Queued", "Running", "Paused", "Preempted", "Restarting", "Succeeded", "Failed"
 ]
 FINAL = frozenset({"Succeeded", "Failed"})
 _TYPES = frozenset(get_args(ConditionType))
+_MOST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def add_condition(
 def read_conditions(path: Path) -> tuple[Condition, ...]:
     """Oldest first; torn lines and those of a later version are passed over."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_end(path, most_bytes=_MOST_BYTES).splitlines()
     except OSError:
         return ()
     return tuple(_conditions(lines))
@@ -87,12 +88,16 @@ def verdict(conditions: Iterable[Condition]) -> Condition | None:
     return next((one for one in conditions if one.type in FINAL), None)
 
 
-def _conditions(lines: Iterable[str]) -> Iterable[Condition]:
+def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
     for line in lines:
         try:
-            row = json.loads(line)
-            known = {name: row[name] for name in Condition.__dataclass_fields__ if name in row}
-            if known.get("type") in _TYPES and isinstance(known.get("epoch_ns"), int):
+            row = parse_json(line)
+            known = {name: row[name] for name in _KINDS if name in row}
+            right = all(type(known[name]) is _KINDS[name] for name in known)
+            if right and known["type"] in _TYPES and "epoch_ns" in known:
                 yield Condition(**known)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             continue
+
+
+_KINDS = {"type": str, "epoch_ns": int, "reason": str, "message": str, "life": int}

@@ -16,9 +16,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from hydroslurm.errors import RunFolderError
-from hydroslurm.files import open_regular
+from hydroslurm.files import open_regular, parse_json, read_regular
 from hydroslurm.supervisor.decision import Decision
+
+_MOST_BYTES = 1 << 20
 
 
 class Ending(str, Enum):
@@ -86,7 +90,7 @@ class Attempts:
                 stem = name.removesuffix(".began.json")
                 ended = self._read(f"{stem}.ended.json") or {}
                 started = self._read(f"{stem}.srun.json") or {}
-                found.append(_attempt({**begun, **started, **ended}))
+                found += _attempt({**begun, **started, **ended})
         return tuple(found)
 
     def begin(self, life: int) -> Attempt:
@@ -137,7 +141,7 @@ class Attempts:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            value = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            value = parse_json(read_regular(self.folder / name, limit_bytes=_MOST_BYTES))
         except (OSError, ValueError):
             return None
         return value if isinstance(value, dict) else None
@@ -169,14 +173,13 @@ class Attempts:
             raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _attempt(row: Mapping[str, Any]) -> Attempt:
-    known = {name: row.get(name) for name in Attempt.__dataclass_fields__}
-    ending, decision = known.pop("ending"), known.pop("decision")
-    return Attempt(
-        **known,  # type: ignore[arg-type]
-        ending=None if ending is None else Ending(ending),
-        decision=None if decision is None else Decision(**decision),
-    )
+def _attempt(row: Mapping[str, Any]) -> list[Attempt]:
+    """None where a field is of another type: an attempt that we did not write."""
+    known = {name: row[name] for name in Attempt.__dataclass_fields__ if row.get(name) is not None}
+    try:
+        return [TypeAdapter(Attempt).validate_python(known)]
+    except ValidationError:
+        return []
 
 
 def _sync_folder(folder: Path) -> None:

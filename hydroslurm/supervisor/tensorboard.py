@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.files import open_regular
+from hydroslurm.files import open_regular, parse_json, read_regular
 from hydroslurm.rundir import RunDir
 from hydroslurm.spec.tensorboard import TensorBoard
 
@@ -170,7 +170,7 @@ class Board:
 def read_address(path: Path) -> Address | None:
     """The address that a running TensorBoard has written, if there is one."""
     try:
-        row: dict[str, Any] = json.loads(path.read_text())
+        row: dict[str, Any] = parse_json(read_regular(path, limit_bytes=1 << 16))
         return Address(str(row["node"]), str(row["host"]), int(row["port"]), int(row["pid"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydroslurm.events import Event, EventKind
+from hydroslurm.files import open_regular
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.01, 0.1, 1.0, 10.0)
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -48,13 +49,13 @@ class ParkCounter:
         self.parks = Parks()
         self._offset = 0
         self._rest = b""
-        self._pause: tuple[int, int] | None = None
+        self._pause: tuple[int, int | None] | None = None
 
     def read(self, *, budget_bytes: int) -> int:
         """Count on, reading at most so much; returns how much that was."""
         read = 0
         try:
-            now = self.path.stat()
+            now = self.path.lstat()
             if not stat.S_ISREG(now.st_mode):
                 return 0
             if now.st_size < self._offset:  # another file: what was counted stays counted
@@ -67,12 +68,13 @@ class ParkCounter:
 
     def unread_bytes(self) -> int:
         try:
-            return max(0, self.path.stat().st_size - self._offset)
+            now = self.path.lstat()
         except OSError:
             return 0
+        return max(0, now.st_size - self._offset) if stat.S_ISREG(now.st_mode) else 0
 
     def _chunk(self, most: int) -> int:
-        fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(self.path)
         try:
             text = os.pread(fd, most, self._offset)
         finally:
@@ -89,12 +91,11 @@ class ParkCounter:
 
     def _count(self, line: bytes) -> None:
         try:
-            event = Event.from_json(line.decode())
-            seconds = float(event.data["park_us"]) / 1e6
-            pause = (event.pid, int(event.data["pause"]))
-        except (ValueError, KeyError, TypeError):
+            event = Event.from_json(line)
+        except ValueError:
             return
+        park_us, pause = event.data.get("park_us"), (event.pid, event.data.get("pause"))
         # a rank that is let through to a collective parks again: the first time is what it took
-        if event.kind is EventKind.PARKED and pause != self._pause:
+        if event.kind is EventKind.PARKED and park_us is not None and pause != self._pause:
             self._pause = pause
-            self.parks.add(seconds)
+            self.parks.add(park_us / 1e6)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydroslurm.events import Event, EventKind
+from hydroslurm.files import open_regular
 from hydroslurm.rankstate import RankState, after
 
 TAIL_BYTES = 64 * 1024
@@ -39,25 +42,21 @@ class RankFacts:
     finished: bool = False
 
     def take(self, event: Event) -> None:
-        """Count one more event in.
-
-        Raises:
-            KeyError, TypeError, ValueError: not such an event as we write.
-        """
+        """Count one more event in."""
         self.state = after(self.state, event)
-        step, data = _int(event.step), event.data
+        step, data = event.step, event.data
         if step is not None and (not self.marks or self.marks[-1][0] != step):
             self.marks = [*self.marks[-1:], (step, event.epoch_ns, event.restart_count)]
         if event.kind is EventKind.LIFE_BEGAN:
-            self.life = (event.restart_count, _int(data.get("step")) or 0, event.epoch_ns)
+            self.life = (event.restart_count, _step(data), event.epoch_ns)
         elif event.kind is EventKind.RUN_FINISHED:
             self.finished = True
         elif event.kind is EventKind.SAVE_COMMITTED and data.get("tier") == "durable":
-            committed = _int(data.get("checkpoint_step"))
+            committed = data.get("checkpoint_step")
             if committed is not None:
                 self.commit = (committed, event.epoch_ns)
             seconds = data.get("seconds")
-            if isinstance(seconds, (int, float)):
+            if seconds is not None:
                 self.save_s = max(self.save_s or 0.0, float(seconds))
 
 
@@ -76,7 +75,7 @@ class RankFile:
         """Read what was appended, of which at most so much; returns how much that was. What cannot
         be read, or is no such file, changes nothing."""
         try:
-            now = self.path.stat()
+            now = self.path.lstat()
             if not stat.S_ISREG(now.st_mode):
                 return 0
             self._begin(now)
@@ -102,7 +101,7 @@ class RankFile:
             self._offset, self._rest, self._skips = now.st_size - TAIL_BYTES, b"", True
 
     def _read(self, wanted: int) -> bytes:
-        fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(self.path)
         try:
             return os.pread(fd, wanted, self._offset)
         finally:
@@ -118,10 +117,12 @@ class RankFile:
             self._skips = False
         for line in lines:
             try:
-                self.facts.take(Event.from_json(line.decode()))
-            except (ValueError, KeyError, TypeError, AttributeError):
+                event = Event.from_json(line)
+            except ValueError:
                 continue  # torn, foreign, or of a later version
+            self.facts.take(event)
 
 
-def _int(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _step(data: Mapping[str, Any]) -> int:
+    value = data.get("step")
+    return value if type(value) is int else 0

@@ -8,7 +8,8 @@ from collections import Counter
 from rich.console import Group
 from rich.text import Text
 
-from hydroslurm.watch.table import clean, layout, style
+from hydroslurm.files import clean
+from hydroslurm.watch.table import layout, style
 from hydroslurm.watch.watcher import View
 
 KEYS = "q quit   j k scroll   space page"

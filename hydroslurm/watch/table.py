@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
+from hydroslurm.files import clean
 from hydroslurm.watch.loss import Loss
 from hydroslurm.watch.row import LOUD, Row
 
@@ -54,14 +54,6 @@ def rate(steps_per_s: float | None) -> str:
     if steps_per_s >= 100:
         return f"{steps_per_s:.0f}"
     return f"{steps_per_s:.1f}" if steps_per_s >= 10 else f"{steps_per_s:.2f}"
-
-
-def clean(text: str) -> str:
-    """Text of a stranger's for a terminal or for one line: what is no printable character is
-    written out, and nothing is put on top of another."""
-    return "".join(
-        c if c.isprintable() and not unicodedata.combining(c) else repr(c)[1:-1] for c in text
-    )
 
 
 def lost(loss: Loss | None) -> str:

@@ -245,6 +245,46 @@ def test_what_is_no_report_is_refused(
         read_profile(tmp_path / "nowhere.nsys-rep")
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        # a question that has no end, in the place of a table
+        "DROP TABLE NVTX_EVENTS; CREATE VIEW NVTX_EVENTS AS WITH RECURSIVE t(n) AS (SELECT 1 UNION "
+        "ALL SELECT n + 1 FROM t) SELECT n AS start, n AS end, n AS eventType, n AS globalTid, "
+        "n AS textId, n AS domainId, n AS uint64Value FROM t",
+        "UPDATE NVTX_EVENTS SET start = 'x', end = 1e999",
+        "UPDATE NVTX_EVENTS SET start = NULL, globalTid = 'x', uint64Value = x'00'",
+        "UPDATE NVTX_EVENTS SET domainId = 0.5, eventType = 'x', category = 'x'",
+        "UPDATE NVTX_EVENTS SET start = 9223372036854775807, uint64Value = -9223372036854775808",
+        "UPDATE StringIds SET id = 'x'",
+        "UPDATE TARGET_INFO_SESSION_START_TIME SET utcEpochNs = 'x'",
+        "UPDATE ANALYSIS_DETAILS SET duration = 'x'",
+        "UPDATE ENUM_NSYS_EVENT_TYPE SET id = 'x'",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'x', end = NULL",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET rowid = -9223372036854775807 WHERE rowid = 1",
+        "ALTER TABLE NVTX_EVENTS ADD COLUMN more AS (hex(zeroblob(1000000000)))",
+        "UPDATE TARGET_INFO_SYSTEM_ENV SET value = char(27) || '[2J'",
+    ],
+)
+def test_a_forged_report_is_read_as_far_as_it_makes_sense(
+    statement: str, report: ReportFile, rank: Process
+) -> None:
+    """Texts where numbers belong, views that never end, rows that are too far apart: no exception,
+    no waiting, and nothing for a terminal."""
+    rank.pause(1, 10 * MS, until_ns=20 * MS, signals=SUSPEND)
+    report.gpu("KERNEL", *((i * 100, i * 100 + 90, rank.global_pid) for i in range(10)))
+    for table in ("NVTX_EVENTS", "StringIds", "ENUM_NSYS_EVENT_TYPE", "CUPTI_ACTIVITY_KIND_KERNEL"):
+        report.connection.executescript(
+            f"CREATE TABLE lax AS SELECT * FROM {table}; DROP TABLE {table}; "
+            f"ALTER TABLE lax RENAME TO {table}"
+        )
+    report.connection.executescript(statement)
+    profile = read_profile(report.save())
+    assert profile.host is not None
+    assert profile.host.isprintable()
+    json.dumps(profile_figures(profile), allow_nan=False)
+
+
 def test_another_sqlite_file_is_refused(tmp_path: Path) -> None:
     """It is said what it holds."""
     connection = sqlite3.connect(tmp_path / "x.sqlite")

@@ -187,7 +187,7 @@ def test_the_newest_step_counts(tmp_path: Path) -> None:
 
 def test_pulse(tmp_path: Path) -> None:
     """The first rank's step and rate can be read while it trains; nothing is written before a step
-    is known, and a folder that is gone ends it without a word."""
+    is known, and a folder that is not there is tried again without a word."""
     path = tmp_path / "events" / "pulse.json"
     path.parent.mkdir()
     pulse = PulseWriter(path, every_s=0.1, restart_count=2)
@@ -208,7 +208,13 @@ def test_pulse(tmp_path: Path) -> None:
     while lost_one.wait_s():
         pass
     lost_one.beat(1)
-    assert lost_one.wait_s() is None
+    (tmp_path / "gone").mkdir()
+    while lost_one.wait_s():
+        pass
+    lost_one.beat(2)
+    told = read_pulse(tmp_path / "gone" / "pulse.json")
+    assert told is not None
+    assert told.step == 2
     path.write_text("{")
     assert read_pulse(path) is None
 

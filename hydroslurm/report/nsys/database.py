@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import ProfileError
+from hydroslurm.files import clean
 
 TID_BITS = 24
 """globalTid = ... pid << 24 | tid; globalPid the same with a tid of 0."""
@@ -34,27 +35,51 @@ def global_pid_of(global_tid: int) -> int:
 
 
 class Database:
-    """One report, read-only. What cannot be read is named in ``missing`` and read as nothing."""
+    """One report, read-only, which anybody may have made: only tables are read, never a view or a
+    column that is computed. What cannot be read is named in ``missing`` and read as nothing."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, *, tables: frozenset[str]
+    ) -> None:
         self.path = path
+        self.size_bytes = path.stat().st_size
+        self._tables = tables
         self.missing: list[str] = []
         self._connection = connection
         self._columns: dict[str, frozenset[str]] = {}
 
     def columns(self, table: str) -> frozenset[str]:
         """Of a table; none when there is no such table."""
+        if table not in self._tables:
+            return frozenset()
         if table not in self._columns:
-            rows = self.rows(f"PRAGMA table_info({table})", what=f"the columns of {table}")
-            self._columns[table] = frozenset(row[1] for row in rows)
+            rows = self.rows(f"PRAGMA table_xinfo({table})", what=f"the columns of {table}")
+            is_plain = all(row[6] == 0 for row in rows)
+            self._columns[table] = frozenset(row[1] for row in rows if is_plain)
         return self._columns[table]
 
-    def rows(self, sql: str, values: Sequence[object] = (), *, what: str) -> list[tuple[Any, ...]]:
-        """All rows, or those before the place where the file is torn; ``what`` names them then."""
+    def rows(
+        self,
+        sql: str,
+        values: Sequence[object] = (),
+        *,
+        what: str,
+        integers: Sequence[int] = (),
+        if_any: Sequence[int] = (),
+    ) -> list[tuple[Any, ...]]:
+        """All rows, or those before the place where the file is torn; ``what`` names them then.
+
+        Args:
+            integers: number of the columns that hold one; a row with anything else there is none.
+            if_any: of those that hold one or nothing.
+        """
         got: list[tuple[Any, ...]] = []
         try:
             for row in self._connection.execute(sql, tuple(values)):
-                got.append(row)
+                if all(type(row[n]) is int for n in integers) and all(
+                    row[n] is None or type(row[n]) is int for n in if_any
+                ):
+                    got.append(row)
         except sqlite3.Error as error:
             sentence = f"{what}: the file is damaged there ({error}), {len(got)} rows were read"
             if sentence not in self.missing:
@@ -65,37 +90,42 @@ class Database:
         """Those of the names that the report holds, by id."""
         marks = ", ".join("?" * len(names))
         sql = f"SELECT id, value FROM StringIds WHERE value IN ({marks})"
-        return dict(self.rows(sql, names, what="names")) if self.columns("StringIds") else {}
+        return (
+            dict(self.rows(sql, names, what="names", integers=(0,)))
+            if self.columns("StringIds")
+            else {}
+        )
 
     def event_type(self, name: str, number: int) -> int:
         """The number of an event type: by name where the report names them."""
         if not self.columns("ENUM_NSYS_EVENT_TYPE"):
             return number
         sql = "SELECT id FROM ENUM_NSYS_EVENT_TYPE WHERE name = ?"
-        return next((row[0] for row in self.rows(sql, (name,), what="event types")), number)
+        rows = self.rows(sql, (name,), what="event types", integers=(0,))
+        return rows[0][0] if rows else number
 
     def host(self) -> str | None:
         sql = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'"
         value = self._one("TARGET_INFO_SYSTEM_ENV", sql)
-        return None if value is None else str(value)
+        return None if value is None else clean(str(value))
 
     def session_epoch_ns(self) -> int | None:
         """Wall clock of the moment 0 of the report."""
         sql = "SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME"
         value = self._one("TARGET_INFO_SESSION_START_TIME", sql)
-        return None if value is None else int(value)
+        return value if type(value) is int else None
 
     def end_ns(self) -> int | None:
         """When the recording ended, in the report's own time."""
         value = self._one("ANALYSIS_DETAILS", "SELECT duration FROM ANALYSIS_DETAILS")
-        return None if value is None else int(value)
+        return value if type(value) is int else None
 
     def version(self) -> str | None:
         for table in ("EXPORT_META_DATA", "META_DATA_EXPORT"):
             sql = f"SELECT value FROM {table} WHERE name = 'EXPORT_PRODUCT_VERSION'"
             value = self._one(table, sql)
             if value is not None:
-                return str(value)
+                return clean(str(value))
         return None
 
     def _one(self, table: str, sql: str) -> Any:
@@ -115,9 +145,9 @@ def open_database(path: Path) -> Iterator[Database]:
         try:
             # without this SQLite opens no file that is shorter than it was; nothing is written
             connection.execute("PRAGMA writable_schema = ON")
-            tables = {
-                row[0] for row in connection.execute("SELECT name FROM sqlite_master ORDER BY name")
-            }
+            connection.execute("PRAGMA trusted_schema = OFF")
+            sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
+            tables = frozenset(str(row[0]) for row in connection.execute(sql))
         except sqlite3.Error as error:
             raise ProfileError(
                 f"{path}: no SQLite file, or one that is cut off ({error}); wanted a report of "
@@ -129,4 +159,4 @@ def open_database(path: Path) -> Iterator[Database]:
                 f"{path}: an SQLite file, but not of nsys: it holds {held}; wanted what "
                 "`nsys export --type sqlite` writes"
             )
-        yield Database(connection, path)
+        yield Database(connection, path, tables=tables)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hydroslurm.errors import NsysMissing, ProfileError
+from hydroslurm.files import is_trusted
 
 EXPORT_TIMEOUT_S = 1800
 """Minutes are usual for a report of gigabytes."""
@@ -70,7 +71,8 @@ def as_sqlite(path: Path) -> Iterator[Path]:
         )
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(_folder_in(path.parent))
+            beside_it = path.parent if is_trusted(path.parent) else None
+            folder = stack.enter_context(_folder_in(beside_it))
         except OSError:  # somebody else's report, or a disk that is full
             folder = stack.enter_context(_folder_in(None))
         made = folder / beside.name

@@ -75,7 +75,7 @@ class Gpu:
             f"WHERE rowid BETWEEN ? AND ? AND globalPid = ? AND {where} ?"
         )
         values = (block.first_row, block.first_row + BLOCK - 1, self._global_pids[pid], ns)
-        rows = self._database.rows(sql, values, what=TABLES[block.table])
+        rows = self._database.rows(sql, values, what=TABLES[block.table], if_any=(0,))
         return [row[0] for row in rows if row[0] is not None]
 
 
@@ -93,7 +93,7 @@ def _blocks(database: Database, table: str, global_pid: int) -> list[_Block]:
     # not MIN and MAX in one question, for which SQLite would read the whole table
     bounds = f"(SELECT MIN(rowid) FROM {table}), (SELECT MAX(rowid) FROM {table})"
     ((first, last),) = database.rows(f"SELECT {bounds}", what=words) or [(None, None)]
-    if first is None:
+    if first is None or last - first > database.size_bytes:  # no table has rows without bytes
         return []
     sql = (
         f"SELECT MIN(start), MAX(start), MAX(end) FROM {table} "
@@ -101,7 +101,8 @@ def _blocks(database: Database, table: str, global_pid: int) -> list[_Block]:
     )
     blocks: list[_Block] = []
     for row in range(first, last + 1, BLOCK):
-        for found in database.rows(sql, (row, row + BLOCK - 1, global_pid), what=words):
-            if found[0] is not None:
+        values = (row, row + BLOCK - 1, global_pid)
+        for found in database.rows(sql, values, what=words, if_any=(0, 1, 2)):
+            if None not in found:
                 blocks.append(_Block(table, row, *found))
     return blocks

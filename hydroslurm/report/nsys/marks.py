@@ -104,7 +104,9 @@ def _domains(database: Database) -> set[tuple[int, int]]:
     sql = "SELECT globalTid, domainId, text, textId FROM NVTX_EVENTS WHERE eventType = ?"
     return {
         (global_pid_of(global_tid), domain)
-        for global_tid, domain, text, text_id in database.rows(sql, (create,), what="NVTX domains")
+        for global_tid, domain, text, text_id in database.rows(
+            sql, (create,), what="NVTX domains", integers=(0, 1)
+        )
         if text == DOMAIN or text_id in ids
     }
 
@@ -124,7 +126,9 @@ def _sorted_out(database: Database, domains: set[tuple[int, int]], *, has_catego
         f"domainId, uint64Value FROM NVTX_EVENTS WHERE textId IN ({', '.join('?' * len(ids))}) "
         "AND uint64Value IS NOT NULL"
     )
-    rows = database.rows(sql, list(ids), what="NVTX events")
+    rows = database.rows(
+        sql, list(ids), what="NVTX events", integers=(0, 2, 4, 5, 6, 7), if_any=(1, 3)
+    )
     for start, end, kind, category, global_tid, text_id, domain, payload in sorted(
         rows, key=lambda row: row[0]
     ):

@@ -1,0 +1,99 @@
+"""Run folders full of what should not be there, one for each kind of attack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SPOIL = r"""
+    import json, os, sys, time
+    from pathlib import Path
+
+    home = Path(sys.argv[1])
+    NOW = time.time_ns()
+    EVENT = {"v": 1, "mono_ns": 5, "epoch_ns": NOW, "rank": 0, "job_id": None,
+             "restart_count": 0, "pid": 7, "host": "n1", "step": 3, "data": {}}
+    NASTY = ("\x1b[2J\x1b]0;owned\x07\u202e$\\frac{$ <script>alert(1)</script> [bold] \ud800 "
+             "\0\n\x9b")
+    FILES = ["events/rank-00000.jsonl", "events/rank-00001.jsonl", "events/rank-00000.spare",
+             "events/agent-00000.jsonl", "events/pulse.json", "lives.jsonl", "conditions.jsonl",
+             "submission.json", "plan.json", "job.yaml", "finished.json", "tensorboard.json",
+             "active.json", "attempts/000001.began.json", "logs/task-0.log",
+             "profile/rank-0-life-0.sqlite",
+             "checkpoints/step-000000001/manifest.json", "checkpoints/step-000000002",
+             "epochs/step-000000003/manifest.json"]
+
+    def make(name, put):
+        for file in FILES:
+            path = home / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            put(path)
+
+    def line(**words):
+        return json.dumps({**EVENT, **words})
+
+    def lines(*several):
+        return "".join(one + "\n" for one in several).encode("utf-8", "surrogatepass")
+
+    make("fifos", os.mkfifo)
+    make("devices", lambda path: path.symlink_to("/dev/zero"))
+    make("folders", Path.mkdir)
+
+    def endless(path):
+        with path.open("wb") as file:
+            file.truncate(1 << 42)
+
+    make("endless", endless)
+    make("deep", lambda path: path.write_bytes(b"[" * 200_000 + b"\n" + b'{"v":' * 200_000 + b"\n"))
+    BIG = "9" * 400
+    numbers = lines(
+        line(kind="installed"),
+        *(line(kind=kind, **{key: "@"}).replace('"@"', value)
+          for kind in ("installed", "parked", "save_committed", "node_state", "all_parked")
+          for key in EVENT for value in (BIG, "-" + BIG, "1e999", "NaN", '"text"', "[]", "{}")),
+        *(line(kind=kind, data={key: "@"}).replace('"@"', value)
+          for kind in ("parked", "resumed", "life_began", "save_committed", "ranks_joined",
+                       "workers_started", "node_state", "causes_changed", "stop_requested")
+          for key in ("park_us", "pause", "world_size", "causes", "checkpoint_step", "step",
+                      "seconds", "tier", "pids", "state", "counts", "requested_mono_ns", "held")
+          for value in (BIG, "1e308", "Infinity", '"text"', "[[1]]", '{"a": []}', "null", "-1")),
+    )
+    make("numbers", lambda path: path.write_bytes(numbers))
+    pulse = {"step": 10**18, "epoch_ns": 1, "since_epoch_ns": -(10**18), "steps_per_s": 1e308,
+             "every_s": 1e308, "restart_count": 0, "pid": 7}
+    (home / "numbers/events/pulse.json").write_text(json.dumps(pulse))
+    words = lines(
+        line(kind="installed", host=NASTY),
+        line(kind="life_began", host=NASTY, data={"life": 1, "step": 0}),
+        line(kind="gate_closed", host=NASTY, data={"pause": 1, "causes": [NASTY]}),
+        line(kind="first_operator_held", host=NASTY, data={"pause": 1, "operator": NASTY}),
+        line(kind="parked", host=NASTY,
+             data={"pause": 1, "park_us": 1.0, "causes": [NASTY], "world_size": 1}),
+        line(kind="stop_requested", host=NASTY, data={"signal": NASTY}),
+        line(kind="stop_reason", host=NASTY, data={"reason": NASTY, "words": NASTY}),
+        line(kind="life_ended", host=NASTY, data={"ending": NASTY}),
+        line(kind="installed", host=NASTY, pid=8, mono_ns=9),
+        line(kind="gate_closed", host=NASTY, pid=8, mono_ns=10,
+             data={"pause": 1, "causes": [NASTY]}),
+        line(kind="parked", host=NASTY, pid=8, mono_ns=11,
+             data={"pause": 1, "park_us": 1.0, "causes": [NASTY]}),
+    )
+    make("words", lambda path: path.write_bytes(words))
+    condition = {"type": "Running", "epoch_ns": NOW, "reason": NASTY, "message": NASTY}
+    (home / "words/conditions.jsonl").write_text(json.dumps(condition) + "\n")
+    dollars = home / "$\\frac{$ \x1b[31m<b>"
+    (home / "words").rename(dollars)
+    # a place outside is to be written over by whoever reports
+    for name in sys.argv[3:]:
+        folder = dollars if name == "words" else home / name
+        (folder / "report").symlink_to(sys.argv[2])
+"""
+"""A program of the standard library alone, which an attacker runs: the folder to make them in, a
+place outside that their reports are to lead to, and the kinds that shall do so."""
+
+KINDS = ("fifos", "devices", "folders", "endless", "deep", "numbers", "words")
+SHOWN_NASTY = "owned"
+"""Of every text in the folder ``words`` this is to be seen."""
+
+
+def folder_of(home: Path, kind: str) -> Path:
+    return home / ("$\\frac{$ \x1b[31m<b>" if kind == "words" else kind)

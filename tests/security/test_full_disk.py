@@ -1,0 +1,131 @@
+"""A file system that is really full: a small tmpfs, mounted and filled by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import child, wait_until
+
+from hydroslurm import client
+from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.pulse import read_pulse
+from hydroslurm.rankstate import latest
+from hydroslurm.rundir import RunDir
+from hydroslurm.spare import read_spare, spare_of
+
+TRAIN = """
+    import sys, torch, hydroslurm
+    controller = hydroslurm.install(run_dir=sys.argv[1])
+    torch.set_num_threads(1)
+    weight = torch.ones(8, 8)
+    print("ready", flush=True)
+    step = 0
+    while True:
+        weight = (weight @ weight).clamp(-1, 1)
+        step += 1
+        controller.step = step
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of half a megabyte."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a file system")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def _full(folder: Path) -> Iterator[None]:
+    """Not a byte is left while this lasts, also none in the last page of a file."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    yield
+    ballast.unlink()
+
+
+def _whole_lines(path: Path) -> tuple[list[Event], list[bytes]]:
+    """The events of the log itself, and what is none."""
+    found, torn = [], []
+    for line in path.read_bytes().splitlines():
+        try:
+            found.append(Event.from_json(line))
+        except ValueError:
+            torn.append(line)
+    return found, torn
+
+
+def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    """As often as one asks, each with the latency of its own; and once there is room the log has
+    every event, in order, none glued to the one that was torn."""
+    run = RunDir(small_disk / "run")
+    log = run.rank_events(0)
+    with child(TRAIN, tmp_path, str(run.root), environ={"HYDROSLURM_PULSE_S": "0.1"}) as trainer:
+        trainer.expect("ready")
+        wait_until(lambda: read_pulse(run.pulse_json), "a pulse")
+        with _full(small_disk):
+            for number in range(1, 16):
+                parked = client.pause(trainer.pid)
+                assert parked.done
+                assert parked.latency_us is not None
+                state = latest(log)
+                assert state is not None
+                assert (state.state, state.pauses) == ("parked", number)
+                assert client.resume(trainer.pid).done
+            assert read_spare(spare_of(log))
+        # nothing happens now, and still it is written
+        wait_until(lambda: not read_spare(spare_of(log)), "what was kept is written")
+        assert client.pause(trainer.pid).done
+        assert client.resume(trainer.pid).done
+        found, torn = _whole_lines(log)
+        assert len(torn) <= 2, torn
+        kinds = [event.kind for event in found if event.kind is not EventKind.EVENTS_DROPPED]
+        newest = [event.data["pause"] for event in found if event.kind is EventKind.PARKED][-4:]
+        assert newest == [13, 14, 15, 16]
+        assert kinds[-3:] == [
+            EventKind.SIGNAL_RECEIVED,
+            EventKind.RESUMED,
+            EventKind.FIRST_OPERATOR_RELEASED,
+        ]
+        stamps = [event.mono_ns for event in found if event.kind is EventKind.PARKED]
+        assert stamps == sorted(stamps)
+        assert sum("events cannot be written" in line for line in trainer.lines) == 1
+        wait_until(lambda: any("again" in line for line in trainer.lines), "one line that it works")
+
+
+def test_the_next_attempt_begins_with_a_whole_line(small_disk: Path, tmp_path: Path) -> None:
+    """Of an attempt that is killed while the disk is full, the last events are kept, and the next
+    attempt's first line is whole."""
+    run = RunDir(small_disk / "run")
+    log = run.rank_events(0)
+    with child(TRAIN, tmp_path, str(run.root)) as trainer:
+        trainer.expect("ready")
+        with _full(small_disk):
+            for _ in range(5):
+                assert client.pause(trainer.pid).done
+                assert client.resume(trainer.pid).done
+            assert client.pause(trainer.pid).done
+            trainer.process.kill()
+            trainer.process.wait()
+    with child(TRAIN, tmp_path, str(run.root)) as trainer:
+        trainer.expect("ready")
+        wait_until(lambda: not read_spare(spare_of(log)), "what was kept is written")
+        found, _ = _whole_lines(log)
+        assert [event.kind for event in found].count(EventKind.INSTALLED) == 2
+        parked = [event.data["pause"] for event in found if event.kind is EventKind.PARKED]
+        assert parked == [1, 2, 3, 4, 5, 6]
+        assert [event.kind for event in read_events(log)][-1] is EventKind.INSTALLED

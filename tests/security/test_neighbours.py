@@ -1,0 +1,243 @@
+"""Jobs of another user, with run folders full of what should not be there, beside a good one of
+ours: each is a line at the most, nobody waits, and the good one is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from security.conftest import Stranger
+from security.spoiled import KINDS, SHOWN_NASTY, SPOIL, folder_of
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.pulse import read_pulse
+from hydroslurm.rankstate import latest
+from hydroslurm.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
+LIMIT_S = 120
+"""Of one command, on a machine that is busy; one that waits for a FIFO waits for ever."""
+
+TRAIN = """
+    import sys, time, torch
+    import hydroslurm
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = hydroslurm.Run(model=model, optimizer=optimizer, every_steps=20)
+    run.resume()
+    while True:
+        optimizer.zero_grad()
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        run.step += 1
+        run.safe_point()
+        time.sleep(0.02)
+"""
+
+
+@dataclass
+class Scene:
+    """A good job of ours, one of the other user for each kind of folder, and one of ours that
+    points to a folder of theirs."""
+
+    cluster: DevCluster
+    folder: Path
+    home: Path
+    good: str = ""
+    bad: dict[str, str] = field(default_factory=dict)
+
+    def run_folder(self, kind: str) -> Path:
+        return folder_of(self.home, kind)
+
+    @property
+    def good_run(self) -> RunDir:
+        return RunDir(self.folder / "hydroslurm-runs" / self.good)
+
+    def submit(self, *words: str) -> str:
+        options = ["-n1", "--parsable", "--overcommit", "--mem=1"]
+        return subprocess.run(
+            ["sbatch", *options, *words],
+            env=self.cluster.child_environ(),
+            cwd=self.folder,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout.strip()
+
+    def call(self, *words: object, status: tuple[int, ...] = (0,)) -> str:
+        """What a command says; it ends by itself, with no traceback and nothing for a terminal."""
+        done = subprocess.run(
+            [*HYDROSLURM, *map(str, words)],
+            env=self.cluster.child_environ(),
+            check=False,
+            capture_output=True,
+            timeout=LIMIT_S,
+        )
+        said = (done.stdout + done.stderr).decode()
+        assert done.returncode in status, said
+        assert "Traceback" not in said, said
+        odd = {c for c in said if not c.isprintable() and c not in "\n\t"}
+        assert not odd, said
+        return said
+
+
+@pytest.fixture(scope="module")
+def scene(
+    pause_cluster: DevCluster, stranger: Stranger, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    home = stranger.home / "jobs"
+    stranger.python(
+        "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir(mode=0o755)", str(home)
+    )
+    target = tmp_path_factory.mktemp("ours")
+    stranger.python(SPOIL, str(home), str(target), *KINDS)
+    found = Scene(pause_cluster, tmp_path_factory.mktemp("jobs"), home)
+    (found.folder / "train.py").write_text(textwrap.dedent(TRAIN))
+    srun = f"export HYDROSLURM_PULSE_S=0.3 OMP_NUM_THREADS=1; srun {sys.executable} train.py"
+    out = ["-o", str(found.folder / "%j.out")]
+    try:
+        found.good = found.submit(*out, "-J", "good", "--wrap", srun)
+        for kind in KINDS:
+            found.bad[kind] = found.submit(
+                f"--uid={stranger.uid}",
+                f"--gid={stranger.gid}",
+                f"--chdir={stranger.home}",
+                *("-o", "/dev/null", "-J", kind),
+                f"--comment=hydroslurm:{found.run_folder(kind)}",
+                *("--wrap", "exec sleep 900"),
+            )
+        theirs = f"--comment=hydroslurm:{found.run_folder('numbers')}"
+        found.bad["ours"] = found.submit(*out, "-J", "ours", theirs, "--wrap", "exec sleep 900")
+
+        def logs() -> str:
+            return "\n".join(file.read_text() for file in found.folder.glob("*.out"))
+
+        def has_saved() -> bool:
+            pulse = read_pulse(found.good_run.pulse_json)
+            return pulse is not None and any(found.good_run.checkpoints.glob("step-*"))
+
+        wait_until(has_saved, f"a save of {found.good}: {logs()}")
+        yield found
+        assert not any(target.iterdir())
+    finally:
+        for job_id in filter(None, [found.good, *found.bad.values()]):
+            pause_cluster.run(["scancel", "--full", "-s", "KILL", job_id], check=False)
+            pause_cluster.run(["scancel", job_id], check=False)
+
+
+def _good_row(rows: list[dict[str, Any]], scene: Scene) -> dict[str, Any]:
+    assert {row["job"] for row in rows} >= {scene.good, *scene.bad.values()}
+    assert len(rows) == len({row["job"] for row in rows})
+    return next(row for row in rows if row["job"] == scene.good)
+
+
+def test_top(scene: Scene) -> None:
+    """Every job has one line, and ours its step and checkpoint; also as JSON, which has finite
+    numbers only."""
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    said = scene.call("top", "-a", "--once", "--json").splitlines()
+    good = _good_row([json.loads(line, parse_constant=refuse) for line in said], scene)
+    assert (good["ranks"], good["name"]) == (1, "good")
+    assert good["step"] >= good["commit_step"] >= 20
+    head, *lines = scene.call("top", "-a", "--once").splitlines()
+    assert len({len(line.split("\t")) for line in [head, *lines]}) == 1
+    _good_row([{"job": line.split("\t")[0]} for line in lines], scene)
+
+
+def test_metrics(scene: Scene) -> None:
+    """What is exposed can be parsed, and has the step of ours."""
+    families = {
+        one.name: one for one in text_string_to_metric_families(scene.call("metrics", "-a"))
+    }
+    steps = {one.labels["job_id"]: one.value for one in families["hydroslurm_job_step"].samples}
+    assert steps[scene.good] >= 20
+    parked = families["hydroslurm_job_parked_ranks"].samples
+    assert scene.good in {one.labels["job_id"] for one in parked}
+
+
+def test_status(scene: Scene) -> None:
+    """Of all jobs of ours, one of which has a folder of somebody else's; and of each other one."""
+    said = scene.call("status")
+    assert f"job {scene.good} good: RUNNING" in said
+    assert f"job {scene.bad['ours']} ours: " in said
+    rows = [json.loads(line) for line in scene.call("status", "--json").splitlines()]
+    good = next(row for row in rows if str(row["job_id"]) == scene.good)
+    assert [rank["state"] for rank in good["ranks"]] == ["running"]
+    for kind, job_id in scene.bad.items():
+        said = scene.call("status", job_id)
+        assert said.startswith(f"job {job_id} {kind}: ")
+        json.loads(scene.call("status", "--json", job_id))
+    assert SHOWN_NASTY in scene.call("status", scene.bad["words"])
+
+
+def test_pause(scene: Scene) -> None:
+    """Ours is paused and goes on; each other is one message, at the end of the time at the
+    latest."""
+    said = scene.call("pause", "--job", scene.good, "--timeout", 60)
+    assert "rank 0: parked after" in said
+    assert "rank 0: running again" in scene.call("resume", "--job", scene.good, "--timeout", 60)
+    for job_id in scene.bad.values():
+        said = scene.call("pause", "--job", job_id, "--timeout", 1, status=(0, 1))
+        assert said.startswith(("hydroslurm: no rank", "hydroslurm: cannot pause", "job "))
+        scene.cluster.run(["scontrol", "resume", job_id], check=False)
+
+
+def test_other_commands(scene: Scene) -> None:
+    """Of jobs with specs, and of checkpoints: an answer or one message."""
+    scene.call("list")
+    for kind in ("fifos", "devices"):
+        scene.call("checkpoint", "verify", scene.run_folder(kind), status=(1,))
+    for job_id in scene.bad.values():
+        scene.call("describe", job_id, status=(0, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_report(kind: str, scene: Scene) -> None:
+    """It is shown, or one message says why not; and what the folder's links lead to stays as it
+    is, which the end of the scene looks at."""
+    said = scene.call("report", "--no-slurm", scene.run_folder(kind), status=(1,))
+    assert "cannot" in said or "is not a run folder" in said
+    if kind == "words":
+        assert SHOWN_NASTY in said
+
+
+def test_report_written(scene: Scene, tmp_path: Path) -> None:
+    """Of a copy all is written: pages and traces hold the words, and nothing that a browser or
+    matplotlib obeys."""
+    copy = tmp_path / scene.run_folder("words").name
+    (copy / "events").mkdir(parents=True)
+    events = scene.run_folder("words") / "events" / "rank-00000.jsonl"
+    (copy / "events" / events.name).write_bytes(events.read_bytes())
+    os.mkfifo(copy / "events" / "rank-00001.jsonl")
+    said = scene.call("report", "--no-slurm", copy)
+    assert "Rank 1: " in said
+    page = (copy / "report" / "report.html").read_text()
+    assert SHOWN_NASTY in page
+    assert "<script" not in page.lower()
+    assert "\u202e" not in page
+    json.loads((copy / "report" / "trace.json").read_text())
+    json.loads((copy / "report" / "figures.json").read_text())
+    assert (copy / "report" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_of_ours(scene: Scene) -> None:
+    """The good one's report is written as ever."""
+    assert latest(scene.good_run.rank_events(0)) is not None
+    assert "written: " in scene.call("report", "--no-slurm", scene.good_run.root)

@@ -1,0 +1,203 @@
+"""Every reader of a run folder, in each kind of spoiled one: nothing is raised that is not meant,
+nothing is waited for, and what is told can be shown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from security.spoiled import KINDS, SPOIL, folder_of
+
+from hydroslurm import agentstate, rundir
+from hydroslurm.ack import EventTail, JudgePause, wait_for_answers
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
+from hydroslurm.files import clean
+from hydroslurm.launch import submission
+from hydroslurm.launch.control import job_status, pause_job
+from hydroslurm.launch.follow import follow_files
+from hydroslurm.launch.overview import conditions_of, overviews
+from hydroslurm.report.beside import Beside
+from hydroslurm.report.figures import figures_of
+from hydroslurm.report.history import read_history
+from hydroslurm.report.page import page
+from hydroslurm.report.rows import Rows
+from hydroslurm.report.table import report_view
+from hydroslurm.report.timeline import write_timeline
+from hydroslurm.report.trace import trace_of
+from hydroslurm.rundir import RunDir
+from hydroslurm.session.lives import Ledger
+from hydroslurm.slurm.values import Job, JobState
+from hydroslurm.supervisor.ledger import Attempts
+from hydroslurm.supervisor.tensorboard import read_address
+from hydroslurm.watch.metrics import JobCollector
+from hydroslurm.watch.table import for_programs
+from hydroslurm.watch.watcher import Watcher
+
+NO_FILES = ("fifos", "devices", "folders")
+"""Kinds that have something else in the place of every file."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jobs")
+    program = textwrap.dedent(SPOIL)
+    subprocess.run([sys.executable, "-c", program, str(folder), "/nonexistent"], check=True)
+    return folder
+
+
+@pytest.fixture(params=KINDS)
+def run(request: pytest.FixtureRequest, home: Path) -> RunDir:
+    return RunDir(folder_of(home, request.param))
+
+
+@dataclass
+class Slurm:
+    """Answers with these jobs, whoever asks, and obeys."""
+
+    answer: tuple[Job, ...]
+
+    def jobs(
+        self, *, user: str | None = None, ids: Collection[int] | None = None
+    ) -> tuple[Job, ...]:
+        return self.answer
+
+    def job(self, job_id: int) -> Job:
+        return next(job for job in self.answer if job.job_id == job_id)
+
+    def suspend(self, job_id: int) -> None:
+        """It does nothing."""
+
+
+def _job(run: RunDir, job_id: int = 7) -> Job:
+    return Job(
+        job_id=job_id,
+        name="n",
+        user="u",
+        partition="low",
+        state=JobState.RUNNING,
+        start_epoch_s=1,
+        comment=rundir.comment_for(run),
+        nodes=("n1", "n2"),
+    )
+
+
+def test_status(run: RunDir) -> None:
+    """Ranks, nodes, conditions, lives, attempts: what is typed is told, all else is absent."""
+    found = job_status(_job(run))
+    assert found.problem is None or found.problem.startswith(str(run.events))
+    for one in (*found.ranks, *found.nodes, *conditions_of(run, found.job)):
+        json.dumps(vars(one), allow_nan=False)
+    assert agentstate.latest(run.agent_events(0)) is None or run.agent_events(0).is_file()
+    if run.root.name in (*NO_FILES, "endless"):
+        with pytest.raises(RunFolderError, match="cannot read"):
+            Ledger(run.lives_jsonl).lives()
+    else:
+        assert Ledger(run.lives_jsonl).lives() == ()
+    assert Attempts(run.attempts).all() == ()
+    assert read_address(run.tensorboard_json) is None
+    assert overviews(Slurm((_job(run),)), "u") == ()  # type: ignore[arg-type]
+    with pytest.raises(RunFolderError):
+        submission.read(run.root)
+
+
+def test_logs_are_not_waited_for(run: RunDir) -> None:
+    """A FIFO or a device in the place of a log is an error in words."""
+    log = run.task_log(0)
+    if log.is_file() and not log.is_symlink():
+        return
+    with pytest.raises(RunFolderError, match="where a regular file was expected"):
+        list(follow_files([log]))
+
+
+def test_top_and_metrics(home: Path) -> None:
+    """All of them at once, and each has its line."""
+    jobs = tuple(_job(RunDir(folder_of(home, kind)), n) for n, kind in enumerate(KINDS, start=1))
+    watcher = Watcher(Slurm(jobs), user=None, policies=False)  # type: ignore[arg-type]
+    for _ in range(2):
+        view = watcher.look()
+        assert {row.key for row in view.rows} == set(range(1, len(KINDS) + 1))
+        for row in view.rows:
+            json.dumps(row.as_json(), allow_nan=False)
+            assert all(part.isprintable() for part in for_programs(row).split("\t"))
+    families = JobCollector(watcher, every_s=0.0).collect()
+    assert {one.name for one in families} >= {"hydroslurm_job_step", "hydroslurm_jobs"}
+
+
+def test_pause(run: RunDir) -> None:
+    """Ranks that never answer are silent when the time is over; where there are none, the job is
+    left alone."""
+    try:
+        answer = pause_job(Slurm((_job(run),)), 7, timeout_s=0.05)  # type: ignore[arg-type]
+    except TargetError:
+        return
+    assert answer.silent or answer.answers
+    path = run.rank_events(0)
+    assert wait_for_answers({0: EventTail(path)}, JudgePause, timeout_s=0.05) == {}
+
+
+def test_report(run: RunDir, tmp_path: Path) -> None:
+    """Figures, tables, page, trace and picture of whatever can be read."""
+    if run.root.name in NO_FILES:
+        with pytest.raises(RunFolderError, match="cannot read"):
+            read_history(run.root)
+        return
+    history = read_history(run.root)
+    beside = Beside()
+    rows = Rows.of(history, beside)
+    figures = figures_of(history, beside, rows)
+    json.dumps(figures, allow_nan=False)
+    json.dumps(trace_of(history), allow_nan=False)
+    console = Console(markup=False, emoji=False, width=200)
+    with console.capture() as said:
+        console.print(report_view(history, beside, figures, rows))
+    assert all(c.isprintable() or c == "\n" for c in said.get())
+    shown = page(history, beside, figures, rows, pictures=[])
+    shown.encode()
+    assert "<script" not in shown
+    write_timeline(history, tmp_path / "report" / "timeline.png")
+
+
+def test_checkpoints(run: RunDir) -> None:
+    """None of what lies there is one."""
+    store = CheckpointStore(run.checkpoints)
+    assert store.committed() == ()
+    assert [path.name for path in store.problems()] == ["step-000000001", "step-000000002"]
+
+
+def test_a_folder_that_is_not_ours_is_not_written(home: Path, tmp_path: Path) -> None:
+    """A report goes into a folder of its own, and never through a link."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    (tmp_path / "run" / "report").symlink_to(tmp_path / "elsewhere")
+    history = read_history(tmp_path / "run")
+    with pytest.raises(RunFolderError, match="cannot write"):
+        write_timeline(history, tmp_path / "run" / "report" / "timeline.png")
+    assert not any((tmp_path / "elsewhere").iterdir())
+    (tmp_path / "run" / "report").unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "run" / "report").mkdir()
+    (tmp_path / "run" / "report" / "timeline.png.part").symlink_to(victim)
+    write_timeline(history, tmp_path / "run" / "report" / "timeline.png")
+    assert victim.read_text() == "mine"
+
+
+def test_no_such_folder_at_all(tmp_path: Path) -> None:
+    """Names that are too long, or lead through a file, are as good as no folder."""
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file" / "run", tmp_path / ("x" * 5000), tmp_path / "gone"):
+        found = job_status(_job(RunDir(root)))
+        assert found.ranks == ()
+        watcher = Watcher(Slurm((_job(RunDir(root)),)), user=None, policies=False)  # type: ignore[arg-type]
+        assert len(watcher.look().rows) == 1
+        assert clean(str(found.problem)).isprintable()
+        with pytest.raises((RunFolderError, NoSuchJob)):
+            read_history(root)
