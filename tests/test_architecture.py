@@ -72,7 +72,7 @@ MAY_IMPORT = {
         "slurm.allocation",
     },
     "devcluster": BASE | {"slurm"},
-    "report": BASE | {"events", "rundir", "rankstate", "slurm"},
+    "report": BASE | {"events", "rundir", "rankstate", "slurm", "spare"},
     # jobs that run now: Slurm's answer beside what is appended to their run folders
     "watch": BASE
     | {
