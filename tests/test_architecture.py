@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "slurm.allocation",
     },
     "devcluster": BASE | {"slurm"},
-    "report": BASE | {"events", "rundir", "rankstate", "slurm"},
+    "report": BASE | {"events", "spare", "rundir", "rankstate", "slurm"},
     # jobs that run now: Slurm's answer beside what is appended to their run folders
     "watch": BASE
     | {
