@@ -36,7 +36,7 @@ from hydroslurm.files import check_trusted
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
 """Environment variable that names the run folder to a rank."""
 
-_RANK_FILE = re.compile(r"rank-([0-9]{5})\.jsonl")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,7})\.jsonl")
 
 
 @dataclass(frozen=True)
