@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,7 +52,7 @@ def doctor(
     """Say in plain words what a preemption does here, how long each stop leaves, what is risky and
     which line would change it. Exit status 1: work would be lost; 2: Slurm could not be asked."""
     from hydroslurm.doctor import answer, findings
-    from hydroslurm.doctor.gather import gather, read_file
+    from hydroslurm.doctor.gather import gather, read_file, why_no_munge
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.slurm.client import open_client
 
@@ -66,6 +67,7 @@ def doctor(
             script=None if script is None else read_file(script),
             suspend_s=suspend_s,
             run=run,
+            no_munge=why_no_munge(os.environ),
         )
     except (HydroslurmError, UsageError) as error:
         # not the usual 1, which says that work would be lost

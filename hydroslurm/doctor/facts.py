@@ -37,6 +37,8 @@ class Facts:
         suspend_s: how long a suspend is to be survived; None when nobody said.
         untrusted: why a job would not obey what lies in the run folder; empty where it would.
         shared: who else than its user could exchange the run folder; empty for nobody.
+        no_munge: why MUNGE gives ranks no key on this machine; empty where it does, None where it
+            was not asked.
     """
 
     config: Config
@@ -49,6 +51,7 @@ class Facts:
     suspend_s: float | None = None
     untrusted: str = ""
     shared: str = ""
+    no_munge: str | None = None
 
     @property
     def tasks(self) -> int:

@@ -37,6 +37,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         manyranks.ranks_outlive_a_failure,
         manyranks.failure_looks_like_a_stop,
         manyranks.port_of_an_earlier_life,
+        manyranks.how_ranks_prove_themselves,
         risks.gres_stays_taken,
         risks.stopped_while_paused,
         clocks.suspend_not_known,

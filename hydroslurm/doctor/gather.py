@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from hydroslurm.doctor.facts import Facts, SaveFacts
@@ -11,6 +12,7 @@ from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.files import check_trusted
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 from hydroslurm.slurm.policy import find_partition, site_policy
 from hydroslurm.slurm.values import Job
 
@@ -25,6 +27,7 @@ def gather(
     script: ScriptOptions | None = None,
     suspend_s: float | None = None,
     run: Path | None = None,
+    no_munge: str | None = None,
 ) -> Facts:
     """Ask Slurm for one job, or for what a job would meet in a partition.
 
@@ -32,6 +35,7 @@ def gather(
         partition: "" for the default one; a job brings its own.
         script: of a planned job; that of an existing one is read from Slurm, where that is allowed.
         run: the run folder; None when it is not known.
+        no_munge: what :func:`why_no_munge` says; None where it was not asked.
 
     Raises:
         SlurmError: Slurm could not be asked.
@@ -60,7 +64,17 @@ def gather(
         suspend_s=suspend_s,
         untrusted=why_untrusted(run, shared=True),
         shared=why_untrusted(run, shared=False),
+        no_munge=no_munge,
     )
+
+
+def why_no_munge(environ: Mapping[str, str]) -> str:
+    """Why ranks on this machine get no key by MUNGE; empty where they do."""
+    try:
+        Munge(socket_of(environ)).encode(b"")
+    except MungeError as error:
+        return str(error)
+    return ""
 
 
 def why_untrusted(run: Path | None, *, shared: bool) -> str:

@@ -74,6 +74,23 @@ def port_of_an_earlier_life(facts: Facts) -> Finding | None:
     return Finding("port", Severity.RISK, "a port of earlier lives", words, fix)
 
 
+def how_ranks_prove_themselves(facts: Facts) -> Finding | None:
+    """Ranks connect only with a key that they share; see ``docs/security.md``."""
+    if facts.tasks < 2 or facts.no_munge is None:
+        return None
+    given = "srun --preempt, job specs and hydroslurm agent give the ranks a key of their own"
+    if not facts.no_munge:
+        words = f"{given}; MUNGE, which answers on this machine, gives one to those of plain srun."
+        return Finding("ranks_key", Severity.OK, "ranks prove who they are", words)
+    words = (
+        f"{given}. Those of plain srun would take theirs from MUNGE, which does not answer on this "
+        f"machine ({facts.no_munge}); what is left is a file in the run folder, which all nodes "
+        "have to see. Without a key the ranks stay apart: they pause and stop each by itself."
+    )
+    fix = "srun --preempt; or export HYDROSLURM_STEP_KEY=$(openssl rand -hex 32) before srun"
+    return Finding("ranks_key", Severity.NOTE, "no MUNGE for the ranks' key", words, fix)
+
+
 def _release(facts: Facts) -> str:
     year, month, *_ = facts.config.version
     return f"{year}.{month:02d}"

@@ -17,6 +17,7 @@ from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.fence import Fence
 from hydroslurm.files import check_trusted
 from hydroslurm.rundir import RunDir
+from hydroslurm.runtime import autoload
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm.allocation import Allocation
@@ -132,4 +133,7 @@ def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller,
     if installation.is_installed() and not installation.gives_way():
         return installation.controller(), False
     of_job = rundir.from_environment(environ) is not None
+    if Allocation.from_environ(environ) is not None:
+        # a pause of the job that comes behind the run must not end what has ended well
+        autoload.keep_alive(autoload.killing(environ))
     return installation.install(run_dir=None if of_job else run.root, environ=environ), True

@@ -201,3 +201,16 @@ def test_a_script_that_cannot_be_read(tmp_path: Path) -> None:
     """A wrong --script is a usage error that names it."""
     with pytest.raises(UsageError, match=r"nothing\.sbatch"):
         read_file(tmp_path / "nothing.sbatch")
+
+
+def test_how_ranks_get_their_key() -> None:
+    """With MUNGE it is well; without it the reason is told, and what helps; one rank needs none."""
+    facts = _facts()
+    assert "ranks_key" not in _found(facts)
+    assert _found(replace(facts, no_munge=""))["ranks_key"].severity is Severity.OK
+    found = _found(replace(facts, no_munge="Failed to access socket"))["ranks_key"]
+    assert found.severity is Severity.NOTE
+    assert "Failed to access socket" in found.explanation
+    assert "srun --preempt" in found.fix
+    alone = replace(_facts(replace(SCRIPT, tasks=1)), no_munge="none")
+    assert "ranks_key" not in _found(alone)

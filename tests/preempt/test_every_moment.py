@@ -124,15 +124,21 @@ def pause_at_every_moment(rank: Rank, *, pausable_at_the_end: bool) -> None:
         rank.send(signal.SIGUSR2)
         rank.wait_parked(False)
         rank.go(moment)
-    for moment in ("joining", "leaving", "finalizing"):
+    signal_from(rank, "joining")
+    assert rank.status() == 0, rank.log()
+    assert len(list(rank.folder.rglob("finished.json"))) == 1
+
+
+def signal_from(rank: Rank, first: str) -> None:
+    """Signal it at each moment from one on, wherever it cannot be paused any more."""
+    last = ("evaluating", "joining", "leaving", "finalizing")
+    for moment in last[last.index(first) :]:
         rank.reach(moment)
         rank.send(signal.SIGUSR1)
         rank.send(signal.SIGUSR2)
         os.kill(rank.pid, signal.SIGUSR1)  # at once
         os.kill(rank.pid, signal.SIGUSR2)
         rank.go(moment)
-    assert rank.status() == 0, rank.log()
-    assert len(list(rank.folder.rglob("finished.json"))) == 1
 
 
 @pytest.fixture
@@ -257,6 +263,24 @@ def test_srun_preempt(rank: Rank, pause_cluster: DevCluster) -> None:
     words = ["srun", "-J", name, "-n1", "--preempt"]
     with running(rank, *words, str(rank.start), str(RANK), str(rank.folder), environ=environ):
         pause_at_every_moment(rank, pausable_at_the_end=True)
+
+
+@pytest.mark.slurm
+def test_plain_srun(rank: Rank, pause_cluster: DevCluster) -> None:
+    """Nobody has asked for it but the script, by its Run: behind that no pause kills it."""
+    name = rank.folder.name
+    environ = pause_cluster.child_environ(
+        {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
+    )
+    by_slurm(rank, pause_cluster, lambda: _job_named(pause_cluster, name))
+    words = ["srun", "-J", name, "-n1", str(rank.start), str(RANK), str(rank.folder)]
+    with running(rank, *words, environ=environ):
+        for moment in ("starting", "importing", "between"):
+            rank.reach(moment)
+            rank.go(moment)
+        signal_from(rank, "evaluating")
+        assert rank.status() == 0, rank.log()
+    assert len(list(rank.folder.rglob("finished.json"))) == 1
 
 
 @pytest.mark.slurm
