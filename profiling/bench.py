@@ -30,6 +30,7 @@ SCRIPTS = (
     "killwait",
     "stock_submitit",
     "ranks",
+    "connection",
     "long_suspend",
     "fault_rounds",
     "startup",

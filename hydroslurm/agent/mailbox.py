@@ -63,8 +63,9 @@ class Mailbox:
     def wait(self, timeout_s: float | None) -> list[int] | None:
         """The signals that came, in their order; empty after ``timeout_s``, None after
         :meth:`close`."""
-        ready, _, _ = select.select([self._read_fd], [], [], timeout_s)
-        if not ready:
+        watch = select.poll()  # select() cannot look at descriptors above 1023
+        watch.register(self._read_fd, select.POLLIN)
+        if not watch.poll(None if timeout_s is None else max(0.0, timeout_s * 1e3)):
             return []
         data = os.read(self._read_fd, 4096)
         if not data:

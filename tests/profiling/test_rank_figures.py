@@ -59,6 +59,14 @@ def test_ranks(tmp_path: Path) -> None:
         assert result[ratio] > 0
 
 
+def test_connection(tmp_path: Path) -> None:
+    """What the ranks' proofs cost: per message against none, per greeting, per rank that joins."""
+    result = _run("connection.py", tmp_path)
+    assert result["frame_ratio"] > 1
+    assert 0 < result["greeting_ms"] < result["join_ms"]
+    assert result["ranks"] == 64
+
+
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_long_suspend(tmp_path: Path) -> None:

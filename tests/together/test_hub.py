@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -128,6 +129,24 @@ def test_a_part_of_the_ranks_can_agree(crew_of_threads: Team) -> None:
         lambda: first.agree("y", 1, among=[0, 1]), lambda: second.agree("y", 2, among=[1, 2])
     )
     assert all("asked among" in str(error) for error in failed)
+
+
+def test_a_rank_with_thousands_of_open_files(crew_of_threads: Team) -> None:
+    """Descriptors above 1023, as a rank with many files of data has them, are nothing special."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        ranks = crew_of_threads.join(2)
+        assert all(one._link and one._link._connection.fileno() > 1023 for one in ranks)
+        told = all_at_once(lambda: ranks[0].agree("y", 0), lambda: ranks[1].agree("y", 1))
+        assert told == [{0: 0, 1: 1}] * 2
+    finally:
+        for fd in files:
+            os.close(fd)
+        for one in crew_of_threads.ranks:
+            one.leave()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_who_gives_up_fails_it_for_all(crew_of_threads: Team) -> None:

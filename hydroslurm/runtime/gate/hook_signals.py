@@ -147,7 +147,9 @@ class SignalPipe:
     def read(self, timeout_s: float | None) -> bytes:
         """What has arrived: signal numbers and :data:`NUDGE`, oldest first; empty when time is
         up."""
-        if not select.select([self._read_fd], [], [], timeout_s)[0]:
+        watch = select.poll()  # select() cannot look at descriptors above 1023
+        watch.register(self._read_fd, select.POLLIN)
+        if not watch.poll(None if timeout_s is None else max(0.0, timeout_s * 1e3)):
             return b""
         arrived = os.read(self._read_fd, 512)
         if self._previous_fd >= 0:
