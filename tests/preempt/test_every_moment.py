@@ -252,29 +252,28 @@ def test_hydroslurm_run(rank: Rank, gate: str) -> None:
         pause_at_every_moment(rank, pausable_at_the_end=True)
 
 
+@contextmanager
+def below_srun(rank: Rank, cluster: DevCluster, *words: str) -> Iterator[None]:
+    """With srun's options, and the program that they end with."""
+    name = rank.folder.name
+    environ = cluster.child_environ({**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")})
+    by_slurm(rank, cluster, lambda: _job_named(cluster, name))
+    with running(rank, "srun", "-J", name, "-n1", *words, environ=environ):
+        yield
+
+
 @pytest.mark.slurm
 def test_srun_preempt(rank: Rank, pause_cluster: DevCluster) -> None:
     """Behind `srun --preempt`: also before the first line of Python."""
-    name = rank.folder.name
-    environ = pause_cluster.child_environ(
-        {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
-    )
-    by_slurm(rank, pause_cluster, lambda: _job_named(pause_cluster, name))
-    words = ["srun", "-J", name, "-n1", "--preempt"]
-    with running(rank, *words, str(rank.start), str(RANK), str(rank.folder), environ=environ):
+    words = ["--preempt", str(rank.start), str(RANK), str(rank.folder)]
+    with below_srun(rank, pause_cluster, *words):
         pause_at_every_moment(rank, pausable_at_the_end=True)
 
 
 @pytest.mark.slurm
 def test_plain_srun(rank: Rank, pause_cluster: DevCluster) -> None:
     """Nobody has asked for it but the script, by its Run: behind that no pause kills it."""
-    name = rank.folder.name
-    environ = pause_cluster.child_environ(
-        {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
-    )
-    by_slurm(rank, pause_cluster, lambda: _job_named(pause_cluster, name))
-    words = ["srun", "-J", name, "-n1", str(rank.start), str(RANK), str(rank.folder)]
-    with running(rank, *words, environ=environ):
+    with below_srun(rank, pause_cluster, str(rank.start), str(RANK), str(rank.folder)):
         for moment in ("starting", "importing", "between"):
             rank.reach(moment)
             rank.go(moment)
@@ -288,16 +287,10 @@ def test_plain_srun(rank: Rank, pause_cluster: DevCluster) -> None:
 def test_agent(rank: Rank, pause_cluster: DevCluster, asked: bool) -> None:
     """A worker of `hydroslurm agent`: one that nobody has asked to be preemptible but the agent,
     and one below `srun --preempt`."""
-    name = rank.folder.name
-    environ = pause_cluster.child_environ(
-        {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
-    )
-    by_slurm(rank, pause_cluster, lambda: _job_named(pause_cluster, name))
     agent = [sys.executable, "-m", "hydroslurm.cli", "agent", "--"]
     agent += ["--standalone", "--nproc-per-node=1", "--max-restarts=0", "--no-python"]
     worker = [str(rank.start), str(RANK), str(rank.folder), *([] if asked else ["install"])]
-    srun = ["srun", "-J", name, "-n1", *(["--preempt"] if asked else [])]
-    with running(rank, *srun, *agent, *worker, environ=environ):
+    with below_srun(rank, pause_cluster, *(["--preempt"] if asked else []), *agent, *worker):
         pause_at_every_moment(rank, pausable_at_the_end=asked)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 MAX_RANKS = 1 << 20
 MAX_COUNT = 1 << 62
@@ -22,24 +22,6 @@ Check = Callable[[Any], bool]
 
 class BadMessage(ValueError):
     """A message that is none; says which field is wrong, and what was there."""
-
-
-class Who(TypedDict, total=False):
-    """The process of a rank. ``cut_off``: what it had begun at hubs that are gone."""
-
-    pid: int
-    host: str
-    cut_off: list[str]
-
-
-class Join(TypedDict):
-    """The first message of a rank."""
-
-    do: str
-    life: str
-    rank: int
-    world_size: int
-    who: Who
 
 
 def _is_count(value: Any, most: int = MAX_COUNT) -> bool:
@@ -79,6 +61,7 @@ def _list_of(check: Check) -> Check:
 
 
 def _is_who(value: Any) -> bool:
+    """The process of a rank. ``cut_off``: what it had begun at hubs that are gone."""
     known = {"pid": _is_count, "host": _is_text, "cut_off": _list_of(_is_text)}
     return type(value) is dict and all(
         name in known and known[name](one) for name, one in value.items()
