@@ -30,6 +30,7 @@ from hydroslurm.runtime.ranks import team
 from hydroslurm.runtime.ranks.frames import MAC_BYTES, Sealer, Unsealer, pack
 from hydroslurm.runtime.ranks.greeting import RankGreeting
 from hydroslurm.runtime.ranks.host import start_hub
+from hydroslurm.runtime.ranks.messages import check_from_hub
 from hydroslurm.runtime.ranks.secret import Secret
 from hydroslurm.runtime.ranks.team import Ranks
 from hydroslurm.runtime.world import World
@@ -147,6 +148,22 @@ def test_a_rank_with_thousands_of_open_files(crew_of_threads: Team) -> None:
         for one in crew_of_threads.ranks:
             one.leave()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_circles_of_thousands_that_differ() -> None:
+    """What says so stays short enough to be sent, and the connections live on."""
+    world = World(rank=0, world_size=9000, life="many")
+    port = start_hub(world, SECRET)
+    with Visitor(port) as first, Visitor(port) as second:
+        for rank, visitor in enumerate((first, second)):
+            visitor.greet()
+            visitor.say(hello(world, rank=rank))
+            assert visitor.hear()[0] == {"say": "welcome"}
+        first.say({"do": "agree", "topic": "t", "value": 1, "among": [*range(9000)]})
+        second.say({"do": "agree", "topic": "t", "value": 1, "among": [*range(1, 9000)]})
+        (failed,) = second.hear()
+        assert check_from_hub(failed)["words"].startswith("asked among [")
+    os.kill(hub_at(port), signal.SIGKILL)
 
 
 def test_who_gives_up_fails_it_for_all(crew_of_threads: Team) -> None:

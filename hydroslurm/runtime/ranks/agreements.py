@@ -36,7 +36,8 @@ class Agreements:
         one = self._open.setdefault(topic, _Open(circle))
         one.values[rank] = value
         if circle != one.among or rank not in circle:
-            words = f"asked among {list(one.among)} and among {list(circle)}"
+            # of thousands of ranks the lists say no more than their beginnings
+            words = f"asked among {list(one.among)!s:.400} and among {list(circle)!s:.400}"
             return self._fail(topic, missing=(), withdrawn=(), words=words)
         missing = [other for other in circle if other in gone and other not in one.values]
         if missing:

@@ -15,7 +15,8 @@ from typing import Any
 MAX_RANKS = 1 << 20
 MAX_COUNT = 1 << 62
 """Of steps, places, rounds, collectives."""
-MAX_TEXT = 4096
+MAX_TEXT = 16384
+"""Two paths of the longest, and some words."""
 
 Check = Callable[[Any], bool]
 
