@@ -29,6 +29,7 @@ from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.marks import Emit
 from hydroslurm.runtime.ranks.secret import find_secret
+from hydroslurm.runtime.rendezvous import key_folder
 from hydroslurm.runtime.signals import SignalPlan
 from hydroslurm.runtime.world import World
 from hydroslurm.slurm.allocation import Allocation
@@ -297,8 +298,7 @@ def _join(
     if world.world_size == 1:
         return
     environ = dict(environ)  # of now: they are looked for in a thread
-    run = rundir.from_environment(environ) if run_dir is None else RunDir(Path(run_dir).absolute())
-    folder = None if run is None else run.root
+    folder = key_folder(world, environ, run_dir=run_dir)
     secret = partial(find_secret, world, environ, folder=folder)
     controller.join(world, secret=secret, warn=_warn)
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
-from hydroslurm import rundir
+from hydroslurm import registry, rundir
+from hydroslurm.errors import RunFolderError
 from hydroslurm.runtime.ranks.host import start_hub
 from hydroslurm.runtime.ranks.search import find_hub
 from hydroslurm.runtime.ranks.secret import find_secret, key_from
@@ -72,8 +74,7 @@ def step_key(
         NoSecret: there is no way to agree on one.
         HubLost: the first rank, which has it, did not come within :data:`MEET_S`.
     """
-    run = rundir.from_environment(environ)
-    secret = find_secret(world, environ, folder=None if run is None else run.root)
+    secret = find_secret(world, environ, folder=key_folder(world, environ))
     if secret.source == "environment" or world.rank == 0:
         assert secret.key is not None
         if secret.source != "environment":
@@ -83,6 +84,26 @@ def step_key(
     found = find_hub(world, secret, ports=ports, timeout_s=MEET_S, stop=stop)
     found.socket.close()
     return found.key
+
+
+def key_folder(
+    world: World, environ: Mapping[str, str], *, run_dir: str | os.PathLike[str] | None = None
+) -> Path | None:
+    """Where the ranks' key may lie in a file: in the run folder; without one, ranks of one machine
+    have the folder there that is this user's own. None where there is neither.
+
+    Args:
+        run_dir: the run folder that was given, if one was.
+    """
+    if run_dir is not None:
+        return Path(run_dir).absolute()
+    run = rundir.from_environment(environ)
+    if run is not None:
+        return run.root
+    if world.local_world_size == world.world_size:
+        with contextlib.suppress(RunFolderError):
+            return registry.folder(environ)
+    return None
 
 
 def _open_store(host: str, port: int, world_size: int) -> None:

@@ -146,7 +146,9 @@ def test_forged(how: str, store: CheckpointStore, tmp_path: Path) -> None:
     one is taken with one warning, and exported."""
     FOUND_BY_LS[how](_third(store))
     rows = json.loads(_call("ls", "--json", store.directory))
-    assert [row["state"] for row in rows] == ["whole", "whole", "torn"], rows
+    # everybody can write /dev/zero: that is seen before what it is
+    third = "untrusted" if how == "device as manifest" else "torn"
+    assert [row["state"] for row in rows] == ["whole", "whole", third], rows
     assert len(_call("ls", store.directory).splitlines()) == 4
     assert "3 checkpoints, 1 of them cannot be loaded" in _call("verify", store.directory)
     with pytest.warns(RuntimeWarning, match="going back to .*step-000000002"):

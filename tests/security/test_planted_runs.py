@@ -13,6 +13,7 @@ import pytest
 
 from hydroslurm.errors import RunFolderError
 from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.fence import Fence
 from hydroslurm.pulse import PulseWriter
 from hydroslurm.rundir import RunDir
 from hydroslurm.session import finished
@@ -274,10 +275,11 @@ def test_a_planted_fast_tier_is_not_used(scratch: Path, tmp_path: Path, stranger
     """In /dev/shm the folder of a run's fast tier can be made by anybody before: it is passed over
     with a warning, and one that we make is ours alone."""
     run = RunDir(tmp_path / "run")
-    store = fast_store(scratch, run)
+    fence = Fence(run.claim_json)
+    store = fast_store(scratch, run, fence=fence)
     assert store is not None
     assert store.directory.stat().st_mode & 0o777 == 0o700
     store.directory.rmdir()
     stranger.run("mkdir", "-m", "777", str(store.directory))
     with pytest.warns(RuntimeWarning, match=f"belongs to uid {stranger.uid}"):
-        assert fast_store(scratch, run) is None
+        assert fast_store(scratch, run, fence=fence) is None

@@ -71,7 +71,7 @@ def as_sqlite(path: Path) -> Iterator[Path]:
         )
     with contextlib.ExitStack() as stack:
         try:
-            beside_it = path.parent if is_trusted(path.parent) else None
+            beside_it = path.parent if is_trusted(path.parent, shared=True) else None
             folder = stack.enter_context(_folder_in(beside_it))
         except OSError:  # somebody else's report, or a disk that is full
             folder = stack.enter_context(_folder_in(None))
