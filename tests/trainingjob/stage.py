@@ -54,6 +54,12 @@ def exit_code(cluster: DevCluster, folder: Path) -> Scene:
     return played(cluster, folder, acts, replicas(1, "ExitCode") + limit)
 
 
+def exit_code_torchrun(cluster: DevCluster, folder: Path) -> Scene:
+    acts: dict[str, list[int | str]] = {"worker-0": [138, "kill SIGKILL", 1]}
+    agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
+    return played(cluster, folder, acts, replicas(1, "ExitCode") + agent)
+
+
 def always(cluster: DevCluster, folder: Path) -> Scene:
     acts: dict[str, list[int | str]] = {"worker-0": [0, 1, 0, "kill SIGKILL", 0, 3]}
     return played(cluster, folder, acts, replicas(1, "Always") + "runPolicy: {backoffLimit: 2}\n")
@@ -273,6 +279,7 @@ SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
     "preempted": preempted,
     "on_failure": on_failure,
     "exit_code": exit_code,
+    "exit_code_torchrun": exit_code_torchrun,
     "preempted_too_often": preempted_too_often,
     "suspended": suspended,
     "saved": saved,

@@ -48,6 +48,14 @@ def test_exit_code_restarts_after_signals_only(scene: Scene) -> None:
     assert slurms_state(scene) == "FAILED|93:0"
 
 
+@pytest.mark.scene("exit_code_torchrun")
+def test_exit_code_sees_through_torchrun(scene: Scene) -> None:
+    """What a worker of the agent ended with is what the policy judges: 138 and a SIGKILL are
+    retried, a plain 1 is final."""
+    assert statuses(scene) == [138, 137, 1]
+    assert scene.verdict().reason == "MasterFailed"
+
+
 @pytest.mark.scene("always")
 def test_always_restarts_also_after_success(scene: Scene) -> None:
     """And a success does not count against backoffLimit, which ends it in the end."""
