@@ -58,10 +58,27 @@ def test_exit_code_sees_through_torchrun(scene: Scene) -> None:
 
 @pytest.mark.scene("always")
 def test_always_restarts_also_after_success(scene: Scene) -> None:
-    """And a success does not count against backoffLimit, which ends it in the end."""
-    assert statuses(scene) == [0, 1, 0, 137, 0, 3]
+    """And every restart counts against backoffLimit, which ends it in the end."""
+    assert statuses(scene) == [0, 137, 0]
     assert [one.ending for one in scene.attempts][:2] == [Ending.RESTARTED, Ending.FAILED]
     assert scene.verdict().reason == "BackoffLimitExceeded"
+
+
+@pytest.mark.scene("unasked")
+def test_leaving_with_75_unasked_is_no_preemption(scene: Scene) -> None:
+    """It is judged as a failure: started again in the same life, within backoffLimit."""
+    assert statuses(scene) == [75, 75]
+    assert [one.life for one in scene.attempts] == [0, 0]
+    assert scene.verdict().reason == "BackoffLimitExceeded"
+    assert "nobody has asked it to" in scene.verdict().message
+
+
+@pytest.mark.scene("unasked_never")
+def test_never_takes_75_for_final_where_nobody_asked(scene: Scene) -> None:
+    """And the job is not requeued for it."""
+    assert statuses(scene) == [75]
+    assert scene.verdict().reason == "StoppedUnasked"
+    assert slurms_state(scene) == "FAILED|93:0"
 
 
 @pytest.mark.scene("never")
@@ -86,7 +103,7 @@ def test_all_replicas_share_one_limit(scene: Scene) -> None:
     assert statuses(scene) == [3, 4, 137]
     verdict = scene.verdict()
     assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")
-    assert "failure 3, with backoffLimit 2" in verdict.message
+    assert "restart 3, with backoffLimit 2" in verdict.message
 
 
 @pytest.mark.slow
