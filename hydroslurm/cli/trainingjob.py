@@ -48,7 +48,7 @@ def list_jobs() -> None:
     if not rows:
         typer.echo("no jobs with a spec; submit one: hydroslurm submit job.yaml")
         return
-    header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "FAILURES", "PREEMPTIONS", "SINCE")
+    header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "RESTARTS", "PREEMPTIONS", "SINCE")
     widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
     for row in [header, *rows]:
         line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))

@@ -25,8 +25,10 @@ def types(scene: Scene) -> list[str]:
 
 
 def slurms_state(scene: Scene) -> str:
-    shown = scene.slurm("sacct", "-X", "-n", "-P", "-j", str(scene.job_id), "-o", "State,ExitCode")
-    return shown.splitlines()[-1]
+    """Of its end, which accounting hears of after the verdict."""
+    asked = ("sacct", "-X", "-n", "-P", "-j", str(scene.job_id), "-o", "State,ExitCode")
+    scene.wait(lambda: "RUNNING" not in scene.slurm(*asked), "end in the accounting")
+    return scene.slurm(*asked).splitlines()[-1]
 
 
 @pytest.mark.scene("on_failure")
