@@ -107,6 +107,7 @@ MAY_IMPORT = {
     # inside the batch script: the plan is read, and carried out
     "supervisor": BASE
     | {
+        "events",
         "fence",
         "spec",
         "slurm",

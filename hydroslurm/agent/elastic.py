@@ -8,6 +8,8 @@ Torchrun's own code is run; only the class of its agent is another one. What dif
 - for a restart, workers that listen to SIGTERM are ended with SIGKILL: they would take it for a
   stop of the job, save, and have the whole job requeued;
 - a stop that arrives before there are workers ends the agent at once;
+- when workers failed for good, the agent leaves with the status of the first;
+- workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT`` says off;
 - workers are given ``HYDROSLURM_LIFE``, the same on all nodes and new in each round. Torch's own
   TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because of another
   node's.
@@ -21,6 +23,7 @@ import os
 import secrets
 import signal
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,9 +44,10 @@ from hydroslurm.agent.defaults import Meeting, fill_in
 from hydroslurm.agent.mailbox import Interrupted
 from hydroslurm.agent.node import Node
 from hydroslurm.agent.patience import Patience
-from hydroslurm.agent.status import Decision, decide, node_status
+from hydroslurm.agent.script import NO_SCRIPT, what_is_missing
+from hydroslurm.agent.status import Decision, decide, failure_status, node_status
 from hydroslurm.errors import LaunchError
-from hydroslurm.exitcodes import CANCELLED
+from hydroslurm.exitcodes import CANCELLED, FAILED
 from hydroslurm.runtime import autoload
 from hydroslurm.runtime.ranks.greeting import KEY_BYTES, derive
 from hydroslurm.runtime.world import KEY_ENV, LIFE_ENV
@@ -63,11 +67,14 @@ class NodeAgent(LocalElasticAgent):
 
     Attributes:
         status: what the agent is to leave with, once its workers have left on purpose.
+        failed: what it is to leave with if its workers are not started again; None as long as none
+            has failed.
     """
 
     def __init__(self, node: Node, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(spec, *args, **kwargs)
         self.status: int | None = None
+        self.failed: int | None = None
         self._node = node
         self._monitoring = False
         self._leaving = False
@@ -86,9 +93,10 @@ class NodeAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
-        self._leaving, self.status = False, None
+        self._leaving, self.status, self.failed = False, None, None
         # what comes before they listen waits for them
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, autoload.killing(os.environ))
+        held = autoload.killing(os.environ) if autoload.is_asked(os.environ) else ()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
         try:
             pids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
@@ -147,10 +155,14 @@ class NodeAgent(LocalElasticAgent):
         give_up_s = time.monotonic() + LINGER_S
         while True:
             codes = exit_codes(pcontext)
+            stop_asked = self._node.stop_asked.is_set()
+            if self.failed is None:  # its siblings are about to be ended, and fail, too
+                ended = [code for code in codes.values() if code is not None]
+                self.failed = failure_status(ended, stop_asked=stop_asked)
             living = [local_rank for local_rank, code in codes.items() if code is None]
             decision = decide(
                 codes.values(),
-                stop_asked=self._node.stop_asked.is_set(),
+                stop_asked=stop_asked,
                 others_leave=time.monotonic() < give_up_s or self._node.is_stopping(living),
             )
             if decision is not Decision.WAIT:
@@ -186,10 +198,15 @@ def launch(arguments: list[str], *, node: Node, where: Meeting | None, key: byte
 
     Raises:
         SystemExit: the arguments are wrong, torchrun has printed why.
-        ChildFailedError: workers failed for good, as torchrun raises it.
         LaunchError: this torch cannot be changed.
     """
     chosen = _torchrun.parse_args(arguments)
+    missing = what_is_missing(
+        chosen.training_script, is_program=chosen.no_python, is_module=chosen.module
+    )
+    if missing is not None:
+        node.log.say(missing, warning=True)
+        return NO_SCRIPT
     if where is not None and fill_in(chosen, where, untouched=_untouched()):
         node.log.say(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
     _leave_signals_to(node, chosen)
@@ -197,11 +214,20 @@ def launch(arguments: list[str], *, node: Node, where: Meeting | None, key: byte
         key = secrets.token_bytes(KEY_BYTES)
     if key is not None:
         os.environ[KEY_ENV] = derive(key, "workers").hex()
+    if not os.environ.get(autoload.PREEMPT_ENV):
+        os.environ[autoload.PREEMPT_ENV] = "pause"
     # with a shared store a restarted rank may find the address of a peer that is gone
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with _agents_of(node) as agents:
-        # it writes the error file of a failed worker, as it does for torchrun
-        return int(record(_run)(chosen, agents) or 0)
+        try:
+            # it writes the error file of a failed worker, as it does for torchrun
+            return int(record(_run)(chosen, agents) or 0)
+        except ChildFailedError as error:
+            # torch's table says which worker, how and when; the way through torchrun says nothing
+            node.log.say("".join(traceback.format_exception_only(error)).strip(), warning=True)
+            first = error.get_first_failure()[1].exitcode
+            failed = agents[-1].failed if agents else None
+            return failed or failure_status([first], stop_asked=False) or FAILED
 
 
 def _run(chosen: Any, agents: list[NodeAgent]) -> int:

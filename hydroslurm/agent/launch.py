@@ -22,12 +22,12 @@ def run_agent(arguments: Sequence[str], *, environ: Mapping[str, str]) -> int:
 
     Returns:
         The status of the node: 0; 75, 93 or 143 as in :mod:`hydroslurm.exitcodes` when the workers
-        have left on purpose.
+        have left on purpose; 2 when there is no such script; else that of the first worker that
+        failed, 128 + N where a signal killed it.
 
     Raises:
         SystemExit: wrong arguments; torchrun has printed what is wrong.
         UsageError: a variable has a value that it never has.
-        ChildFailedError: torch's: workers failed for good.
     """
     node = Node(environ)
     with node.listening():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 
 from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
@@ -62,6 +62,18 @@ def node_status(codes: Iterable[int], *, stop_asked: bool) -> int | None:
     if stop_asked and _KILLED_BY_TERM in ended and not any(code > 0 for code in ended):
         return CANCELLED
     return None
+
+
+def failure_status(codes: Collection[int], *, stop_asked: bool) -> int | None:
+    """The status of a node whose first workers to fail were these, at the same moment as far as
+    anybody can tell; None where none has failed.
+
+    Torchrun always says 1. 128 + N stands for a signal, as in a shell, so that a restart policy can
+    tell a killed worker from one that crashed. The greatest, for 1 is how Python leaves of any
+    exception, the one about a peer that was killed included.
+    """
+    failed = [code for code in codes if code and not _on_purpose(code, stop_asked=stop_asked)]
+    return max((128 - code if code < 0 else code for code in failed), default=None)
 
 
 def _on_purpose(code: int, *, stop_asked: bool) -> bool:

@@ -22,9 +22,12 @@ def agent(context: typer.Context) -> None:
     srun --ntasks-per-node=1 hydroslurm agent -- --nproc-per-node=8 train.py
 
     Takes torchrun's options (hydroslurm agent -- --help). Without any of --nnodes, --rdzv-* and
-    --master-*, the tasks of a job step find each other. Exit status: 0; 75 saved, to be run again;
-    93 must not be run again; 143 cancelled; 1 as torchrun. A worker that leaves with one of these
-    is not restarted.
+    --master-*, the tasks of a job step find each other. The ranks are preemptible, as below srun
+    --preempt; HYDROSLURM_PREEMPT=off starts them without.
+
+    Exit status: 0; 75 saved, to be run again; 93 must not be run again; 143 cancelled; a worker
+    that leaves with one of these is not restarted. Else that of the first worker that failed for
+    good, 128+N for signal N.
     """
     if not context.args:
         typer.echo(context.get_usage(), err=True)

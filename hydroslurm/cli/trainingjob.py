@@ -48,7 +48,7 @@ def list_jobs() -> None:
     if not rows:
         typer.echo("no jobs with a spec; submit one: hydroslurm submit job.yaml")
         return
-    header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "FAILURES", "PREEMPTIONS", "SINCE")
+    header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "RESTARTS", "PREEMPTIONS", "SINCE")
     widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
     for row in [header, *rows]:
         line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
@@ -154,7 +154,7 @@ def _row(found: Overview) -> tuple[str, ...]:
         condition.type if condition else "-",
         found.slurm.state.value,
         str(found.job.replicas),
-        f"{found.failures}/{found.job.run_policy.backoff_limit}",
+        f"{found.restarts}/{found.job.run_policy.backoff_limit}",
         str(found.preemptions),
         _moment(condition.epoch_ns) if condition else "-",
     )
@@ -176,7 +176,7 @@ def _description(found: Overview) -> list[str]:
     lines.append(f"Run folder:   {found.run.root}")
     lines += [f"Label:        {clean(f'{key}={text}')}" for key, text in job.labels.items()]
     lines += _replica_lines(found)
-    lines.append(f"Failures:     {found.failures} of backoffLimit {policy.backoff_limit}")
+    lines.append(f"Restarts:     {found.restarts} of backoffLimit {policy.backoff_limit}")
     most = (
         "" if policy.preemption_limit is None else f" of preemptionLimit {policy.preemption_limit}"
     )

@@ -69,9 +69,9 @@ class Overview:
         return ended or verdict(self.conditions) is not None
 
     @property
-    def failures(self) -> int:
+    def restarts(self) -> int:
         """What backoffLimit is compared with."""
-        return sum(one.ending is Ending.FAILED for one in self.attempts)
+        return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in self.attempts)
 
     @property
     def preemptions(self) -> int:

@@ -18,9 +18,9 @@ class RunPolicy(Part):
 
     backoff_limit: Whole = Field(
         default=3,
-        description="How often the job is started again after a failure, of all replicas together; "
-        "one failure more, and it has failed. Preemptions do not count. Default: 3.",
-        json_schema_extra=unit("failures"),
+        description="How often the job is started again by its restartPolicy, for all replicas "
+        "together; once more, and it has failed. Preemptions do not count. Default: 3.",
+        json_schema_extra=unit("restarts"),
     )
     preemption_limit: Whole | None = Field(
         default=None,

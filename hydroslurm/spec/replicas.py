@@ -179,7 +179,8 @@ class ReplicaSpec(Part):
     restart_policy: RestartPolicy = Field(
         default="OnFailure",
         description="What a replica's end means. Never: a failure is final. OnFailure: all are "
-        "started again unless its status is 0. Always: also then. ExitCode: only after 130, 137, "
+        "started again unless its status is 0. Always: also then; every restart counts "
+        "against backoffLimit. ExitCode: only after 130, 137, "
         "138, 140 and 143, which are signals. A preemption is no failure. Default: OnFailure.",
     )
     template: Template = Field(description="What each of them runs. Required.")

@@ -26,7 +26,7 @@ class Decision:
 
 
 def decide(
-    judgement: Judgement, policy: RunPolicy, *, earlier_failures: int, is_over_deadline: bool
+    judgement: Judgement, policy: RunPolicy, *, earlier_restarts: int, is_over_deadline: bool
 ) -> Decision | None:
     """Compare what has happened with the limits of the job; None: it is started again."""
     if judgement.next is Next.SUCCEED:
@@ -36,8 +36,8 @@ def decide(
         return Decision(True, DEADLINE_EXCEEDED, words)
     if judgement.next is Next.FAIL:
         return Decision(True, judgement.reason, judgement.words)
-    failures = earlier_failures + judgement.is_failure
-    if judgement.is_failure and failures > policy.backoff_limit:
-        words = f"{judgement.words}: failure {failures}, with backoffLimit {policy.backoff_limit}"
+    restarts = earlier_restarts + judgement.counts
+    if judgement.counts and restarts > policy.backoff_limit:
+        words = f"{judgement.words}: restart {restarts}, with backoffLimit {policy.backoff_limit}"
         return Decision(True, "BackoffLimitExceeded", words)
     return None

@@ -38,14 +38,14 @@ class Judgement:
     Attributes:
         next: what to do.
         replica, status: whose end decided it.
-        is_failure: whether the restart counts against backoffLimit.
+        counts: whether the restart counts against backoffLimit.
         reason, words: for the job's conditions: one word, one sentence.
     """
 
     next: Next
     replica: str | None = None
     status: int | None = None
-    is_failure: bool = False
+    counts: bool = False
     reason: str = ""
     words: str = ""
 
@@ -85,7 +85,7 @@ def _of_one(
             return None
         if policy == "Always":
             words = f"{replica} has ended, and restartPolicy Always starts it again"
-            return Judgement(Next.RESTART, replica, 0, reason="Always", words=words)
+            return Judgement(Next.RESTART, replica, 0, True, "Always", words)
         words = f"{replica} has ended with status 0"
         return Judgement(Next.SUCCEED, replica, 0, reason="MasterSucceeded", words=words)
     if restarts(policy, status):
@@ -98,6 +98,22 @@ def _of_one(
         )
         return Judgement(Next.FAIL, replica, status, reason="MasterFailed", words=words)
     return None
+
+
+def unasked(plan: Plan, found: Judgement) -> Judgement:
+    """What to make of a rank that has left with 75 although nobody asked it to stop: no preemption,
+    or the job would go round for ever, but an end like any other, for its policy to judge."""
+    assert found.next is Next.LEAVE
+    assert found.replica is not None
+    policy = plan.policy_of(found.replica)
+    words = (
+        f"{found.replica} left with status {RUN_AGAIN}, which says that it was stopped and has "
+        "saved; nobody has asked it to"
+    )
+    if restarts(policy, RUN_AGAIN):
+        return Judgement(Next.RESTART, found.replica, RUN_AGAIN, True, "StoppedUnasked", words)
+    words = f"{words}, and restartPolicy {policy} takes that for final"
+    return Judgement(Next.FAIL, found.replica, RUN_AGAIN, reason="StoppedUnasked", words=words)
 
 
 def restarts(policy: str, status: int) -> bool:

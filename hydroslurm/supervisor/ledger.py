@@ -131,9 +131,9 @@ class Attempts:
         self._write(f"{attempt.number:06d}.ended.json", row, new=True, quietly=True)
         return next(one for one in self.all() if one.number == attempt.number)
 
-    def failures(self) -> int:
-        """What backoffLimit is compared with."""
-        return sum(one.ending is Ending.FAILED for one in self.all())
+    def restarts(self) -> int:
+        """What backoffLimit is compared with: also those after a success, which Always wants."""
+        return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in self.all())
 
     def preemptions(self) -> int:
         """Lives that ended because somebody else wanted the nodes."""

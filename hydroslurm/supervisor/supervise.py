@@ -26,10 +26,11 @@ from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.restarts import Start, check_newest, requeue
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why
 from hydroslurm.spec.job import TrainingJob
+from hydroslurm.supervisor.asked import was_asked_to_stop
 from hydroslurm.supervisor.conditions import ConditionType, add_condition, read_conditions, verdict
 from hydroslurm.supervisor.deadline import ActiveTime
 from hydroslurm.supervisor.decision import DEADLINE_EXCEEDED, Decision, decide
-from hydroslurm.supervisor.judge import Judgement, Next, judge
+from hydroslurm.supervisor.judge import Judgement, Next, judge, unasked
 from hydroslurm.supervisor.ledger import Attempt, Attempts, Ending
 from hydroslurm.supervisor.steps import (
     LOST,
@@ -128,14 +129,17 @@ class Supervisor:
         attempt, step, ends = self._adopted() or self._begun()
         judgement = self._watch(step, ends)
         self._check_newest()
-        stop = None if judgement.next is Next.SUCCEED else self._why()
+        told = None if judgement.next is Next.SUCCEED else self._ask()
+        stop = None if told is None or not _is_slurms(told) else told
+        if judgement.next is Next.LEAVE and not self._was_asked(told, attempt):
+            judgement = unasked(self._plan, judgement)
         if judgement.next is Next.LEAVE or stop is not None:
             step.wait(time.monotonic() + SAVE_S)
             return self._leave(attempt, stop, saved=judgement.next is Next.LEAVE)
         decision = decide(
             judgement,
             self._job.run_policy,
-            earlier_failures=self._attempts.failures(),
+            earlier_restarts=self._attempts.restarts(),
             is_over_deadline=self._is_over_deadline(),
         )
         attempt = self._attempts.end(
@@ -149,7 +153,7 @@ class Supervisor:
             return self._conclude(decision, step)
         self._see_out(step, PEERS_S)
         self._become("Restarting", judgement.reason, judgement.words)
-        self._pause_between(self._attempts.failures() if judgement.is_failure else 0)
+        self._pause_between(self._attempts.restarts() if judgement.status != 0 else 0)
         return None
 
     def _decided_before(self) -> Outcome | None:
@@ -244,8 +248,22 @@ class Supervisor:
 
     def _why(self) -> Stop | None:
         """Whether Slurm has stopped the job; None when what happened had reasons of its own."""
-        stop = ask_why(self._client, self._allocation.job_id)
+        stop = self._ask()
         return stop if _is_slurms(stop) else None
+
+    def _ask(self) -> Stop:
+        return ask_why(
+            self._client,
+            self._allocation.job_id,
+            warning_s=float(self._job.preemption.warning_seconds),
+        )
+
+    def _was_asked(self, stop: Stop | None, attempt: Attempt) -> bool:
+        """Whether anybody may have wanted this stop: Slurm, a person, another rank. Where Slurm
+        does not answer, it may have been Slurm."""
+        if self._told_to_end or stop is None or stop.reason is not StopReason.ASKED:
+            return True
+        return was_asked_to_stop(self._run.events, since_epoch_ns=attempt.began_epoch_ns)
 
     def _leave(self, attempt: Attempt | None, stop: Stop | None, *, saved: bool) -> Outcome:
         """The job is to go on later, or was ended by a person or its time limit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -123,9 +124,70 @@ def test_a_failure_is_restarted_and_nobody_takes_it_for_a_stop(scene: Scene) -> 
             assert len(set(scene.lives(rank))) == 2
         assert scene.lives(0) == scene.lives(1)
         scene.leave(0, 3)
-        assert agent.wait() == 1
+        assert agent.wait() == 3
     assert "ChildFailedError" in str(agent)
     assert "exitcode" in str(agent)
+    assert "Traceback" not in str(agent)
+
+
+@pytest.mark.parametrize(("end", "status"), [(138, 138), (1, 1), (signal.SIGKILL, 137)])
+def test_the_first_failure_is_the_nodes_status(
+    scene: Scene, end: int | signal.Signals, status: int
+) -> None:
+    """A restart policy can tell a killed worker from a crash: the node leaves with the status of
+    the first, 128 + N for a signal, and not with that of the siblings that are killed for it."""
+    with scene.agent(*one_node(2, restarts=0)) as agent:
+        for rank in range(2):
+            scene.wait_told(rank, "announced")
+        if isinstance(end, signal.Signals):
+            os.kill(scene.pid(1), end)
+        else:
+            scene.leave(1, end)
+        assert agent.wait() == status
+    assert [event.data["status"] for event in scene.events("agent_left")] == [status]
+
+
+ASKED = """
+import os
+from pathlib import Path
+blocked = Path("/proc/self/status").read_text().partition("SigBlk:")[2].split()[0]
+print("asked", os.environ.get("HYDROSLURM_PREEMPT"), "held", int(blocked, 16) >> 9 & 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "mode", "held"),
+    [(None, "pause", 1), ("", "pause", 1), ("requeue", "requeue", 1), ("off", "off", 0)],
+)
+def test_workers_are_preemptible(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, said: str | None, mode: str, held: int
+) -> None:
+    """Without a further option; who said what they are to be is heard, and one who does not want
+    them preemptible gets workers to which SIGUSR1 is a signal like any other."""
+    monkeypatch.delenv("HYDROSLURM_PREEMPT", raising=False)
+    if said is not None:
+        scene.environ["HYDROSLURM_PREEMPT"] = said
+    script = scene.folder / "asked.py"
+    script.write_text(ASKED)
+    with scene.agent(*one_node(1), script=script) as agent:
+        agent.expect(f"asked {mode} held {held}")
+        assert agent.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [([], "there is no script"), (["--no-python"], "there is no program")],
+)
+def test_a_script_that_is_not_there(scene: Scene, options: list[str], wanted: str) -> None:
+    """One line says what was looked for and where; nothing is started for it."""
+    missing = scene.folder / "trian.py"
+    with scene.agent(*one_node(2), *options, script=missing) as agent:
+        assert agent.wait() == 2
+    (line,) = [each for each in str(agent).splitlines() if "trian.py" in each]
+    assert wanted in line
+    assert str(missing) in line
+    assert "Traceback" not in str(agent)
+    assert not scene.events("workers_started")
 
 
 def test_a_stop_before_there_are_workers(scene: Scene) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ from hydroslurm.agent import nodestate, patience
 from hydroslurm.agent.defaults import Meeting, fill_in, meeting
 from hydroslurm.agent.mailbox import Interrupted, Mailbox
 from hydroslurm.agent.patience import Patience
-from hydroslurm.agent.status import Decision, decide, node_status
+from hydroslurm.agent.script import what_is_missing
+from hydroslurm.agent.status import Decision, decide, failure_status, node_status
 from hydroslurm.agent.workers import Worker
 from hydroslurm.rankstate import RankState
 
@@ -65,6 +67,43 @@ def test_decision(
 def test_node_status(codes: tuple[int, ...], stop_asked: bool, status: int | None) -> None:
     """One status of many: what binds most, else what torchrun makes of it."""
     assert node_status(codes, stop_asked=stop_asked) == status
+
+
+@pytest.mark.parametrize(
+    ("codes", "stop_asked", "status"),
+    [
+        ((3,), False, 3),
+        ((-9,), False, 137),
+        ((1, -9), False, 137),
+        ((138, 1), False, 138),
+        ((TERM,), False, 143),
+        ((TERM, 1), True, 1),
+        ((75, 4), False, 4),
+        ((0, 75), False, None),
+        ((), False, None),
+    ],
+)
+def test_failure_status(codes: tuple[int, ...], stop_asked: bool, status: int | None) -> None:
+    """Of workers that failed together the one that says most."""
+    assert failure_status(codes, stop_asked=stop_asked) == status
+
+
+def test_where_a_program_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun's child would find it: a script here, a program on the PATH, a module never."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "train").write_text("#!/bin/sh\n")
+    kinds = {"script": (False, False), "program": (True, False), "module": (False, True)}
+    found = {
+        name: what_is_missing("train", is_program=program, is_module=module)
+        for name, (program, module) in kinds.items()
+    }
+    assert found["script"] is found["module"] is None
+    assert "'train' on the PATH" in (found["program"] or "")
+    (tmp_path / "train").chmod(0o755)
+    assert what_is_missing("train", is_program=True, is_module=False) is None
+    missing = what_is_missing("sub/train", is_program=False, is_module=False)
+    assert str(tmp_path / "sub/train") in (missing or "")
 
 
 def _step(**values: str) -> dict[str, str]:

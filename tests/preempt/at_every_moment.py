@@ -1,9 +1,8 @@
 """A rank that stands still at each moment of its life until it is let on: what test_every_moment.py
-signals. ``at_every_moment.py FOLDER [install]``
+signals. ``at_every_moment.py FOLDER``
 
 At a moment NAME it makes FOLDER/NAME, and goes on when there is FOLDER/NAME-go; the first moments
-are made by the test, for they come before this. With ``install`` it calls install() itself, and
-uninstall() before it evaluates.
+are made by the test, for they come before this.
 """
 
 import atexit
@@ -16,7 +15,7 @@ import torch
 
 import hydroslurm
 
-FOLDER, INSTALLS = sys.argv[1], "install" in sys.argv
+FOLDER = sys.argv[1]
 
 
 # what it needs is bound here: the last moment comes when modules are being cleared
@@ -45,8 +44,6 @@ class Last:
 last = Last()
 last.itself = last  # the collector finds it, when the modules are gone
 atexit.register(stand, "leaving")
-if INSTALLS:
-    hydroslurm.install()
 stand("between", train)
 with hydroslurm.Run(model=model, optimizer=optimizer) as run:
     run.resume()
@@ -54,7 +51,5 @@ with hydroslurm.Run(model=model, optimizer=optimizer) as run:
     run.step += 1
     run.safe_point()
     run.save()
-if INSTALLS:
-    hydroslurm.uninstall()
 stand("evaluating", train)
 threading.Thread(target=stand, args=("joining",)).start()

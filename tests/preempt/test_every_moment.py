@@ -105,7 +105,7 @@ class Rank:
         return "\n".join(f"{path}:\n{path.read_text()[-2000:]}" for path in files)
 
 
-def pause_at_every_moment(rank: Rank, *, pausable_at_the_end: bool) -> None:
+def pause_at_every_moment(rank: Rank) -> None:
     """The same for all that start a rank."""
     for moment in ("starting", "importing"):
         rank.reach(moment)
@@ -119,8 +119,7 @@ def pause_at_every_moment(rank: Rank, *, pausable_at_the_end: bool) -> None:
     for moment in ("between", "evaluating"):
         rank.reach(moment)
         rank.send(signal.SIGUSR1)
-        if moment == "between" or pausable_at_the_end:
-            rank.wait_parked(True)
+        rank.wait_parked(True)
         rank.send(signal.SIGUSR2)
         rank.wait_parked(False)
         rank.go(moment)
@@ -249,7 +248,7 @@ def test_hydroslurm_run(rank: Rank, gate: str) -> None:
     command = [sys.executable, "-m", "hydroslurm.cli", "run", "--"]
     words = [*command, str(rank.start), str(RANK), str(rank.folder)]
     with running(rank, *words, environ={**environ, "HYDROSLURM_GATE": gate}):
-        pause_at_every_moment(rank, pausable_at_the_end=True)
+        pause_at_every_moment(rank)
 
 
 @contextmanager
@@ -267,7 +266,7 @@ def test_srun_preempt(rank: Rank, pause_cluster: DevCluster) -> None:
     """Behind `srun --preempt`: also before the first line of Python."""
     words = ["--preempt", str(rank.start), str(RANK), str(rank.folder)]
     with below_srun(rank, pause_cluster, *words):
-        pause_at_every_moment(rank, pausable_at_the_end=True)
+        pause_at_every_moment(rank)
 
 
 @pytest.mark.slurm
@@ -285,13 +284,13 @@ def test_plain_srun(rank: Rank, pause_cluster: DevCluster) -> None:
 @pytest.mark.slurm
 @pytest.mark.parametrize("asked", [False, True])
 def test_agent(rank: Rank, pause_cluster: DevCluster, asked: bool) -> None:
-    """A worker of `hydroslurm agent`: one that nobody has asked to be preemptible but the agent,
-    and one below `srun --preempt`."""
+    """A worker of `hydroslurm agent`, which asks for it where nobody else has, and one below
+    `srun --preempt`."""
     agent = [sys.executable, "-m", "hydroslurm.cli", "agent", "--"]
     agent += ["--standalone", "--nproc-per-node=1", "--max-restarts=0", "--no-python"]
-    worker = [str(rank.start), str(RANK), str(rank.folder), *([] if asked else ["install"])]
+    worker = [str(rank.start), str(RANK), str(rank.folder)]
     with below_srun(rank, pause_cluster, *(["--preempt"] if asked else []), *agent, *worker):
-        pause_at_every_moment(rank, pausable_at_the_end=asked)
+        pause_at_every_moment(rank)
 
 
 @pytest.mark.slurm
@@ -316,7 +315,7 @@ def test_executor(rank: Rank, pause_cluster: DevCluster, monkeypatch: pytest.Mon
 
     rank.ended, rank.status = ended, status
     try:
-        pause_at_every_moment(rank, pausable_at_the_end=True)
+        pause_at_every_moment(rank)
     finally:
         _scancel(pause_cluster, job.job_id, "--signal=KILL")
 
@@ -344,7 +343,7 @@ def test_spec(rank: Rank, pause_cluster: DevCluster) -> None:
 
     rank.status = status
     try:
-        pause_at_every_moment(rank, pausable_at_the_end=True)
+        pause_at_every_moment(rank)
     finally:
         _scancel(pause_cluster, job, "--signal=KILL")
 

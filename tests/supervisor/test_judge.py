@@ -9,7 +9,7 @@ import pytest
 from hydroslurm.launch.layout import plan_job
 from hydroslurm.launch.plan import Plan
 from hydroslurm.spec.reading import loads
-from hydroslurm.supervisor.judge import Judgement, Next, judge, restarts
+from hydroslurm.supervisor.judge import Judgement, Next, judge, restarts, unasked
 
 PYTHON = "/usr/bin/python3"
 
@@ -62,7 +62,7 @@ def test_the_first_failure_counts() -> None:
     """The others fail because of it."""
     found = after(plan(), (2, 1), (0, 134), (1, 1))
     assert (found.next, found.replica, found.status) == (Next.RESTART, "worker-2", 1)
-    assert found.is_failure
+    assert found.counts
 
 
 def test_a_failure_behind_the_success_of_the_master_changes_nothing() -> None:
@@ -88,7 +88,7 @@ def test_every_policy_and_status_of_the_master(policy: str, status: int) -> None
     else:
         wanted = Next.FAIL
     assert found.next is wanted
-    assert found.is_failure == (wanted is Next.RESTART and status != 0)
+    assert found.counts == (wanted is Next.RESTART)
     assert restarts(policy, status) or wanted is not Next.RESTART
 
 
@@ -102,3 +102,19 @@ def test_a_worker_that_is_never_restarted_leaves_it_to_the_master() -> None:
 def test_saved_and_left_wins_over_what_it_did_to_others() -> None:
     """A rank that left with 75 may make others fail first."""
     assert after(plan(), (1, 1), (0, 75)).next is Next.LEAVE
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        ("Never", Next.FAIL), ("ExitCode", Next.FAIL),
+        ("OnFailure", Next.RESTART), ("Always", Next.RESTART),
+    ],
+)  # fmt: skip
+def test_75_that_nobody_asked_for_is_an_end_like_any_other(policy: str, wanted: Next) -> None:
+    """No preemption, which would cost nothing and come again for ever."""
+    of = plan(policy)
+    found = unasked(of, after(of, (1, 75)))
+    assert (found.next, found.replica, found.status) == (wanted, "worker-1", 75)
+    assert found.counts == (wanted is Next.RESTART)
+    assert "nobody has asked" in found.words

@@ -25,12 +25,13 @@ def test_attempts_are_numbered_over_lives(tmp_path: Path) -> None:
 
 
 def test_failures_and_preemptions_are_two_budgets(tmp_path: Path) -> None:
-    """Only failures count against backoffLimit; a life is preempted once."""
+    """Preemptions do not count against backoffLimit; a life is preempted once."""
     ledger = Attempts(tmp_path / "attempts")
     for life, ending in enumerate([Ending.PREEMPTED] * 10 + [Ending.FAILED] * 2):
         ledger.end(ledger.begin(life), ending)
     ledger.end(ledger.begin(9), Ending.PREEMPTED)
-    assert (ledger.failures(), ledger.preemptions()) == (2, 10)
+    ledger.end(ledger.begin(10), Ending.RESTARTED)
+    assert (ledger.restarts(), ledger.preemptions()) == (3, 10)
 
 
 def test_the_first_end_counts(tmp_path: Path) -> None:

@@ -54,13 +54,28 @@ def exit_code(cluster: DevCluster, folder: Path) -> Scene:
     return played(cluster, folder, acts, replicas(1, "ExitCode") + limit)
 
 
+def exit_code_torchrun(cluster: DevCluster, folder: Path) -> Scene:
+    acts: dict[str, list[int | str]] = {"worker-0": [138, "kill SIGKILL", 1]}
+    agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
+    return played(cluster, folder, acts, replicas(1, "ExitCode") + agent)
+
+
 def always(cluster: DevCluster, folder: Path) -> Scene:
-    acts: dict[str, list[int | str]] = {"worker-0": [0, 1, 0, "kill SIGKILL", 0, 3]}
+    acts: dict[str, list[int | str]] = {"worker-0": [0, "kill SIGKILL", 0, 0]}
     return played(cluster, folder, acts, replicas(1, "Always") + "runPolicy: {backoffLimit: 2}\n")
 
 
 def never(cluster: DevCluster, folder: Path) -> Scene:
     return played(cluster, folder, {"worker-0": [138, 0]}, replicas(1, "Never"))
+
+
+def unasked(cluster: DevCluster, folder: Path) -> Scene:
+    acts: dict[str, list[int | str]] = {"worker-0": [75, 75, 75]}
+    return played(cluster, folder, acts, replicas(1) + "runPolicy: {backoffLimit: 1}\n")
+
+
+def unasked_never(cluster: DevCluster, folder: Path) -> Scene:
+    return played(cluster, folder, {"worker-0": [75, 0]}, replicas(1, "Never"))
 
 
 def never_killed(cluster: DevCluster, folder: Path) -> Scene:
@@ -107,6 +122,24 @@ def preempted_too_often(cluster: DevCluster, folder: Path) -> Scene:
 
 def saved(cluster: DevCluster, folder: Path) -> Scene:
     """A script with a Run, preempted in the middle of its training."""
+    scene = saving(cluster, folder, f"nodelist: {SAVING_NODE}")
+    scene.preempt([SAVING_NODE])
+    scene.touch("hurry")
+    scene.verdict()
+    return scene
+
+
+def asked(cluster: DevCluster, folder: Path) -> Scene:
+    """The same, and a person has its ranks save and leave."""
+    scene = saving(cluster, folder, "exclude: 'n9,n10,n11,n12'")
+    scene.slurm("scancel", "--signal=TERM", str(scene.job_id))
+    scene.touch("hurry")
+    scene.verdict()
+    return scene
+
+
+def saving(cluster: DevCluster, folder: Path, where: str) -> Scene:
+    """A script with a Run that has saved twice."""
     folder.mkdir()
     shutil.copy(HERE.parent / "launch/submitted.py", folder)
     shutil.copy(HERE / "slowly.py", folder)
@@ -115,7 +148,7 @@ def saved(cluster: DevCluster, folder: Path) -> Scene:
         f"""\
 name: saved
 replicaSpecs: [{{template: {{command: [python, slowly.py]}}}}]
-scheduler: {{options: {{nodelist: {SAVING_NODE}}}}}
+scheduler: {{options: {{{where}}}}}
 runPolicy: {{backoffLimit: 0}}
 preemption: {{checkpointDirectory: kept here, saveEverySeconds: 1, livesWithoutProgress: 7}}
 """
@@ -123,9 +156,6 @@ preemption: {{checkpointDirectory: kept here, saveEverySeconds: 1, livesWithoutP
     scene = Scene(cluster, folder).submit_file(file)
     events = scene.run.rank_events(0)
     scene.wait(lambda: kinds(events).count(EventKind.SAVE_COMMITTED) >= 2, "two periodic saves")
-    scene.preempt([SAVING_NODE])
-    scene.touch("hurry")
-    scene.verdict()
     return scene
 
 
@@ -273,9 +303,11 @@ SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
     "preempted": preempted,
     "on_failure": on_failure,
     "exit_code": exit_code,
+    "exit_code_torchrun": exit_code_torchrun,
     "preempted_too_often": preempted_too_often,
     "suspended": suspended,
     "saved": saved,
+    "asked": asked,
     "deadline": deadline,
     **{
         f"clean_{policy}_{'all' if with_shell else 'one'}": cleaning(policy, with_shell=with_shell)
@@ -286,6 +318,8 @@ SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
     "always": always,
     "never": never,
     "never_killed": never_killed,
+    "unasked": unasked,
+    "unasked_never": unasked_never,
     "uneven": uneven,
     "init_fails": init_fails,
     "manifest_torchrun": manifest_torchrun,

@@ -25,8 +25,10 @@ def types(scene: Scene) -> list[str]:
 
 
 def slurms_state(scene: Scene) -> str:
-    shown = scene.slurm("sacct", "-X", "-n", "-P", "-j", str(scene.job_id), "-o", "State,ExitCode")
-    return shown.splitlines()[-1]
+    """Of its end, which accounting hears of after the verdict."""
+    asked = ("sacct", "-X", "-n", "-P", "-j", str(scene.job_id), "-o", "State,ExitCode")
+    scene.wait(lambda: "RUNNING" not in scene.slurm(*asked), "end in the accounting")
+    return scene.slurm(*asked).splitlines()[-1]
 
 
 @pytest.mark.scene("on_failure")
@@ -48,12 +50,37 @@ def test_exit_code_restarts_after_signals_only(scene: Scene) -> None:
     assert slurms_state(scene) == "FAILED|93:0"
 
 
+@pytest.mark.scene("exit_code_torchrun")
+def test_exit_code_sees_through_torchrun(scene: Scene) -> None:
+    """What a worker of the agent ended with is what the policy judges: 138 and a SIGKILL are
+    retried, a plain 1 is final."""
+    assert statuses(scene) == [138, 137, 1]
+    assert scene.verdict().reason == "MasterFailed"
+
+
 @pytest.mark.scene("always")
 def test_always_restarts_also_after_success(scene: Scene) -> None:
-    """And a success does not count against backoffLimit, which ends it in the end."""
-    assert statuses(scene) == [0, 1, 0, 137, 0, 3]
+    """And every restart counts against backoffLimit, which ends it in the end."""
+    assert statuses(scene) == [0, 137, 0]
     assert [one.ending for one in scene.attempts][:2] == [Ending.RESTARTED, Ending.FAILED]
     assert scene.verdict().reason == "BackoffLimitExceeded"
+
+
+@pytest.mark.scene("unasked")
+def test_leaving_with_75_unasked_is_no_preemption(scene: Scene) -> None:
+    """It is judged as a failure: started again in the same life, within backoffLimit."""
+    assert statuses(scene) == [75, 75]
+    assert [one.life for one in scene.attempts] == [0, 0]
+    assert scene.verdict().reason == "BackoffLimitExceeded"
+    assert "nobody has asked it to" in scene.verdict().message
+
+
+@pytest.mark.scene("unasked_never")
+def test_never_takes_75_for_final_where_nobody_asked(scene: Scene) -> None:
+    """And the job is not requeued for it."""
+    assert statuses(scene) == [75]
+    assert scene.verdict().reason == "StoppedUnasked"
+    assert slurms_state(scene) == "FAILED|93:0"
 
 
 @pytest.mark.scene("never")
@@ -78,7 +105,7 @@ def test_all_replicas_share_one_limit(scene: Scene) -> None:
     assert statuses(scene) == [3, 4, 137]
     verdict = scene.verdict()
     assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")
-    assert "failure 3, with backoffLimit 2" in verdict.message
+    assert "restart 3, with backoffLimit 2" in verdict.message
 
 
 @pytest.mark.slow

@@ -34,6 +34,15 @@ def test_a_preempted_run_goes_on_where_it_was(scene: Scene, tmp_path: Path) -> N
     assert json.loads(scene.printed(0).splitlines()[-1]) == json.loads(alone.stdout)
 
 
+@pytest.mark.scene("asked")
+def test_a_stop_that_a_person_asked_for_is_no_failure(scene: Scene) -> None:
+    """Slurm has no reason for a signal of `scancel --signal`, and the ranks' events do: it is
+    requeued within a backoffLimit of 0."""
+    assert scene.verdict().type == "Succeeded"
+    assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED, Ending.SUCCEEDED]
+    assert [one.life for one in scene.attempts] == [0, 1]
+
+
 @pytest.mark.scene("saved")
 def test_the_spec_decides_where_and_how_often_it_saves(scene: Scene) -> None:
     """checkpointDirectory and saveEverySeconds count above what the script says, which is never."""

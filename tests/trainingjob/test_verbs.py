@@ -182,7 +182,7 @@ def test_describe_running_and_suspended(debug: Scene) -> None:
         r"Replicas: +2 worker, restartPolicy OnFailure",
         r"  Command: +sleep infinity \(debug mode: hydroslurm attach gives a shell\)",
         r"  Variables: +TOKEN \(values are not shown\)\n  2: +worker-0, worker-1 running",
-        r"Failures: +0 of backoffLimit 3",
+        r"Restarts: +0 of backoffLimit 3",
         r"Preemptions: +0 of preemptionLimit 4, mode both",
         r"Active: +\d+ s of activeDeadlineSeconds 3000",
         r"  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d  Queued Pending: as job \d+",
