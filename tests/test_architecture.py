@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "slurm",
         "supervised",
     },
-    "doctor": BASE | {"slurm", "rundir"},
+    "doctor": BASE | {"slurm", "rundir", "events", "launch.control"},
     "agent": BASE
     | {
         "events",

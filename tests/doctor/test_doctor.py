@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from hydroslurm.cli.doctor import doctor
 from hydroslurm.devcluster import DevCluster
+from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.rundir import RunDir
 
 # typer.testing.Result: click itself is not always there to import it from
 Result = Any
@@ -46,6 +48,15 @@ def _json(result: Result) -> dict[str, Any]:
 
 def _severities(answer: dict[str, Any]) -> dict[str, str]:
     return {finding["key"]: finding["severity"] for finding in answer["findings"]}
+
+
+def _rank(work_dir: Path, job_id: str, kind: EventKind, *, folder: str = "") -> None:
+    """What rank 0 of a job writes; ``folder``: into that of another job."""
+    path = RunDir(work_dir / "hydroslurm-runs" / (folder or job_id)).rank_events(0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = EventLog(path)
+    log.append(Event(kind, 1, 1, job_id=int(job_id)))
+    log.close()
 
 
 @pytest.mark.slurm
@@ -84,7 +95,16 @@ def test_requeue_with_a_running_job(
         left = {row["kind"]: row["seconds"] for row in answer["time_left"]}
         assert left["preempted"] > left["requeued"] == left["cancelled"] > 0
         assert left["time_limit_warned"] > 30
-        assert _severities(answer) == {"preemption": "ok", "save": "ok"}
+        # it runs, and nobody in it has announced itself
+        assert _severities(answer) == {"preemption": "risk", "save": "ok"}
+        assert answer["saver"] == "nobody"
+        _rank(tmp_path, job_id, EventKind.INSTALLED)
+        assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "no_run"
+        _rank(tmp_path, "999999", EventKind.LIFE_BEGAN, folder=job_id)
+        assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "no_run"
+        _rank(tmp_path, job_id, EventKind.LIFE_BEGAN)
+        answer = _json(run(requeue_cluster, job_id, "--json", "--save-s", "1"))
+        assert (answer["saver"], _severities(answer)["preemption"]) == ("run", "ok")
         long = run(requeue_cluster, job_id, "--save-s", "100")
         assert long.exit_code == 1
         assert "loss" in long.stdout
