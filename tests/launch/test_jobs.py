@@ -261,7 +261,7 @@ hydroslurm.go_suspend()
 
 
 def test_requeue_of_a_job_that_saves_in_its_own_way(slurm: SlurmClient, folder: Path) -> None:
-    """hydroslurm requeue accepts a job of the two calls, which saves, leaves and is queued again."""
+    """hydroslurm requeue accepts a job of the two calls: it saves, leaves and is queued again."""
     (folder / "own.py").write_text(TWO_CALLS)
     words = ["sbatch", "--parsable", "-p", "low", "-n1", "--requeue", "-o", "out"]
     train = f"{sys.executable} own.py {folder / 'saved'}"
