@@ -191,8 +191,15 @@ signal.signal(signal.SIGUSR1, another)
         ("srun -n1 {train}", OF_ANOTHER, "has another handler for SIGUSR1"),
         ("srun -n1 bash -c '{train}; true'", "", "would kill bash"),
         ("{train}", "", "without srun"),
+        (HELPER + "srun --overlap -n1 {python} -m hydroslurm.cli agent -- {script}", "", ""),
     ],
-    ids=["beside a helper", "another handler", "below a shell", "without srun"],
+    ids=[
+        "beside a helper",
+        "another handler",
+        "below a shell",
+        "without srun",
+        "agent",
+    ],
 )
 def test_a_pause_by_signal_touches_only_ranks_that_take_it(
     slurm: SlurmClient,
@@ -212,9 +219,10 @@ def test_a_pause_by_signal_touches_only_ranks_that_take_it(
     setup = "hydroslurm.install()\n" + handler
     code = code.replace("step = 0", f"os.environ.setdefault('SLURM_PROCID', '0')\n{setup}step = 0")
     (folder / "listens.py").write_text(code)
-    train = f"{sys.executable} listens.py {folder / 'stop'}"
+    script = f"listens.py {folder / 'stop'}"
+    train = f"{sys.executable} {script}"
     words = ["sbatch", "--parsable", "-p", "low", "-n2", "-N1", "--no-requeue", "-o", "out"]
-    wrapped = command.format(train=train)
+    wrapped = command.format(train=train, script=script, python=sys.executable)
     done = subprocess.run(
         [*words, "--wrap", wrapped], cwd=folder, check=True, capture_output=True, timeout=60
     )
