@@ -215,12 +215,17 @@ class JudgeStop:
 
     def __init__(self, path: Path) -> None:
         try:
-            state = fold(read_events(path))
+            events = list(read_events(path))
         except OSError:
-            state = None
+            events = []
+        state = fold(events)
         self._follows = state is not None and state.world_size > 1 and state.rank > 0
         self._asked_ns = 0
-        self._saved = ""
+        ours = (EventKind.STOPS_TAKEN, EventKind.LIFE_BEGAN)
+        # the two calls tell nothing of what is saved between them
+        last = next((event.kind for event in reversed(events) if event.kind in ours), None)
+        self._saves_itself = last is EventKind.STOPS_TAKEN
+        self._saved = "saved in its own way" if self._saves_itself else ""
 
     def __call__(self, event: Event) -> Answer | None:
         kind = event.kind
@@ -243,6 +248,8 @@ class JudgeStop:
             left = "leaves with the others"
             return Answer(event.rank, bool(self._saved), None, f"{saved}; {left}")
         elif kind is EventKind.UNINSTALLED:
+            if self._saves_itself and self._follows and self._asked_ns:
+                return Answer(event.rank, True, None, f"{saved}; left with the others")
             return Answer(event.rank, False, None, f"{saved}; it has left, not requeued")
         return None
 

@@ -18,6 +18,7 @@ from typing import Literal
 from hydroslurm import registry
 from hydroslurm.ack import Answer, EventTail, JudgePause, JudgeResume, wait_for_answers
 from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
+from hydroslurm.events import EventKind, read_events
 from hydroslurm.files import clean
 from hydroslurm.runtime.signals import SignalPlan, signal_name
 
@@ -35,9 +36,10 @@ def send_signal(pid: int, action: str, *, environ: Mapping[str, str] | None = No
     Raises:
         UsageError: another action.
         TargetError: no such process, not ours, or it does not listen: the signal would have killed
-            it.
+            it, or meant something else to it.
     """
-    _send(pid, _signal_for(action, _entry(pid, environ)))
+    entry = _entry(pid, environ)
+    _send(pid, _signal_for(action, entry), entry)
 
 
 def pause(pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | None = None) -> Answer:
@@ -85,7 +87,7 @@ def _ask(pid: int, verb: Verb, timeout_s: float, environ: Mapping[str, str] | No
             "or on another machine. It was not signalled. For a Slurm job use --job"
         )
     tail = EventTail(Path(entry.events))
-    _send(pid, _signal_for(verb, entry))
+    _send(pid, _signal_for(verb, entry), entry)
     answers = wait_for_answers(
         {entry.rank: tail},
         JudgePause if verb == "pause" else JudgeResume,
@@ -118,7 +120,7 @@ def _signal_for(action: str, entry: registry.Entry | None) -> int:
     return int(number)
 
 
-def _send(pid: int, signo: int) -> None:
+def _send(pid: int, signo: int, entry: registry.Entry | None) -> None:
     if pid <= 0:
         raise UsageError(f"pid {pid} is not a process; give the positive id of one")
     if not _listens(pid, signo):
@@ -126,6 +128,13 @@ def _send(pid: int, signo: int) -> None:
             f"process {pid} does not listen to {signal_name(signo)}, which would kill it; it was "
             "not signalled. "
             "Call hydroslurm.install() in it, or start it with `hydroslurm submit`"
+        )
+    if entry is None or _is_replaced(entry, signo):
+        why = "has not announced itself to this user" if entry is None else "had it replaced since"
+        raise TargetError(
+            f"process {pid} has a handler for {signal_name(signo)} that is not hydroslurm's (it "
+            f"{why}). What that does is not known: Lightning saves and requeues. It was not "
+            f"signalled. If you know better: kill -{signo} {pid}"
         )
     try:
         os.kill(pid, signo)
@@ -140,6 +149,22 @@ def _send(pid: int, signo: int) -> None:
 def _listens(pid: int, signo: int) -> bool:
     """Whether the process has a handler for a signal; raises as :func:`_caught`."""
     return bool(_caught(pid) >> (signo - 1) & 1)
+
+
+def _is_replaced(entry: registry.Entry, signo: int) -> bool:
+    """Whether the process has seen that somebody put another handler over ours."""
+    replaced = False
+    try:
+        for event in read_events(Path(entry.events)):
+            if event.pid != entry.pid:
+                continue
+            if event.kind is EventKind.INSTALLED:
+                replaced = False
+            elif event.kind is EventKind.HANDLER_REPLACED:
+                replaced |= event.data.get("signal") == signal_name(signo)
+    except OSError:  # kept from writing: the mask is all that is known
+        return False
+    return replaced
 
 
 def _caught(pid: int) -> int:

@@ -75,6 +75,8 @@ class EventKind(str, Enum):
     HUB_LOST = "hub_lost"
     STOP_AGREED = "stop_agreed"
     AGREEMENT_FAILED = "agreement_failed"
+    # of the two calls: this rank saves in its own way, and leaves
+    STOPS_TAKEN = "stops_taken"
     # of a Run: what was trained, saved, and why it left
     LIFE_BEGAN = "life_began"
     FIRST_STEP = "first_step"
@@ -218,10 +220,12 @@ def _are_counts(value: object) -> bool:
 
 
 _FIELDS: Mapping[str, Callable[[object], bool]] = {
+    "asked_by": _are_counts,
     "answered": lambda value: value is None or isinstance(value, bool),
     "causes": _are_texts,
     "checkpoint_step": _is_count_or_none,
     "counts": _are_counts,
+    "deaf": _are_texts,
     "held_for": _are_texts,
     "meaning": _is_text,
     "park_us": _is_duration,
@@ -232,6 +236,9 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "resume_us": _is_duration,
     "seconds": lambda value: value is None or _is_duration(value),
     "state": _is_text,
+    "step_id": _is_count_or_none,
+    "step_tasks": _is_count,
+    "task": _is_count,
     "status": lambda value: value is None or type(value) is int,
     "tier": _is_text_or_none,
     "what": _is_text,

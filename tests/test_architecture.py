@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "pulse": BASE,
     "agentstate": BASE | {"events"},
     "ack": BASE | {"events", "rankstate", "spare"},
-    "client": BASE | {"ack", "registry", "runtime.signals"},
+    "client": BASE | {"ack", "events", "registry", "runtime.signals"},
     "runtime": BASE
     | {
         "events",
@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "slurm",
         "supervised",
     },
-    "doctor": BASE | {"slurm", "rundir"},
+    "doctor": BASE | {"slurm", "rundir", "events", "launch.control"},
     "agent": BASE
     | {
         "events",

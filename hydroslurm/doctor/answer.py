@@ -42,6 +42,7 @@ def as_json(facts: Facts, findings: tuple[Finding, ...]) -> dict[str, Any]:
             }
             for kind, left in facts.stops()
         ],
+        "saver": facts.saver.value,
         "save": asdict(facts.save) if facts.save else None,
         "findings": [{**asdict(each), "severity": each.severity.value} for each in findings],
         "work_would_be_lost": work_would_be_lost(findings),

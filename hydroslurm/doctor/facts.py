@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from hydroslurm.doctor.script import ScriptOptions
 from hydroslurm.slurm.config import Config
@@ -25,6 +26,20 @@ class SaveFacts:
     source: str = "--save-s"
 
 
+class Saver(str, Enum):
+    """Who would save at a stop of this job, as far as its run folder tells."""
+
+    UNKNOWN = "unknown"
+    """A job that is planned or waits, or a run folder that cannot be read."""
+    RUN = "run"
+    TWO_CALLS = "two_calls"
+    """``receive_suspend_command`` and ``go_suspend``."""
+    NO_RUN = "no_run"
+    """hydroslurm is in its ranks, which have made no Run so far."""
+    NOBODY = "nobody"
+    """It runs, and no rank of it has announced itself."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """All that is known of one job, or of one that is planned.
@@ -37,6 +52,7 @@ class Facts:
         suspend_s: how long a suspend is to be survived; None when nobody said.
         untrusted: why a job would not obey what lies in the run folder; empty where it would.
         shared: who else than its user could exchange the run folder; empty for nobody.
+        saver: who would save at a stop.
         no_munge: why MUNGE gives ranks no key on this machine; empty where it does, None where it
             was not asked.
     """
@@ -52,6 +68,7 @@ class Facts:
     untrusted: str = ""
     shared: str = ""
     no_munge: str | None = None
+    saver: Saver = Saver.UNKNOWN
 
     @property
     def tasks(self) -> int:

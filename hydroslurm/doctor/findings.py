@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from hydroslurm.doctor import clocks, manyranks, risks
-from hydroslurm.doctor.facts import Facts
+from hydroslurm.doctor.facts import Facts, Saver
 from hydroslurm.doctor.finding import Finding, Severity
 from hydroslurm.slurm.policy import StopKind
 from hydroslurm.slurm.preemption import PreemptAction
@@ -76,22 +76,63 @@ def _preemption(facts: Facts) -> Finding:
             "ended. Nothing is saved and nothing is lost; the memory stays taken."
         )
         return Finding("preemption", Severity.OK, "paused in place", words)
+    if facts.saver in _NO_SAVER:
+        return _without_run(facts, f"A preemption{who}", because)
     if policy.action is PreemptAction.REQUEUE:
         words = (
             f"A preemption{who} stops the job and puts it back into the queue{because}. It starts "
-            f"again {policy.requeue_wait_s} s later at the earliest, from its last checkpoint."
+            f"again {policy.requeue_wait_s} s later at the earliest, {_FROM[facts.saver]}."
         )
         return Finding("preemption", Severity.OK, "stopped and requeued", words)
     ends = f"A preemption{who} ends the job{because}. "
     if policy.may_requeue:
         words = (
-            f"{ends}It comes back only because hydroslurm requeues it while its processes still "
-            "live; a job that is killed before it has done so is over."
+            f"{ends}It comes back only where a hydroslurm.Run (or go_suspend) requeues it while "
+            "its processes still live; a job that is killed before that is over."
         )
         fix = f"slurm.conf: PartitionName={facts.partition.name} ... PreemptMode=REQUEUE"
         return Finding("preemption", Severity.RISK, "cancelled", words, fix)
     words = f"{ends}What was saved stays; somebody has to start it again."
     return Finding("preemption", Severity.RISK, "ended for good", words, risks.REQUEUE_FIX)
+
+
+_NO_SAVER = {
+    Saver.NO_RUN: "Its ranks have made no hydroslurm.Run so far",
+    Saver.NOBODY: "No rank of it has announced itself, so that hydroslurm is not in it or has not "
+    "been imported yet",
+}
+_FROM = {
+    Saver.RUN: "from its last checkpoint",
+    Saver.TWO_CALLS: "from what it saves before go_suspend",
+    Saver.UNKNOWN: "and where its script has a hydroslurm.Run, from its last checkpoint. A script "
+    "without one begins with what it has saved itself; if it ends at the first SIGTERM of a grace, "
+    "the job has failed and is not requeued",
+}
+
+
+def _without_run(facts: Facts, preemption: str, because: str) -> Finding:
+    """Nobody has Slurm requeue it, and nobody saves at SIGTERM but the script itself."""
+    policy = facts.policy
+    lost = "Unless the script saves at SIGTERM by itself, all since its own last save is lost."
+    fix = "hydroslurm.Run in the training script"
+    if policy.action is PreemptAction.REQUEUE and (policy.gang or not policy.grace_s):
+        words = (
+            f"{_NO_SAVER[facts.saver]}. {preemption} stops the job and puts it back into the queue"
+            f"{because}; it starts again {policy.requeue_wait_s} s later at the earliest, with "
+            f"what the script has saved itself, or from the beginning. {lost}"
+        )
+        return Finding("preemption", Severity.RISK, "requeued, and nobody saves", words, fix)
+    how = f"{preemption} ends the job{because}"
+    if policy.action is PreemptAction.REQUEUE:
+        how = (
+            f"{preemption} sends SIGTERM {policy.grace_s} s ahead of the requeue{because}. Ranks "
+            "that end by it end the job: it has FAILED, and is not requeued"
+        )
+        exits = facts.config.get("RequeueExit", "")
+        if exits[:1].isdigit():
+            how += f" (but for the exit codes of RequeueExit={exits})"
+    words = f"{_NO_SAVER[facts.saver]}. {how}. {lost}"
+    return Finding("preemption", Severity.RISK, "ended, and nobody saves", words, fix)
 
 
 def _save_fits(facts: Facts) -> Finding:

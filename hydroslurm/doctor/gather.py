@@ -6,15 +6,17 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from hydroslurm.doctor.facts import Facts, SaveFacts
+from hydroslurm.doctor.facts import Facts, SaveFacts, Saver
 from hydroslurm.doctor.script import ScriptOptions, read_script
 from hydroslurm.errors import UntrustedFile, UsageError
+from hydroslurm.events import EventKind, read_events
 from hydroslurm.files import check_trusted
+from hydroslurm.launch.control import run_dir_of
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 from hydroslurm.slurm.policy import find_partition, site_policy
-from hydroslurm.slurm.values import Job
+from hydroslurm.slurm.values import Job, JobState
 
 
 def gather(
@@ -65,7 +67,34 @@ def gather(
         untrusted=why_untrusted(run, shared=True),
         shared=why_untrusted(run, shared=False),
         no_munge=no_munge,
+        saver=Saver.UNKNOWN if job is None else saver_of(job, run),
     )
+
+
+def saver_of(job: Job, run: Path | None = None) -> Saver:
+    """Who would save at a stop, from what the job's ranks wrote into its run folder.
+
+    A Run of an earlier life counts, for the rank of now may not have come to it yet; one of another
+    job of the same folder does not.
+    """
+    folder = run_dir_of(job) if run is None else RunDir(run)
+    try:
+        files = folder.rank_event_files().values()
+        events = [event for path in files for event in read_events(path)]
+    except OSError:
+        return Saver.UNKNOWN
+    mine = [event for event in events if event.job_id == job.job_id]
+    kinds = {event.kind for event in mine}
+    for kind, saver in (
+        (EventKind.LIFE_BEGAN, Saver.RUN),
+        (EventKind.STOPS_TAKEN, Saver.TWO_CALLS),
+    ):
+        if kind in kinds:
+            return saver
+    if job.state not in (JobState.RUNNING, JobState.SUSPENDED):
+        return Saver.UNKNOWN
+    here = any(event.restart_count == job.restart_count for event in mine)
+    return Saver.NO_RUN if here else Saver.NOBODY
 
 
 def why_no_munge(environ: Mapping[str, str]) -> str:

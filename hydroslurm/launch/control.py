@@ -20,8 +20,10 @@ from hydroslurm.ack import (
 from hydroslurm.agentstate import AgentState
 from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, WrongJobState
 from hydroslurm.events import EventKind, read_events
+from hydroslurm.launch.listeners import Verb, listeners
 from hydroslurm.rankstate import RankState, latest
 from hydroslurm.rundir import RunDir
+from hydroslurm.runtime.signals import signal_name
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
 
 _SUBMITTED = re.compile(r"sbatch (/.+)/logs/\.?submission_file_\w+\.sh", re.DOTALL)
@@ -118,25 +120,26 @@ def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:
 
 def pause_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
     """Suspend a job where that is permitted, else signal its ranks; wait until every rank is
-    parked.
+    parked. Only job steps are signalled whose ranks take it, and in which nobody dies of it.
 
     Raises:
         NoSuchJob, ControllerUnreachable ...: as the client.
         WrongJobState: the job does not run.
-        TargetError: no rank of the job can answer.
+        TargetError: no rank of the job can answer, or none may be signalled, and why.
     """
     job = client.job(job_id)
     _must_be(job, JobState.RUNNING, "pause")
 
-    def act() -> str:
+    def act() -> _Act:
         try:
             client.suspend(job_id)
-            return "scontrol suspend"
+            return _Act("scontrol suspend")
         except NotPermitted:
-            client.signal(job_id, "USR1")
-            return (
-                "scancel --signal=USR1, because only operators may suspend; "
-                "Slurm goes on counting the job as running"
+            done = _signal(client, job, "pause")
+            return replace(
+                done,
+                how=f"{done.how}, because only operators may suspend; "
+                "Slurm goes on counting the job as running",
             )
 
     return _ask(job, act, JudgePause, timeout_s)
@@ -146,13 +149,12 @@ def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> 
     """Undo :func:`pause_job`, whichever way it went; raises as it does."""
     job = client.job(job_id)
 
-    def act() -> str:
+    def act() -> _Act:
         if job.state is JobState.SUSPENDED:
             client.resume(job_id)
-            return "scontrol resume"
+            return _Act("scontrol resume")
         _must_be(job, JobState.RUNNING, "resume")
-        client.signal(job_id, "USR2")
-        return "scancel --signal=USR2"
+        return _signal(client, job, "resume")
 
     return _ask(job, act, JudgeResume, timeout_s)
 
@@ -178,23 +180,57 @@ def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) ->
     run = run_dir_of(job)
     if not any(_saves(path, job) for path in _event_files(job, run).values()):
         raise TargetError(
-            f"nobody in job {job_id} would save: its ranks use no hydroslurm.Run, or have not come "
-            f"to it yet ({run.events}). `scontrol requeue {job_id}` starts it again from what it "
-            "has saved itself"
+            f"nobody in job {job_id} would save: its ranks use no hydroslurm.Run and no "
+            f"receive_suspend_command(), or have not come to it yet ({run.events}). "
+            f"`scontrol requeue {job_id}` starts it again from what it has saved itself"
         )
 
-    def act() -> str:
+    def act() -> _Act:
         client.signal(job_id, "URG")
-        return "scancel --signal=URG, and a requeue once the state is committed"
+        return _Act("scancel --signal=URG, and a requeue once the state is committed")
 
     return _ask(job, act, JudgeStop, timeout_s)
 
 
+@dataclass(frozen=True)
+class _Act:
+    """What was done. ``ranks``: who will answer; None for all."""
+
+    how: str
+    ranks: frozenset[int] | None = None
+
+
+def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
+    """Ask by signal, each job step by the one that its ranks take.
+
+    Raises:
+        TargetError: in every step somebody would die of it, or take it for something else.
+    """
+    files = _event_files(job, run_dir_of(job))
+    found = listeners(files, verb, restart_count=job.restart_count)
+    if not found.signals:
+        raise TargetError(
+            f"job {job.job_id} was not signalled, and was left alone. "
+            f"{'; '.join(found.refusals) or 'No rank of it is there any more'}"
+            + (f". Operators may `scontrol suspend {job.job_id}`" if verb == "pause" else "")
+        )
+    for step_id, number in found.signals.items():
+        client.signal(job.job_id, number, step=step_id)
+    words = ", ".join(
+        f"scancel --signal={signal_name(number).removeprefix('SIG')}"
+        + ("" if step_id is None else f" {job.job_id}.{step_id}")
+        for step_id, number in found.signals.items()
+    )
+    left = "".join(f" (left alone: {reason})" for reason in found.refusals)
+    return _Act(words + left, found.ranks)
+
+
 def _saves(path: Path, job: Job) -> bool:
-    """Whether the rank has a Run in the job's present life."""
+    """Whether the rank has a Run in the job's present life, or the two calls."""
+    saves = (EventKind.LIFE_BEGAN, EventKind.STOPS_TAKEN)
     try:
         return any(
-            event.kind is EventKind.LIFE_BEGAN and event.restart_count == job.restart_count
+            event.kind in saves and event.restart_count == job.restart_count
             for event in read_events(path)
         )
     except OSError:
@@ -212,7 +248,7 @@ def _event_files(job: Job, run: RunDir) -> dict[int, Path]:
 
 
 def _ask(
-    job: Job, act: Callable[[], str], judge: Callable[[Path], Judge], timeout_s: float
+    job: Job, act: Callable[[], _Act], judge: Callable[[Path], Judge], timeout_s: float
 ) -> JobAnswer:
     run = run_dir_of(job)
     alive = {
@@ -226,11 +262,13 @@ def _ask(
             "starting, or hydroslurm is not "
             "installed in it (start it with `hydroslurm submit`). It was left alone"
         )
-    how = act()
+    done = act()
+    if done.ranks is not None:
+        alive = {rank: tail for rank, tail in alive.items() if rank in done.ranks}
     answers = wait_for_answers(alive, judge, timeout_s=timeout_s)
     return JobAnswer(
         job.job_id,
-        how,
+        done.how,
         tuple(answers[rank] for rank in sorted(answers)),
         tuple(sorted(alive.keys() - answers.keys())),
     )

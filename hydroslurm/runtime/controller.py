@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.events import Event, EventKind, EventLog, clocks
@@ -44,6 +44,8 @@ from hydroslurm.runtime.world import World
 
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
+LOOK_S = 2.0
+"""How often the installed handlers are compared with ours."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Identity:
     job_id: int | None
     restart_count: int
     host: str
+    jobstep: Mapping[str, object] = field(default_factory=dict)
+    """For the ``installed`` event; see :mod:`hydroslurm.runtime.jobstep`."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ class Controller:
         self._running = threading.Event()
         self._running.set()
         self._leaving = False
+        self._look_mono_s = time.monotonic() + LOOK_S
+        self._replaced: set[int] = set()
         self._stop_lock = threading.Lock()
         self._claimed = False
         self._stop_of_peer: tuple[int, str] | None = None
@@ -148,12 +154,17 @@ class Controller:
             for signo, result in outcome.items()
             if result is SignalOutcome.LEFT_ALONE
         }
-        listening = [
-            signal_name(s) for s, result in outcome.items() if result is SignalOutcome.INSTALLED
-        ]
+        heard = {s for s, result in outcome.items() if result is SignalOutcome.INSTALLED}
+        asked_by = {"pause": self.plan.user_pause, "resume": self.plan.user_resume}
         self._write(
             EventKind.INSTALLED,
-            {"gate": self.gate.name, "granularity": self.gate.granularity, "signals": listening},
+            {
+                "gate": self.gate.name,
+                "granularity": self.gate.granularity,
+                "signals": [signal_name(signo) for signo in outcome if signo in heard],
+                "asked_by": {verb: signo for verb, signo in asked_by.items() if signo in heard},
+                **self._identity.jobstep,
+            },
         )
         self._thread.start()
 
@@ -318,13 +329,25 @@ class Controller:
         with self.gate.exempt():
             while not self._leaving:
                 due_s = [s for s in (self._pulse.wait_s(), self._log.retry_s) if s is not None]
-                self._handle(self.gate.wait_events(min(due_s, default=None)))
+                self._handle(self.gate.wait_events(min([*due_s, LOOK_S])))
                 self._log.retry()
+                self._look_at_handlers()
                 self._report_drains()
                 self._pulse.beat(self.step)
 
+    def _look_at_handlers(self) -> None:
+        """Whoever wants to pause the job by signal must know of a handler that is not ours."""
+        now_mono_s = time.monotonic()
+        if now_mono_s >= self._look_mono_s:
+            self._look_mono_s = now_mono_s + LOOK_S
+            self.gate.check_handlers()
+
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
+            if seen.kind is GateEventKind.HANDLER_REPLACED:  # each look finds it again
+                if seen.signo in self._replaced:
+                    continue
+                self._replaced.add(seen.signo)
             record = self._recorder.record(seen)
             ranks = self.ranks
             if seen.kind is GateEventKind.PARKED and ranks and ranks.have_joined and not ranks.lost:

@@ -27,6 +27,7 @@ from hydroslurm.rundir import RunDir
 from hydroslurm.runtime import autoload
 from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
+from hydroslurm.runtime.jobstep import jobstep_of
 from hydroslurm.runtime.marks import Emit
 from hydroslurm.runtime.ranks.secret import find_secret
 from hydroslurm.runtime.rendezvous import key_folder
@@ -153,7 +154,7 @@ def _set_up(
     """Everything that :func:`install` puts in place, or nothing of it."""
     from hydroslurm.runtime.gate import open_gate
 
-    identity = _identity(environ)
+    identity = _identity(environ, plan)
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
     log = EventLog(folder.rank_events(identity.rank) if folder else None)
@@ -319,13 +320,14 @@ def _require_torch() -> None:
         ) from error
 
 
-def _identity(environ: Mapping[str, str]) -> Identity:
+def _identity(environ: Mapping[str, str], plan: SignalPlan) -> Identity:
     allocation = Allocation.from_environ(environ)
     return Identity(
         rank=World.from_environ(environ).rank,
         job_id=allocation.job_id if allocation else None,
         restart_count=allocation.restart_count if allocation else 0,
         host=socket.gethostname(),
+        jobstep=jobstep_of(environ, plan.killing()),
     )
 
 

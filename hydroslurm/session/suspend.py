@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from hydroslurm.errors import UsageError
+from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.session.company import Company, company_of
@@ -97,5 +98,6 @@ def _ours() -> _Protocol:
             reads_ahead=company.rank == 0,
         )
         controller.claim_stops(leaver.hear)
+        controller.record(EventKind.STOPS_TAKEN, {"by": "receive_suspend_command"})
         _protocol = _Protocol(controller, company, leaver)
     return _protocol

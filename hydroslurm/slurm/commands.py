@@ -246,6 +246,8 @@ def signal_number(signal: str | int | signals.Signals) -> int:
         if isinstance(signal, str):
             name = signal.upper()
             return signals.Signals[name if name.startswith("SIG") else f"SIG{name}"].value
+        if signal in signals.valid_signals():  # real-time ones have numbers only
+            return int(signal)
         return signals.Signals(signal).value
     except (KeyError, ValueError) as error:
         raise UsageError(f"no signal {signal!r}; wanted a name such as USR1 or TERM") from error

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import typer
+from processes import wait_until
 from typer.testing import CliRunner
 
 from hydroslurm.cli.doctor import doctor
 from hydroslurm.devcluster import DevCluster
+from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.rundir import RunDir
 
 # typer.testing.Result: click itself is not always there to import it from
 Result = Any
@@ -48,6 +51,23 @@ def _severities(answer: dict[str, Any]) -> dict[str, str]:
     return {finding["key"]: finding["severity"] for finding in answer["findings"]}
 
 
+def _rank(work_dir: Path, job_id: str, kind: EventKind, *, folder: str = "") -> None:
+    """What rank 0 of a job writes; ``folder``: into that of another job."""
+    path = RunDir(work_dir / "hydroslurm-runs" / (folder or job_id)).rank_events(0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = EventLog(path)
+    log.append(Event(kind, 1, 1, job_id=int(job_id)))
+    log.close()
+
+
+def _squeue(cluster: DevCluster, job_id: str, *options: str) -> str:
+    return str(cluster.run(["squeue", "-h", "-t", "all", "-j", job_id, *options]).stdout)
+
+
+def _wait_for_state(cluster: DevCluster, job_id: str, state: str) -> None:
+    wait_until(lambda: _squeue(cluster, job_id, "-o", "%T").strip() == state, f"it is {state}")
+
+
 @pytest.mark.slurm
 def test_pause(pause_cluster: DevCluster, run: Doctor) -> None:
     """Where preemption pauses, that is said, and the time limit is what a save has to fit into."""
@@ -76,6 +96,7 @@ def test_requeue_with_a_running_job(
     where = ["-p", "low", "-t", "10", "-D", str(tmp_path)]
     job_id = requeue_cluster.run(["sbatch", "--parsable", *where, str(script)]).stdout.strip()
     try:
+        _wait_for_state(requeue_cluster, job_id, "RUNNING")
         short = run(requeue_cluster, job_id, "--json", "--save-s", "1")
         answer = _json(short)
         assert (short.exit_code, answer["job_id"]) == (0, int(job_id))
@@ -84,11 +105,50 @@ def test_requeue_with_a_running_job(
         left = {row["kind"]: row["seconds"] for row in answer["time_left"]}
         assert left["preempted"] > left["requeued"] == left["cancelled"] > 0
         assert left["time_limit_warned"] > 30
-        assert _severities(answer) == {"preemption": "ok", "save": "ok"}
+        # it runs, and nobody in it has announced itself
+        assert _severities(answer) == {"preemption": "risk", "save": "ok"}
+        assert answer["saver"] == "nobody"
+        _rank(tmp_path, job_id, EventKind.INSTALLED)
+        assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "no_run"
+        _rank(tmp_path, "999999", EventKind.LIFE_BEGAN, folder=job_id)
+        assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "no_run"
+        _rank(tmp_path, job_id, EventKind.LIFE_BEGAN)
+        answer = _json(run(requeue_cluster, job_id, "--json", "--save-s", "1"))
+        assert (answer["saver"], _severities(answer)["preemption"]) == ("run", "ok")
         long = run(requeue_cluster, job_id, "--save-s", "100")
         assert long.exit_code == 1
         assert "loss" in long.stdout
         assert "KillWait=" in long.stdout
+    finally:
+        requeue_cluster.run(["scancel", job_id])
+
+
+@pytest.mark.slurm
+def test_what_is_said_of_a_script_without_run_is_what_happens(
+    requeue_cluster: DevCluster, run: Doctor, tmp_path: Path
+) -> None:
+    """A preemption with grace ends a step that knows nothing of hydroslurm at its SIGTERM: the job
+    has failed, and Slurm does not start it again."""
+    words = ["sbatch", "--parsable", "--requeue", "-p", "low", "-D", str(tmp_path)]
+    done = requeue_cluster.run([*words, "--wrap", "srun sleep 300"])
+    job_id = done.stdout.strip()
+    try:
+        _wait_for_state(requeue_cluster, job_id, "RUNNING")
+        wait_until(
+            lambda: f"{job_id}.0" in _squeue(requeue_cluster, job_id, "--steps"), "its step runs"
+        )
+        (finding,) = (
+            each
+            for each in _json(run(requeue_cluster, job_id, "--json"))["findings"]
+            if each["key"] == "preemption"
+        )
+        assert "has FAILED, and is not requeued" in finding["explanation"]
+        node = _squeue(requeue_cluster, job_id, "-o", "%N").strip()
+        urgent = ["srun", "-p", "urgent", "--exclusive", f"--nodelist={node}", "true"]
+        requeue_cluster.run(urgent, timeout_s=120)
+        _wait_for_state(requeue_cluster, job_id, "FAILED")
+        shown = requeue_cluster.run(["scontrol", "show", "job", job_id]).stdout
+        assert "Restarts=0" in shown
     finally:
         requeue_cluster.run(["scancel", job_id])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.doctor.answer import as_json
-from hydroslurm.doctor.facts import Facts, SaveFacts
+from hydroslurm.doctor.facts import Facts, SaveFacts, Saver
 from hydroslurm.doctor.finding import Finding, Severity
 from hydroslurm.doctor.findings import diagnose, work_would_be_lost
 from hydroslurm.doctor.gather import last_save, why_untrusted
@@ -78,6 +78,49 @@ def test_a_good_site() -> None:
     }
     assert "stopped and requeued" in found["preemption"].title
     assert "urgent" in found["preemption"].explanation
+
+
+@pytest.mark.parametrize(
+    ("saver", "severity", "words"),
+    [
+        (Saver.RUN, Severity.OK, "from its last checkpoint."),
+        (Saver.TWO_CALLS, Severity.OK, "from what it saves before go_suspend."),
+        (Saver.UNKNOWN, Severity.OK, "where its script has a hydroslurm.Run, from its last"),
+        (Saver.NO_RUN, Severity.RISK, "have made no hydroslurm.Run so far"),
+        (Saver.NOBODY, Severity.RISK, "No rank of it has announced itself"),
+    ],
+)
+def test_a_checkpoint_is_promised_to_a_run_only(
+    saver: Saver, severity: Severity, words: str
+) -> None:
+    """What a preemption leaves is said of this job: of one without a Run never that it goes on from
+    its last checkpoint."""
+    finding = _found(replace(_facts(job=_job()), saver=saver))["preemption"]
+    assert finding.severity is severity
+    assert words in finding.explanation
+    if severity is Severity.RISK:
+        assert "checkpoint" not in finding.explanation
+        assert "hydroslurm.Run" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("settings", "grace_s", "words"),
+    [
+        ({}, 60, "SIGTERM 60 s ahead of the requeue"),
+        ({"RequeueExit": "143"}, 60, "but for the exit codes of RequeueExit=143"),
+        ({}, 0, "or from the beginning"),
+        (GANG, 60, "or from the beginning"),
+    ],
+)
+def test_what_becomes_of_a_script_without_run(
+    settings: dict[str, str], grace_s: int, words: str
+) -> None:
+    """With a grace it ends at its SIGTERM, FAILED; without one Slurm itself requeues it."""
+    facts = replace(_facts(job=_job(), grace_s=grace_s, **settings), saver=Saver.NO_RUN)
+    explanation = _found(facts)["preemption"].explanation
+    assert words in explanation
+    requeued_by_slurm = "from the beginning" in words
+    assert ("has FAILED, and is not requeued" in explanation) is not requeued_by_slurm
 
 
 @pytest.mark.parametrize(
@@ -263,7 +306,7 @@ def test_json_keeps_its_names() -> None:
     assert answer["version"] == 1
     assert set(answer) == {
         "version", "cluster", "slurm", "job_id", "partition", "qos", "policy", "time_left",
-        "save", "findings", "work_would_be_lost",
+        "saver", "save", "findings", "work_would_be_lost",
     }  # fmt: skip
     assert set(answer["policy"]) == {
         "action", "gang", "grace_s", "kill_wait_s", "suspend_grace_s", "may_requeue",

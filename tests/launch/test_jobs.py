@@ -16,7 +16,7 @@ from processes import wait_until
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.events import EventKind, read_events
 from hydroslurm.launch import submission
-from hydroslurm.launch.control import job_status, pause_job, resume_job
+from hydroslurm.launch.control import job_status, pause_job, requeue_job, resume_job
 from hydroslurm.launch.executor import Executor, PausableJob
 from hydroslurm.rankstate import latest
 from hydroslurm.rundir import RunDir
@@ -174,6 +174,118 @@ def test_an_owner_who_may_not_suspend_pauses_by_signal(
     assert [answer.done for answer in resumed.answers] == [True]
     (folder / "stop").touch()
     job.result()
+
+
+HELPER = "srun --overlap -n1 bash -c 'touch helper; exec sleep 300' & "
+OF_ANOTHER = """
+def another(signo, frame):
+    stop.with_name("heard").touch()
+signal.signal(signal.SIGUSR1, another)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "handler", "reason"),
+    [
+        (HELPER + "srun --overlap -n1 {train}", "", ""),
+        ("srun -n1 {train}", OF_ANOTHER, "has another handler for SIGUSR1"),
+        ("srun -n1 bash -c '{train}; true'", "", "would kill bash"),
+        ("{train}", "", "without srun"),
+        (HELPER + "srun --overlap -n1 {python} -m hydroslurm.cli agent -- {script}", "", ""),
+    ],
+    ids=[
+        "beside a helper",
+        "another handler",
+        "below a shell",
+        "without srun",
+        "agent",
+    ],
+)
+def test_a_pause_by_signal_touches_only_ranks_that_take_it(
+    slurm: SlurmClient,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    handler: str,
+    reason: str,
+) -> None:
+    """SIGUSR1 kills who does not know it, and means something else to Lightning: a step without
+    ranks never gets it, one in which it would do harm is left alone, and the reason is said."""
+
+    def refuse(job_id: int) -> None:
+        raise NotPermitted("only operators")
+
+    code = SCRIPT.replace("import torch\n", "import signal, torch, hydroslurm\n", 1)
+    setup = "hydroslurm.install()\n" + handler
+    code = code.replace("step = 0", f"os.environ.setdefault('SLURM_PROCID', '0')\n{setup}step = 0")
+    (folder / "listens.py").write_text(code)
+    script = f"listens.py {folder / 'stop'}"
+    train = f"{sys.executable} {script}"
+    words = ["sbatch", "--parsable", "-p", "low", "-n2", "-N1", "--no-requeue", "-o", "out"]
+    wrapped = command.format(train=train, script=script, python=sys.executable)
+    done = subprocess.run(
+        [*words, "--wrap", wrapped], cwd=folder, check=True, capture_output=True, timeout=60
+    )
+    job_id = int(done.stdout)
+    try:
+        _trains(folder)
+        events = RunDir(folder / "hydroslurm-runs" / str(job_id)).rank_events(0)
+        if handler:
+            wait_until(
+                lambda: EventKind.HANDLER_REPLACED in {e.kind for e in read_events(events)},
+                "the rank has seen that its handler was replaced",
+            )
+        monkeypatch.setattr(slurm, "suspend", refuse)
+        if reason:
+            with pytest.raises(TargetError, match=reason):
+                pause_job(slurm, job_id)
+            assert EventKind.SIGNAL_RECEIVED not in {e.kind for e in read_events(events)}
+        else:
+            wait_until((folder / "helper").exists, "the helper runs")
+            paused = pause_job(slurm, job_id)
+            assert [answer.done for answer in paused.answers] == [True]
+            assert f" {job_id}." in paused.how
+            assert resume_job(slurm, job_id).answers[0].done
+            steps = subprocess.run(
+                ["squeue", "--steps", "-h", "-j", str(job_id)], capture_output=True, text=True
+            ).stdout
+            assert "bash" in steps
+        assert not (folder / "heard").exists()
+        assert slurm.job(job_id).state is JobState.RUNNING
+    finally:
+        slurm.cancel(job_id)
+
+
+TWO_CALLS = """
+import pathlib, sys, time, torch, hydroslurm
+saved = pathlib.Path(sys.argv[1])
+hydroslurm.receive_suspend_command()
+saved.with_name("ready").touch()
+while not hydroslurm.receive_suspend_command():
+    time.sleep(0.01)
+saved.touch()
+hydroslurm.go_suspend()
+"""
+
+
+def test_requeue_of_a_job_that_saves_in_its_own_way(slurm: SlurmClient, folder: Path) -> None:
+    """hydroslurm requeue accepts a job of the two calls: it saves, leaves and is queued again."""
+    (folder / "own.py").write_text(TWO_CALLS)
+    words = ["sbatch", "--parsable", "-p", "low", "-n1", "--requeue", "-o", "out"]
+    train = f"{sys.executable} own.py {folder / 'saved'}"
+    done = subprocess.run(
+        [*words, "--wrap", f"srun {train}"],
+        cwd=folder, check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    job_id = int(done.stdout)
+    try:
+        wait_until((folder / "ready").exists, "it listens")
+        answer = requeue_job(slurm, job_id)
+        assert [one.done for one in answer.answers] == [True]
+        assert "saved in its own way; requeued" in answer.answers[0].words
+        assert (folder / "saved").exists()
+    finally:
+        slurm.cancel(job_id)
 
 
 def test_gang_scheduling_parks_for_an_urgent_job(

@@ -197,6 +197,38 @@ def test_a_process_that_does_not_listen_is_not_killed(tmp_path: Path) -> None:
         assert other.wait() == 0
 
 
+OWN_HANDLER = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: print("saves and requeues", flush=True))
+"""
+
+
+def test_a_handler_of_somebody_else_is_not_called(tmp_path: Path) -> None:
+    """A process that has a handler of its own for USR1, as Lightning does, is not signalled: it
+    would do something else than pause."""
+    with child(OWN_HANDLER + "print('ready', flush=True); input()", tmp_path) as other:
+        other.expect("ready")
+        with pytest.raises(TargetError, match="not hydroslurm's"):
+            client.send_signal(other.pid, "pause")
+        other.say("")
+        assert other.wait() == 0
+        assert "saves and requeues" not in str(other)
+
+
+def test_a_handler_that_came_over_ours_is_seen_and_not_called(tmp_path: Path) -> None:
+    """What was installed after hydroslurm is found by the rank itself, and the client believes
+    it."""
+    theirs = OWN_HANDLER.strip().replace("\n", "\n    ")
+    code = TRAIN.replace('print("ready"', f'{theirs}\n    print("ready"', 1)
+    assert code != TRAIN
+    with child(code, tmp_path, str(tmp_path / "run")) as trainer:
+        trainer.expect("ready")
+        wait_until(lambda: EventKind.HANDLER_REPLACED in _kinds(tmp_path), "it is seen")
+        with pytest.raises(TargetError, match="replaced since"):
+            client.pause(trainer.pid)
+        assert "saves and requeues" not in str(trainer)
+
+
 def test_a_process_that_is_gone_is_an_error(tmp_path: Path) -> None:
     """The message names the process that is not there."""
     with child("pass", tmp_path) as ended:

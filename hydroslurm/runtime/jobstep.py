@@ -1,0 +1,71 @@
+"""What a rank tells of the job step that it is in, for whoever wants to signal that from outside.
+
+``scancel`` signals job steps, never single processes, and /proc of a compute node cannot be seen
+from where it is typed. So each rank looks around once, when it is installed, and writes down what
+it finds: which task of how many it belongs to, and who else on the way to slurmstepd would die.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from hydroslurm.runtime.autoload import is_asked
+from hydroslurm.slurm.allocation import Allocation
+
+_DAEMON = "slurmstepd"
+_MOST_ANCESTORS = 64
+
+
+def jobstep_of(environ: Mapping[str, str], signals: Collection[int]) -> dict[str, object]:
+    """Fields for the ``installed`` event; empty outside of a job.
+
+    ``step_id``: None for a process of the batch shell. ``task`` of ``step_tasks``. ``held``: tasks
+    that have not come so far do not die of ``signals``, either. ``deaf``: ancestors that would.
+    """
+    allocation = Allocation.from_environ(environ)
+    if allocation is None:
+        return {}
+    if allocation.step_id is None:
+        return {"step_id": None}
+    # below torchrun or an agent RANK counts the ranks, and these the tasks
+    return {
+        "step_id": allocation.step_id,
+        "task": allocation.rank,
+        "step_tasks": allocation.world_size,
+        "held": is_asked(environ),
+        "deaf": _deaf_ancestors(signals),
+    }
+
+
+def _deaf_ancestors(signals: Collection[int]) -> list[str]:
+    """Those between this process and slurmstepd that one of the signals would kill; nobody where
+    slurmstepd is not above us, for then nothing of Slurm's comes along this way."""
+    found: list[str] = []
+    pid = "self"
+    for _ in range(_MOST_ANCESTORS):
+        status = _status(pid)
+        if status is None:
+            return []
+        if status["Name"] == _DAEMON:
+            return found
+        if pid != "self" and _would_die(status, signals):
+            found.append(f"{status['Name']} (pid {pid})")
+        pid = status["PPid"]
+    return []
+
+
+def _status(pid: str) -> dict[str, str] | None:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _would_die(status: Mapping[str, str], signals: Collection[int]) -> bool:
+    """A blocked signal waits for whoever the process becomes, and kills nobody so far."""
+    safe = 0
+    for mask in ("SigBlk", "SigIgn", "SigCgt"):
+        safe |= int(status.get(mask, "0"), 16)
+    return any(not safe >> (signo - 1) & 1 for signo in signals)

@@ -1,0 +1,122 @@
+"""Who may be sent a pause by signal, from what ranks wrote down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.launch.listeners import Listeners, listeners
+
+USR1, USR2, RTMIN3 = 10, 12, 37
+TOLD: dict[str, object] = {
+    "signals": ["SIGUSR1", "SIGUSR2"],
+    "asked_by": {"pause": USR1, "resume": USR2},
+    "step_id": 0,
+    "task": 0,
+    "step_tasks": 1,
+    "held": False,
+    "deaf": [],
+}
+
+
+class Job:
+    """Event files of a job that each test makes up."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.files: dict[int, Path] = {}
+
+    def tell(self, kind: EventKind, rank: int = 0, *, pid: int = 0, life: int = 1, **data: object):
+        path = self._folder / f"rank-{rank:05d}.jsonl"
+        self.files[rank] = path
+        log = EventLog(path)
+        log.append(Event(kind, 1, 1, rank, 7, life, pid or 100 + rank, "n1", data=data))
+        log.close()
+
+    def installed(self, rank: int = 0, *, pid: int = 0, life: int = 1, **changes: object) -> None:
+        told = {**TOLD, "task": rank, **changes}
+        self.tell(EventKind.INSTALLED, rank, pid=pid, life=life, **told)
+
+    def hear(self, verb: str = "pause") -> Listeners:
+        return listeners(self.files, verb, restart_count=1)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def test_only_the_steps_of_ranks(job: Job) -> None:
+    """Each step by the signal that its ranks take; what did not announce itself is not named."""
+    job.installed(0, step_id=2, step_tasks=2)
+    job.installed(1, step_id=2, step_tasks=2)
+    assert job.hear() == Listeners({2: USR1}, frozenset({0, 1}), ())
+    assert job.hear("resume").signals == {2: USR2}
+
+
+def test_two_steps_in_one_file(job: Job) -> None:
+    """Two sruns of one batch script, each with a rank 0: both are asked; one that has ended is
+    not."""
+    job.installed(step_id=0, pid=1)
+    job.installed(step_id=1, pid=2, asked_by={"pause": RTMIN3})
+    assert job.hear().signals == {0: USR1, 1: RTMIN3}
+    job.tell(EventKind.UNINSTALLED, pid=1)
+    assert job.hear().signals == {1: RTMIN3}
+
+
+def test_another_life_does_not_count(job: Job) -> None:
+    """What ranks were before the requeue says nothing of those of now."""
+    job.installed(life=0)
+    assert job.hear() == Listeners({}, frozenset(), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"asked_by": {}}, "takes no signal for a pause"),
+        ({"deaf": ["bash (pid 9)"]}, "SIGUSR1 would kill bash (pid 9), above rank 0"),
+        ({"step_tasks": 3}, "1 of its 3 tasks have announced themselves"),
+        ({"step_id": None}, "in the batch script without srun"),
+    ],
+)
+def test_refused(job: Job, changes: dict[str, object], words: str) -> None:
+    """Somebody would die of the signal, or nobody would hear it: the reason is said."""
+    job.installed(**changes)
+    found = job.hear()
+    assert found.signals == {}
+    (reason,) = found.refusals
+    assert words in reason
+
+
+def test_tasks_that_start_are_held(job: Job) -> None:
+    """Below srun --preempt a task that has not come so far does not die of it."""
+    job.installed(step_tasks=3, held=True)
+    assert job.hear().signals == {0: USR1}
+
+
+def test_tasks_that_have_ended_do_not_count_as_missing(job: Job) -> None:
+    """A step of two of which one has ended can still be paused."""
+    job.installed(0, step_tasks=2)
+    job.installed(1, step_tasks=2)
+    job.tell(EventKind.UNINSTALLED, 1)
+    assert job.hear() == Listeners({0: USR1}, frozenset({0}), ())
+
+
+def test_a_handler_of_somebody_else(job: Job) -> None:
+    """Lightning's, which saves and requeues: that step is left alone, and the other one asked."""
+    job.installed(0, step_id=0)
+    job.tell(EventKind.HANDLER_REPLACED, 0, signal="SIGTERM")
+    assert job.hear().signals == {0: USR1}
+    job.tell(EventKind.HANDLER_REPLACED, 0, signal="SIGUSR1")
+    job.installed(1, step_id=1)
+    found = job.hear()
+    assert (found.signals, found.ranks) == ({1: USR1}, {1})
+    assert "Lightning saves and requeues" in found.refusals[0]
+
+
+def test_ranks_of_an_older_release(job: Job) -> None:
+    """They told neither step nor signal: all steps get what that release listens to."""
+    job.tell(EventKind.INSTALLED, gate="native")
+    assert job.hear().signals == {None: USR1}
