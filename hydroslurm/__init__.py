@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hydroslurm import data
     from hydroslurm.client import send_signal
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.launch.executor import Executor
@@ -59,6 +60,7 @@ __all__ = [
     "SignalPlan",
     "UsageError",
     "controller",
+    "data",
     "epoch_limiter",
     "go_suspend",
     "install",
@@ -105,6 +107,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # a room, as the messages name it: hydroslurm.data.ResumableSampler
+        return importlib.import_module("hydroslurm.data")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(

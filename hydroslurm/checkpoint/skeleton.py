@@ -239,6 +239,8 @@ def _factory(value: defaultdict[Any, Any], path: str) -> str | None:
 def _unsavable(value: Any, path: str) -> UnsavableState:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else _full_name(kind)
+    if isinstance(value, (np.ndarray, np.generic)):
+        name += f" of dtype {value.dtype}"  # object arrays and structured ones
     return UnsavableState(
         f"{path} is a {name}, which could be saved by pickling only; that is never done, because "
         "reading such a file runs what is in it. Put plain values and tensors there (an enum's "

@@ -78,10 +78,15 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
     It is made here, that of the job for its owner only: its name can be guessed.
 
     Raises:
-        UsageError: neither is there.
+        UsageError: neither is there; or an empty name, which would be the current folder.
         RunFolderError: others may have put something there that a run would obey.
     """
     if given is not None:
+        if not os.fspath(given):
+            raise UsageError(
+                'directory="": wanted a folder\'s name, such as "runs/my-run" ("." for the current '
+                "folder), or None for that of the job. Is a variable empty?"
+            )
         return RunDir(Path(given).absolute()).claim(mode=0o775)
     found = rundir.from_environment(environ)
     if found is None:

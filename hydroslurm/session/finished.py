@@ -52,6 +52,18 @@ def write(run: RunDir, *, step: int) -> None:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
+def remove(run: RunDir) -> None:
+    """Take the marker away, for a run that begins anew.
+
+    Raises:
+        RunFolderError: it cannot be removed.
+    """
+    try:
+        run.finished_json.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"cannot remove {run.finished_json}: {error.strerror}") from error
+
+
 def step_of(run: RunDir) -> int | None:
     """At which step a run was done, None when it is not; as :func:`read`."""
     done = read(run)

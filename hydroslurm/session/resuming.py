@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint.choosing import choose
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
+from hydroslurm.errors import RunFolderError
 from hydroslurm.session.company import Company
 
 
@@ -45,3 +47,25 @@ def load_for(company: Company, found: Found, *, like: Any) -> State:
     first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)
     rng = state.own.get("rng") or for_new_rank(first["rng"], company.rank)
     return State(shared=state.shared, own={**first, "rng": rng})
+
+
+def set_aside(checkpoints: Path) -> Path | None:
+    """Rename a folder of checkpoints, for a run that begins anew: a later attempt would go on from
+    the newest of them, which is further. None where there is none.
+
+    Raises:
+        RunFolderError: it cannot be renamed.
+    """
+    number = 1
+    while (aside := checkpoints.with_name(f"{checkpoints.name}-set-aside-{number}")).exists():
+        number += 1
+    try:
+        checkpoints.rename(aside)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunFolderError(
+            f"{checkpoints} cannot be set aside for a new run: {error.strerror}. Move it away by "
+            "hand, or give another directory="
+        ) from error
+    return aside

@@ -39,7 +39,7 @@ from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.runtime.world import World
-from hydroslurm.session import finished
+from hydroslurm.session import finished, oversights
 from hydroslurm.session.arguments import (
     Cadence,
     controller_for,
@@ -55,10 +55,16 @@ from hydroslurm.session.life import Life
 from hydroslurm.session.lives import Limits, limits_of
 from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects, require_savable
+from hydroslurm.session.oversights import LoopWatch
 from hydroslurm.session.recording import SaveRecorder
-from hydroslurm.session.resuming import load_for, newest_of
+from hydroslurm.session.resuming import load_for, newest_of, set_aside
 from hydroslurm.session.stopping import Stopping
 from hydroslurm.slurm.allocation import Allocation
+
+_COULD_NOT_RESUME = (
+    "the checkpoint of this run could not be loaded: it does not train from 0 in its place. Mend "
+    "what resume() has said; to begin anew, give another directory= or Run(resume=False)"
+)
 
 
 class Run:
@@ -91,13 +97,12 @@ class Run:
         on_save_error: ``warn`` goes on when a periodic save fails, ``fail`` raises SaveFailed at
             the next safe point.
         limits: how often the run may be started again.
-
-    Attributes:
-        step: training steps completed. Settable, for loops that do not use :meth:`batches`.
-        epoch: the epoch that is being trained, from 0.
+        resume: False begins at step 0, and sets aside what is committed in the folder. A restart of
+            the same job goes on all the same, from what its first start has saved.
 
     Raises:
-        UsageError: a wrong argument; no directory outside of a job; several ranks and a fast tier.
+        UsageError: a wrong argument; no directory outside of a job; several ranks and a fast tier;
+            another Run that is open in this process; not the main thread.
         InstallError, GateError: as :func:`hydroslurm.install`.
     """
 
@@ -117,14 +122,20 @@ class Run:
         fast_directory: str | os.PathLike[str] | None = None,
         on_save_error: Literal["warn", "fail"] = "warn",
         limits: Limits | None = None,
+        resume: bool = True,
         environ: Mapping[str, str] | None = None,
     ) -> None:
+        oversights.require_place()
         environ = os.environ if environ is None else environ
         allocation = Allocation.from_environ(environ)
         self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
-        self.step = 0
-        self.epoch = 0
+        self._step = 0
+        self._epoch = 0
+        self._begins_anew = not resume and not (allocation and allocation.restart_count)
+        self._has_begun = self._is_closed = False
+        self._resumed_unasked: bool | None = None
+        self._watch = LoopWatch()
         self._model = model
         self._objects = Objects()
         for name, thing in {
@@ -134,9 +145,9 @@ class Run:
             "scaler": scaler,
         }.items():
             if thing is not None:
-                self._objects.add(name, thing)
+                self._add(name, thing)
         for name, thing in (extra or {}).items():
-            self._objects.add(name, thing)
+            self._add(name, thing)
         self._cursor = Cursor()
         self._last_save_s = time.monotonic()
         self._fence = fence_of(self.dir, allocation)
@@ -181,6 +192,44 @@ class Run:
             )
             self._controller.claim_stops(leaver.hear)
             undo.pop_all()
+        oversights.opened(self, self._controller)
+
+    # --- where it is
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Training steps completed. Settable, for loops that do not use :meth:`batches`.
+
+        Who reads it wants to know where to go on, so that the first look resumes the run where
+        :meth:`resume` was not called: with several ranks, on all of them.
+
+        Raises:
+            UsageError: the run was not resumed, a checkpoint is committed, and something may have
+                been trained since; or it is set before the run was resumed.
+        """
+        if not self._has_begun:
+            self._begin_unasked("run.step was read")
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if not self._has_begun:
+            self._begin_unasked("run.step was set", may_load=False)
+        self._step = step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being trained, from 0; as :attr:`step`."""
+        if not self._has_begun:
+            self._begin_unasked("run.epoch was read")
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        if not self._has_begun:
+            self._begin_unasked("run.epoch was set", may_load=False)
+        self._epoch = epoch
 
     # --- registering and going on
     # --------------------------------------------------------------------------------------------
@@ -193,8 +242,11 @@ class Run:
                 ``state_dict`` and ``load_state_dict``.
         """
         if self._life.number is not None:
-            raise UsageError(f"register({name!r}) comes too late: the run has been resumed already")
-        self._objects.add(name, thing)
+            raise UsageError(
+                f"register({name!r}) comes too late: the run has been resumed already, by resume() "
+                "or the first look at run.step or run.epoch"
+            )
+        self._add(name, thing)
 
     def resume(self) -> bool:
         """Go on from the newest committed checkpoint; False when there is none.
@@ -202,14 +254,48 @@ class Run:
         A run that has finished leaves with status 0 here; one that must not go on (a limit is
         spent, or lives pass without progress) with 93. From here on the folder is this attempt's:
         an older one that is still alive can neither save nor remove anything there, and leaves with
-        93 when it tries. Called by :meth:`batches` when it was not called before.
+        93 when it tries. Called by :meth:`batches` when it was not called before, and by the first
+        look at :attr:`step` or :attr:`epoch`.
 
         Raises:
             StateMismatch: the checkpoint belongs to other objects; names the keys.
             UsageError: called twice.
         """
-        if self._life.number is not None:
+        if self._resumed_unasked is not None:  # the script has looked at run.step before
+            resumed, self._resumed_unasked = self._resumed_unasked, None
+            return resumed
+        if self._has_begun:
             raise UsageError("resume() was called already; a run goes on once")
+        if self._life.number is not None:
+            raise UsageError(_COULD_NOT_RESUME)
+        return self._begin(may_load=True, seen="")
+
+    def _begin_unasked(self, seen: str, *, may_load: bool = True) -> None:
+        """The loop begins, and nobody has called :meth:`resume`. That is made good where the state
+        is still what the script has made; in the middle of a loop it would be too late.
+
+        Raises:
+            UsageError: a checkpoint is committed, which the loop would begin without.
+        """
+        if self._is_closed or self._life.number is not None:
+            if may_load:  # an error that is being handled may look at the step
+                return
+            raise UsageError(
+                f"{seen} and the run is closed; make another Run(...)"
+                if self._is_closed
+                else f"{seen} and {_COULD_NOT_RESUME}"
+            )
+        may_load = may_load and not self._watch.may_have_trained
+        resumed = self._begin(may_load=may_load, seen=seen)
+        if may_load:
+            self._resumed_unasked = resumed
+        else:
+            self._say(
+                f"{seen} and run.resume() was not called: this attempt begins at step 0, and the "
+                "next one could not go on. Call it before the loop, and begin that at run.step"
+            )
+
+    def _begin(self, *, may_load: bool, seen: str) -> bool:
         company = self._company
         try:
             company.gather()
@@ -220,9 +306,12 @@ class Run:
         with self._leaving_when_stale(), contextlib.ExitStack() as loading:
             for store in self._written_stores():
                 loading.enter_context(store.pinning())
-            return self._go_on()
+            resumed = self._go_on(may_load=may_load, seen=seen)
+        self._watch.begin(self._step, in_loop=not may_load)
+        self._has_begun = True
+        return resumed
 
-    def _go_on(self) -> bool:
+    def _go_on(self, *, may_load: bool, seen: str) -> bool:
         company = self._company
         entered = company.decide("enter", self._enter)
         if (step := entered["finished"]) is not None:
@@ -231,6 +320,13 @@ class Run:
             raise Departure.finished()
         self._fence.hold(entered["claim"])
         found = self._newest()
+        if found is not None and not may_load:
+            raise UsageError(
+                f"{seen} and the run was not resumed, but step {found.checkpoint.step} is "
+                f"committed ({found.checkpoint.path}): the loop would train from 0 again. Call "
+                "run.resume() before the loop, and begin that at run.step; to begin anew, give "
+                "another directory= or Run(resume=False)"
+            )
         begins_at = found.checkpoint.step if found else 0
         try:
             number = company.decide("life", lambda: self._life.enter(begins_at))
@@ -250,7 +346,7 @@ class Run:
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
-        self._say(f"life {number} goes on from step {self.step} ({found.checkpoint.path})")
+        self._say(f"life {number} goes on from step {self._step} ({found.checkpoint.path})")
         return True
 
     # --- the loop
@@ -272,15 +368,16 @@ class Run:
                 f"batches(epochs={epochs}, accumulate={accumulate}): wanted epochs of 0 or more, "
                 "accumulate of 1 or more"
             )
-        if self._life.number is None:
+        if not self._has_begun:
             self.resume()
-        while self.epoch < epochs:
+        self._watch.close()  # it is we who count
+        while self._epoch < epochs:
             self.check_stop()
             yield from self._left_of_epoch(accumulate)
-            self.epoch += 1
+            self._epoch += 1
             self._cursor.in_epoch = False
         self._saver.wait()
-        if self.step != self._saver.durable_step:
+        if self._step != self._saver.durable_step:
             self.save()
 
     def safe_point(self) -> None:
@@ -295,9 +392,15 @@ class Run:
             SaveFailed: an earlier save failed, with ``on_save_error="fail"``.
             UnsavableState: at the first step of a life; the state holds something that could be
                 saved by pickling only.
+            UsageError: the run was not resumed, and a checkpoint is committed; or the optimizer
+                steps, and nobody counts.
         """
+        if not self._has_begun:
+            self._begin_unasked("a safe point was reached", may_load=False)
+        if self._watch.on:
+            self._watch.at_safe_point(self._step)
         stop = self._arrive()
-        if self._life.note_step(self.step, samples_per_step=self._cursor.samples_per_step):
+        if self._life.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
             if self._company.world_size > 2 and is_settled(self._model) is False:
                 self._say(UNSETTLED)
             state = self._state()  # now that the optimizer has its own
@@ -313,7 +416,7 @@ class Run:
         if self._is_due():
             self._last_save_s = time.monotonic()
             step = self._completed_step()
-            self._saver.start(self._state(), step=step, epoch=self.epoch, kind="periodic")
+            self._saver.start(self._state(), step=step, epoch=self._epoch, kind="periodic")
 
     def check_stop(self) -> None:
         """Leave if a stop was asked for: for long evaluations, which a stop would else wait for.
@@ -341,10 +444,13 @@ class Run:
         Raises:
             SaveFailed: it is not; what was committed before is whole.
             UnsavableState: the state holds something that cannot be saved.
+            UsageError: as :meth:`safe_point`.
         """
+        if not self._has_begun:
+            self._begin_unasked("save() was called", may_load=False)
         step = self._completed_step()
         with self._leaving_when_stale():
-            saved = self._saver.save(self._state(), step=step, epoch=self.epoch, kind=kind)
+            saved = self._saver.save(self._state(), step=step, epoch=self._epoch, kind=kind)
         self._last_save_s = time.monotonic()
         return saved
 
@@ -356,9 +462,12 @@ class Run:
 
         Raises:
             AgreementFailed: a rank has failed before it was done, so that the run is not finished.
+            UsageError: the run was not resumed, and a checkpoint is committed.
         """
+        if not self._has_begun:
+            self._begin_unasked("the run is to be finished", may_load=False)
         self._saver.wait()
-        self._company.exchange("finish", self.step)
+        self._company.exchange("finish", self._step)
         self._life.record(EventKind.RUN_FINISHED)
         with self._leaving_when_stale():
             self._company.decide("finish", self._write_finished)
@@ -367,6 +476,9 @@ class Run:
 
     def close(self) -> None:
         """Wait for a save in flight and give the signals back. Nothing else is needed."""
+        self._is_closed = True
+        oversights.closed(self)
+        self._watch.close()
         try:
             self._saver.close()
         finally:
@@ -391,7 +503,7 @@ class Run:
                 self._leave_if_cut_short(error)
             if self._company.rank == 0:
                 with contextlib.suppress(StaleAttempt):  # the newer one writes the ledger
-                    self._life.end("error", step=self.step)
+                    self._life.end("error", step=self._step)
             self._life.record_end("error")
             self.close()
 
@@ -412,7 +524,11 @@ class Run:
         if broken is None:
             return
         notice(f"while the ranks were about to stop: {type(error).__name__}: {error}")
-        raise self._stopping.leave_unsaved(broken, request, step=self.step) from error
+        raise self._stopping.leave_unsaved(broken, request, step=self._step) from error
+
+    def _add(self, name: str, thing: Any) -> None:
+        self._objects.add(name, thing)
+        self._watch.add(thing)
 
     def _use(self, loader: Any) -> None:
         company = self._company
@@ -431,7 +547,8 @@ class Run:
 
     def _stop(self, request: StopRequest) -> None:
         with self._leaving_when_stale():
-            raise self._stopping.obey(request, step=self._completed_step(), save_by=self._save_by)
+            save_by = self._save_by if self._has_begun else _nothing_to_save
+            raise self._stopping.obey(request, step=self._completed_step(), save_by=save_by)
 
     def _poll(self) -> None:
         """What became of saves in the background. Ranks hear at different steps that a newer
@@ -452,7 +569,7 @@ class Run:
         return self._saver.save_by(
             self._state,
             step=self._completed_step(),
-            epoch=self.epoch,
+            epoch=self._epoch,
             deadline_mono_s=deadline_mono_s,
         ).reason
 
@@ -461,7 +578,7 @@ class Run:
 
     def _enter(self) -> dict[str, Any]:
         """Claim the folder for all ranks, unless there is nothing left to do in it."""
-        done = finished.step_of(self.dir)
+        done = None if self._begins_anew else finished.step_of(self.dir)
         claim = None
         if done is None:
             claim = self._fence.claim()
@@ -471,8 +588,17 @@ class Run:
                 except SaveFailed:  # a fast tier that cannot be used costs no start
                     if store is not self._fast:
                         raise
+            if self._begins_anew:
+                self._set_aside()
             done = finished.step_of(self.dir)  # an older attempt may have been about to write it
         return {"finished": done, "claim": claim}
+
+    def _set_aside(self) -> None:
+        """Nothing of what is here may be taken for this run's, now or by a later attempt."""
+        finished.remove(self.dir)
+        for store in self._written_stores():
+            if (aside := set_aside(store.directory)) is not None:
+                notice(f"resume=False: what was committed is in {aside} now")
 
     def _written_stores(self) -> list[CheckpointStore]:
         return [self._durable, *([] if self._fast is None else [self._fast])]
@@ -495,8 +621,8 @@ class Run:
 
     def _write_finished(self) -> None:
         self._fence.check("the end of the run")
-        self._life.end("finished", step=self.step)
-        finished.write(self.dir, step=self.step)
+        self._life.end("finished", step=self._step)
+        finished.write(self.dir, step=self._step)
 
     def _leave(self) -> None:
         """Done, together with the others."""
@@ -514,18 +640,18 @@ class Run:
             notice(words)
 
     def _state(self) -> State:
-        own = self._cursor.state(step=self._completed_step(), epoch=self.epoch)
+        own = self._cursor.state(step=self._completed_step(), epoch=self._epoch)
         return State(shared=self._objects.states(), own=own)
 
     def _apply(self, state: State, *, source: str) -> None:
         self._objects.load(state.shared, source=source)
         counters = state.own["counters"]
-        self.step, self.epoch = counters["step"], counters["epoch"]
+        self._step, self._epoch = counters["step"], counters["epoch"]
         self._cursor.load(state.own)
 
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, a safe point behind each step."""
-        for batch in self._cursor.batches(self.epoch, accumulate=accumulate):
+        for batch in self._cursor.batches(self._epoch, accumulate=accumulate):
             yield batch
             if self._cursor.step_is_full:
                 self._complete_step()
@@ -534,18 +660,23 @@ class Run:
 
     def _complete_step(self) -> None:
         self._cursor.count_step()
-        self.step += 1
+        self._step += 1
         self.safe_point()
 
     def _completed_step(self) -> int:
-        return self._cursor.completed(self.step)
+        return self._cursor.completed(self._step)
 
     def _is_due(self) -> bool:
         """Whether to save behind this step. All ranks save at one step, and each has a clock of its
         own: the first one's counts, and calls for a save at one of the next steps."""
         if self._company.world_size == 1:
-            return self._cadence.is_due(self.step, self._last_save_s)
+            return self._cadence.is_due(self._step, self._last_save_s)
         called = self._company.takes_save()
         if self._company.rank == 0 and self._cadence.is_due_by_clock(self._last_save_s):
             self._company.call_save()
-        return called or self._cadence.is_due_by_step(self.step)
+        return called or self._cadence.is_due_by_step(self._step)
+
+
+def _nothing_to_save(_: float) -> str:
+    """For a stop before the run has begun: what is committed may be further than we are."""
+    return "the run had not begun, and nothing was saved"

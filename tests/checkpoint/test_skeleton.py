@@ -170,6 +170,20 @@ def test_unsavable_is_named(bad: object) -> None:
         split({"sampler": {"queue": [0, 1, 2, bad]}}, prefix="extra")
 
 
+@pytest.mark.parametrize(
+    ("array", "dtype"),
+    [
+        (np.array([{"a": 1}], dtype=object), "object"),
+        (np.zeros(2, dtype=[("x", "f4")]), r"\[\('x', '<f4'\)\]"),
+        (np.zeros(1, dtype=[("x", "f4")])[0], r"\[\('x', '<f4'\)\]"),
+    ],
+)
+def test_an_array_is_refused_with_its_dtype(array: object, dtype: str) -> None:
+    """Other arrays can be saved: what is wrong with this one is what it holds."""
+    with pytest.raises(UnsavableState, match=rf"a numpy\.\w+ of dtype {dtype}, "):
+        split(array, prefix="extra")
+
+
 def test_cycles_and_depth_are_refused() -> None:
     """A state that contains itself, or goes too deep, is an error and not a crash."""
     ring: list[Any] = []
