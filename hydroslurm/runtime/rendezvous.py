@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from hydroslurm import rundir
+from hydroslurm import jobfolder
 from hydroslurm.runtime.ranks.host import start_hub
 from hydroslurm.runtime.ranks.search import find_hub
 from hydroslurm.runtime.ranks.secret import find_secret, key_from
@@ -72,7 +72,7 @@ def step_key(
         NoSecret: there is no way to agree on one.
         HubLost: the first rank, which has it, did not come within :data:`MEET_S`.
     """
-    run = rundir.from_environment(environ)
+    run = jobfolder.from_environment(environ)
     secret = find_secret(world, environ, folder=None if run is None else run.root)
     if secret.source == "environment" or world.rank == 0:
         assert secret.key is not None
