@@ -57,7 +57,7 @@ def _job_one(folder: Path) -> list[str]:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=400,
             check=False,
         )
         said = (folder / "out.txt").read_text()
