@@ -14,6 +14,7 @@
   events/pulse.json            the step that the first rank is at, written over every few seconds
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   epochs/step-000001234/       the same of a JobRunner, after each epoch
+  job.jsonl                    of a default folder (jobfolder.py): whose it is, and which job steps
   claim.json                   the newest attempt: no older one writes here any more
   lives.jsonl                  one line when a life begins, one when it ends, and why
   finished.json                the training is done: a restart leaves at once
@@ -36,6 +37,7 @@ from hydroslurm.files import check_trusted
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
 """Environment variable that names the run folder to a rank."""
 
+_NAMED = re.compile(r"(?:^|\s)hydroslurm:(/\S.*)$")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,7})\.jsonl")
 
 
@@ -109,6 +111,11 @@ class RunDir:
     def from_epoch(self, epoch: int) -> RunDir:
         """The run of a job that went back to an epoch of this one."""
         return RunDir(self.root / f"from-epoch-{epoch:09d}")
+
+    @property
+    def job_jsonl(self) -> Path:
+        """The job that a default folder belongs to."""
+        return self.root / "job.jsonl"
 
     @property
     def claim_json(self) -> Path:
@@ -257,10 +264,15 @@ def of_job(job_id: int, *, work_dir: Path, comment: str = "") -> RunDir:
 
     ``hydroslurm submit`` writes the comment; a job started by srun alone uses the default.
     """
-    match = re.search(r"(?:^|\s)hydroslurm:(/\S.*)$", comment)
-    if match:
-        return RunDir(Path(match[1]))
+    named = _NAMED.search(comment)
+    if named:
+        return RunDir(Path(named[1]))
     return RunDir(work_dir / "hydroslurm-runs" / str(job_id))
+
+
+def is_named(comment: str) -> bool:
+    """Whether a job's comment names its run folder."""
+    return _NAMED.search(comment) is not None
 
 
 def comment_for(run_dir: RunDir) -> str:
@@ -271,7 +283,8 @@ def comment_for(run_dir: RunDir) -> str:
 def from_environment(environ: Mapping[str, str]) -> RunDir | None:
     """The run folder of this rank, or None when the process belongs to no run.
 
-    ``HYDROSLURM_RUN_DIR`` wins; in a Slurm job without it, the default of :func:`of_job`.
+    ``HYDROSLURM_RUN_DIR`` wins; in a Slurm job without it, the default of :func:`of_job`, which
+    another job of that number may hold: :func:`jobfolder.from_environment` looks.
     """
     named = environ.get(RUN_DIR_ENV)
     if named:

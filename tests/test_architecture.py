@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "fence": BASE,
     "exitcodes": set(),
     "rundir": BASE,
+    "jobfolder": BASE | {"rundir", "slurm"},
     "supervised": set(),
     "spare": BASE,
     "events": BASE | {"spare"},
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     | {
         "events",
         "rundir",
+        "jobfolder",
         "registry",
         "pulse",
         "slurm.allocation",
@@ -51,6 +53,7 @@ MAY_IMPORT = {
         "runtime",
         "events",
         "rundir",
+        "jobfolder",
         "exitcodes",
         "slurm",
         "supervised",
@@ -60,6 +63,7 @@ MAY_IMPORT = {
     | {
         "events",
         "rundir",
+        "jobfolder",
         "registry",
         "rankstate",
         "exitcodes",
@@ -90,6 +94,7 @@ MAY_IMPORT = {
     | {
         "slurm",
         "rundir",
+        "jobfolder",
         "events",
         "rankstate",
         "agentstate",

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from hydroslurm import rundir
+from hydroslurm import jobfolder
 from hydroslurm.errors import RunFolderError
 from hydroslurm.events import Event, EventKind, EventLog, clocks
 from hydroslurm.rundir import RunDir
@@ -30,7 +30,7 @@ class NodeLog:
             self.settle(self._allocation.rank)
 
     def _run_folder(self, environ: Mapping[str, str]) -> RunDir | None:
-        run = rundir.from_environment(environ)
+        run = jobfolder.from_environment(environ)
         try:
             return run and run.claim()
         except RunFolderError as error:

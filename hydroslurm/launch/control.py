@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydroslurm import agentstate, rundir
+from hydroslurm import agentstate, jobfolder, rundir
 from hydroslurm.ack import (
     Answer,
     EventTail,
@@ -62,9 +62,7 @@ class JobStatus:
 
 def run_dir_of(job: Job) -> RunDir:
     """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone."""
-    folder = rundir.of_job(
-        job.job_id, work_dir=Path(job.work_dir or "."), comment=job.comment or ""
-    )
+    folder = jobfolder.of_job(job)
     if job.array_task_id is not None and "%a" in str(folder.root):
         return RunDir(Path(str(folder.root).replace("%a", str(job.array_task_id))))
     return folder

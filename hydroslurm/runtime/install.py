@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hydroslurm import registry, rundir
+from hydroslurm import jobfolder, registry
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
 from hydroslurm.events import EventLog
 from hydroslurm.pulse import PulseWriter, interval_s
@@ -344,7 +344,7 @@ def _registry_base(environ: Mapping[str, str]) -> Path | None:
 def _run_folder(
     given: str | os.PathLike[str] | None, environ: Mapping[str, str], base: Path | None
 ) -> RunDir | None:
-    of_run = RunDir(Path(given)) if given is not None else rundir.from_environment(environ)
+    of_run = RunDir(Path(given)) if given is not None else jobfolder.from_environment(environ)
     if of_run is not None:
         try:
             mode = 0o700 if given is None else 0o775

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from hydroslurm import registry, rundir
+from hydroslurm import jobfolder, registry
 from hydroslurm.errors import RunFolderError
 from hydroslurm.runtime.ranks.host import start_hub
 from hydroslurm.runtime.ranks.search import find_hub
@@ -97,7 +97,7 @@ def key_folder(
     """
     if run_dir is not None:
         return Path(run_dir).absolute()
-    run = rundir.from_environment(environ)
+    run = jobfolder.from_environment(environ)
     if run is not None:
         return run.root
     if world.local_world_size == world.world_size:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm import rundir
+from hydroslurm import jobfolder, rundir
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.fence import Fence
@@ -88,7 +88,7 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
                 "folder), or None for that of the job. Is a variable empty?"
             )
         return RunDir(Path(given).absolute()).claim(mode=0o775)
-    found = rundir.from_environment(environ)
+    found = jobfolder.from_environment(environ)
     if found is None:
         raise UsageError(
             "this process is in no Slurm job, so that there is no run folder to save into; give "

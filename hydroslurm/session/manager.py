@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hydroslurm import rundir
+from hydroslurm import jobfolder
 from hydroslurm.checkpoint.contents import SHARED_JSON
 from hydroslurm.checkpoint.parts import check_file
 from hydroslurm.checkpoint.peers import Peers
@@ -118,7 +118,7 @@ class CheckpointManager:
         """
         if self._root is not None:
             return self._root
-        found = rundir.from_environment(os.environ)
+        found = jobfolder.from_environment(os.environ)
         if found is None:
             raise UsageError(
                 "this process is in no Slurm job, so that there is no run folder; give one: "
