@@ -172,6 +172,8 @@ def _find(default: RunDir, me: Owner, environ: Mapping[str, str]) -> RunDir:
         if not there or _is_free(there[-1]):
             made = _make(there[-1] if there else default, me)
             if made is not None:
+                if len(there) > 1:  # another rank has only just made the folder, and comes second
+                    _say_stranger(there[-2], made)
                 return made
             time.sleep(0.01)  # another rank was first; network file systems may tell so late
             continue

@@ -70,6 +70,14 @@ def test_a_first_attempt_takes_no_folder_of_a_job_before_it(site: Site) -> None:
     assert site.name(port=3, restart=1) == "7-2"
 
 
+def test_who_takes_a_new_folder_says_so_whoever_made_it(site: Site) -> None:
+    """One rank can have made the folder, and another one be first to write into it."""
+    site.name()
+    RunDir(site.folder / "hydroslurm-runs" / "7-2").claim()
+    with pytest.warns(RuntimeWarning, match="another job 7 has begun"):
+        assert site.name(port=2, rank=1) == "7-2"
+
+
 def test_a_later_job_step_goes_on(site: Site) -> None:
     """The same where the job had started before the folder was made; its first rank asks alone."""
     site.name()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hydroslurm import jobfolder
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
@@ -68,6 +70,7 @@ def _job_one(folder: Path) -> list[str]:
         return [*said.splitlines(), f"found {found.root.name}"]
 
 
+@pytest.mark.slow
 def test_a_job_never_goes_on_from_another_one_of_its_number(tmp_path: Path) -> None:
     """Job 1 of a second cluster, in the folder where job 1 of the first one has run, begins anew in
     a folder of its own and says so once. Within each job all ranks, its later job steps and
