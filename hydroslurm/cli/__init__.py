@@ -6,6 +6,7 @@ A verb's module imports typer and nothing heavy at its top, so that ``--help`` a
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -35,6 +36,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # boxes and colours would take half of the time of --help
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from hydroslurm import __version__
+
+        typer.echo(f"hydroslurm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Its own docstring is not shown: the app has a help."""
+
+
 app.command(
     "submit",
     short_help="Submit a job spec or a script, preemptible.",

@@ -14,6 +14,7 @@ from hydroslurm.files import clean
 
 if TYPE_CHECKING:
     from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
+    from hydroslurm.rundir import RunDir
 
 checkpoint_app = typer.Typer(no_args_is_help=True)
 
@@ -110,10 +111,40 @@ def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
     if folders.step_of(where.name) is not None:
         return [CheckpointStore(where.parent, storage=AnyonesStorage())], frozenset([where.name])
     run = RunDir(where)
+    _require_run(run)
     inner = [folder for folder in (run.checkpoints, run.epochs) if folder.is_dir()]
     # in a run of ours what a stranger has put there is shown as such, and never the newest
     storage = LocalStorage() if where.stat().st_uid == os.getuid() else AnyonesStorage()
     return [CheckpointStore(folder, storage=storage) for folder in inner or [where]], None
+
+
+def _require_run(run: RunDir) -> None:
+    """Of a folder that is none, "no checkpoints" would be true and of no help.
+
+    Raises:
+        CheckpointMissing: nothing in it is a run's.
+    """
+    from hydroslurm.checkpoint import folders
+    from hydroslurm.errors import CheckpointMissing
+
+    parts = (run.events, run.claim_json, run.submission_json, run.checkpoints, run.epochs)
+    if run.root.name in (run.checkpoints.name, run.epochs.name):
+        return
+    try:
+        if any(part.exists() for part in parts):
+            return
+        names = sorted(path.name for path in run.root.iterdir())
+    except OSError as error:
+        raise CheckpointMissing(f"{run.root} cannot be looked at: {error.strerror}") from error
+    if any(folders.step_of(name) is not None for name in names):
+        return
+    held = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+    raise CheckpointMissing(
+        f"{run.root} is neither a run folder nor one of checkpoints: it "
+        f"{f'holds {held}' if names else 'is empty'}. Give a run folder (with {run.events.name}/ "
+        f"or {run.checkpoints.name}/ in it), its {run.checkpoints.name} folder, or one checkpoint "
+        "(step-...)"
+    )
 
 
 def _rows(

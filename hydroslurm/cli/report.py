@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from hydroslurm.report.accounting import Accounting
     from hydroslurm.report.history import History
@@ -114,13 +116,29 @@ def _report_run(
     beside = Beside(accounting=accounting, profiles=profiles, missing=missing)
     rows = Rows.of(history, beside)
     figures = figures_of(history, beside, rows)
-    if as_json:
-        typer.echo(json.dumps(figures))
-    else:
-        _console().print(report_view(history, beside, figures, rows))
+    _print(json.dumps(figures) if as_json else _shown(report_view(history, beside, figures, rows)))
     # after the printing, so that a folder that is somebody else's can still be looked at
     for path in write_all(history, beside, figures, rows, run, drawing=drawing):
-        typer.echo(f"written: {path}", err=as_json)
+        _print(f"written: {path}", err=as_json)
+
+
+def _shown(view: RenderableType) -> str:
+    """Without rich's own print, which ends the program when nobody reads any more."""
+    console = _console()
+    with console.capture() as captured:
+        console.print(view)
+    return captured.get().removesuffix("\n")
+
+
+def _print(words: str, *, err: bool = False) -> None:
+    """In a pipe whose reader has left (``| head``) the rest is not printed, and the files are
+    written all the same."""
+    try:
+        typer.echo(words, err=err)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno() if err else sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
@@ -140,7 +158,7 @@ def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[st
 
 def _ask_slurm(history: History, *, no_slurm: bool) -> Accounting:
     from hydroslurm.errors import SlurmError
-    from hydroslurm.report.accounting import Accounting, ask_slurm, not_asked
+    from hydroslurm.report.accounting import Accounting, ask_slurm, no_answer, not_asked
     from hydroslurm.slurm.client import Patience, open_client
 
     if not history.job_ids:
@@ -151,4 +169,4 @@ def _ask_slurm(history: History, *, no_slurm: bool) -> Accounting:
     try:
         return ask_slurm(open_client(patience=patience), history.lives)
     except SlurmError as error:
-        return not_asked(f"Slurm could not be asked: {error}")
+        return not_asked(no_answer(error))

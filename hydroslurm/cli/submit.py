@@ -79,6 +79,7 @@ def submit(
     job = executor.submit_script(script, *context.args, module=module)
     typer.echo(f"job {job.job_id}  run folder {job.run_dir.root}")
     typer.echo(f"  hydroslurm status {job.job_id}          hydroslurm pause --job {job.job_id}")
+    _warn_of_a_vain_wait(int(job.job_id), nodes)
     if wait:
         _wait(job)
 
@@ -106,11 +107,22 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
         typer.echo(f"hydroslurm: {note}", err=True)
     typer.echo(f"job {job.job_id}  run folder {job.run.root}")
     typer.echo(f"  hydroslurm describe {job.job_id}        hydroslurm logs -f {job.job_id}")
+    _warn_of_a_vain_wait(job.job_id, job.plan.nodes)
     if wait:
         verdict = wait_for_verdict(job)
         typer.echo(f"job {job.job_id} {verdict.type}: {verdict.message}", err=verdict.is_failure)
         if verdict.is_failure:
             raise typer.Exit(1)
+
+
+def _warn_of_a_vain_wait(job_id: int, nodes: int) -> None:
+    from hydroslurm.launch.refusals import never_starts
+    from hydroslurm.slurm.client import Patience, open_client
+
+    patience = Patience(call_timeout_s=5.0, give_up_after_s=0.0)
+    why = never_starts(open_client(patience=patience), job_id, nodes=nodes)
+    if why is not None:
+        typer.echo(f"hydroslurm: {why}", err=True)
 
 
 def _pairs(options: list[str]) -> dict[str, str | bool]:

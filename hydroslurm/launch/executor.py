@@ -30,10 +30,11 @@ from submitit.core import utils as submitit_utils
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm import rundir
-from hydroslurm.errors import LaunchError, RunFolderError, SlurmMissing, UsageError
+from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
 from hydroslurm.launch import submission
 from hydroslurm.launch.batchscript import in_option_line, requeue_lines
 from hydroslurm.launch.rank import InRank, Script
+from hydroslurm.launch.refusals import ask_sbatch
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime.autoload import PREEMPT_ENV
@@ -161,13 +162,11 @@ class Executor(SlurmExecutor):
                 "signal": f"{SUBMITIT_SIGNAL}@{self.parameters.get('signal_delay_s', 90)}",
             },
         }
-        try:
-            return list(SlurmExecutor._internal_process_submissions(inner, delayed))
-        except (submitit_utils.FailedJobError, submitit_utils.FailedSubmissionError) as error:
-            raise LaunchError(
-                f"sbatch refused the job: {str(error).strip()}. Its run folder, with the script "
-                f"that was refused, is {run.root}"
-            ) from error
+        return ask_sbatch(
+            lambda: list(SlurmExecutor._internal_process_submissions(inner, delayed)),
+            run,
+            is_new=True,
+        )
 
 
 class _Watcher(SlurmInfoWatcher):

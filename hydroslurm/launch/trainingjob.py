@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from submitit.core import utils as submitit_utils
 from submitit.slurm.slurm import SlurmExecutor
 
 from hydroslurm import rundir
@@ -33,6 +32,7 @@ from hydroslurm.launch.executor import SUBMITIT_SIGNAL, new_run
 from hydroslurm.launch.images import Runtime, find_runtime, no_runtime
 from hydroslurm.launch.layout import plan_job
 from hydroslurm.launch.plan import Plan
+from hydroslurm.launch.refusals import ask_sbatch
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir
 from hydroslurm.spec.job import TrainingJob
@@ -155,9 +155,10 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     try:
         job_id = _submit(_executor(spec.job, plan, run), Supervise(run.root), run)
     except LaunchError as error:
-        add_condition(
-            run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)
-        )
+        if run.root.exists():  # Slurm may have it all the same
+            add_condition(
+                run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)
+            )
         raise
     submission.write(run, replace(intent, job_id=str(job_id)))
     add_condition(run.conditions_jsonl, "Queued", reason="Pending", message=f"as job {job_id}")
@@ -195,13 +196,9 @@ def _resolved(spec: JobSpec) -> TrainingJob:
 
 
 def _submit(executor: SlurmExecutor, function: Any, run: RunDir) -> int:
-    try:
-        job = executor.submit(function)
-    except (submitit_utils.FailedJobError, submitit_utils.FailedSubmissionError) as error:
-        raise LaunchError(
-            f"sbatch refused the job: {str(error).strip()}. What was asked for is in {run.root}"
-        ) from error
-    if isinstance(function, Supervise):
+    is_first = isinstance(function, Supervise)
+    job = ask_sbatch(lambda: executor.submit(function), run, is_new=is_first)
+    if is_first:
         _write(run.job_sbatch, job.paths.submission_file.read_text(encoding="utf-8"))
     return int(job.job_id)
 

@@ -11,13 +11,15 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hydroslurm.errors import NoSuchJob, SlurmError
+from hydroslurm.errors import NoSuchJob, SlurmError, SlurmMissing
 from hydroslurm.report.pauses import Life
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.values import Job, JobState
 
 _SLACK_S = 2.0
 """Slurm's moments are cut off to whole seconds, and its date may be another one's."""
+_MOST = 200
+"""Characters of what Slurm's programs say for themselves."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def ask_slurm(client: SlurmClient, lives: Iterable[Life]) -> Accounting:
         if job_ids:
             grace_s = client.config().suspend_grace_time_s
     except SlurmError as error:
-        missing.append(f"Slurm could not be asked: {error}")
+        missing.append(no_answer(error))
     answer = Accounting(tuple(found), grace_s, ())
     for job_id in job_ids:
         mine = [life for life in lives if life.job_id == job_id]
@@ -101,6 +103,15 @@ def ask_slurm(client: SlurmClient, lives: Iterable[Life]) -> Accounting:
             )
             found = [one for one in found if one.job_id != job_id]
     return Accounting(tuple(found), grace_s, tuple(missing))
+
+
+def no_answer(error: SlurmError) -> str:
+    """Why Slurm told nothing, in a line. Of a Slurm that is missing only that: a report is often
+    read where there is none, and neither the PATH nor what to do about it helps there."""
+    words = " ".join(str(error).split())
+    if isinstance(error, SlurmMissing):
+        words = words.partition(" (")[0].partition(". ")[0]
+    return f"Slurm could not be asked: {words if len(words) <= _MOST else words[:_MOST] + ' ...'}"
 
 
 def not_asked(why: str) -> Accounting:

@@ -104,7 +104,8 @@ def histograms(found: Sequence[Latency]) -> Figure:
     figure = Figure(figsize=(width_in, height_in))
     FigureCanvasAgg(figure)
     for index, latency in enumerate(found):
-        _draw(figure.add_subplot(rows, columns, index + 1), latency)
+        draw = _draw if _is_spread(latency) else _draw_number
+        draw(figure.add_subplot(rows, columns, index + 1), latency)
     figure.subplots_adjust(
         left=0.6 / width_in,
         right=1 - 0.25 / width_in,
@@ -113,12 +114,17 @@ def histograms(found: Sequence[Latency]) -> Figure:
         hspace=1.0,
         wspace=0.26,
     )
-    lines = [
-        Line2D([], [], color=colour, ls=dashes, lw=1.6, label=name)
-        for name, colour, dashes in (_MEDIAN, _P99)
-    ]
-    figure.legend(handles=lines, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    if any(map(_is_spread, found)):
+        lines = [
+            Line2D([], [], color=colour, ls=dashes, lw=1.6, label=name)
+            for name, colour, dashes in (_MEDIAN, _P99)
+        ]
+        figure.legend(handles=lines, loc="lower center", ncols=2, fontsize=8, frameon=False)
     return figure
+
+
+def _is_spread(latency: Latency) -> bool:
+    return latency.values_s[0] < latency.values_s[-1]
 
 
 def _latency(
@@ -130,6 +136,17 @@ def _latency(
 
 def _back_s(waited_s: float | None, first_step_s: float | None) -> float | None:
     return None if waited_s is None or first_step_s is None else waited_s + first_step_s
+
+
+def _draw_number(axes: Axes, latency: Latency) -> None:
+    """One value has no spread: a single bar would say less than the number."""
+    axes.set_axis_off()
+    axes.set_title(f"{latency.title}\nn = {len(latency.values_s):,}", fontsize=8.5, loc="left")
+    number = spelled(latency.values_s[0])
+    axes.text(
+        0.5, 0.5, number, fontsize=18, ha="center", va="center", color=latency.colour,
+        transform=axes.transAxes,
+    )  # fmt: skip
 
 
 def _draw(axes: Axes, latency: Latency) -> None:

@@ -144,7 +144,7 @@ def read_history(folder: Path) -> History:
         clean(folder.resolve().name),
         aligned,
         events=sum(part.events for part in parts),
-        missing=(*(words for _, words in said), *_ranks_missing(aligned)),
+        missing=(*(words for _, words in said), *_ranks_missing(aligned), *_unheard(aligned)),
         alignment=alignment,
     )
 
@@ -206,6 +206,21 @@ def _ranks_missing(lives: Iterable[Life]) -> Iterator[str]:
     if absent:
         which = ", ".join(map(str, absent[:10])) + (" ..." if len(absent) > 10 else "")
         yield f"Of {wanted} ranks {len(absent)} left no events: {which}."
+
+
+def _unheard(lives: Iterable[Life]) -> Iterator[str]:
+    """Signals that somebody else took: what they asked for left no event."""
+    found: dict[tuple[str, ...], dict[int, None]] = {}
+    for life in lives:
+        if life.lost_signals:
+            found.setdefault(life.lost_signals, {})[life.rank] = None
+    for signals, ranks in found.items():
+        which = ", ".join(map(str, list(ranks)[:10])) + (" ..." if len(ranks) > 10 else "")
+        yield (
+            f"Rank{'' if len(ranks) == 1 else 's'} {which}: other code replaced hydroslurm's "
+            f"handlers of {', '.join(signals)}: pauses and stops that were asked for with them "
+            "while they were lost were not heard, and are not in this report."
+        )
 
 
 def _check(run_dir: RunDir) -> None:

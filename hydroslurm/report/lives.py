@@ -64,6 +64,7 @@ class _LifeDraft:
         self._stops: list[StopRequest] = []
         self._progress = Follower()
         self._joined_ns: int | None = None
+        self._lost_signals: dict[str, None] = {}
 
     def add(self, line: Line) -> None:
         kind, stamp = line.kind, line.mono_ns
@@ -84,6 +85,10 @@ class _LifeDraft:
             self._stops.append(_stop(line))
         elif kind is EventKind.RANKS_JOINED and self._joined_ns is None:
             self._joined_ns = stamp
+        elif kind is EventKind.HANDLER_REPLACED:
+            self._lost_signals[text(line.data, "signal") or "a signal"] = None
+        elif kind is EventKind.UNINSTALLED and not self._lost_signals:
+            self._lost_signals = _lost_unseen(line)
         if "world_size" in line.data:
             self._world_size = max(self._world_size, integer(line.data, "world_size") or 1)
 
@@ -106,7 +111,14 @@ class _LifeDraft:
             progress=self._progress.finish(),
             world_size=self._world_size,
             joined_mono_ns=self._joined_ns,
+            lost_signals=tuple(self._lost_signals),
         )
+
+
+def _lost_unseen(line: Line) -> dict[str, None]:
+    """Where nobody looked before the end, how many they were is known, and not which."""
+    number = integer(line.data, "handlers_replaced_by_others") or 0
+    return {f"{number} signal{'' if number == 1 else 's'}": None} if number > 0 else {}
 
 
 def _stop(line: Line) -> StopRequest:

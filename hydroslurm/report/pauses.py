@@ -145,6 +145,7 @@ class Life:
         progress: what its ``Run`` wrote down; None where there was none.
         world_size: ranks that it was joined with, itself included; 1: it was alone.
         joined_mono_ns: all of them had joined; None for one that was alone.
+        lost_signals: whose handlers somebody else replaced: such signals were not heard any more.
     """
 
     rank: int
@@ -162,6 +163,7 @@ class Life:
     world_size: int = 1
     clock_error_ns: int | None = None
     joined_mono_ns: int | None = None
+    lost_signals: tuple[str, ...] = ()
 
     def epoch_ns(self, mono_ns: int) -> int:
         """A stamp of this life as CLOCK_REALTIME, to be lined up with other ranks and lives."""

@@ -22,6 +22,7 @@ from hydroslurm.report.sheets.totals import goodput_sheet, slurm_sheet
 from hydroslurm.report.stops_table import stop_sentences, stops_summary, stops_table
 
 _MOST_CHAINS = 20
+_NOT_HEARD = "No pause was seen, but the handlers of signals were lost: see below."
 
 
 def report_view(
@@ -50,7 +51,8 @@ def report_view(
     if history.stopped:
         parts += _about_stops(history, figures, max_rows)
     elif not history.pauses:
-        parts.append(Text("Nothing was paused."))
+        heard = not any(life.lost_signals for life in history.lives)
+        parts.append(Text("Nothing was paused." if heard else _NOT_HEARD))
     parts += _chains(history, beside, figures, rows, most=min(max_rows, _MOST_CHAINS))
     return Group(*parts, *said)
 

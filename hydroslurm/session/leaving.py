@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, UsageError, WrongJobState
 from hydroslurm.events import EventKind
@@ -167,11 +167,18 @@ class Leaver:
             words = f"{since}, outside of a job: run the same command again to go on"
             return Orders("asked", math.inf, False, RUN_AGAIN, words)
         if not self._answered.wait(ANSWER_S):
-            words = f"{since}; Slurm did not say why within {ANSWER_S:g} s"
+            words = (
+                f"{since}; Slurm did not say why within {ANSWER_S:g} s, so the run counts on "
+                f"{ASSUMED_GRACE_S:g} s from the signal on, saves, and is requeued unless it turns "
+                "out to be cancelled"
+            )
             return Orders("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
         stop = self._stop
         if stop is None:
-            words = f"{since}; Slurm could not be asked why"
+            words = (
+                f"{since}; Slurm could not be asked why, so the run counts on {ASSUMED_GRACE_S:g} "
+                "s from the signal on, saves, and asks to be requeued"
+            )
             return Orders("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
         if ranks_gone and _ends_a_failure(request, stop):
             words = (
@@ -237,7 +244,7 @@ class Leaver:
             if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
                 self._read_policy(client, job_id)
                 self._heard.wait()
-            stop = ask_why(client, job_id, warning_s=self._warning_s())
+            stop = self._named(ask_why(client, job_id, warning_s=self._warning_s()))
             if self._policy is None:
                 self._read_policy(client, job_id)
             self._stop = stop
@@ -273,10 +280,21 @@ class Leaver:
     def _warning_s(self) -> float | None:
         """A rank does not know the T of its ``--signal=URG@T``. Besides Slurm only a person sends
         SIGURG (``hydroslurm requeue``), mostly long before the end."""
+        return LONGEST_WARNING_S if self._is_warned else None
+
+    @property
+    def _is_warned(self) -> bool:
         request, warning = self._request, self._controller.plan.warning
-        if request is None or warning is None or request.signal != signal_name(warning):
-            return None
-        return LONGEST_WARNING_S
+        return (
+            request is not None and warning is not None and request.signal == signal_name(warning)
+        )
+
+    def _named(self, stop: Stop) -> Stop:
+        """SIGURG that early is a person's: say by which command."""
+        if stop.reason is not StopReason.ASKED or not self._is_warned:
+            return stop
+        words = "asked to save and go back into the queue, as `hydroslurm requeue` does"
+        return replace(stop, words=words)
 
     def _check_fence(self) -> None:
         if self._fence is not None:

@@ -42,7 +42,7 @@ class StopReason(str, Enum):
     where accounting could not tell it from one."""
     NODE_FAILING = "node_failing"
     ASKED = "asked"
-    """Slurm has no reason: a person sent the signal to a job that goes on."""
+    """A person or a program sent the signal; Slurm would let the job go on."""
     UNKNOWN = "unknown"
 
 
@@ -198,8 +198,8 @@ def _why_running(job: Job, to_end_s: float | None, warning_s: float | None) -> S
     return Stop(
         kind=StopKind.ASKED,
         reason=StopReason.ASKED,
-        words="Slurm has no reason for it: a person sent the signal, or the time limit has been "
-        "extended since",
+        words="a person or a program sent it: the job is not preempted, and its time limit is not "
+        "near",
         to_end_s=to_end_s,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,6 @@ def test_ls(run_dir: RunDir) -> None:
         "whole",
         "too new",
     ]
-    assert call("ls", run_dir.logs).splitlines()[-1] == "none"
 
 
 def test_ls_as_json(run_dir: RunDir) -> None:
@@ -77,6 +77,19 @@ def test_verify(run_dir: RunDir) -> None:
     good = run_dir.checkpoints / "step-000000001"
     assert "1 checkpoints, 0 of them" in call("verify", good)
     call("verify", run_dir.checkpoints / "step-000000003", status=1)
+
+
+def test_ls_of_a_folder_that_is_none(tmp_path: Path) -> None:
+    """A run without checkpoints has none; of a folder that is no run's it is said."""
+    run = RunDir(tmp_path / "run").create()
+    assert call("ls", run.root).splitlines()[-1] == "none"
+    run.checkpoints.mkdir()
+    assert call("ls", run.checkpoints).splitlines()[-1] == "none"
+    (run.logs / "notes.txt").touch()
+    for where, seen in ((tmp_path, "it holds run"), (run.logs, r"it holds notes\.txt")):
+        done = CliRunner().invoke(checkpoint_app, ["ls", str(where)])
+        assert isinstance(done.exception, CheckpointMissing)
+        assert re.search(f"neither a run folder.*{seen}", str(done.exception))
 
 
 def test_verify_of_nothing(tmp_path: Path) -> None:

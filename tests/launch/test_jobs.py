@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -369,8 +370,8 @@ def test_a_failing_script_fails_its_job(
 
 
 def test_what_cannot_be_submitted_is_explained(on_cluster: None, folder: Path) -> None:
-    """Unknown partitions, parameters and scripts give errors that name them and keep the
-    evidence."""
+    """Unknown partitions, parameters and scripts give errors that name them, and leave no run
+    folder."""
     executor = Executor(folder / "runs")
     with pytest.raises(UsageError, match="partitionn"):
         executor.update_parameters(partitionn="low")
@@ -384,6 +385,65 @@ def test_what_cannot_be_submitted_is_explained(on_cluster: None, folder: Path) -
     with pytest.raises(LaunchError, match=r"nowhere|partition") as refused:
         executor.submit_script(str(folder / "train.py"))
     assert str(folder / "runs") in str(refused.value)
+    assert list((folder / "runs").iterdir()) == []
+
+
+def test_a_refusal_is_said_once(on_cluster: None, folder: Path) -> None:
+    """What sbatch says of a partition that is not there stands in one line; a spec is as a
+    script."""
+    spec = {
+        "name": "x",
+        "replicaSpecs": [{"type": "worker", "template": {"command": ["true"]}}],
+        "scheduler": {"partition": "nowhere"},
+    }
+    (folder / "job.yaml").write_text(json.dumps(spec))
+    for words in (["-p", "nowhere", "train.py"], ["job.yaml"]):
+        done = hydroslurm_submit(folder, *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.count("Invalid partition name") == 1
+        assert list((folder / "runs").iterdir()) == []
+
+
+def test_an_answer_that_never_came_leaves_the_folder(
+    on_cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a time-out Slurm may have the job: its run folder stays, and how to look is said."""
+    (folder / "bin").mkdir()
+    sbatch = folder / "bin" / "sbatch"  # as that of 22.05 when slurmctld hangs
+    words = "Batch job submission failed: Socket timed out on send/recv operation"
+    sbatch.write_text(f"#!/bin/sh\necho 'sbatch: error: {words}' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    with pytest.raises(LaunchError, match="squeue --me") as refused:
+        Executor(folder / "runs").submit_script(str(folder / "train.py"))
+    (run,) = (folder / "runs").iterdir()
+    assert str(run) in str(refused.value)
+    assert (run / "submission.json").exists()
+
+
+def test_a_job_that_can_never_start_is_named(
+    on_cluster: None, folder: Path, slurm: SlurmClient
+) -> None:
+    """More nodes than the partition has: submitted, as Slurm takes it, with one line of warning; a
+    job that only waits gets none."""
+    for options, warned in ((("-N", "99"), True), (("--sbatch", "begin=now+1hour"), False)):
+        done = hydroslurm_submit(folder, *options, "train.py", str(folder / "stop"))
+        assert done.returncode == 0, done.stderr
+        slurm.cancel(int(done.stdout.split()[1]))
+        assert ("can never start" in done.stderr) == warned
+        assert ("it asks for 99 nodes" in done.stderr) == warned
+
+
+def hydroslurm_submit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hydroslurm.cli", "submit", "--folder", "runs", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_a_job_without_hydroslurm_is_left_alone(slurm: SlurmClient, folder: Path) -> None:

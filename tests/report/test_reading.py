@@ -14,7 +14,7 @@ from hydroslurm.events import EventKind, read_events
 from hydroslurm.report import crowd
 from hydroslurm.report.aside import Aside
 from hydroslurm.report.figures import MOST_ROWS, figures_of
-from hydroslurm.report.histograms import latencies, write_histograms
+from hydroslurm.report.histograms import Latency, histograms, latencies, write_histograms
 from hydroslurm.report.history import read_history
 from hydroslurm.report.lines import Line, Unread, lines_of, read_lines
 from hydroslurm.rundir import RunDir
@@ -132,3 +132,19 @@ def test_histograms_of_what_was_measured(run_dir: RunDir) -> None:
     path = write_histograms(history, run_dir.histograms_png)
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_histogram_of_one_value_is_a_number() -> None:
+    """A single value, or several of the same size, are written; a bar is drawn of what differs."""
+    one = Latency("save", (0.0412,), "#E69F00", "////")
+    same = Latency("pause", (0.001, 0.001), "#E69F00", "////")
+    several = Latency("stop", (0.001, 0.002), "#E69F00", "////")
+    figure = histograms([one, same, several])
+    number, alike, spread = figure.axes
+    assert [text.get_text() for text in number.texts] == ["41.2 ms"]
+    assert [text.get_text() for text in alike.texts] == ["1 ms"]
+    assert alike.get_title(loc="left") == "pause\nn = 2"
+    assert [len(axes.collections) for axes in figure.axes] == [0, 0, 1]
+    assert [text.get_text() for text in spread.texts] == []
+    assert len(figure.legends) == 1
+    assert histograms([one]).legends == []

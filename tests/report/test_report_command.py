@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from report.ranklog import RankLog
 
 from hydroslurm.rundir import RunDir
@@ -74,3 +76,29 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     done = report(str(tmp_path), str(tmp_path / "other"))
     assert done.returncode != 0
     assert "one run folder" in done.stderr
+
+
+def test_a_reader_that_leaves(run_dir: RunDir) -> None:
+    """Behind `| head` what is not read is not printed; all files are written."""
+    RankLog().installed().pause(1).uninstalled(5).write(run_dir)
+    nobody, out = os.pipe()
+    os.close(nobody)
+    command = [sys.executable, "-m", "hydroslurm.cli", "report", "--no-slurm", str(run_dir.root)]
+    done = subprocess.run(
+        command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(out)
+    assert (done.returncode, done.stderr) == (0, "")
+    for path in (run_dir.figures_json, run_dir.timeline_png, run_dir.report_html):
+        assert path.stat().st_size > 500
+
+
+def test_without_slurm_one_line(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Slurm that is not here is told in one line, however long the PATH is."""
+    RankLog().installed().pause(1).uninstalled(5).write(run_dir)
+    monkeypatch.setenv("PATH", ":".join(f"/nowhere/{n:040}" for n in range(20)))
+    monkeypatch.setenv("HYDROSLURM_SLURM_BACKEND", "commands")
+    said = report(str(run_dir.root), "--no-picture").stdout
+    (line,) = (line for line in said.splitlines() if "Slurm" in line)
+    assert line == "Slurm could not be asked: no program sacct on PATH."
+    assert "/nowhere" not in said

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from hydroslurm.errors import TargetError, WrongJobState
 from hydroslurm.events import EventKind
 from hydroslurm.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.launch.control import requeue_job
+from hydroslurm.runtime.controller import StopRequest
+from hydroslurm.session import leaving
 from hydroslurm.session.leaving import Leaver, Orders
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.slurm.client import JobState, open_client
+from hydroslurm.slurm.client import BACKEND_ENV, JobState, open_client
 
 pytestmark = pytest.mark.slurm
 
@@ -87,6 +91,25 @@ def test_a_job_cancelled_during_its_save_is_not_requeued(
         departure = leaver.depart(Orders("preempted", math.inf, True, RUN_AGAIN, "preempted"))
     assert departure.code == CANCELLED
     assert client.job(job_id).restart_count == 0
+
+
+def test_slurm_that_is_slow_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not answered in time says what that means: how long is counted on, what follows."""
+    monkeypatch.setattr(leaving, "ANSWER_S", 0.2)
+    monkeypatch.setattr(leaving, "SPREAD_S", 0.0)
+    for name in ("scontrol", "squeue", "sacct"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\nexec sleep 20\n")
+        program.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", BACKEND_ENV: "commands"}
+    with hydroslurm.installed(run_dir=tmp_path) as controller:
+        leaver = Leaver(Allocation(job_id=1), controller, environ=environ)
+        leaver.hear(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
+        orders = leaver.orders()
+    assert orders.requeue
+    assert "counts on 25 s from the signal on, saves, and is requeued unless" in orders.words
 
 
 def test_without_an_answer_of_slurms_the_batch_script_requeues(
@@ -173,6 +196,7 @@ def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:
     (answer,) = requeue_job(client, int(training.job_id)).answers
     assert answer.done
     assert f"step {training.lives()[0].end_step} committed" in answer.words
+    assert "as `hydroslurm requeue` does" in training.log()
     with pytest.raises(WrongJobState, match="should be RUNNING"):
         requeue_job(client, int(training.job_id))
 

@@ -113,7 +113,12 @@ def scene(requeue_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("jobs")
     found = Scene(requeue_cluster, folder)
     (folder / "train.py").write_text(textwrap.dedent(TRAIN))
-    srun = f"export HYDROSLURM_PULSE_S=0.3 OMP_NUM_THREADS=1; srun {sys.executable} train.py"
+    # Within SPREAD_S of its start a rank asks slurmctld for the site's policy, at a random moment,
+    # and requests are counted below for all who ask: these ranks find no Slurm.
+    alone = "env PATH=/nowhere HYDROSLURM_SLURM_BACKEND=commands"
+    srun = (
+        f"export HYDROSLURM_PULSE_S=0.3 OMP_NUM_THREADS=1; srun {alone} {sys.executable} train.py"
+    )
     try:
         found.suspended = found.submit("-J", "suspended", "--wrap", f"{srun} 0")
         found.trains = found.submit("-J", "trains", "--wrap", f"{srun} 20")
