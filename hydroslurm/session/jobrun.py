@@ -305,6 +305,9 @@ class JobRun(Run):
     def _save_by(self, deadline_mono_s: float) -> str:
         return super()._save_by(deadline_mono_s) if self._unsaved is None else self._unsaved
 
+    def _save_nothing(self, deadline_s: float) -> str:
+        return super()._save_nothing(deadline_s) if self._unsaved is None else self._unsaved
+
 
 def _newest_name(store: CheckpointStore) -> tuple[int, int, int]:
     """The age of the newest in a store, by name where its manifest cannot be read: that one has to

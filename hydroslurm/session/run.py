@@ -547,8 +547,12 @@ class Run:
 
     def _stop(self, request: StopRequest) -> None:
         with self._leaving_when_stale():
-            save_by = self._save_by if self._has_begun else _nothing_to_save
+            save_by = self._save_by if self._has_begun else self._save_nothing
             raise self._stopping.obey(request, step=self._completed_step(), save_by=save_by)
+
+    def _save_nothing(self, _: float) -> str:
+        """For a stop before the run has begun: what is committed may be further than we are."""
+        return "the run had not begun, and nothing was saved"
 
     def _poll(self) -> None:
         """What became of saves in the background. Ranks hear at different steps that a newer
@@ -675,8 +679,3 @@ class Run:
         if self._company.rank == 0 and self._cadence.is_due_by_clock(self._last_save_s):
             self._company.call_save()
         return called or self._cadence.is_due_by_step(self._step)
-
-
-def _nothing_to_save(_: float) -> str:
-    """For a stop before the run has begun: what is committed may be further than we are."""
-    return "the run had not begun, and nothing was saved"
