@@ -101,15 +101,15 @@ JOB = """
         x = torch.ones(4)
         dist.barrier()
         until(lambda: collectives.in_flight() == 0)
-        go = os.path.join(folder, "go")
+        go = [os.path.join(folder, f"go-{peer}") for peer in (1, 2)]
         if rank == 0:
-            until(lambda: os.path.exists(go))
+            until(lambda: all(map(os.path.exists, go)))  # both have looked
             dist.all_reduce(x)
         else:
             work = dist.all_reduce(x, async_op=True)
             assert collectives.in_flight() == 1
             assert total(collectives.issued()) == 2
-            with open(go, "w"):
+            with open(go[rank - 1], "w"):
                 pass
             work.wait()
         until(lambda: collectives.in_flight() == 0)
