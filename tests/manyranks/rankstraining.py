@@ -155,6 +155,10 @@ class RanksTraining(Training):
             meanwhile: what is done then.
         """
         self.slurm("scontrol", "suspend", self.job_id)
+        # Slurm sends a suspend and the resume behind it to each node without an order: a node that
+        # gets the resume first stays suspended for good, in a job that Slurm calls RUNNING
+        for rank in range(self.world):
+            self.wait_for(rank, EventKind.SIGNAL_RECEIVED, life=life)
         if until_stopped:
             for rank in range(self.world):
                 self.wait_until(

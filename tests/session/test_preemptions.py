@@ -93,6 +93,7 @@ def requeue_by_hand(training: Training) -> None:
         training.wait_for_life(life)
         training.wait_for_step(step)
         training.slurm("scontrol", "suspend", training.job_id)
+        training.wait_for_suspend(life)
         if life % 2:  # long enough to be stopped by SIGSTOP as well, which comes after 2 s
             time.sleep(2.5)
         training.slurm("scontrol", "resume", training.job_id)

@@ -139,12 +139,19 @@ class Training:
 
     def wait_for_pauses(self, life: int, *, number: int) -> None:
         """Until this life has been paused and resumed so often."""
+        self._wait_for_kind(EventKind.RESUMED, life=life, number=number)
 
-        def resumed() -> bool:
+    def wait_for_suspend(self, life: int) -> None:
+        """Until its signal has come for the first time: a resume that Slurm sends before could
+        overtake it, and the job stays suspended then while Slurm calls it RUNNING."""
+        self._wait_for_kind(EventKind.SIGNAL_RECEIVED, life=life, number=1)
+
+    def _wait_for_kind(self, kind: EventKind, *, life: int, number: int) -> None:
+        def seen() -> bool:
             mine = [e for e in self.events() if e.restart_count == life - 1]
-            return sum(e.kind is EventKind.RESUMED for e in mine) >= number
+            return sum(e.kind is kind for e in mine) >= number
 
-        wait_until(resumed, f"pause {number} of life {life} to end", limit_s=LIMIT_S)
+        wait_until(seen, f"{kind.value} {number} of life {life}", limit_s=LIMIT_S)
 
     def wait_for_step(self, step: int) -> None:
         """Until its log shows this step; it may be some steps further by then."""
