@@ -211,7 +211,7 @@ class JobRun(Run):
         if self._epoch_saver is not None:
             with self._leaving_when_stale():
                 self._epoch_saver.save(
-                    self._state(), step=self.step, epoch=self.epoch, kind="epoch"
+                    self._state(), step=self.step, epoch=self.epoch, kind="epoch", again=False
                 )
                 self._last_save_s = time.monotonic()
                 self._epoch_saver.poll()

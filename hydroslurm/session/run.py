@@ -58,6 +58,7 @@ from hydroslurm.session.objects import Objects, require_savable
 from hydroslurm.session.oversights import LoopWatch
 from hydroslurm.session.recording import SaveRecorder
 from hydroslurm.session.resuming import load_for, newest_of, set_aside
+from hydroslurm.session.saves import Saves
 from hydroslurm.session.stopping import Stopping
 from hydroslurm.slurm.allocation import Allocation
 
@@ -149,6 +150,7 @@ class Run:
         for name, thing in (extra or {}).items():
             self._add(name, thing)
         self._cursor = Cursor()
+        self._saves = Saves()
         self._last_save_s = time.monotonic()
         self._fence = fence_of(self.dir, allocation)
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
@@ -216,6 +218,7 @@ class Run:
     def step(self, step: int) -> None:
         if not self._has_begun:
             self._begin_unasked("run.step was set", may_load=False)
+        self._saves.behind_batches = False
         self._step = step
 
     @property
@@ -229,6 +232,7 @@ class Run:
     def epoch(self, epoch: int) -> None:
         if not self._has_begun:
             self._begin_unasked("run.epoch was set", may_load=False)
+        self._saves.behind_batches = False
         self._epoch = epoch
 
     # --- registering and going on
@@ -305,7 +309,7 @@ class Run:
             ) from error
         with self._leaving_when_stale(), contextlib.ExitStack() as loading:
             for store in self._written_stores():
-                loading.enter_context(store.pinning())
+                loading.enter_context(store.pins.holding())
             resumed = self._go_on(may_load=may_load, seen=seen)
         self._watch.begin(self._step, in_loop=not may_load)
         self._has_begun = True
@@ -343,6 +347,7 @@ class Run:
         except (CheckpointError, OSError):
             self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
             raise
+        self._saves.periodic_step = found.checkpoint.step
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
@@ -357,6 +362,11 @@ class Run:
 
         A safe point lies behind each. Leaving the loop early leaves the run where it is.
 
+        At its end the state is saved as one of the last epoch, all batches of which are used. What
+        follows in the script (an evaluation, ``scheduler.step()``) belongs to that epoch until the
+        next :meth:`batches` or :meth:`save`: whoever ends the attempt there, the next one comes
+        back behind the last batch and does it once, from the state that it began with.
+
         Args:
             accumulate: safe points only behind every so many batches, which are then one step:
                 gradients that are being accumulated are not saved.
@@ -368,17 +378,19 @@ class Run:
                 f"batches(epochs={epochs}, accumulate={accumulate}): wanted epochs of 0 or more, "
                 "accumulate of 1 or more"
             )
+        self._saves.behind_batches = self._saves.unchanged = False
         if not self._has_begun:
-            self.resume()
+            self._saves.unchanged = self.resume()
         self._watch.close()  # it is we who count
+        first = self._step
         while self._epoch < epochs:
-            self.check_stop()
+            self._leave_if_asked()
             yield from self._left_of_epoch(accumulate)
+            if self._epoch + 1 == epochs:
+                self._save_behind_batches(since=first)
             self._epoch += 1
             self._cursor.in_epoch = False
-        self._saver.wait()
-        if self._step != self._saver.durable_step:
-            self.save()
+        self._save_behind_batches(since=self._step)
 
     def safe_point(self) -> None:
         """Say that a step is complete and the state consistent: save if it is time to, and leave if
@@ -397,6 +409,7 @@ class Run:
         """
         if not self._has_begun:
             self._begin_unasked("a safe point was reached", may_load=False)
+        self._saves.unchanged = False
         if self._watch.on:
             self._watch.at_safe_point(self._step)
         stop = self._arrive()
@@ -416,17 +429,67 @@ class Run:
         if self._is_due():
             self._last_save_s = time.monotonic()
             step = self._completed_step()
-            self._saver.start(self._state(), step=step, epoch=self._epoch, kind="periodic")
+            if self._saves.takes_periodic(step):
+                took_s = self._saver.start(
+                    self._state(), step=step, epoch=self._epoch, kind="periodic"
+                )
+                if took_s > 0:
+                    self._saves.began(periodic_step=step)
 
     def check_stop(self) -> None:
-        """Leave if a stop was asked for: for long evaluations, which a stop would else wait for.
+        """Leave if a stop was asked for: for what takes long between two safe points, which a stop
+        would else wait for.
+
+        What is saved is the state as it is now, and the next attempt goes on from ``run.step`` and
+        ``run.epoch``: what follows this call is not made up for. Two places are exact: behind a
+        loop over :meth:`batches` nothing is saved, and all that follows the loop is done anew; and
+        within :meth:`evaluation`.
 
         Raises:
             SystemExit: as :meth:`safe_point`.
         """
-        stop = self._arrive()
-        if stop is not None:
-            self._stop(stop)
+        self._saves.unchanged = False
+        self._leave_if_asked()
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A block that a stop cuts off and the next attempt begins anew: an evaluation, say.
+
+            for batch in run.batches(epochs=run.epoch + 1):
+                ...
+            with run.evaluation():
+                for batch in test_loader:
+                    run.check_stop()
+                    ...
+            scheduler.step()
+
+        A stop is obeyed where it begins and at each :meth:`check_stop` in it, with the state and
+        the random numbers of its beginning. The block must change nothing that is saved; what does
+        (``scheduler.step()``) comes behind it, and is then done once. Behind a loop of one's own
+        the script has to come back here from ``run.step`` and ``run.epoch`` as they are here: count
+        the epoch behind the block.
+
+        Raises:
+            SystemExit: as :meth:`safe_point`.
+            UsageError: in the body of a loop over :meth:`batches`, to which no attempt can come
+                back; within another one.
+        """
+        if not self._has_begun:
+            self._begin_unasked("an evaluation begins")
+        if self._saves.in_body or self._saves.evaluation is not None:
+            where = "the body of the loop over batches()" if self._saves.in_body else "another one"
+            raise UsageError(
+                f"run.evaluation() in {where}: a stop there could not be resumed at this place. "
+                "Evaluate behind a loop over run.batches(epochs=run.epoch + 1), one block after "
+                "the other; or call only run.check_stop(), after which the rest of the body is "
+                "not made up for"
+            )
+        self._saves.evaluation = self._own_state()
+        try:
+            self.check_stop()
+            yield
+        finally:
+            self._saves.evaluation = None
 
     @property
     def stop_requested(self) -> bool:
@@ -444,13 +507,19 @@ class Run:
         Raises:
             SaveFailed: it is not; what was committed before is whole.
             UnsavableState: the state holds something that cannot be saved.
-            UsageError: as :meth:`safe_point`.
+            UsageError: as :meth:`safe_point`; or within :meth:`evaluation`.
         """
         if not self._has_begun:
             self._begin_unasked("save() was called", may_load=False)
+        if self._saves.evaluation is not None:
+            raise UsageError(
+                "run.save() within run.evaluation(), which the next attempt begins anew from what "
+                "was saved before it; save behind the block"
+            )
         step = self._completed_step()
         with self._leaving_when_stale():
             saved = self._saver.save(self._state(), step=step, epoch=self._epoch, kind=kind)
+        self._saves.began()
         self._last_save_s = time.monotonic()
         return saved
 
@@ -545,6 +614,11 @@ class Run:
             departure = self._stopping.leave_unsaved(error, request, step=step)
         raise departure
 
+    def _leave_if_asked(self) -> None:
+        stop = self._arrive()
+        if stop is not None:
+            self._stop(stop)
+
     def _stop(self, request: StopRequest) -> None:
         with self._leaving_when_stale():
             save_by = self._save_by if self._has_begun else self._save_nothing
@@ -570,12 +644,29 @@ class Run:
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
+        if self._saves.behind_batches:
+            return (
+                f"step {self._step} is committed as it was behind its last batch, and what follows "
+                "the loop over batches() is done anew"
+            )
         return self._saver.save_by(
             self._state,
             step=self._completed_step(),
             epoch=self._epoch,
             deadline_mono_s=deadline_mono_s,
+            unchanged=self._saves.unchanged,
         ).reason
+
+    def _save_behind_batches(self, *, since: int) -> None:
+        """The state behind the last batch, to which a stop in what follows comes back. Nothing is
+        to be saved where nothing was trained ``since`` this step, or the last safe point did it."""
+        self._saver.wait()
+        is_saved = self._step == self._saver.durable_step and (
+            self._step == since or (self._saves.unchanged and self._saver.is_durable)
+        )
+        if not is_saved:
+            self.save()
+        self._saves.behind_batches = True
 
     def _newest(self) -> Found | None:
         return newest_of(self._company, durable=self._durable, fast=self._fast)
@@ -644,8 +735,11 @@ class Run:
             notice(words)
 
     def _state(self) -> State:
-        own = self._cursor.state(step=self._completed_step(), epoch=self._epoch)
+        own = self._saves.evaluation or self._own_state()
         return State(shared=self._objects.states(), own=own)
+
+    def _own_state(self) -> Mapping[str, Any]:
+        return self._cursor.state(step=self._completed_step(), epoch=self._epoch)
 
     def _apply(self, state: State, *, source: str) -> None:
         self._objects.load(state.shared, source=source)
@@ -656,7 +750,12 @@ class Run:
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, a safe point behind each step."""
         for batch in self._cursor.batches(self._epoch, accumulate=accumulate):
-            yield batch
+            self._saves.in_body = True
+            try:
+                yield batch
+            finally:
+                self._saves.in_body = False
+                self._saves.unchanged = False
             if self._cursor.step_is_full:
                 self._complete_step()
         if self._cursor.step_has_begun:  # the last step of an epoch may have fewer batches
