@@ -61,6 +61,9 @@ class JobRun(Run):
         begins_at_origin: this life, the first of its folder, goes back to an epoch of another.
     """
 
+    _rest_is_redone = False
+    """The exit group is within the run."""
+
     def __init__(
         self,
         manager: CheckpointManager | None,

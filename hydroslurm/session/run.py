@@ -39,7 +39,7 @@ from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.runtime.world import World
-from hydroslurm.session import finished, oversights
+from hydroslurm.session import ending, finished, oversights
 from hydroslurm.session.arguments import (
     Cadence,
     controller_for,
@@ -55,7 +55,7 @@ from hydroslurm.session.life import Life
 from hydroslurm.session.lives import Limits, limits_of
 from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects, require_savable
-from hydroslurm.session.oversights import LoopWatch
+from hydroslurm.session.oversights import FolderWatch, LoopWatch
 from hydroslurm.session.recording import SaveRecorder
 from hydroslurm.session.resuming import load_for, newest_of, set_aside
 from hydroslurm.session.saves import Saves
@@ -74,8 +74,14 @@ class Run:
     Takes SIGTERM and the warning signal over (see :meth:`Controller.claim_stops`); both mean: go on
     to the next safe point, save, and leave. Installs pausing where that was not done yet.
 
-    One per process, used from the main thread. As a context manager it also writes the marker that
-    lets a restart of a finished run leave at once.
+    One at a time in a process, used from the main thread. As a context manager it also finishes the
+    run: a restart of one that has finished leaves at once, with status 0.
+
+    A run has finished when the block has ended and its process ends well, with status 0 (of several
+    ranks the first one's). Whoever ends it between the two (SIGTERM, an exception, a node that
+    dies), the next start comes back to the last step, trains nothing, and what follows the loop is
+    done again, in the block and behind it, until it has come to its end once. So write an export
+    under another name, and rename it.
 
     With several ranks each makes the same calls: all load, save and stop together, at one step,
     whichever of them was signalled. Each saves its own part, its random numbers and its place in
@@ -103,9 +109,13 @@ class Run:
 
     Raises:
         UsageError: a wrong argument; no directory outside of a job; several ranks and a fast tier;
-            another Run that is open in this process; not the main thread.
+            another Run that is open in this process, or has finished in this folder there; not the
+            main thread.
         InstallError, GateError: as :func:`hydroslurm.install`.
     """
+
+    _rest_is_redone = True
+    """What follows the training is repeated until the process that has done it ends well."""
 
     def __init__(
         self,
@@ -131,6 +141,8 @@ class Run:
         allocation = Allocation.from_environ(environ)
         self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
+        ending.require_unfinished(self.dir)
+        self._folder = FolderWatch(self.dir.root)
         self._step = 0
         self._epoch = 0
         self._begins_anew = not resume and not (allocation and allocation.restart_count)
@@ -390,6 +402,7 @@ class Run:
                 self._save_behind_batches(since=first)
             self._epoch += 1
             self._cursor.in_epoch = False
+        self._cursor.restore_rng()  # where there was nothing left to open
         self._save_behind_batches(since=self._step)
 
     def safe_point(self) -> None:
@@ -527,7 +540,9 @@ class Run:
     # --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Write the marker that makes a restart leave at once, and close.
+        """The training is done: save its last step where that is not saved, and close. The marker
+        that makes a restart leave at once follows at the good end of this process: see
+        :class:`Run`.
 
         Raises:
             AgreementFailed: a rank has failed before it was done, so that the run is not finished.
@@ -536,7 +551,13 @@ class Run:
         if not self._has_begun:
             self._begin_unasked("the run is to be finished", may_load=False)
         self._saver.wait()
+        self._cursor.restore_rng()  # for what follows, where there was nothing left to train
         self._company.exchange("finish", self._step)
+        if self._rest_is_redone and self._step != (self._saver.durable_step or 0):
+            try:
+                self.save()
+            except SaveFailed as error:
+                self._say(f"{error}. A restart trains on from there")
         self._life.record(EventKind.RUN_FINISHED)
         with self._leaving_when_stale():
             self._company.decide("finish", self._write_finished)
@@ -717,7 +738,10 @@ class Run:
     def _write_finished(self) -> None:
         self._fence.check("the end of the run")
         self._life.end("finished", step=self._step)
-        finished.write(self.dir, step=self._step)
+        if self._rest_is_redone:
+            ending.at_good_end(self.dir, step=self._step, fence=self._fence)
+        else:
+            finished.write(self.dir, step=self._step)
 
     def _leave(self) -> None:
         """Done, together with the others."""
@@ -735,6 +759,8 @@ class Run:
             notice(words)
 
     def _state(self) -> State:
+        if self._company.rank == 0 and (words := self._folder.look()):
+            notice(words)
         own = self._saves.evaluation or self._own_state()
         return State(shared=self._objects.states(), own=own)
 
