@@ -338,9 +338,7 @@ class CheckpointStore:
         what = f"the save of step {step}"
         with self._failing_as_save(step):
             self._check_fence(what)
-            target, there = self._checker.place_for(
-                self.directory, step, again=again, least=least
-            )
+            target, there = self._checker.place_for(self.directory, step, again=again, least=least)
             if there is not None:
                 # who committed it may have been killed before its last call
                 self._storage.fsync_dir(self.directory)

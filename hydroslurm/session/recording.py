@@ -43,7 +43,8 @@ class SaveRecorder:
         if event.kind is SaveEventKind.STARTED:
             self._saving[save] = marks.begin(Range.SAVING, event.step)
         elif event.kind is SaveEventKind.WRITTEN:
-            self._committing[*save, event.tier] = marks.begin(Range.COMMITTING, event.step)
+            place = (*save, event.tier)
+            self._committing[place] = marks.begin(Range.COMMITTING, event.step)
         elif event.kind in _OVER:
             marks.end_once(self._committing, (*save, event.tier))
             if event.tier is not Tier.FAST:

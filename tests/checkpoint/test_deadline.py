@@ -64,7 +64,11 @@ def _fits(seconds: float, now: Situation) -> bool:
         (Situation(7, 2.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_ONLY, 1),
         (Situation(7, 2.0, 2.0, fast_s=0.1, in_flight=InFlight(6, 1.0)), Action.FAST_ONLY, 1),
         (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 1.0, is_this=True)), Action.WAIT_ONLY, 0),
-        (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 8.0, is_this=True), committed_step=3), Action.KEEP, 4),
+        (
+            Situation(7, 2.0, 9.0, in_flight=InFlight(7, 8.0, is_this=True), committed_step=3),
+            Action.KEEP,
+            4,
+        ),
     ],
 )
 def test_the_table(now: Situation, action: Action, at_risk: int) -> None:

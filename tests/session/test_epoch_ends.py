@@ -171,12 +171,15 @@ def test_where_a_block_cannot_be_begun_anew_it_is_refused(tmp_path: Path) -> Non
     for number, batch in enumerate(run.batches(epochs=1)):
         training.step(batch)
         if number == 3:
-            with pytest.raises(UsageError, match="behind a loop over run.batches"), run.evaluation():
+            with (
+                pytest.raises(UsageError, match="behind a loop over run"),
+                run.evaluation(),
+            ):
                 pass
     with run.evaluation():
         with pytest.raises(UsageError, match="save behind the block"):
             run.save()
-        with pytest.raises(UsageError, match="within|in another one"), run.evaluation():
+        with pytest.raises(UsageError, match="in another one"), run.evaluation():
             pass
     run.close()
 
@@ -184,7 +187,7 @@ def test_where_a_block_cannot_be_begun_anew_it_is_refused(tmp_path: Path) -> Non
 def test_a_folder_that_is_moved_away_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Saves make it anew: nobody should look for the earlier ones in it, or be told at each save."""
+    """Saves make it anew: nobody looks for the earlier ones in it, or is told at each save."""
     training = Training(tmp_path / "run", every_steps=2)
     with caplog.at_level("INFO", logger="hydroslurm"):
         for number, batch in enumerate(training.run.batches(epochs=1)):
