@@ -8,6 +8,8 @@ down. Without such an end there is none: the next start trains nothing, and does
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -44,7 +46,10 @@ def at_good_end(run: RunDir, *, step: int, fence: Fence) -> None:
     process without asking; ``raise SystemExit(1)`` cannot be told from a good end.
     """
     if not _trained:
-        atexit.register(settle)
+        if multiprocessing.parent_process() is None:
+            atexit.register(settle)
+        else:  # leaves by os._exit(), which calls nobody
+            multiprocessing.util.Finalize(None, settle, exitpriority=0)
         sys.exit = _noting_exit
     _trained[run.root] = _Trained(os.getpid(), run, step, fence)
 
@@ -75,7 +80,7 @@ def settle() -> None:
     """The process ends: write the markers, or say why not."""
     for done in [one for one in _trained.values() if one.pid == os.getpid()]:
         del _trained[done.run.root]
-        error = getattr(sys, "last_value", None)
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is not None or _status not in (None, 0):
             why = type(error).__name__ if error is not None else f"status {_status}"
             notice(

@@ -3,6 +3,7 @@ test_ending.py, which says on stdin in which folder, and how."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -28,6 +29,12 @@ def train(folder: Path, *, steps: int = 3) -> hydroslurm.Run:
     return run
 
 
+def in_child(folder: Path, how: str) -> None:
+    train(folder / "first")
+    if how != "child, well":
+        raise ZeroDivisionError
+
+
 def attempt(folder: Path, how: str) -> None:
     torch.manual_seed(0)
     if how == "stopped in the second":
@@ -37,6 +44,11 @@ def attempt(folder: Path, how: str) -> None:
         run.request_stop()
         while True:
             run.check_stop()
+    if how.startswith("child"):
+        ends = multiprocessing.get_context("fork").Process(target=in_child, args=(folder, how))
+        ends.start()
+        ends.join()
+        sys.exit(ends.exitcode)
     train(folder / "first")
     print("behind", flush=True)
     if how == "two in one folder":

@@ -59,6 +59,17 @@ def test_what_follows_the_training_is_done_until_its_process_ends_well(
     assert [life.step for life in Ledger(run.lives_jsonl).lives()] == [0, 3, 3, 3]
 
 
+def test_the_end_of_a_child_is_that_of_its_run(
+    attempts: Callable[[Path], Attempt], tmp_path: Path
+) -> None:
+    """Where multiprocessing has started it, as torch's spawn() does."""
+    attempt, run = attempts(tmp_path), RunDir(tmp_path / "first")
+    assert attempt("child, error")[0] == 1
+    assert not run.finished_json.exists()
+    assert attempt("child, well")[0] == 0
+    assert run.finished_json.exists()
+
+
 def test_two_runs_in_sequence(attempts: Callable[[Path], Attempt], tmp_path: Path) -> None:
     """In one folder: an error at the second, with the fix. In two: a restart in the second goes on
     there, and both have finished when their process has ended well."""

@@ -193,6 +193,7 @@ def test_a_folder_that_is_moved_away_is_told_once(
         for number, batch in enumerate(training.run.batches(epochs=1)):
             training.step(batch)
             if number == 4:
+                training.run._saver.wait()  # or that save fails, which is told besides
                 (tmp_path / "run").rename(tmp_path / "renamed")
     training.run.close()
     said = [line for line in caplog.messages if "renamed or removed while this run trains" in line]
