@@ -16,7 +16,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +92,7 @@ def batches(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]) -> float:
+def evaluate(model: nn.Module, loader: Iterable[tuple[torch.Tensor, ...]]) -> float:
     """The share of images that are recognised."""
     model.eval()
     device = next(model.parameters()).device

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def main() -> None:
                 print(f"epoch {run.epoch} step {run.step} loss {loss.item():.4f}", flush=True)
 
         test = DataLoader(torch.utils.data.TensorDataset(test_x, test_y), batch_size=512)
-        accuracy = evaluate(model, test)
+        with run.evaluation():  # cut off by a stop, the next attempt begins it anew
+            accuracy = evaluate(model, asking(run, test))
         print(f"accuracy {accuracy:.2%} on {len(test_y)} test images", flush=True)
         print(f"weights  sha256 {hash_weights(model)}", flush=True)
         if args.out is not None:
@@ -75,6 +77,13 @@ def main() -> None:
                 "every_sample_once": diary.every_sample_once(len(train_y), epochs=args.epochs),
             }
             args.out.write_text(json.dumps(result) + "\n")
+
+
+def asking(run: hydroslurm.Run, batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches; a stop does not wait for the last of them."""
+    for batch in batches:
+        run.check_stop()
+        yield batch
 
 
 class ShiftedDigits(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):

@@ -13,11 +13,12 @@
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
   events/pulse.json            the step that the first rank is at, written over every few seconds
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
+  checkpoints/step-000001234.2/  the same step, saved again: the newer one
   epochs/step-000001234/       the same of a JobRunner, after each epoch
   job.jsonl                    of a default folder (jobfolder.py): whose it is, and which job steps
   claim.json                   the newest attempt: no older one writes here any more
   lives.jsonl                  one line when a life begins, one when it ends, and why
-  finished.json                the training is done: a restart leaves at once
+  finished.json                the training is done, and its process ended well: a restart leaves
   logs/                        submitit's files and stdout/stderr per task, appended over requeues
   profile/                     nsys reports: rank-0-life-0.nsys-rep
   report/                      figures.json, timeline.png, histograms.png, report.html, trace.json

@@ -36,6 +36,14 @@ if _children not in _given.split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_children, _given)))
 
 
+@pytest.fixture(autouse=True)
+def _no_run_ends_with_the_tests() -> Iterator[None]:
+    """A run that a test has finished in this process would be marked so at the end of all tests."""
+    yield
+    if (ending := sys.modules.get("hydroslurm.session.ending")) is not None:
+        ending._trained.clear()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n``: who runs what."""

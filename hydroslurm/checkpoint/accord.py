@@ -151,8 +151,11 @@ def _to_json(now: Situation) -> dict[str, Any]:
     return {
         "left_s": None if math.isinf(now.left_s) else now.left_s,
         "durable_s": now.durable_s,
-        "in_flight": None if flight is None else [flight.step, flight.remaining_s],
+        "in_flight": None
+        if flight is None
+        else [flight.step, flight.remaining_s, int(flight.is_this)],
         "committed_step": now.committed_step,
+        "is_committed": now.is_committed,
     }
 
 
@@ -165,9 +168,10 @@ def _situation_of(rank: int, answer: Any) -> dict[str, Any]:
         durable_s=number,
         in_flight=(list, NoneType),
         committed_step=(int, NoneType),
+        is_committed=bool,
     )
     flight = told["in_flight"]
-    if flight is not None and [type(one) in number for one in flight] != [True, True]:
+    if flight is not None and [type(one) in number for one in flight] != [True] * 3:
         raise SaveFailed(f"rank {rank} speaks of a save in flight as {flight!r:.80}")
     return told
 
@@ -181,8 +185,13 @@ def _together(now: Situation, told: list[dict[str, Any]]) -> Situation:
         now,
         left_s=min(left_s, default=math.inf),
         durable_s=max(one["durable_s"] for one in told),
-        in_flight=InFlight(max(step for step, _ in flights), max(rest for _, rest in flights))
+        in_flight=InFlight(
+            max(step for step, _, _ in flights),
+            max(rest for _, rest, _ in flights),
+            is_this=all(is_this for _, _, is_this in flights),
+        )
         if flights
         else None,
         committed_step=None if None in steps else min(steps),
+        is_committed=all(one["is_committed"] for one in told),
     )

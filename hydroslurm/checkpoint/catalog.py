@@ -32,6 +32,11 @@ class Checkpoint:
         return self.manifest.step
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Step, and which save of it: the newer of two checkpoints of a run has the greater one."""
+        return folders.key_of(self.path.name) or (self.manifest.step, 1)
+
+    @property
     def epoch(self) -> int:
         return self.manifest.epoch
 
@@ -45,7 +50,7 @@ class Problem:
     """A folder that has a checkpoint's name, and no manifest that can be read and believed."""
 
     path: Path
-    step: int
+    key: tuple[int, int]
     error: CheckpointError
 
 
@@ -61,8 +66,8 @@ def look(directory: Path, *, storage: Storage) -> list[Checkpoint | Problem]:
         return []
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be listed: {error.strerror}") from error
-    steps = sorted((step, name) for name in names if (step := folders.step_of(name)) is not None)
-    return [_at(directory / name, step, storage) for step, name in steps]
+    keys = sorted((key, name) for name in names if (key := folders.key_of(name)) is not None)
+    return [_at(directory / name, key, storage) for key, name in keys]
 
 
 def read_manifest(path: Path, *, storage: Storage) -> Manifest:
@@ -105,13 +110,13 @@ def beyond(
     return tuple(rest)
 
 
-def _at(path: Path, step: int, storage: Storage) -> Checkpoint | Problem:
+def _at(path: Path, key: tuple[int, int], storage: Storage) -> Checkpoint | Problem:
     try:
         found = read_manifest(path, storage=storage)
     except CheckpointError as error:
-        return Problem(path, step, error)
-    if found.step != step:
+        return Problem(path, key, error)
+    if found.step != key[0]:
         return Problem(
-            path, step, CheckpointCorrupt(f"{path} holds step {found.step}: it was renamed")
+            path, key, CheckpointCorrupt(f"{path} holds step {found.step}: it was renamed")
         )
     return Checkpoint(path, found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from hydroslurm.checkpoint import manifest
+from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, read_manifest
 from hydroslurm.checkpoint.parts import check_file
 from hydroslurm.checkpoint.storage import Storage
@@ -83,6 +83,31 @@ class Checker:
         except CheckpointError:
             return None
         return found if self.is_good(found) else None
+
+    def place_for(
+        self, directory: Path, step: int, *, again: bool, least: int = 1
+    ) -> tuple[Path, Checkpoint | None]:
+        """Where a save of this step goes, and the good checkpoint there that spares it.
+
+        Args:
+            again: the state may be another one than that of an earlier save of this step, so that
+                none spares it: it goes beside them, under the next number, ``least`` or more.
+
+        Raises:
+            OSError: the folder cannot be listed; one that does not exist is empty.
+        """
+        newest = self.newest_number(directory, step)
+        if again:
+            return folders.of_step(directory, step, max(newest + 1, least)), None
+        target = folders.of_step(directory, step, max(newest, least))
+        return target, self.good_at(target)
+
+    def newest_number(self, directory: Path, step: int) -> int:
+        """As ``folders.newest_number``; raises OSError as :meth:`place_for`."""
+        try:
+            return folders.newest_number(self._storage.listdir(directory), step)
+        except FileNotFoundError:
+            return 0
 
     def is_good(self, checkpoint: Checkpoint) -> bool:
         """Whether it verifies, or did before."""

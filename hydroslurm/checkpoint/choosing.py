@@ -99,7 +99,7 @@ class _Choice:
         try:
             for one in self._candidates:
                 if isinstance(one, Checkpoint):
-                    self._store.pin(one)
+                    self._store.pins.pin(one.path)
                     text = one.manifest.to_json()
                     return {"broken": broken, "name": one.path.name, "manifest": text}
                 broken.append(f"{one.path} ({one.error})")

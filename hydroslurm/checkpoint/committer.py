@@ -20,7 +20,14 @@ from hydroslurm.errors import CheckpointError, SaveAbandoned, UsageError
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be saved, without the state itself; ``topic`` is for a save of several ranks."""
+    """What is to be saved, without the state itself.
+
+    Attributes:
+        topic: for a save of several ranks.
+        state: the states that a saver was given are numbered from 1, because two of one step need
+            not be the same. 0: what the run continues from.
+        again: this state is saved also where a checkpoint of this step is there already.
+    """
 
     step: int
     kind: str
@@ -28,11 +35,13 @@ class Order:
     meta: Mapping[str, Any] = field(default_factory=dict)
     state_bytes: int = 0
     topic: str | None = None
+    state: int = 0
+    again: bool = True
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The safest tier that has a step (None: none has), the checkpoint, or the newest durable one,
+    """The safest tier that has a state (None: none has), the checkpoint, or the newest durable one,
     and how many steps are not durable."""
 
     tier: Tier | None
@@ -68,7 +77,7 @@ class Committer:
             Tier.FAST: Pace(FAST_ASSUMED),
         }
         self._state_bytes = earlier[-1].manifest.state_bytes if earlier else 0
-        self._newest: dict[Tier, Checkpoint] = {}
+        self._newest: dict[Tier, tuple[int, Checkpoint]] = {}
 
     @property
     def has_fast(self) -> bool:
@@ -76,22 +85,27 @@ class Committer:
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
         """This life goes on from a checkpoint on the durable tier."""
-        self._newest[Tier.DURABLE] = checkpoint
+        self._newest[Tier.DURABLE] = 0, checkpoint
 
     def durable_step(self) -> int | None:
         """The newest step that is committed on the durable tier: by this life, or the one that it
         goes on from."""
         newest = self._newest.get(Tier.DURABLE)
-        return None if newest is None else newest.manifest.step
+        return None if newest is None else newest[1].manifest.step
 
-    def standing(self, step: int) -> Standing:
-        """How safe a step is at this moment."""
-        risk = step - (self.durable_step() or 0)
+    def is_durable(self, state: int) -> bool:
+        """Whether the state of this number, or a later one, is committed on the durable tier."""
+        newest = self._newest.get(Tier.DURABLE)
+        return newest is not None and newest[0] >= state
+
+    def standing(self, order: Order) -> Standing:
+        """How safe a state is at this moment."""
+        risk = order.step - (self.durable_step() or 0)
         for tier in (Tier.DURABLE, Tier.FAST):
-            newest = self._newest.get(tier)
-            if newest is not None and newest.manifest.step == step:
+            state, newest = self._newest.get(tier, (-1, None))
+            if state == order.state:
                 return Standing(tier, newest, risk)
-        return Standing(None, self._newest.get(Tier.DURABLE), risk)
+        return Standing(None, self._newest.get(Tier.DURABLE, (-1, None))[1], risk)
 
     def estimate(self, size_bytes: int | None = None) -> Estimate:
         """What saving a state of this size is expected to take; None: of the last one's size."""
@@ -130,10 +144,12 @@ class Committer:
         if not self.has_fast:
             return None
         try:
+            # one name for both tiers, by which the newer one of two is found over them
+            least = self._store(Tier.DURABLE).next_number(order.step)
             return self._commit(
                 Tier.FAST,
                 order,
-                lambda store, written: _write(store, state, order, cancel, written),
+                lambda store, written: _write(store, state, order, cancel, written, least=least),
             )
         except SaveAbandoned:
             raise
@@ -231,8 +247,8 @@ class Committer:
             raise
         seconds = time.monotonic() - begin
         before = self._newest.get(tier)
-        if before is None or before.manifest.step <= order.step:  # one given up can still come late
-            self._newest[tier] = checkpoint
+        if before is None or before[0] <= order.state:  # one given up can still come late
+            self._newest[tier] = order.state, checkpoint
         self._pace[tier].add(seconds, state_bytes=order.state_bytes)
         self._state_bytes = order.state_bytes
         self.tell(SaveEventKind.COMMITTED, order, tier=tier, seconds=seconds)
@@ -250,6 +266,8 @@ def _write(
     order: Order,
     cancel: threading.Event | None,
     written: Callable[[], None],
+    *,
+    least: int = 1,
 ) -> Checkpoint:
     return store.write(
         state,
@@ -260,4 +278,6 @@ def _write(
         cancel=cancel,
         topic=order.topic,
         written=written,
+        again=order.again,
+        least=least,
     )

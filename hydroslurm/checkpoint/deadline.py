@@ -16,7 +16,7 @@ class Action(str, Enum):
     """What to do with the time that is left. The value is the word in events and messages."""
 
     NOTHING = "nothing"
-    """The state of this very step is committed."""
+    """This very state is committed."""
     FULL = "full"
     """Save on the durable tier."""
     WAIT_THEN_FULL = "wait_then_full"
@@ -49,10 +49,13 @@ class InFlight:
     Attributes:
         step: whose state it writes.
         remaining_s: how long it still needs, as expected (see :func:`remaining_s`).
+        is_this: it writes the very state that is to be saved. Another one of the same step is an
+            older state.
     """
 
     step: int
     remaining_s: float
+    is_this: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Situation:
         fast_s: the same for the fast tier; None when there is none.
         in_flight: the save under way.
         committed_step: newest step on the durable tier; None when nothing is.
+        is_committed: what is there is the very state that is to be saved.
     """
 
     step: int
@@ -74,13 +78,14 @@ class Situation:
     fast_s: float | None = None
     in_flight: InFlight | None = None
     committed_step: int | None = None
+    is_committed: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
     """What to do, in the order of the attributes.
 
-    Whatever the action, a durable save of this step is tried at the end (except for NOTHING, and
+    Whatever the action, a durable save of this state is tried at the end (except for NOTHING, and
     where the save in flight is one): an estimate may be wrong, and a save that is killed costs
     nothing.
 
@@ -91,7 +96,8 @@ class Choice:
         patience_s: with ``WAIT``, how long; after that it is given up if ``give_up``, else the stop
             goes on being late.
         give_up: the save in flight is given up when patience ends.
-        steps_at_risk: what is lost if the durable tier gets no more than is expected to be in time.
+        steps_at_risk: what is lost if the durable tier gets no more than is expected to be in time;
+            0 also where only what was changed since another save of this step is.
         reason: one sentence for people.
     """
 
@@ -111,10 +117,10 @@ def choose(now: Situation, *, safety: float = SAFETY) -> Choice:
     (finished work is insurance), else instead of it; this step on the fast tier; the older step in
     flight; what is committed already.
     """
-    if now.committed_step == now.step:
+    if now.is_committed:
         return _choice(now, Action.NOTHING, f"step {now.step} is committed already")
-    if now.in_flight is not None and now.in_flight.step == now.step:
-        return _flight_of_this_step(now, safety)
+    if now.in_flight is not None and now.in_flight.is_this:
+        return _flight_of_this_state(now, safety)
     full_s = now.durable_s * safety
     flight_s = 0.0 if now.in_flight is None else now.in_flight.remaining_s * safety
     if flight_s + full_s <= now.left_s:
@@ -214,7 +220,7 @@ def _wait_only(now: Situation, flight: InFlight) -> Choice:
     )
 
 
-def _flight_of_this_step(now: Situation, safety: float) -> Choice:
+def _flight_of_this_state(now: Situation, safety: float) -> Choice:
     """The save in flight is the one that the stop would make: it is never given up."""
     assert now.in_flight is not None
     if now.in_flight.remaining_s * safety <= now.left_s:
@@ -291,4 +297,6 @@ def _at_risk(now: Situation, flight_step: int | None) -> int:
 
 
 def _steps(count: int) -> str:
+    if count == 0:
+        return "what was changed since then is lost"
     return "1 step is lost" if count == 1 else f"{count} steps are lost"

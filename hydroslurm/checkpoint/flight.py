@@ -26,6 +26,7 @@ class Flight:
         work: Callable[[threading.Event], None],
         *,
         step: int,
+        state: int,
         expected_s: float,
         exempt: Callable[[], AbstractContextManager[None]],
         after: Callable[[], None],
@@ -34,7 +35,7 @@ class Flight:
 
         Args:
             work: does the save; is given the event that asks it to end early.
-            step: whose state it writes.
+            step: whose state it writes. state: the number of that state (``Order.state``).
             expected_s: how long it should take.
             exempt: makes the context in which no pause holds the thread.
             after: tidies up once the save has succeeded. Nobody waits for it but :meth:`join` and
@@ -42,6 +43,7 @@ class Flight:
                 a stop may have.
         """
         self.step = step
+        self.state = state
         self.failure: BaseException | None = None
         self._exempt = exempt
         self._after = after
@@ -87,10 +89,11 @@ class Flight:
         """Ask it to end early; a write or fsync that the kernel is busy with is not interrupted."""
         self._given_up.set()
 
-    def status(self) -> InFlight:
-        """Its step, and what it still needs."""
+    def status(self, state: int) -> InFlight:
+        """Its step, what it still needs, and whether it writes the state of this number."""
         elapsed_s = time.monotonic() - self._begin_s
-        return InFlight(self.step, remaining_s(expected_s=self._expected_s, elapsed_s=elapsed_s))
+        rest_s = remaining_s(expected_s=self._expected_s, elapsed_s=elapsed_s)
+        return InFlight(self.step, rest_s, is_this=self.state == state)
 
     def _run(self, work: Callable[[threading.Event], None]) -> None:
         try:
@@ -122,12 +125,17 @@ class Flights:
         self._all: list[Flight] = []
 
     def launch(
-        self, work: Callable[[threading.Event], None], *, step: int, expected_s: float
+        self, work: Callable[[threading.Event], None], *, step: int, state: int, expected_s: float
     ) -> Flight:
         """Begin a save (see :class:`Flight`)."""
         self._all = [one for one in self._all if not one.join(0) or one.failure is not None]
         flight = Flight(
-            work, step=step, expected_s=expected_s, exempt=self._exempt, after=self._after
+            work,
+            step=step,
+            state=state,
+            expected_s=expected_s,
+            exempt=self._exempt,
+            after=self._after,
         )
         self._all.append(flight)
         return flight

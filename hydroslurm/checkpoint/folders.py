@@ -1,10 +1,11 @@
 """The names in a checkpoints folder, and which leftovers may be removed.
 
 step-000001234/                               committed: the only name that is ever believed
+step-000001234.2/                             the same, saved again at this step: the newer one
 .tmp-step-000001234.<place>.<pid>.<random>/   being written, or left by a save that was killed
 .tmp-step-000001234.<place>.<pid>.<random>.joint/   the same of several ranks; the first named it
 .old-step-000001234.<place>.<pid>.<random>/   being removed
-.pin-step-000001234.<place>.<pid>.<random>/   empty: that step is being loaded, and is not to go
+.pin-step-000001234.<place>.<pid>.<random>/   empty: it is being loaded, and is not to go
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import secrets
 import socket
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 STALE_S = 3600.0
@@ -24,37 +26,60 @@ JOINT_STALE_S = 600.0
 """The same for a save of several ranks whose first one is known to be dead: the others may be about
 to finish the commit, from other machines. That takes them some calls, and not minutes."""
 
-_STEP = re.compile(r"step-([0-9]{9,18})")
+_NAME = r"step-[0-9]{9,18}(?:\.(?:[2-9]|[1-9][0-9]{1,8}))?"
+_STEP = re.compile(_NAME)
 _LEFTOVER = re.compile(
-    r"\.(tmp|old|pin)-step-([0-9]{9,18})\.([0-9a-f]{8})\.([0-9]{1,9})\.[0-9a-f]+(\.joint)?"
+    rf"\.(tmp|old|pin)-({_NAME})\.([0-9a-f]{{8}})\.([0-9]{{1,9}})\.[0-9a-f]+(\.joint)?"
 )
 
 
-def of_step(directory: Path, step: int) -> Path:
-    return directory / f"step-{step:09d}"
+def of_step(directory: Path, step: int, number: int = 1) -> Path:
+    """``number``: 1 for the first save of this step, 2 for the next ..."""
+    return directory / (f"step-{step:09d}" + (f".{number}" if number > 1 else ""))
+
+
+def key_of(name: str) -> tuple[int, int] | None:
+    """Step and number of a committed folder's name, by which the newer one is the greater one; None
+    for all other names."""
+    if _STEP.fullmatch(name) is None:
+        return None
+    step, _, number = name.removeprefix("step-").partition(".")
+    return int(step), int(number or 1)
 
 
 def step_of(name: str) -> int | None:
     """The step of a committed folder's name, None for all other names."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
+    key = key_of(name)
+    return None if key is None else key[0]
 
 
-def temporary(directory: Path, step: int) -> Path:
-    """A name for a save; no other save of any process has the same one."""
-    return _mine(directory, "tmp", f"step-{step:09d}")
+def newest_number(names: Iterable[str], step: int) -> int:
+    """The number of the newest save of a step among these names, 0 where there is none.
+
+    One that is not committed counts: it may be yet, by another thread that was told to give it up.
+    """
+    found = [key_of(_unfinished_name(name) or name) for name in names]
+    return max((key[1] for key in found if key is not None and key[0] == step), default=0)
 
 
-def joint_temporary(directory: Path, step: int) -> Path:
+def temporary(target: Path) -> Path:
+    """A name for the save that becomes ``target``; no other save of any process has the same."""
+    return _mine(target.parent, "tmp", target.name)
+
+
+def joint_temporary(target: Path) -> Path:
     """A name for a save of several ranks; the process that chooses it tells it to the others."""
-    path = temporary(directory, step)
+    path = temporary(target)
     return path.with_name(f"{path.name}.joint")
 
 
-def is_joint_temporary(name: str, step: int) -> bool:
-    """Whether another process may have chosen this name by :func:`joint_temporary`."""
-    match = _LEFTOVER.fullmatch(name)
-    return match is not None and (match[1], int(match[2]), match[5]) == ("tmp", step, ".joint")
+def target_of(joint: str, step: int) -> str | None:
+    """What a joint save of this step in a folder of this name becomes; None for a name that no
+    process can have chosen by :func:`joint_temporary`."""
+    match = _LEFTOVER.fullmatch(joint)
+    if match is None or (match[1], match[5]) != ("tmp", ".joint") or step_of(match[2]) != step:
+        return None
+    return match[2]
 
 
 def condemned(path: Path) -> Path:
@@ -70,7 +95,7 @@ def revoked(unfinished: Path) -> Path | None:
         return None
     if match[3] == place() and int(match[4]) == os.getpid():
         return None
-    return _mine(unfinished.parent, "old", f"step-{match[2]}")
+    return _mine(unfinished.parent, "old", match[2])
 
 
 def pin(path: Path) -> Path:
@@ -78,10 +103,10 @@ def pin(path: Path) -> Path:
     return _mine(path.parent, "pin", path.name)
 
 
-def pinned_step(name: str) -> int | None:
-    """The step of a pin's name, None for all other names."""
+def pinned(name: str) -> str | None:
+    """The checkpoint that a pin of this name is for, None for all other names."""
     match = _LEFTOVER.fullmatch(name)
-    return int(match[2]) if match and match[1] == "pin" else None
+    return match[2] if match and match[1] == "pin" else None
 
 
 def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
@@ -118,6 +143,11 @@ def place() -> str:
         except OSError:  # no /proc here
             parts.append("")
     return f"{zlib.crc32(' '.join(parts).encode()):08x}"
+
+
+def _unfinished_name(name: str) -> str | None:
+    match = _LEFTOVER.fullmatch(name)
+    return match[2] if match and match[1] == "tmp" else None
 
 
 def _mine(directory: Path, what: str, name: str) -> Path:

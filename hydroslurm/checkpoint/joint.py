@@ -1,6 +1,6 @@
 """One save by several ranks: three agreements, and what each of them decides.
 
-    open      rank 0 has made the temporary folder, or there is a good checkpoint of this step
+    open      rank 0 has made the temporary folder, or there is a good checkpoint that will do
     written   every rank has its part on the disk, or which have not, and why
     commit    the checkpoint is there; asked again, of those that are left, when a rank dies
 
@@ -54,6 +54,7 @@ class JointSave:
         chunk_bytes: int,
         may_commit: Callable[[], None],
         written: Callable[[], None] | None = None,
+        again: bool = False,
     ) -> None:
         self._directory = directory
         self._meeting = meeting
@@ -63,10 +64,11 @@ class JointSave:
         self._may_commit = may_commit
         self._written = written
         self._rank = meeting.peers.rank
-        self._target = folders.of_step(directory, meeting.step)
+        self._again = again
 
     def run(self, state: State | Portion, header: Manifest) -> Checkpoint:
-        """Save; the committed checkpoint, or one of this step that was there before.
+        """Save; the committed checkpoint, or one of this step that was there before, where that
+        will do.
 
         Args:
             header: the manifest without files; rank 0's is the one that counts.
@@ -82,26 +84,33 @@ class JointSave:
             decline(self._meeting, error)
         opened = self._open(portion, replace(header, world_size=world_size))
         if isinstance(opened.get("there"), str):
-            return self._checkpoint(opened["there"])
-        folder, header = self._opened(opened)
+            return self._there(opened)
+        folder, target, header = self._opened(opened)
         with self._removing(folder):
             answers = self._write(folder, portion, begun_s=begun_s)
         acknowledged = Acknowledged(
             folder=folder,
-            target=self._target,
+            target=target,
             header=header,
             indexes={rank: _index_of(rank, one) for rank, one in answers.items()},
             save_s=max(one["took_s"] for one in answers.values()),
         )
-        return self._checkpoint(self._commit(acknowledged))
+        return self._checkpoint(target, self._commit(acknowledged))
 
     def _open(self, portion: Portion, header: Manifest) -> Mapping[str, Any]:
         answer: dict[str, Any] = {"layout": portion.layout}
         folder = None
         if self._rank == 0:
-            folder = folders.joint_temporary(self._directory, self._meeting.step)
             try:
-                answer |= self._propose(folder, header)
+                self._may_commit()
+                target, found = self._checker.place_for(
+                    self._directory, self._meeting.step, again=self._again
+                )
+                if found is None:
+                    folder = folders.joint_temporary(target)
+                    answer |= self._propose(folder, header)
+                else:
+                    answer |= self._spared_by(found)
             except Exception as error:
                 answer = failed(error)
         with self._removing(folder):
@@ -119,29 +128,41 @@ class JointSave:
         opened: Mapping[str, Any] = answers[0]
         return opened
 
-    def _opened(self, answer: Mapping[str, Any]) -> tuple[Path, Manifest]:
-        """The folder that rank 0 has made, and the manifest that it begins. What lies in the folder
-        is removed when the save fails: so it is one that only a save can have made."""
+    def _opened(self, answer: Mapping[str, Any]) -> tuple[Path, Path, Manifest]:
+        """The folder that rank 0 has made, what it will be called, and the manifest that it begins.
+        What lies in the folder is removed when the save fails: so it is one that only a save can
+        have made."""
         told = checked(answer, rank=0, folder=str, header=str)
-        if not folders.is_joint_temporary(told["folder"], self._meeting.step):
-            raise SaveFailed(
-                f"{self._meeting.not_saved} rank 0 names the folder {told['folder'][:80]!r}, which "
-                f"is none for a save of this step in {self._directory}"
-            )
+        name = folders.target_of(told["folder"], self._meeting.step)
+        if name is None:
+            raise self._misnamed(told["folder"])
         folder = self._directory / told["folder"]
-        return folder, Manifest.from_json(told["header"], where=folder)
+        return folder, self._directory / name, Manifest.from_json(told["header"], where=folder)
+
+    def _there(self, answer: Mapping[str, Any]) -> Checkpoint:
+        """The checkpoint that rank 0 has found."""
+        told = checked(answer, rank=0, there=str, name=str)
+        if folders.step_of(told["name"]) != self._meeting.step:
+            raise self._misnamed(told["name"])
+        return self._checkpoint(self._directory / told["name"], told["there"])
+
+    def _misnamed(self, name: str) -> SaveFailed:
+        return SaveFailed(
+            f"{self._meeting.not_saved} rank 0 names the folder {name[:80]!r}, which is none for a "
+            f"save of this step in {self._directory}"
+        )
 
     def _propose(self, folder: Path, header: Manifest) -> dict[str, Any]:
-        """The checkpoint that is there, or the folder for a new one, made."""
-        self._may_commit()
-        found = self._checker.good_at(self._target)
-        if found is not None:
-            self._storage.fsync_dir(self._directory)
-            return {"there": found.manifest.to_json()}
+        """The folder for a new checkpoint, made."""
         commit.make_dirs(self._directory, storage=self._storage)
         self._storage.mkdir(folder)
         self._storage.fsync_dir(self._directory)
         return {"folder": folder.name, "header": header.to_json()}
+
+    def _spared_by(self, found: Checkpoint) -> dict[str, Any]:
+        """The checkpoint that is there."""
+        self._storage.fsync_dir(self._directory)
+        return {"there": found.manifest.to_json(), "name": found.path.name}
 
     def _write(self, folder: Path, portion: Portion, *, begun_s: float) -> Mapping[int, Any]:
         """Write this rank's part, and hear of the others'."""
@@ -216,8 +237,8 @@ class JointSave:
             f"not known here: {why(error)}. {KEPT}"
         )
 
-    def _checkpoint(self, text: str) -> Checkpoint:
-        found = Checkpoint(self._target, Manifest.from_json(text, where=self._target))
+    def _checkpoint(self, target: Path, text: str) -> Checkpoint:
+        found = Checkpoint(target, Manifest.from_json(text, where=target))
         self._checker.trust(found)
         return found
 

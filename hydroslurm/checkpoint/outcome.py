@@ -55,12 +55,12 @@ class Saved:
 
     Attributes:
         step: whose state was to be saved.
-        tier: the safest tier on which that step is committed; None: on none, the last good one is
+        tier: the safest tier on which that state is committed; None: on none, the last good one is
             kept.
         checkpoint: the committed one; without a tier the newest older durable one, None when there
             is none.
         steps_at_risk: steps completed since the newest durable checkpoint: what is lost if only
-            that survives.
+            that survives. 0 also where that is an earlier save of the same step.
         reason: what was chosen and what came of it, in words.
         choice: what was chosen at a deadline; None without one.
         stall_s: what copying the state took.

@@ -35,7 +35,7 @@ def prune(
             directory, keep=keep, keep_stop=keep_stop, checker=checker, storage=storage
         ):
             may_prune()
-            if one.step not in _pinned_steps(directory, storage=storage):
+            if one.path.name not in _pinned(directory, storage=storage):
                 commit.remove(one.path, storage=storage)
                 removed.append(one.path)
         may_prune()
@@ -61,13 +61,13 @@ def _dispensable(
     return []
 
 
-def _pinned_steps(directory: Path, *, storage: Storage) -> set[int]:
-    """The steps that somebody is loading. A pin is one more leftover when its process is gone."""
+def _pinned(directory: Path, *, storage: Storage) -> set[str]:
+    """What somebody is loading. A pin is one more leftover when its process is gone."""
     now_epoch_s = time.time()
     return {
-        step
+        pinned
         for name in storage.listdir(directory)
-        if (step := folders.pinned_step(name)) is not None
+        if (pinned := folders.pinned(name)) is not None
         and not _is_gone(directory / name, now_epoch_s=now_epoch_s)
     }
 

@@ -72,6 +72,7 @@ class Saver:
         self._committer = Committer(durable, fast=fast, keep=keep, keep_stop=keep_stop, tell=tell)
         self._on_save_error = on_save_error
         self._owner_pid = os.getpid()
+        self._state = 0
         self._copies = Copies(exempt=exempt, room=room)
         self._refused: list[BaseException] = []
         self._flights = Flights(exempt=exempt, after=self._committer.prune)
@@ -105,7 +106,7 @@ class Saver:
         is slower than the saves come must not hold the training up.
 
         Returns:
-            How long that took, in seconds: the stall of the training.
+            How long that took, in seconds: the stall of the training. 0.0 when none was begun.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.
@@ -123,6 +124,7 @@ class Saver:
         if isinstance(held, str):
             self._committer.tell(SaveEventKind.SKIPPED, order, reason=held)
             return 0.0
+        order = replace(order, state=self._new_state())
         self._committer.tell(SaveEventKind.STARTED, order)
         staged = self._stage(held, order)
         if staged is held:
@@ -139,9 +141,13 @@ class Saver:
         epoch: int = 0,
         kind: str = "manual",
         meta: Mapping[str, Any] = _NO_META,
+        again: bool = True,
     ) -> Saved:
         """Save and return when it is committed on the durable tier, through the fast one if there
         is one. One that is under way is waited for first.
+
+        Args:
+            again: False where any checkpoint of this step will do.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.
@@ -152,7 +158,16 @@ class Saver:
         call = self._accord.call(step)
         try:
             held = call.hold(state)
-            order = Order(step, kind, epoch, dict(meta), state_bytes(held), call.topic)
+            order = Order(
+                step,
+                kind,
+                epoch,
+                dict(meta),
+                state_bytes(held),
+                call.topic,
+                state=self._new_state(),
+                again=again,
+            )
         except BaseException as error:
             call.decline(error)
             raise
@@ -163,7 +178,7 @@ class Saver:
         if flight.failure is not None:
             self._flights.forget(flight)
             raise as_checkpoint_error(flight.failure, step)
-        standing = self._committer.standing(step)
+        standing = self._committer.standing(order)
         return Saved(
             step=step,
             tier=standing.tier,
@@ -182,6 +197,7 @@ class Saver:
         deadline_mono_s: float,
         kind: str = "stop",
         meta: Mapping[str, Any] = _NO_META,
+        unchanged: bool = False,
     ) -> Saved:
         """Save for a stop: whatever can still be committed in time (see ``deadline.choose``).
 
@@ -190,6 +206,10 @@ class Saver:
         tier are not interrupted, and are not begun unless they should fit. A save that fails costs
         no exception here but a word in ``Saved.reason``: the rest of the grace is the caller's.
 
+        Args:
+            unchanged: the state is certainly that of the newest save, or of what the run continues
+                from: it is not saved again. The same on all ranks.
+
         Raises:
             UnsavableState: the state holds what cannot be saved. A save in flight was waited for.
         """
@@ -197,7 +217,10 @@ class Saver:
         call = self._accord.call(step)
         try:
             held = call.hold(state() if callable(state) else state)
-            order = Order(step, kind, epoch, dict(meta), state_bytes(held), call.topic)
+            number = self._state if unchanged else self._new_state()
+            order = Order(
+                step, kind, epoch, dict(meta), state_bytes(held), call.topic, state=number
+            )
         except BaseException as error:
             self._flights.wait(deadline_mono_s - time.monotonic())
             call.situation(None, problem=error)
@@ -267,8 +290,13 @@ class Saver:
         continues from; a save that was begun counts when it is committed."""
         return self._committer.durable_step()
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether the state that was handed over last is committed on the durable tier."""
+        return self._committer.is_durable(self._state)
+
     def continues_from(self, checkpoint: Checkpoint) -> None:
-        """Say what the state was loaded from: a stop before the next step has nothing to save."""
+        """Say what the state was loaded from: until it changes there is nothing to save."""
         self._committer.continues_from(checkpoint)
 
     @property
@@ -281,6 +309,11 @@ class Saver:
                 f"this Saver belongs to process {self._owner_pid}, from which this one, "
                 f"{os.getpid()}, was forked; only the process that trains can save"
             )
+
+    def _new_state(self) -> int:
+        """The number of a state that is handed over now."""
+        self._state += 1
+        return self._state
 
     def _begin(self, call: Call, state: State) -> State | Portion | str:
         """What is to be saved now; in words why not, while a save is under way."""
@@ -308,6 +341,7 @@ class Saver:
         return self._flights.launch(
             lambda cancel: self._committer.to_all(state, order, cancel=cancel),
             step=order.step,
+            state=order.state,
             expected_s=estimate.durable.seconds
             + (0.0 if estimate.fast is None else estimate.fast.seconds),
         )

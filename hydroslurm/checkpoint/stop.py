@@ -68,8 +68,9 @@ class Stop:
             left_s=self._left_s(),
             durable_s=estimate.durable.seconds,
             fast_s=None if estimate.fast is None else estimate.fast.seconds,
-            in_flight=None if flight is None else flight.status(),
+            in_flight=None if flight is None else flight.status(self._order.state),
             committed_step=self._committer.durable_step(),
+            is_committed=self._is_durable(),
         )
         return choose(self._call.situation(here) or here)
 
@@ -84,7 +85,7 @@ class Stop:
             return self._saved(choice, None)
         source = self._committer.to_fast(state, self._order) if choice.fast_first else None
         before = self._make_way(choice)
-        done = self._is_durable() or (before is not None and before.step == self._order.step)
+        done = self._is_durable() or (before is not None and before.state == self._order.state)
         try:
             if self._call.all_done(done, left_s=self._left_s()):
                 return self._saved(choice, before)
@@ -128,7 +129,10 @@ class Stop:
 
         estimate = self._committer.estimate(self._order.state_bytes)
         return self._flights.launch(
-            work, step=self._order.step, expected_s=estimate.durable.seconds
+            work,
+            step=self._order.step,
+            state=self._order.state,
+            expected_s=estimate.durable.seconds,
         )
 
     def _saved(
@@ -139,8 +143,10 @@ class Stop:
             failure = failure or last.failure
             self._flights.forget(last)
         writing = last is not None and last.running
-        standing = self._committer.standing(self._order.step)
+        standing = self._committer.standing(self._order)
         came = _what_came(standing.tier, self._order.step, failure)
+        if standing.tier is None and standing.steps_at_risk == 0 and standing.checkpoint:
+            came += f"; what is kept is an earlier save of this step ({standing.checkpoint.path})"
         return Saved(
             step=self._order.step,
             tier=standing.tier,
@@ -154,7 +160,7 @@ class Stop:
         )
 
     def _is_durable(self) -> bool:
-        return self._committer.durable_step() == self._order.step
+        return self._committer.is_durable(self._order.state)
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())

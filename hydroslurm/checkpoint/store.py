@@ -22,6 +22,7 @@ from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.meeting import PATIENCE_S, Meeting
 from hydroslurm.checkpoint.parts import CHUNK_BYTES, compare
 from hydroslurm.checkpoint.peers import Peers
+from hydroslurm.checkpoint.pins import Pins
 from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.storage import LocalStorage, Storage
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
@@ -56,10 +57,10 @@ class CheckpointStore:
         self._peers = None if peers is None or peers.world_size == 1 else peers
         self._rank = 0 if self._peers is None else self._peers.rank
         self._fence = fence
-        self._pins: dict[Path, Path] | None = None
         self._patience_s = patience_s
         self._chunk_bytes = chunk_bytes
         self._checker = Checker(self._storage)
+        self.pins = Pins(self._storage)
 
     @property
     def peers(self) -> Peers | None:
@@ -78,12 +79,14 @@ class CheckpointStore:
         topic: str | None = None,
         timeout_s: float | None = None,
         written: Callable[[], None] | None = None,
+        again: bool = False,
+        least: int = 1,
     ) -> Checkpoint:
         """Save; returns when the checkpoint is committed and durable.
 
-        A step that is committed and whole already is returned as it is. ``state`` must not change
-        meanwhile. With peers every rank calls it for the same step; all of them return, or raise,
-        the same.
+        A step that is committed and whole already is returned as it is, unless it is to be saved
+        ``again``. ``state`` must not change meanwhile. With peers every rank calls it for the same
+        step; all of them return, or raise, the same.
 
         Args:
             state: with peers, what ``portion.divide`` makes of it will do as well.
@@ -94,6 +97,10 @@ class CheckpointStore:
             timeout_s: instead of the store's ``patience_s``.
             written: called when all that this rank has to write is on the disk, before the commit;
                 not where the step is committed already. It must not raise.
+            again: the state may have changed since this step was saved: it becomes a checkpoint of
+                its own, which is the newer one; the one before stays as it is.
+            least: which save of this step it is at least, counted from 1 (:meth:`next_number`); not
+                with peers.
 
         Raises:
             UnsavableState: nothing was written.
@@ -121,6 +128,7 @@ class CheckpointStore:
                 chunk_bytes=self._chunk_bytes,
                 may_commit=lambda: self._check_fence(f"the save of step {step}"),
                 written=written,
+                again=again,
             )
             return save.run(state, header)
         assert isinstance(state, State), "a portion is for several ranks"
@@ -144,7 +152,7 @@ class CheckpointStore:
                 files=files,
             )
 
-        return self._commit(step, fill)
+        return self._commit(step, fill, again=again, least=least)
 
     def adopt(
         self,
@@ -153,8 +161,8 @@ class CheckpointStore:
         cancel: threading.Event | None = None,
         written: Callable[[], None] | None = None,
     ) -> Checkpoint:
-        """Copy a committed checkpoint of another store into this one, under the same promise;
-        ``written`` as in :meth:`write`.
+        """Copy a committed checkpoint of another store into this one, under its name and the same
+        promise; ``written`` as in :meth:`write`.
 
         Raises:
             CheckpointCorrupt: a file of ``source`` is not what was written there.
@@ -176,7 +184,15 @@ class CheckpointStore:
                 written()
             return source.manifest
 
-        return self._commit(source.step, fill)
+        step, number = source.key
+        return self._commit(step, fill, again=False, least=number)
+
+    def next_number(self, step: int) -> int:
+        """Which save of this step the next one would be, counted from 1; 1 also where the folder
+        cannot be listed."""
+        with suppress(OSError):
+            return self._checker.newest_number(self.directory, step) + 1
+        return 1
 
     def look(self) -> list[Checkpoint | Problem]:
         """Everything that is named like a checkpoint, oldest first. Reads the manifests only."""
@@ -203,7 +219,7 @@ class CheckpointStore:
             CheckpointTooNew: its manifest is one from the future by now.
             SaveAbandoned: ``cancel`` was set.
         """
-        self.pin(checkpoint)
+        self.pins.pin(checkpoint.path)
         self._checker.verify(checkpoint, cancel=cancel)
 
     def glance(self, checkpoint: Checkpoint) -> None:
@@ -233,8 +249,8 @@ class CheckpointStore:
             CheckpointCorrupt: a file is not what was written.
             CheckpointMissing: there is nothing of a name in ``only``; says what there is.
         """
-        with self.pinning():
-            self.pin(checkpoint)
+        with self.pins.holding():
+            self.pins.pin(checkpoint.path)
             if verify:
                 self.verify(checkpoint)
             return contents.read_contents(
@@ -256,33 +272,6 @@ class CheckpointStore:
         return contents.read_own(
             checkpoint.path, checkpoint.manifest.files, storage=self._storage, rank=rank
         )
-
-    @contextmanager
-    def pinning(self) -> Iterator[None]:
-        """What is pinned or verified within it is not removed by anybody's retention before its
-        end: for the time between choosing a checkpoint and having loaded it."""
-        if self._pins is not None:  # within another one, which lasts longer
-            yield
-            return
-        self._pins = {}
-        try:
-            yield
-        finally:
-            pins, self._pins = self._pins, None
-            for pin in pins.values():
-                with suppress(OSError):
-                    self._storage.rmdir(pin)
-
-    def pin(self, checkpoint: Checkpoint) -> None:
-        """Keep a checkpoint until the end of :meth:`pinning`; outside of one this does nothing. Who
-        may only read the folder cannot, and takes the chance."""
-        path = checkpoint.path
-        if self._pins is None or path in self._pins or folders.step_of(path.name) is None:
-            return
-        pin = folders.pin(path)
-        with suppress(OSError):
-            self._storage.mkdir(pin)
-            self._pins[path] = pin
 
     def revoke_others(self) -> None:
         """End all saves of other processes: see ``commit.revoke``. For an attempt that has claimed
@@ -339,20 +328,24 @@ class CheckpointStore:
             self._fence.check(what)
 
     def _commit(
-        self, step: int, fill: Callable[[Path, ThreadPoolExecutor], Manifest]
+        self,
+        step: int,
+        fill: Callable[[Path, ThreadPoolExecutor], Manifest],
+        *,
+        again: bool,
+        least: int,
     ) -> Checkpoint:
-        target = folders.of_step(self.directory, step)
         what = f"the save of step {step}"
         with self._failing_as_save(step):
             self._check_fence(what)
-            there = self._checker.good_at(target)
+            target, there = self._checker.place_for(self.directory, step, again=again, least=least)
             if there is not None:
                 # who committed it may have been killed before its last call
                 self._storage.fsync_dir(self.directory)
                 return there
             written = commit.commit(
                 target,
-                temporary=folders.temporary(self.directory, step),
+                temporary=folders.temporary(target),
                 fill=fill,
                 is_whole=lambda: self._checker.good_at(target) is not None,
                 may_commit=lambda: self._check_fence(what),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hydroslurm.checkpoint.catalog import Problem
-from hydroslurm.checkpoint.folders import step_of
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
@@ -53,7 +52,7 @@ class Found:
 def newest_over(*, durable: CheckpointStore, fast: CheckpointStore | None = None) -> Found | None:
     """The newest committed checkpoint of both tiers that is whole, or None when there is none.
 
-    Of the same step on both, the fast one: it loads sooner. One that is not whole costs a
+    Of the same save on both, the fast one: it loads sooner. One that is not whole costs a
     RuntimeWarning that names it and what is used instead. The fast folder must belong to this run
     alone: what lies there is taken for its own.
 
@@ -74,11 +73,11 @@ def _look(
     are newer ones by now. At the last look that is an error as any other."""
     stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
     seen = [(tier, store, one) for tier, store in stores.items() for one in _list(tier, store)]
-    unreadable = {one.path: one.error for _, _, one in seen if isinstance(one, Problem)}
-    if not is_last and not all(path.is_dir() for path in unreadable):
+    unreadable = [one for _, _, one in seen if isinstance(one, Problem)]
+    if not is_last and not all(one.path.is_dir() for one in unreadable):
         return None, True
     found = [Found(tier, store, one) for tier, store, one in seen if isinstance(one, Checkpoint)]
-    found.sort(key=lambda one: (one.checkpoint.manifest.step, one.tier is Tier.FAST), reverse=True)
+    found.sort(key=lambda one: (one.checkpoint.key, one.tier is Tier.FAST), reverse=True)
     broken: list[str] = []
     for one in found:
         try:
@@ -88,11 +87,11 @@ def _look(
                 return None, True
             broken.append(f"{one.checkpoint.path} ({error})")
             continue
-        newer = [path for path in unreadable if (step_of(path.name) or 0) >= one.checkpoint.step]
-        broken += [f"{path} ({unreadable[path]})" for path in newer]
+        newer = [other for other in unreadable if other.key >= one.checkpoint.key]
+        broken += [f"{other.path} ({other.error})" for other in newer]
         _warn(broken, f"continues from {one.checkpoint.path}")
         return one, False
-    broken += [f"{path} ({error})" for path, error in unreadable.items()]
+    broken += [f"{other.path} ({other.error})" for other in unreadable]
     if broken:
         raise CheckpointCorrupt(
             f"no checkpoint of this run can be loaded: {', '.join(broken)}. Remove the folders to "

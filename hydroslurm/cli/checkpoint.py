@@ -49,7 +49,7 @@ def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = Fals
     for row in rows:
         typer.echo(
             form.format(
-                row["step"],
+                Path(row["path"]).name.removeprefix("step-").lstrip("0") or "0",
                 _or_dash(row.get("epoch")),
                 clean(str(_or_dash(row.get("kind")))),
                 _age(row["age_s"]) if "age_s" in row else "-",
@@ -87,7 +87,7 @@ def export(where: Where, out: Out, only: Only = None) -> None:
     stores, names = _open(where)
     if names is None:
         good = [one for store in stores if (one := store.newest_good()) is not None]
-        chosen = max(good, key=lambda one: one.step, default=None)
+        chosen = max(good, key=lambda one: one.key, default=None)
     else:
         there = (one for store in stores for one in store.committed())
         chosen = next((one for one in there if one.path.name in names), None)
@@ -150,12 +150,13 @@ def _require_run(run: RunDir) -> None:
 def _rows(
     stores: list[CheckpointStore], names: frozenset[str] | None, *, verify: bool
 ) -> list[dict[str, Any]]:
+    from hydroslurm.checkpoint import folders
+
     rows = [_row(store, one, verify=verify) for store in stores for one in store.committed()]
     for path, error in (item for store in stores for item in store.problems().items()):
-        step = int(path.name.removeprefix("step-"))
-        rows.append({"path": str(path), "step": step, **_verdict(error)})
+        rows.append({"path": str(path), "step": folders.step_of(path.name), **_verdict(error)})
     wanted = [row for row in rows if names is None or Path(row["path"]).name in names]
-    return sorted(wanted, key=lambda row: int(row["step"]))
+    return sorted(wanted, key=lambda row: folders.key_of(Path(row["path"]).name) or (0, 0))
 
 
 def _row(store: CheckpointStore, one: Checkpoint, *, verify: bool) -> dict[str, Any]:

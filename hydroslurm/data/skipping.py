@@ -81,16 +81,16 @@ class SamplerPosition:
             epochs.set_generator_states(self._loader, state["generators"])
             return LaterBatches(lambda: self.begin_epoch(progress.epoch))
         epochs.announce(self._loader, progress.epoch)
-        self._plan.sampler.load_state_dict(state["sampler"])
         self._resumed_batches = progress.batches
         self._resumed_consumed = int(state["sampler"]["consumed"])
         self._settle_share()
-        # At the end of an epoch there is nothing to iterate. Persistent workers are started all
-        # the same: in an uninterrupted run they are there when the next epoch begins, which then
-        # draws no base seed.
+        # At the end of an epoch there is nothing to iterate, and who goes over the loader by
+        # himself sees the whole epoch, as in an uninterrupted run. Persistent workers are started
+        # all the same: there they are when the next epoch begins, which then draws no base seed.
         if progress.finished and not self._loader.persistent_workers:
             batches: Iterator[Any] = iter(())
         else:
+            self._plan.sampler.load_state_dict(state["sampler"])
             batches = self._iterate()
         epochs.set_generator_states(self._loader, state["generators"])
         return CountedBatches(iter(()) if progress.finished else batches, progress)

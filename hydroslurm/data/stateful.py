@@ -40,7 +40,8 @@ class StatefulPosition:
         progress = Progress.of(state, strategy=self.name)
         world_size = world_size_now(self._share)
         progress.require_world(world_size)
-        if progress.finished and progress.world_size != world_size:
+        now = getattr(self._loader, "num_workers", 0)
+        if progress.finished and (progress.world_size, state["num_workers"]) != (world_size, now):
             self._progress = progress
             epochs.set_generator_states(self._loader, state["generators"])
             return iter(())  # the loader's own state is about lengths that it has no more

@@ -42,7 +42,7 @@ class Cursor:
     def state(self, *, step: int, epoch: int) -> Mapping[str, Any]:
         """What this rank has to save beside its objects."""
         loaded = self._loaded
-        if loaded is not None and step == loaded["counters"]["step"]:
+        if loaded is not None and {"step": step, "epoch": epoch} == loaded["counters"]:
             return loaded  # nothing was drawn or read since
         own: dict[str, Any] = {"rng": rng.capture(), "counters": {"step": step, "epoch": epoch}}
         if self.position is not None and self.in_epoch:

@@ -1,7 +1,8 @@
 """finished.json: the marker that makes a restart leave at once.
 
 Slurm 25.11 requeues a preempted job whatever it ended with, also one that finished its training
-inside the grace; without the marker that would be trained again.
+inside the grace; without the marker what follows the training would be done again. ``ending`` says
+when it is written.
 """
 
 from __future__ import annotations

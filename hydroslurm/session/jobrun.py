@@ -61,6 +61,9 @@ class JobRun(Run):
         begins_at_origin: this life, the first of its folder, goes back to an epoch of another.
     """
 
+    _rest_is_redone = False
+    """The exit group is within the run."""
+
     def __init__(
         self,
         manager: CheckpointManager | None,
@@ -211,7 +214,7 @@ class JobRun(Run):
         if self._epoch_saver is not None:
             with self._leaving_when_stale():
                 self._epoch_saver.save(
-                    self._state(), step=self.step, epoch=self.epoch, kind="epoch"
+                    self._state(), step=self.step, epoch=self.epoch, kind="epoch", again=False
                 )
                 self._last_save_s = time.monotonic()
                 self._epoch_saver.poll()

@@ -22,6 +22,7 @@ from hydroslurm.fence import Fence, process_began_epoch_s
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.runtime.marks import Range
 from hydroslurm.runtime.signals import signal_name
+from hydroslurm.session import ending
 from hydroslurm.session.lives import Ending
 from hydroslurm.session.notice import notice
 from hydroslurm.slurm.allocation import Allocation
@@ -54,6 +55,10 @@ _ENDINGS: dict[StopReason, Ending] = {
 
 class Departure(SystemExit):
     """Ends the process on purpose, with a status that says what is to follow."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        ending.leaves_with(status)
 
     @classmethod
     def finished(cls) -> Departure:

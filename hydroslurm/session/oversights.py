@@ -1,11 +1,13 @@
 """What the writer of a loop can forget, found before it costs anything: that a run has to go on
-from its checkpoint, that steps have to be counted, and that a process has one run."""
+from its checkpoint, that steps have to be counted, that a run's folder stays where it is, and that
+a process has one run."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydroslurm.errors import UsageError
@@ -92,6 +94,34 @@ class LoopWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+class FolderWatch:
+    """Whether the folder of a run is still the one that it began in."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._began_in = _identity(root)
+
+    def look(self) -> str:
+        """What a person has to know, once; else empty. Saves make a missing folder anew."""
+        now = _identity(self._root)
+        if now == self._began_in or self._began_in is None:
+            return ""
+        self._began_in = None
+        return (
+            f"{self._root} was renamed or removed while this run trains. It is made anew, and what "
+            "is saved from now on goes there; what was saved before is not in it. Let a folder be "
+            "until its run has ended"
+        )
+
+
+def _identity(root: Path) -> tuple[int, int] | None:
+    try:
+        found = root.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 # --- one per process

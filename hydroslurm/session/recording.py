@@ -16,8 +16,8 @@ class SaveRecorder:
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
-        self._saving: dict[int, int] = {}
-        self._committing: dict[tuple[int, Tier | None], int] = {}
+        self._saving: dict[tuple[int, str], int] = {}
+        self._committing: dict[tuple[int, str, Tier | None], int] = {}
 
     def __call__(self, event: SaveEvent) -> None:
         self._mark(event)
@@ -39,12 +39,13 @@ class SaveRecorder:
         marks = self._controller.marks
         if not marks.emitting:
             return
+        save = event.step, event.save_kind  # the stop's may be beside a periodic one of its step
         if event.kind is SaveEventKind.STARTED:
-            self._saving[event.step] = marks.begin(Range.SAVING, event.step)
+            self._saving[save] = marks.begin(Range.SAVING, event.step)
         elif event.kind is SaveEventKind.WRITTEN:
-            place = event.step, event.tier
+            place = (*save, event.tier)
             self._committing[place] = marks.begin(Range.COMMITTING, event.step)
         elif event.kind in _OVER:
-            marks.end_once(self._committing, (event.step, event.tier))
+            marks.end_once(self._committing, (*save, event.tier))
             if event.tier is not Tier.FAST:
-                marks.end_once(self._saving, event.step)
+                marks.end_once(self._saving, save)

@@ -25,12 +25,8 @@ from hydroslurm.checkpoint import memory
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier
 from hydroslurm.errors import (
-    CheckpointError,
-    HydroslurmError,
     RanksError,
-    RunEnded,
     SaveFailed,
     StaleAttempt,
     UsageError,
@@ -39,7 +35,7 @@ from hydroslurm.events import EventKind
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.runtime.world import World
-from hydroslurm.session import finished, oversights
+from hydroslurm.session import ending, finished, oversights
 from hydroslurm.session.arguments import (
     Cadence,
     controller_for,
@@ -47,6 +43,7 @@ from hydroslurm.session.arguments import (
     fence_of,
     run_directory,
 )
+from hydroslurm.session.beginning import Beginning
 from hydroslurm.session.buckets import UNSETTLED, is_settled
 from hydroslurm.session.company import company_of
 from hydroslurm.session.cursor import Cursor
@@ -55,26 +52,27 @@ from hydroslurm.session.life import Life
 from hydroslurm.session.lives import Limits, limits_of
 from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects, require_savable
-from hydroslurm.session.oversights import LoopWatch
+from hydroslurm.session.oversights import FolderWatch, LoopWatch
 from hydroslurm.session.recording import SaveRecorder
-from hydroslurm.session.resuming import load_for, newest_of, set_aside
+from hydroslurm.session.saves import Saves
 from hydroslurm.session.stopping import Stopping
 from hydroslurm.slurm.allocation import Allocation
 
-_COULD_NOT_RESUME = (
-    "the checkpoint of this run could not be loaded: it does not train from 0 in its place. Mend "
-    "what resume() has said; to begin anew, give another directory= or Run(resume=False)"
-)
 
-
-class Run:
+class Run(Beginning):
     """One training over all its lives: saved, stopped, requeued and continued.
 
     Takes SIGTERM and the warning signal over (see :meth:`Controller.claim_stops`); both mean: go on
     to the next safe point, save, and leave. Installs pausing where that was not done yet.
 
-    One per process, used from the main thread. As a context manager it also writes the marker that
-    lets a restart of a finished run leave at once.
+    One at a time in a process, used from the main thread. As a context manager it also finishes the
+    run: a restart of one that has finished leaves at once, with status 0.
+
+    A run has finished when the block has ended and its process ends well, with status 0 (of several
+    ranks the first one's). Whoever ends it between the two (SIGTERM, an exception, a node that
+    dies), the next start comes back to the last step, trains nothing, and what follows the loop is
+    done again, in the block and behind it, until it has come to its end once. So write an export
+    under another name, and rename it.
 
     With several ranks each makes the same calls: all load, save and stop together, at one step,
     whichever of them was signalled. Each saves its own part, its random numbers and its place in
@@ -102,9 +100,13 @@ class Run:
 
     Raises:
         UsageError: a wrong argument; no directory outside of a job; several ranks and a fast tier;
-            another Run that is open in this process; not the main thread.
+            another Run that is open in this process, or has finished in this folder there; not the
+            main thread.
         InstallError, GateError: as :func:`hydroslurm.install`.
     """
+
+    _rest_is_redone = True
+    """What follows the training is repeated until the process that has done it ends well."""
 
     def __init__(
         self,
@@ -130,6 +132,8 @@ class Run:
         allocation = Allocation.from_environ(environ)
         self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
+        ending.require_unfinished(self.dir)
+        self._folder = FolderWatch(self.dir.root)
         self._step = 0
         self._epoch = 0
         self._begins_anew = not resume and not (allocation and allocation.restart_count)
@@ -149,6 +153,7 @@ class Run:
         for name, thing in (extra or {}).items():
             self._add(name, thing)
         self._cursor = Cursor()
+        self._saves = Saves()
         self._last_save_s = time.monotonic()
         self._fence = fence_of(self.dir, allocation)
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
@@ -194,161 +199,6 @@ class Run:
             undo.pop_all()
         oversights.opened(self, self._controller)
 
-    # --- where it is
-    # --------------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Training steps completed. Settable, for loops that do not use :meth:`batches`.
-
-        Who reads it wants to know where to go on, so that the first look resumes the run where
-        :meth:`resume` was not called: with several ranks, on all of them.
-
-        Raises:
-            UsageError: the run was not resumed, a checkpoint is committed, and something may have
-                been trained since; or it is set before the run was resumed.
-        """
-        if not self._has_begun:
-            self._begin_unasked("run.step was read")
-        return self._step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        if not self._has_begun:
-            self._begin_unasked("run.step was set", may_load=False)
-        self._step = step
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that is being trained, from 0; as :attr:`step`."""
-        if not self._has_begun:
-            self._begin_unasked("run.epoch was read")
-        return self._epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        if not self._has_begun:
-            self._begin_unasked("run.epoch was set", may_load=False)
-        self._epoch = epoch
-
-    # --- registering and going on
-    # --------------------------------------------------------------------------------------------
-
-    def register(self, name: str, thing: Any) -> None:
-        """Save one more object; before :meth:`resume`.
-
-        Raises:
-            UsageError: the run has begun, the name is taken, or it is not an object with
-                ``state_dict`` and ``load_state_dict``.
-        """
-        if self._life.number is not None:
-            raise UsageError(
-                f"register({name!r}) comes too late: the run has been resumed already, by resume() "
-                "or the first look at run.step or run.epoch"
-            )
-        self._add(name, thing)
-
-    def resume(self) -> bool:
-        """Go on from the newest committed checkpoint; False when there is none.
-
-        A run that has finished leaves with status 0 here; one that must not go on (a limit is
-        spent, or lives pass without progress) with 93. From here on the folder is this attempt's:
-        an older one that is still alive can neither save nor remove anything there, and leaves with
-        93 when it tries. Called by :meth:`batches` when it was not called before, and by the first
-        look at :attr:`step` or :attr:`epoch`.
-
-        Raises:
-            StateMismatch: the checkpoint belongs to other objects; names the keys.
-            UsageError: called twice.
-        """
-        if self._resumed_unasked is not None:  # the script has looked at run.step before
-            resumed, self._resumed_unasked = self._resumed_unasked, None
-            return resumed
-        if self._has_begun:
-            raise UsageError("resume() was called already; a run goes on once")
-        if self._life.number is not None:
-            raise UsageError(_COULD_NOT_RESUME)
-        return self._begin(may_load=True, seen="")
-
-    def _begin_unasked(self, seen: str, *, may_load: bool = True) -> None:
-        """The loop begins, and nobody has called :meth:`resume`. That is made good where the state
-        is still what the script has made; in the middle of a loop it would be too late.
-
-        Raises:
-            UsageError: a checkpoint is committed, which the loop would begin without.
-        """
-        if self._is_closed or self._life.number is not None:
-            if may_load:  # an error that is being handled may look at the step
-                return
-            raise UsageError(
-                f"{seen} and the run is closed; make another Run(...)"
-                if self._is_closed
-                else f"{seen} and {_COULD_NOT_RESUME}"
-            )
-        may_load = may_load and not self._watch.may_have_trained
-        resumed = self._begin(may_load=may_load, seen=seen)
-        if may_load:
-            self._resumed_unasked = resumed
-        else:
-            self._say(
-                f"{seen} and run.resume() was not called: this attempt begins at step 0, and the "
-                "next one could not go on. Call it before the loop, and begin that at run.step"
-            )
-
-    def _begin(self, *, may_load: bool, seen: str) -> bool:
-        company = self._company
-        try:
-            company.gather()
-        except RanksError as error:
-            raise self._stopping.leave_unsaved(
-                error, self._controller.stop_request, step=0
-            ) from error
-        with self._leaving_when_stale(), contextlib.ExitStack() as loading:
-            for store in self._written_stores():
-                loading.enter_context(store.pinning())
-            resumed = self._go_on(may_load=may_load, seen=seen)
-        self._watch.begin(self._step, in_loop=not may_load)
-        self._has_begun = True
-        return resumed
-
-    def _go_on(self, *, may_load: bool, seen: str) -> bool:
-        company = self._company
-        entered = company.decide("enter", self._enter)
-        if (step := entered["finished"]) is not None:
-            self._say(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
-            self._leave()
-            raise Departure.finished()
-        self._fence.hold(entered["claim"])
-        found = self._newest()
-        if found is not None and not may_load:
-            raise UsageError(
-                f"{seen} and the run was not resumed, but step {found.checkpoint.step} is "
-                f"committed ({found.checkpoint.path}): the loop would train from 0 again. Call "
-                "run.resume() before the loop, and begin that at run.step; to begin anew, give "
-                "another directory= or Run(resume=False)"
-            )
-        begins_at = found.checkpoint.step if found else 0
-        try:
-            number = company.decide("life", lambda: self._life.enter(begins_at))
-        except RunEnded as error:
-            self._say(str(error))
-            self._leave()
-            raise Departure.must_not_run_again() from error
-        self._life.begin(number, begins_at)
-        if found is None:
-            self._say(f"a new run, step 0 ({self.dir.root})")
-            return False
-        try:
-            state = load_for(company, found, like=self._objects.templates())
-        except (CheckpointError, OSError):
-            self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
-            raise
-        if found.tier is Tier.DURABLE:
-            self._saver.continues_from(found.checkpoint)
-        self._apply(state, source=str(found.checkpoint.path))
-        self._say(f"life {number} goes on from step {self._step} ({found.checkpoint.path})")
-        return True
-
     # --- the loop
     # --------------------------------------------------------------------------------------------
 
@@ -356,6 +206,11 @@ class Run:
         """Yield the batches that are left of ``epochs`` epochs; one is one step.
 
         A safe point lies behind each. Leaving the loop early leaves the run where it is.
+
+        At its end the state is saved as one of the last epoch, all batches of which are used. What
+        follows in the script (an evaluation, ``scheduler.step()``) belongs to that epoch until the
+        next :meth:`batches` or :meth:`save`: whoever ends the attempt there, the next one comes
+        back behind the last batch and does it once, from the state that it began with.
 
         Args:
             accumulate: safe points only behind every so many batches, which are then one step:
@@ -368,17 +223,20 @@ class Run:
                 f"batches(epochs={epochs}, accumulate={accumulate}): wanted epochs of 0 or more, "
                 "accumulate of 1 or more"
             )
+        self._saves.behind_batches = self._saves.unchanged = False
         if not self._has_begun:
-            self.resume()
+            self._saves.unchanged = self.resume()
         self._watch.close()  # it is we who count
+        first = self._step
         while self._epoch < epochs:
-            self.check_stop()
+            self._leave_if_asked()
             yield from self._left_of_epoch(accumulate)
+            if self._epoch + 1 == epochs:
+                self._save_behind_batches(since=first)
             self._epoch += 1
             self._cursor.in_epoch = False
-        self._saver.wait()
-        if self._step != self._saver.durable_step:
-            self.save()
+        self._cursor.restore_rng()  # where there was nothing left to open
+        self._save_behind_batches(since=self._step)
 
     def safe_point(self) -> None:
         """Say that a step is complete and the state consistent: save if it is time to, and leave if
@@ -397,6 +255,7 @@ class Run:
         """
         if not self._has_begun:
             self._begin_unasked("a safe point was reached", may_load=False)
+        self._saves.unchanged = False
         if self._watch.on:
             self._watch.at_safe_point(self._step)
         stop = self._arrive()
@@ -416,17 +275,67 @@ class Run:
         if self._is_due():
             self._last_save_s = time.monotonic()
             step = self._completed_step()
-            self._saver.start(self._state(), step=step, epoch=self._epoch, kind="periodic")
+            if self._saves.takes_periodic(step):
+                took_s = self._saver.start(
+                    self._state(), step=step, epoch=self._epoch, kind="periodic"
+                )
+                if took_s > 0:
+                    self._saves.began(periodic_step=step)
 
     def check_stop(self) -> None:
-        """Leave if a stop was asked for: for long evaluations, which a stop would else wait for.
+        """Leave if a stop was asked for: for what takes long between two safe points, which a stop
+        would else wait for.
+
+        What is saved is the state as it is now, and the next attempt goes on from ``run.step`` and
+        ``run.epoch``: what follows this call is not made up for. Two places are exact: behind a
+        loop over :meth:`batches` nothing is saved, and all that follows the loop is done anew; and
+        within :meth:`evaluation`.
 
         Raises:
             SystemExit: as :meth:`safe_point`.
         """
-        stop = self._arrive()
-        if stop is not None:
-            self._stop(stop)
+        self._saves.unchanged = False
+        self._leave_if_asked()
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A block that a stop cuts off and the next attempt begins anew: an evaluation, say.
+
+            for batch in run.batches(epochs=run.epoch + 1):
+                ...
+            with run.evaluation():
+                for batch in test_loader:
+                    run.check_stop()
+                    ...
+            scheduler.step()
+
+        A stop is obeyed where it begins and at each :meth:`check_stop` in it, with the state and
+        the random numbers of its beginning. The block must change nothing that is saved; what does
+        (``scheduler.step()``) comes behind it, and is then done once. Behind a loop of one's own
+        the script has to come back here from ``run.step`` and ``run.epoch`` as they are here: count
+        the epoch behind the block.
+
+        Raises:
+            SystemExit: as :meth:`safe_point`.
+            UsageError: in the body of a loop over :meth:`batches`, to which no attempt can come
+                back; within another one.
+        """
+        if not self._has_begun:
+            self._begin_unasked("an evaluation begins")
+        if self._saves.in_body or self._saves.evaluation is not None:
+            where = "the body of the loop over batches()" if self._saves.in_body else "another one"
+            raise UsageError(
+                f"run.evaluation() in {where}: a stop there could not be resumed at this place. "
+                "Evaluate behind a loop over run.batches(epochs=run.epoch + 1), one block after "
+                "the other; or call only run.check_stop(), after which the rest of the body is "
+                "not made up for"
+            )
+        self._saves.evaluation = self._own_state()
+        try:
+            self.check_stop()
+            yield
+        finally:
+            self._saves.evaluation = None
 
     @property
     def stop_requested(self) -> bool:
@@ -444,13 +353,19 @@ class Run:
         Raises:
             SaveFailed: it is not; what was committed before is whole.
             UnsavableState: the state holds something that cannot be saved.
-            UsageError: as :meth:`safe_point`.
+            UsageError: as :meth:`safe_point`; or within :meth:`evaluation`.
         """
         if not self._has_begun:
             self._begin_unasked("save() was called", may_load=False)
+        if self._saves.evaluation is not None:
+            raise UsageError(
+                "run.save() within run.evaluation(), which the next attempt begins anew from what "
+                "was saved before it; save behind the block"
+            )
         step = self._completed_step()
         with self._leaving_when_stale():
             saved = self._saver.save(self._state(), step=step, epoch=self._epoch, kind=kind)
+        self._saves.began()
         self._last_save_s = time.monotonic()
         return saved
 
@@ -458,7 +373,9 @@ class Run:
     # --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Write the marker that makes a restart leave at once, and close.
+        """The training is done: save its last step where that is not saved, and close. The marker
+        that makes a restart leave at once follows at the good end of this process: see
+        :class:`Run`.
 
         Raises:
             AgreementFailed: a rank has failed before it was done, so that the run is not finished.
@@ -467,7 +384,13 @@ class Run:
         if not self._has_begun:
             self._begin_unasked("the run is to be finished", may_load=False)
         self._saver.wait()
+        self._cursor.restore_rng()  # for what follows, where there was nothing left to train
         self._company.exchange("finish", self._step)
+        if self._rest_is_redone and self._step != (self._saver.durable_step or 0):
+            try:
+                self.save()
+            except SaveFailed as error:
+                self._say(f"{error}. A restart trains on from there")
         self._life.record(EventKind.RUN_FINISHED)
         with self._leaving_when_stale():
             self._company.decide("finish", self._write_finished)
@@ -545,6 +468,11 @@ class Run:
             departure = self._stopping.leave_unsaved(error, request, step=step)
         raise departure
 
+    def _leave_if_asked(self) -> None:
+        stop = self._arrive()
+        if stop is not None:
+            self._stop(stop)
+
     def _stop(self, request: StopRequest) -> None:
         with self._leaving_when_stale():
             save_by = self._save_by if self._has_begun else self._save_nothing
@@ -570,73 +498,37 @@ class Run:
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
+        if self._saves.behind_batches:
+            return (
+                f"step {self._step} is committed as it was behind its last batch, and what follows "
+                "the loop over batches() is done anew"
+            )
         return self._saver.save_by(
             self._state,
             step=self._completed_step(),
             epoch=self._epoch,
             deadline_mono_s=deadline_mono_s,
+            unchanged=self._saves.unchanged,
         ).reason
 
-    def _newest(self) -> Found | None:
-        return newest_of(self._company, durable=self._durable, fast=self._fast)
-
-    def _enter(self) -> dict[str, Any]:
-        """Claim the folder for all ranks, unless there is nothing left to do in it."""
-        done = None if self._begins_anew else finished.step_of(self.dir)
-        claim = None
-        if done is None:
-            claim = self._fence.claim()
-            for store in self._written_stores():
-                try:
-                    store.revoke_others()
-                except SaveFailed:  # a fast tier that cannot be used costs no start
-                    if store is not self._fast:
-                        raise
-            if self._begins_anew:
-                self._set_aside()
-            done = finished.step_of(self.dir)  # an older attempt may have been about to write it
-        return {"finished": done, "claim": claim}
-
-    def _set_aside(self) -> None:
-        """Nothing of what is here may be taken for this run's, now or by a later attempt."""
-        finished.remove(self.dir)
-        for store in self._written_stores():
-            if (aside := set_aside(store.directory)) is not None:
-                notice(f"resume=False: what was committed is in {aside} now")
-
-    def _written_stores(self) -> list[CheckpointStore]:
-        return [self._durable, *([] if self._fast is None else [self._fast])]
-
-    @contextlib.contextmanager
-    def _leaving_when_stale(self) -> Iterator[None]:
-        """Of an attempt that a newer one has taken the place of nothing is wanted any more.
-
-        Raises:
-            Departure: in the place of StaleAttempt.
-        """
-        try:
-            yield
-        except StaleAttempt as error:
-            self._say(f"this attempt ends: {error}")
-            self._saver.give_up()
-            with contextlib.suppress(HydroslurmError):
-                self._leave()
-            raise Departure.must_not_run_again() from error
+    def _save_behind_batches(self, *, since: int) -> None:
+        """The state behind the last batch, to which a stop in what follows comes back. Nothing is
+        to be saved where nothing was trained ``since`` this step, or the last safe point did it."""
+        self._saver.wait()
+        is_saved = self._step == self._saver.durable_step and (
+            self._step == since or (self._saves.unchanged and self._saver.is_durable)
+        )
+        if not is_saved:
+            self.save()
+        self._saves.behind_batches = True
 
     def _write_finished(self) -> None:
         self._fence.check("the end of the run")
         self._life.end("finished", step=self._step)
-        finished.write(self.dir, step=self._step)
-
-    def _leave(self) -> None:
-        """Done, together with the others."""
-        self._company.part()
-        self.close()
-
-    def _say(self, words: str) -> None:
-        """One rank speaks for all."""
-        if self._company.rank == 0:
-            notice(words)
+        if self._rest_is_redone:
+            ending.at_good_end(self.dir, step=self._step, fence=self._fence)
+        else:
+            finished.write(self.dir, step=self._step)
 
     def _tell_of_node(self, words: str) -> None:
         """One rank speaks for those of its node."""
@@ -644,19 +536,23 @@ class Run:
             notice(words)
 
     def _state(self) -> State:
-        own = self._cursor.state(step=self._completed_step(), epoch=self._epoch)
+        if self._company.rank == 0 and (words := self._folder.look()):
+            notice(words)
+        own = self._saves.evaluation or self._own_state()
         return State(shared=self._objects.states(), own=own)
 
-    def _apply(self, state: State, *, source: str) -> None:
-        self._objects.load(state.shared, source=source)
-        counters = state.own["counters"]
-        self._step, self._epoch = counters["step"], counters["epoch"]
-        self._cursor.load(state.own)
+    def _own_state(self) -> Mapping[str, Any]:
+        return self._cursor.state(step=self._completed_step(), epoch=self._epoch)
 
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, a safe point behind each step."""
         for batch in self._cursor.batches(self._epoch, accumulate=accumulate):
-            yield batch
+            self._saves.in_body = True
+            try:
+                yield batch
+            finally:
+                self._saves.in_body = False
+                self._saves.unchanged = False
             if self._cursor.step_is_full:
                 self._complete_step()
         if self._cursor.step_has_begun:  # the last step of an epoch may have fewer batches

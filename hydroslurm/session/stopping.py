@@ -49,7 +49,7 @@ class Stopping:
             orders, saved = self._save(step, save_by)
         except RanksError as error:  # a rank died just now
             return self.leave_unsaved(error, request, step=step)
-        late = self._saver.durable_step != step and not self._saver.wait(timeout_s=0.0)
+        late = not self._saver.is_durable and not self._saver.wait(timeout_s=0.0)
         if late:  # the disk is slower than it was
             self._saver.wait(timeout_s=max(0.0, orders.deadline_mono_s - time.monotonic()))
             saved += f"; newest committed step: {self._saver.durable_step}"

@@ -310,12 +310,20 @@ def savers(folder: Path) -> int:
         saver.give_up()
         disk.let_go.set()
         assert saver.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
-        final = saver.save_by(joint_state(6, peers.rank), step=6, deadline_mono_s=deadline_s)
+        final = saver.save_by(joint_state(7, peers.rank), step=6, deadline_mono_s=deadline_s)
         assert final.tier is Tier.DURABLE, final.reason
         assert final.checkpoint is not None
         assert final.checkpoint.step == 6
-        again = saver.save_by(joint_state(6, peers.rank), step=6, deadline_mono_s=deadline_s)
+        again = saver.save_by(
+            joint_state(7, peers.rank), step=6, deadline_mono_s=deadline_s, unchanged=True
+        )
         assert again.choice is Action.NOTHING
+        changed = saver.save_by(joint_state(6, peers.rank), step=6, deadline_mono_s=deadline_s)
+        assert changed.checkpoint is not None
+        assert changed.checkpoint.path.name == "step-000000006.2"
+        newest = choose(store, topic="newest")
+        assert newest is not None
+        assert newest.path == changed.checkpoint.path
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             saver.close()

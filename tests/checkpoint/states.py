@@ -68,4 +68,4 @@ def revoked_from_anybody(unfinished: Path) -> Path | None:
     found = folders._LEFTOVER.fullmatch(unfinished.name)
     if found is None or found[1] != "tmp":
         return None
-    return folders._mine(unfinished.parent, "old", f"step-{found[2]}")
+    return folders._mine(unfinished.parent, "old", found[2])

@@ -28,13 +28,18 @@ ALL = [
         fast_s=fast_s,
         in_flight=in_flight,
         committed_step=committed_step,
+        is_committed=is_committed,
     )
-    for left_s, durable_s, fast_s, in_flight, committed_step in itertools.product(
+    for left_s, durable_s, fast_s, in_flight, (committed_step, is_committed) in itertools.product(
         (-5.0, *SECONDS),
         SECONDS[1:],
         (None, 0.5, 10.0),
-        (None, *(InFlight(step, s) for step in (90, 100) for s in SECONDS)),
-        (None, 80, 100),
+        (
+            None,
+            *(InFlight(step, s) for step in (90, 100) for s in SECONDS),
+            *(InFlight(100, s, is_this=True) for s in SECONDS),
+        ),
+        ((None, False), (80, False), (100, False), (100, True)),
     )
 ]
 
@@ -50,13 +55,20 @@ def _fits(seconds: float, now: Situation) -> bool:
         (Situation(7, 2.0, 2.0), Action.KEEP, 7),
         (Situation(7, 2.0, 2.0, committed_step=5), Action.KEEP, 2),
         (Situation(7, 2.0, 2.0, fast_s=0.1, committed_step=5), Action.FAST_ONLY, 2),
-        (Situation(7, 2.0, 2.0, committed_step=7), Action.NOTHING, 0),
+        (Situation(7, 2.0, 2.0, committed_step=7, is_committed=True), Action.NOTHING, 0),
+        (Situation(7, 30.0, 2.0, committed_step=7), Action.FULL, 0),
+        (Situation(7, 2.0, 2.0, committed_step=7), Action.KEEP, 0),
+        (Situation(7, 30.0, 2.0, in_flight=InFlight(7, 1.0)), Action.WAIT_THEN_FULL, 0),
         (Situation(7, 30.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_THEN_FULL, 0),
         (Situation(7, 5.0, 2.0, in_flight=InFlight(6, 4.0)), Action.ABANDON_THEN_FULL, 0),
         (Situation(7, 2.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_ONLY, 1),
         (Situation(7, 2.0, 2.0, fast_s=0.1, in_flight=InFlight(6, 1.0)), Action.FAST_ONLY, 1),
-        (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 1.0)), Action.WAIT_ONLY, 0),
-        (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 8.0), committed_step=3), Action.KEEP, 4),
+        (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 1.0, is_this=True)), Action.WAIT_ONLY, 0),
+        (
+            Situation(7, 2.0, 9.0, in_flight=InFlight(7, 8.0, is_this=True), committed_step=3),
+            Action.KEEP,
+            4,
+        ),
     ],
 )
 def test_the_table(now: Situation, action: Action, at_risk: int) -> None:
@@ -69,18 +81,25 @@ def test_a_durable_save_is_chosen_whenever_it_fits() -> None:
     """No situation in which this step could be committed durably ends with anything less."""
     for now in ALL:
         choice = choose(now)
-        ours = now.in_flight is not None and now.in_flight.step == now.step
+        ours = now.in_flight is not None and now.in_flight.is_this
         fits = _fits(now.in_flight.remaining_s if ours and now.in_flight else now.durable_s, now)
-        if now.committed_step == now.step or fits:
+        if now.is_committed or fits:
             assert choice.steps_at_risk == 0, (now, choice)
+            assert "lost" not in choice.reason
         else:
-            assert choice.steps_at_risk > 0, (now, choice)
+            is_kept = now.committed_step == now.step or (
+                now.in_flight is not None
+                and now.in_flight.step == now.step
+                and choice.action in (Action.WAIT_ONLY, Action.FAST_ONLY)
+            )
+            assert choice.steps_at_risk > 0 or is_kept, (now, choice)
+            assert "lost" in choice.reason or ours, (now, choice)
 
 
-def test_the_save_of_this_very_step_is_never_given_up() -> None:
-    """Whatever the estimates say, the save in flight of the same step goes on."""
+def test_the_save_of_this_very_state_is_never_given_up() -> None:
+    """Whatever the estimates say, the save in flight of the same state goes on."""
     for now in ALL:
-        if now.in_flight is None or now.in_flight.step != now.step:
+        if now.in_flight is None or not now.in_flight.is_this:
             continue
         choice = choose(now)
         assert choice.before is not Before.ABANDON

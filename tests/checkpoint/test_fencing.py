@@ -97,7 +97,7 @@ def test_revoking_keeps_off_our_own_saves_and_all_that_is_committed(tmp_path: Pa
     """A save of another process is taken away; one of this process, a pin and a checkpoint stay."""
     store, _ = fenced(tmp_path)
     store.write(state_of(1), step=1, kind="periodic")
-    mine = folders.temporary(store.directory, 2)
+    mine = folders.temporary(folders.of_step(store.directory, 2))
     theirs = store.directory / f".tmp-step-000000003.{folders.place()}.1.abcd0123.joint"
     pin = folders.pin(store.directory / "step-000000001")
     for folder in (mine, theirs, pin):
@@ -113,7 +113,7 @@ def test_what_is_being_loaded_stays(tmp_path: Path) -> None:
     not longer."""
     writer, reader = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
     writer.write(state_of(1), step=1, kind="periodic")
-    with reader.pinning():
+    with reader.pins.holding():
         found = newest_over(durable=reader)
         assert found is not None
         for step in (2, 3, 4):
@@ -150,8 +150,8 @@ def test_the_pin_of_a_dead_process_keeps_nothing(tmp_path: Path) -> None:
         "import os, pathlib, signal, sys\n"
         "from hydroslurm.checkpoint.store import CheckpointStore\n"
         "store = CheckpointStore(pathlib.Path(sys.argv[1]))\n"
-        "with store.pinning():\n"
-        "    store.pin(store.committed()[0])\n"
+        "with store.pins.holding():\n"
+        "    store.pins.pin(store.committed()[0].path)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     subprocess.run([sys.executable, "-c", dying, str(tmp_path)], check=False, timeout=60)
@@ -219,7 +219,7 @@ def test_a_claim_at_any_call_of_retention_leaves_what_the_newer_one_chooses(tmp_
                 new_fence.claim()
                 found = newest_over(durable=new)
                 assert found is not None
-                new.pin(found.checkpoint)
+                new.pins.pin(found.checkpoint.path)
                 chosen.append(found.checkpoint.step)
 
         disk = CountingStorage(take_over)
@@ -227,7 +227,7 @@ def test_a_claim_at_any_call_of_retention_leaves_what_the_newer_one_chooses(tmp_
         old_fence.claim()
         for step in (1, 2, 3, 4):
             fenced(folder)[0].write(state_of(step), step=step, kind="periodic")
-        with new.pinning():
+        with new.pins.holding():
             with contextlib.suppress(StaleAttempt):
                 old.prune(keep=1, keep_stop=0)
             total = max(total, len(disk.calls))

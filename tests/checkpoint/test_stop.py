@@ -14,7 +14,7 @@ from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.checkpoint.tiers import Tier, newest_over
 
 
 def expect(saver: Saver, tier: Tier, *, seconds: float) -> None:
@@ -24,6 +24,10 @@ def expect(saver: Saver, tier: Tier, *, seconds: float) -> None:
 
 def in_s(seconds: float) -> float:
     return time.monotonic() + seconds
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return [one.path.name for one in store.committed()]
 
 
 def test_with_time_enough_the_stop_is_durable(tmp_path: Path) -> None:
@@ -93,8 +97,8 @@ def test_one_that_takes_longer_than_it_should_is_given_up_in_time(tmp_path: Path
     assert steps(store) == [5]
 
 
-def test_the_save_of_this_step_is_the_stop(tmp_path: Path) -> None:
-    """A periodic save of the very step is waited for, and not made again."""
+def test_the_save_of_this_state_is_the_stop(tmp_path: Path) -> None:
+    """A periodic save of the very state is waited for, and not made again."""
     disk, told = HeldDisk(5), list[SaveEvent]()
     store = CheckpointStore(tmp_path, storage=disk)
 
@@ -105,7 +109,7 @@ def test_the_save_of_this_step_is_the_stop(tmp_path: Path) -> None:
 
     saver = Saver(store, tell=tell)
     saver.start(state_of(5.0), step=5)
-    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600), unchanged=True)
     assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_ONLY)
     assert sum(event.kind is SaveEventKind.COMMITTED for event in told) == 1
 
@@ -126,17 +130,54 @@ def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None
     assert steps(store) == [3, 5]
 
 
-def test_a_committed_step_is_not_saved_again(tmp_path: Path) -> None:
+def test_a_committed_state_is_not_saved_again(tmp_path: Path) -> None:
     """Neither one of this life nor the one that the run continued from, and the state is as good as
     durable."""
     store = CheckpointStore(tmp_path)
     saver = Saver(store)
     saver.save(state_of(5.0), step=5)
-    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1))
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1), unchanged=True)
     assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.NOTHING)
     later = Saver(store)
     later.continues_from(store.committed()[-1])
-    assert later.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1)).tier is Tier.DURABLE
+    saved = later.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1), unchanged=True)
+    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.NOTHING)
+
+
+def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path) -> None:
+    """The one before stays until the new one is committed, which is the newest on both tiers; where
+    there is no time for it, the one before is what is kept, and that is said."""
+    disk = HeldDisk(5)
+    disk.let_go.set()
+    durable = CheckpointStore(tmp_path / "durable", storage=disk)
+    fast = CheckpointStore(tmp_path / "fast", storage=BrokenDisk(5))
+    Saver(durable, fast=fast).save(state_of(5.0), step=5)  # on the durable tier only
+    fast = CheckpointStore(tmp_path / "fast")
+    saver = Saver(durable, fast=fast)
+    saved = saver.save_by(state_of(6.0), step=5, deadline_mono_s=in_s(600))
+    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.FULL)
+    assert names(durable) == ["step-000000005", "step-000000005.2"]
+    assert names(fast) == ["step-000000005.2"], "one name on both"
+    disk.let_go.clear()
+    expect(saver, Tier.DURABLE, seconds=600.0)
+    saved = saver.save_by(state_of(7.0), step=5, deadline_mono_s=in_s(2))
+    assert (saved.tier, saved.choice, saved.steps_at_risk) == (Tier.FAST, Action.FAST_ONLY, 0)
+    found = newest_over(durable=durable, fast=fast)
+    assert found is not None
+    assert (found.tier, found.checkpoint.path.name) == (Tier.FAST, "step-000000005.3")
+    disk.let_go.set()
+    saver.close()
+    found = newest_over(durable=durable)
+    assert found is not None
+    assert float(durable.load(found.checkpoint).shared["model"]["w"][0]) == 7.0
+    alone = Saver(durable)
+    alone.continues_from(found.checkpoint)
+    disk.let_go.clear()
+    saved = alone.save_by(state_of(8.0), step=5, deadline_mono_s=in_s(-1))
+    assert (saved.tier, saved.choice, saved.steps_at_risk) == (None, Action.KEEP, 0)
+    assert f"what is kept is an earlier save of this step ({found.checkpoint.path})" in saved.reason
+    disk.let_go.set()
+    alone.close()
 
 
 def test_the_caller_has_control_at_the_deadline(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_nothing_good_is_an_error_and_nothing_at_all_is_none(tmp_path: Path) -> 
 def test_leftovers_are_never_believed(tmp_path: Path) -> None:
     """A complete folder without its final name is no checkpoint, and is in nobody's way."""
     store = saved(tmp_path, 1, 2)
-    shutil.copytree(store.committed()[1].path, folders.temporary(tmp_path, 3))
+    shutil.copytree(store.committed()[1].path, folders.temporary(folders.of_step(tmp_path, 3)))
     assert steps_of(store) == [1, 2]
     store.write(state_of(3), step=3, kind="periodic")
     assert steps_of(store) == [1, 2, 3]
@@ -183,7 +183,7 @@ def test_leftovers_are_never_believed(tmp_path: Path) -> None:
 def test_only_dead_leftovers_are_removed(tmp_path: Path) -> None:
     """A save of this process or of another node may be going on; one of a dead process is not."""
     store = saved(tmp_path, 1)
-    mine = folders.temporary(tmp_path, 2)
+    mine = folders.temporary(folders.of_step(tmp_path, 2))
     gone = os.fork()
     if gone == 0:
         os._exit(0)

@@ -94,14 +94,20 @@ def test_the_first_look_at_the_step_resumes(tmp_path: Path) -> None:
 
 
 def test_the_epoch_is_looked_at_as_the_step(tmp_path: Path) -> None:
-    """`for epoch in range(run.epoch, ...)` before the first batches() begins at the right one."""
+    """`for epoch in range(run.epoch, ...)` before the first batches() begins at the right one: the
+    last, where nothing says that what follows its batches was done."""
     first = Training(tmp_path)
     for batch in first.run.batches(epochs=2):
         first.step(batch)
     first.run.close()
     again = Training(tmp_path)
-    assert again.run.epoch == 2
+    assert again.run.epoch == 1
+    assert list(again.run.batches(epochs=2)) == []
     assert same(again.bits(), first.bits())
+    again.run.save()
+    again.run.close()
+    again = Training(tmp_path)
+    assert again.run.epoch == 2
     again.run.close()
 
 
