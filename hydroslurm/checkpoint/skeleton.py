@@ -188,6 +188,11 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
     DTensors pass: DCP writes each rank's part of them.
     """
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise UnsavableState(
+            f"{path} has no values yet, because its lazy layer has seen no batch. Run one through "
+            "the model before the first save"
+        )
     subclass = type(tensor) not in (torch.Tensor, torch.nn.Parameter)
     odd = (
         tensor.layout != torch.strided

@@ -8,6 +8,7 @@ from typing import Any
 from hydroslurm.checkpoint import rng
 from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.errors import UsageError
+from hydroslurm.session.composition import Loading
 
 
 class Cursor:
@@ -16,11 +17,13 @@ class Cursor:
     Attributes:
         position: in the loader; None for a loop without one.
         in_epoch: an epoch was opened and not closed yet.
+        loading: how the loader makes batches.
     """
 
     def __init__(self) -> None:
         self.position: LoaderPosition | None = None
         self.in_epoch = False
+        self.loading = Loading()
         self._accumulate = 1
         self._handed_out = 0
         self._samples_per_batch: int | None = None
@@ -32,6 +35,7 @@ class Cursor:
         """Take batches from this loader, as one rank of several; its workers survive the signals in
         ``shield``, which they get too: torch would take their death for an error of the rank."""
         self.position = position_of(loader, shield=shield, rank=rank, world_size=world_size)
+        self.loading = Loading.of(loader)
         batch_size = getattr(loader, "batch_size", None)
         if isinstance(batch_size, int):
             self._samples_per_batch = batch_size * world_size

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from hydroslurm.checkpoint import memory
+from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -33,6 +34,7 @@ from hydroslurm.errors import (
     RunEnded,
     SaveFailed,
     StaleAttempt,
+    UnsavableState,
     UsageError,
 )
 from hydroslurm.events import EventKind
@@ -49,6 +51,7 @@ from hydroslurm.session.arguments import (
 )
 from hydroslurm.session.buckets import UNSETTLED, is_settled
 from hydroslurm.session.company import company_of
+from hydroslurm.session.composition import Composition, changes
 from hydroslurm.session.cursor import Cursor
 from hydroslurm.session.leaving import Departure, Leaver
 from hydroslurm.session.life import Life
@@ -91,7 +94,9 @@ class Run:
             neither is given, never when both are 0. The background needs memory for a copy of the
             state: where a limit leaves too little, the training waits for each save.
         keep: how many periodic checkpoints stay, at least 2. Two of stops stay besides.
-        extra: more objects by name, each with ``state_dict`` and ``load_state_dict``.
+        extra: more objects by name, each with ``state_dict`` and ``load_state_dict``. They are
+            loaded in this order, before model, optimizer, scheduler and scaler: one can rebuild
+            what was added to these while training, such as a parameter group.
         fast_directory: a local folder (/dev/shm, NVMe) that is written first; each run makes one
             of its own in it. It survives the process, and a requeue to the same node, not the node.
         on_save_error: ``warn`` goes on when a periodic save fails, ``fail`` raises SaveFailed at
@@ -179,6 +184,7 @@ class Run:
                 tell=SaveRecorder(self._controller),
                 peers=peers,
                 room=self._room,
+                meta=self._made_of,
             )
             leaver = Leaver(
                 allocation,
@@ -343,6 +349,7 @@ class Run:
         except (CheckpointError, OSError):
             self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
             raise
+        self._compare(found.checkpoint.manifest, state)
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
@@ -570,12 +577,15 @@ class Run:
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
-        return self._saver.save_by(
-            self._state,
-            step=self._completed_step(),
-            epoch=self._epoch,
-            deadline_mono_s=deadline_mono_s,
-        ).reason
+        step = self._completed_step()
+        try:
+            return self._saver.save_by(
+                self._state, step=step, epoch=self._epoch, deadline_mono_s=deadline_mono_s
+            ).reason
+        except UnsavableState as error:
+            if self._objects.uninitialised() is None:
+                raise
+            return f"nothing was saved, and nothing is lost: {error}"
 
     def _newest(self) -> Found | None:
         return newest_of(self._company, durable=self._durable, fast=self._fast)
@@ -647,8 +657,26 @@ class Run:
         own = self._cursor.state(step=self._completed_step(), epoch=self._epoch)
         return State(shared=self._objects.states(), own=own)
 
+    def _made_of(self) -> dict[str, Any]:
+        return Composition(self._objects.classes(), self._cursor.loading).to_meta()
+
+    def _compare(self, manifest: Manifest, state: State) -> None:
+        """Say what is not as it was when this was saved.
+
+        Raises:
+            StateMismatch: the run cannot go on with it.
+        """
+        was, data = Composition.of(manifest), state.own.get("data")
+        for words in self._objects.changes(state.shared, classes=was.classes):
+            self._say(words)
+        if self._company.rank == 0:  # the others have loaders of their own
+            world_size = self._company.world_size
+            for words in changes(manifest, self._cursor.loading, world_size=world_size, data=data):
+                notice(words)
+
     def _apply(self, state: State, *, source: str) -> None:
-        self._objects.load(state.shared, source=source)
+        for words in self._objects.load(state.shared, source=source):
+            self._say(words)
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
         self._cursor.load(state.own)
