@@ -72,8 +72,9 @@ class Composition:
 
 
 def class_name(thing: Any) -> str:
-    """As in ``torch.optim.sgd.SGD``."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+    """As in ``torch.optim.sgd.SGD``; of a lazy layer what it becomes with its first batch."""
+    kind = getattr(thing, "cls_to_become", None) or type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def changed_class(name: str, thing: Any, state: Any, *, was: str | None) -> str | None:
