@@ -31,7 +31,7 @@ Generator: TypeAlias = (
     "torch.Generator | random.Random | numpy.random.RandomState | numpy.random.Generator"
 )
 KINDS = (torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator)
-"""Of generators that a program makes for itself. ``random.SystemRandom`` is none: it has no state."""
+"""Of generators that a program makes for itself. ``random.SystemRandom`` has no state."""
 
 
 def capture() -> dict[str, Any]:

@@ -155,7 +155,9 @@ class Saver:
         call = self._accord.call(step)
         try:
             held = call.hold(state)
-            order = Order(step, kind, epoch, {**self._meta(), **meta}, state_bytes(held), call.topic)
+            order = Order(
+                step, kind, epoch, {**self._meta(), **meta}, state_bytes(held), call.topic
+            )
         except BaseException as error:
             call.decline(error)
             raise
@@ -200,7 +202,9 @@ class Saver:
         call = self._accord.call(step)
         try:
             held = call.hold(state() if callable(state) else state)
-            order = Order(step, kind, epoch, {**self._meta(), **meta}, state_bytes(held), call.topic)
+            order = Order(
+                step, kind, epoch, {**self._meta(), **meta}, state_bytes(held), call.topic
+            )
         except BaseException as error:
             self._flights.wait(deadline_mono_s - time.monotonic())
             call.situation(None, problem=error)

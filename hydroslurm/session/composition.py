@@ -50,7 +50,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Composition:
-    """The objects' classes, by the names under which they are saved, and the first rank's loader."""
+    """The objects' classes, by the names they are saved under, and the first rank's loader."""
 
     classes: Mapping[str, str] = field(default_factory=dict)
     loader: Loading = field(default_factory=Loading)
@@ -62,7 +62,7 @@ class Composition:
     @classmethod
     def of(cls, manifest: Manifest) -> Composition:
         """What the writer of a checkpoint was made of; empty where that is not known."""
-        found = manifest.meta.get(_META)
+        found: Any = manifest.meta.get(_META)
         try:
             classes = {str(name): str(kind) for name, kind in found["classes"].items()}
             loader = Loading(**found["loader"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint.layout import check_layout
 from hydroslurm.checkpoint.reshard import like_of
@@ -14,7 +15,7 @@ from hydroslurm.checkpoint.store import State
 from hydroslurm.errors import CheckpointError, StateMismatch, UsageError
 from hydroslurm.runtime.engine import Engine
 from hydroslurm.session.composition import changed_class, class_name
-from hydroslurm.session.readback import is_lazy, load_module, load_optimizer, lost
+from hydroslurm.session.readback import load_module, load_optimizer, lost
 
 _LOADED_LAST = ("model", "optimizer", "scheduler", "scaler")
 """The arguments of a Run. What is registered besides may rebuild what these are loaded into."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint.reshard import is_dtensor
 from hydroslurm.errors import StateMismatch
@@ -56,9 +57,7 @@ class _Held:
 
 
 def _held(values: dict[Any, Any]) -> dict[Any, Any]:
-    return {
-        key: value if isinstance(value, _PLAIN) else _Held() for key, value in values.items()
-    }
+    return {key: value if isinstance(value, _PLAIN) else _Held() for key, value in values.items()}
 
 
 def _put_back(now: dict[Any, Any], saved: dict[Any, Any], *, device: torch.device) -> None:
@@ -129,11 +128,6 @@ def load_module(name: str, module: torch.nn.Module, state: Mapping[str, Any]) ->
             tensor[places].copy_(once)
 
 
-def is_lazy(value: Any) -> bool:
-    """Whether it is a parameter or buffer of a lazy module that has seen no batch yet."""
-    return isinstance(value, torch.nn.parameter.UninitializedTensorMixin)
-
-
 def _repeated(tensor: Any) -> tuple[slice, ...] | None:
     """Where an expanded tensor has its own memory, once; None for any other."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
@@ -189,7 +183,7 @@ def _differences(saved: Any, now: Any, path: str, *, values: bool) -> Iterator[s
         if len(saved) != len(now):
             yield f"{path} had {len(saved)} items, has {len(now)}"
         elif getattr(saved, "maxlen", None) != getattr(now, "maxlen", None):
-            yield f"{path} had maxlen={saved.maxlen}, has {now.maxlen}"  # type: ignore[union-attr]
+            yield f"{path} had maxlen={saved.maxlen}, has maxlen={now.maxlen}"  # type: ignore[union-attr]
         else:
             for place, (one, other) in enumerate(zip(saved, now, strict=True)):
                 yield from _differences(one, other, f"{path}[{place}]", values=values)
@@ -200,7 +194,7 @@ def _differences(saved: Any, now: Any, path: str, *, values: bool) -> Iterator[s
 def _equal(saved: Any, now: Any) -> bool:
     if isinstance(saved, np.ndarray):
         return (saved.dtype, saved.shape, saved.tobytes()) == (now.dtype, now.shape, now.tobytes())
-    return bool(saved == now) or bool(saved != saved and now != now)  # NaN  # noqa: PLR0124
+    return bool(saved == now) or bool(saved != saved and now != now)  # NaN
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -209,7 +203,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    local: Any = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+    local: Any = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     flat: torch.Tensor = local.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return flat.view(torch.uint8)
 

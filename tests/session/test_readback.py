@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,8 +39,9 @@ ODD: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_installed() -> Iterator[None]:
-    """A test that fails must not take the next ones with it."""
+def _nothing_stays_installed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A test that fails must not take the next ones with it; news is heard."""
+    caplog.set_level(logging.INFO, logger="hydroslurm")
     yield
     if hydroslurm.is_installed():
         hydroslurm.uninstall()
@@ -47,16 +50,21 @@ def _nothing_stays_installed() -> Iterator[None]:
 class Own(torch.optim.SGD):
     """An optimizer of a user's own, with state of every kind."""
 
+    odd: ClassVar = ODD
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:
-                for name, make in ODD.items():
+                for name, make in self.odd.items():
                     self.state[param].setdefault(name, make())
 
 
 class Looking(Own):
-    """One that does something of its own when it is loaded, and leaves the rest to torch."""
+    """One that does something of its own when it is loaded, and leaves the rest to torch; that
+    fails at an array and a range before anything could be put right."""
+
+    odd: ClassVar = {name: make for name, make in ODD.items() if name not in ("array", "range")}
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
@@ -108,28 +116,251 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, deque)):
         limits = getattr(one, "maxlen", None), getattr(other, "maxlen", None)
         return limits[0] == limits[1] and all(map(same, one, other)) and len(one) == len(other)
-    return bool(one == other) or one != one  # noqa: PLR0124 - NaN
+    return bool(one == other) or one != one
 
 
+@pytest.mark.parametrize("kind", [Own, Looking])
 def test_the_state_of_an_optimizer_comes_back_as_it_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Own], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of bfloat16 weights, as float32, float64 and whole numbers, and in any container; also where
     torch's own load_state_dict fails."""
-    odd = {name: make() for name, make in ODD.items()}
-    for kind in (Own, Looking):
-        for life in (1, 2):
-            if kind is Looking and life == 1:
-                for name in ("array", "range"):  # torch fails before it could be put right
-                    ODD.pop(name), odd.pop(name)
-            torch.manual_seed(0)
-            model = nn.Linear(3, 2).bfloat16()
-            optimizer = kind(model.parameters(), lr=0.1)
-            run = run_of(tmp_path / kind.__name__, model=model, optimizer=optimizer)
-            if life == 1:
-                saved(run, model, optimizer)
-            else:
-                resumed(run)
-        assert same({k: v for k, v in optimizer.state[model.weight].items() if k in odd}, odd)
-    assert optimizer.was_loaded  # type: ignore[attr-defined]
+    for life in (1, 2):
+        model = nn.Linear(3, 2).bfloat16()
+        optimizer = kind(model.parameters(), lr=0.1)
+        run = run_of(tmp_path, model=model, optimizer=optimizer)
+        resumed(run) if life == 2 else saved(run, model, optimizer)
+    for param in model.parameters():
+        assert same(dict(optimizer.state[param]), {key: make() for key, make in kind.odd.items()})
+    assert hasattr(optimizer, "was_loaded") == (kind is Looking)
     assert "is not what it was" not in caplog.text
+
+
+class Forgetful:
+    """Takes back less than it gives."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {
+            "average": torch.ones(2, dtype=torch.float64),
+            "noise": torch.rand(2),
+            "window": deque([1], maxlen=2),
+            "best": math.nan,
+            "seen": [1, 2],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = {
+            "average": state["average"].float(),
+            "noise": state["noise"] + 1,
+            "window": deque(state["window"]),
+            "best": state["best"],
+            "seen": state["seen"][:1],
+        }
+
+
+def test_what_an_object_does_not_take_back_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line, with the place of each item; what it has taken back is not in it."""
+    for life in (1, 2):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = run_of(tmp_path, model=model, optimizer=optimizer, extra={"memory": Forgetful()})
+        resumed(run) if life == 2 else saved(run, model, optimizer)
+    (line,) = (one for one in caplog.messages if "is not what it was" in one)
+    assert "'memory' (Forgetful)" in line
+    assert "memory.average was float64[2], is float32[2]; memory.noise has other values" in line
+    assert "memory.window had maxlen=2, has maxlen=None (and 1 more)" in line
+
+
+def test_expanded_buffers_and_lazy_layers_come_back(tmp_path: Path) -> None:
+    """One value in many places is one again; a layer without weights gets those of the checkpoint;
+    and a stop before there are any leaves as one to be started again, with nothing saved."""
+
+    def life() -> tuple[Expanded, hydroslurm.Run, Any]:
+        model = Expanded()
+        model.layer = nn.LazyLinear(2)  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, run_of(tmp_path, model=model, optimizer=optimizer), optimizer
+
+    _, run, _ = life()
+    run.resume()
+    ask_for_stop(run)
+    with pytest.raises(SystemExit) as leaving:
+        run.check_stop()
+    assert leaving.value.code == RUN_AGAIN
+    hydroslurm.uninstall()
+    first, run, optimizer = life()
+    with torch.no_grad():
+        first.scale[:1, :1].fill_(3.0)
+    saved(run, first, optimizer)
+    second, run, again = life()
+    resumed(run)
+    assert torch.equal(first.layer.weight, second.layer.weight)
+    assert torch.equal(second.scale, torch.full((4, 2), 3.0))
+    assert second.scale.untyped_storage().nbytes() == 4
+    momentum = optimizer.state[first.layer.weight]["momentum_buffer"]
+    assert torch.equal(again.state[second.layer.weight]["momentum_buffer"], momentum)
+
+    first = Expanded()
+    first.register_buffer("scale", torch.rand(4, 2))
+    run = run_of(tmp_path / "differing", model=first)
+    saved(run, first, torch.optim.SGD(first.parameters()))
+    run = run_of(tmp_path / "differing", model=Expanded())
+    with pytest.raises(StateMismatch, match=r"model\.scale is one value in many places here"):
+        run.resume()
+    run.close()
+
+
+class Thaw:
+    """Adds a parameter group while training, and again when it is loaded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, late: nn.Module) -> None:
+        self.optimizer, self.late, self.done = optimizer, late, False
+
+    def thaw(self) -> None:
+        self.done = True
+        self.optimizer.add_param_group({"params": list(self.late.parameters()), "lr": 0.01})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["done"]:
+            self.thaw()
+
+
+@pytest.mark.parametrize("rebuilds", [True, False])
+def test_extra_objects_rebuild_what_was_added_while_training(
+    rebuilds: bool, tmp_path: Path
+) -> None:
+    """They are loaded before the optimizer; a script without one is told of them."""
+    for life in (1, 2):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        thaw = Thaw(optimizer, model[1])
+        extra = {"thaw": thaw} if rebuilds else {}
+        run = run_of(tmp_path, model=model, optimizer=optimizer, extra=extra)
+        if life == 1:
+            thaw.thaw()
+            saved(run, model, optimizer)
+        elif rebuilds:
+            resumed(run)
+            assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+            assert len(optimizer.state) == 4
+        else:
+            with pytest.raises(StateMismatch, match=r"parameter groups.* in extra=, .* first"):
+                run.resume()
+            run.close()
+
+
+class AdamW(torch.optim.AdamW):
+    """The same under another roof."""
+
+
+class Renamed(torch.optim.AdamW):
+    """The same by another name."""
+
+
+Make = Any
+"""Parameters -> an optimizer, and an optimizer -> a scheduler."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "dtype", "refused", "said"),
+    [
+        (torch.optim.SGD, StepLR, torch.float32, r"was a torch\.optim\.adamw\.AdamW, and is a .*SGD"
+         r": the checkpoint has .*betas.*, it wants dampening, momentum, nesterov", None),
+        (torch.optim.AdamW, CosineAnnealingLR, torch.float32, r"'scheduler' was .*StepLR, and is "
+         r".*CosineAnnealingLR: the checkpoint has gamma, step_size, it wants T_max", None),
+        (torch.optim.AdamW, StepLR, torch.float64, r"'weight' is torch.float32 in the checkpoint "
+         "and torch.float64 here", None),
+        (Renamed, StepLR, torch.float32, None, "test_readback.Renamed; what was saved fits it"),
+        (torch.optim.AdamW, None, torch.float32, None, "a state for scheduler, which this run"),
+        (AdamW, StepLR, torch.float32, None, None),
+    ],
+    ids=["optimizer", "scheduler", "dtype", "renamed", "forgotten", "moved"],
+)  # fmt: skip
+def test_other_objects_are_refused_or_named(
+    optimizer: Make,
+    scheduler: Make,
+    dtype: torch.dtype,
+    refused: str | None,
+    said: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What would train in another way, or fail at the first step, is not loaded; a new name is one
+    line, a new module nothing."""
+    model = nn.Linear(3, 2)
+    adamw = torch.optim.AdamW(model.parameters())
+    run = run_of(tmp_path, model=model, optimizer=adamw, scheduler=StepLR(adamw, 3))
+    saved(run, model, adamw)
+    model = nn.Linear(3, 2, dtype=dtype)
+    before = model.weight.clone()
+    other = optimizer(model.parameters())
+    plan = None if scheduler is None else scheduler(other, 3)
+    run = run_of(tmp_path, model=model, optimizer=other, scheduler=plan)
+    if refused is None:
+        resumed(run)
+    else:
+        with pytest.raises(StateMismatch, match=refused):
+            run.resume()
+        assert torch.equal(before, model.weight), "nothing was loaded"
+        run.close()
+    news = [one for one in caplog.messages if "new run" not in one and "goes on from" not in one]
+    assert [said in one for one in news] == [True] if said else not news
+
+
+@pytest.mark.parametrize(
+    ("resumable", "stop_at"),
+    [(False, 2), (False, None), (True, 2)],
+    ids=["within an epoch", "between epochs", "ResumableSampler"],
+)
+def test_another_batch_size(
+    resumable: bool, stop_at: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it would lose samples it is refused, with what does not; else it is one line."""
+    data = TensorDataset(torch.arange(24.0)[:, None])
+    seen: list[float] = []
+
+    def life(batch_size: int, *, epochs: int, stop_at: int | None = None) -> None:
+        sampler = ResumableSampler(data) if resumable else None
+        loader = DataLoader(data, batch_size, sampler=sampler)
+        with contextlib.closing(run_of(tmp_path, model=nn.Linear(1, 1), loader=loader)) as run:
+            for number, (x,) in enumerate(run.batches(epochs=epochs), 1):
+                seen.extend(x.flatten().tolist())
+                if number == stop_at:
+                    run.save()
+                    break
+
+    life(4, epochs=1, stop_at=stop_at)
+    if stop_at is not None and not resumable:
+        with pytest.raises(
+            StateMismatch, match=r"batch_size was 4, and is 6: .* epoch 0, behind b"
+        ):
+            life(6, epochs=1)
+        return
+    life(6, epochs=1 if stop_at else 2)
+    assert sorted(seen) == sorted([*range(24)] * (1 if stop_at else 2))
+    assert [one for one in caplog.messages if "batch_size was 4, and is 6: from here" in one]
+
+
+def test_a_loader_keeps_its_generators_between_two_epochs(tmp_path: Path) -> None:
+    """The order of the second epoch is that of a run which was not stopped after the first."""
+
+    def orders(directory: str, *lives: int) -> list[float]:
+        seen: list[float] = []
+        for epochs in lives:
+            data = TensorDataset(torch.arange(24.0)[:, None])
+            generator = torch.Generator().manual_seed(3)
+            loader = DataLoader(data, 4, shuffle=True, generator=generator)
+            run = run_of(tmp_path / directory, model=nn.Linear(1, 1), loader=loader)
+            seen += [x for (batch,) in run.batches(epochs=epochs) for x in batch.flatten().tolist()]
+            run.close()
+        return seen
+
+    assert orders("stopped", 1, 2) == orders("alone", 2)
