@@ -40,11 +40,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     if kind.state_dict is not torch.optim.Optimizer.state_dict or not isinstance(saved, dict):
         optimizer.load_state_dict(state)  # what lies in it, and how, is the class's own
         return
+    values = {key: _held(one) if isinstance(one, dict) else one for key, one in saved.items()}
+    held = {**state, "state": values}
     if kind.load_state_dict is torch.optim.Optimizer.load_state_dict:
-        held = {key: _held(one) if isinstance(one, dict) else one for key, one in saved.items()}
-        optimizer.load_state_dict({**state, "state": held})
-    else:  # it may want to look at the values
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(held)
+    else:
+        try:  # it may want to look at the values
+            optimizer.load_state_dict(state)
+        except TypeError:  # as torch's does of an array
+            optimizer.load_state_dict(held)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,12 @@ from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
 from hydroslurm.errors import RunFolderError
+from hydroslurm.rundir import RunDir
+from hydroslurm.session import finished
 from hydroslurm.session.company import Company
+from hydroslurm.session.composition import Composition, Loading, changes
+from hydroslurm.session.notice import notice
+from hydroslurm.session.objects import Objects
 
 
 def newest_of(
@@ -49,7 +54,35 @@ def load_for(company: Company, found: Found, *, like: Any) -> State:
     return State(shared=state.shared, own={**first, "rng": rng})
 
 
-def set_aside(checkpoints: Path) -> Path | None:
+def differences(
+    company: Company, found: Found, state: State, *, objects: Objects, loading: Loading
+) -> Iterator[str]:
+    """Say what is not as it was when this was saved; of loaders the first rank's, for each rank may
+    have its own.
+
+    Raises:
+        StateMismatch: the run cannot go on with it.
+    """
+    manifest = found.checkpoint.manifest
+    yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
+    if company.rank == 0:
+        data, world_size = state.own.get("data"), company.world_size
+        yield from changes(manifest, loading, world_size=world_size, data=data)
+
+
+def begin_anew(run: RunDir, stores: Iterable[CheckpointStore]) -> None:
+    """Nothing of what is here may be taken for this run's, now or by a later attempt.
+
+    Raises:
+        RunFolderError: it cannot be renamed.
+    """
+    finished.remove(run)
+    for store in stores:
+        if (aside := _set_aside(store.directory)) is not None:
+            notice(f"resume=False: what was committed is in {aside} now")
+
+
+def _set_aside(checkpoints: Path) -> Path | None:
     """Rename a folder of checkpoints, for a run that begins anew: a later attempt would go on from
     the newest of them, which is further. None where there is none.
 

@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 from hydroslurm.checkpoint import memory
-from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -51,7 +50,7 @@ from hydroslurm.session.arguments import (
 )
 from hydroslurm.session.buckets import UNSETTLED, is_settled
 from hydroslurm.session.company import company_of
-from hydroslurm.session.composition import Composition, changes
+from hydroslurm.session.composition import Composition
 from hydroslurm.session.cursor import Cursor
 from hydroslurm.session.leaving import Departure, Leaver
 from hydroslurm.session.life import Life
@@ -60,7 +59,7 @@ from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects, require_savable
 from hydroslurm.session.oversights import LoopWatch
 from hydroslurm.session.recording import SaveRecorder
-from hydroslurm.session.resuming import load_for, newest_of, set_aside
+from hydroslurm.session.resuming import begin_anew, differences, load_for, newest_of
 from hydroslurm.session.stopping import Stopping
 from hydroslurm.slurm.allocation import Allocation
 
@@ -349,7 +348,10 @@ class Run:
         except (CheckpointError, OSError):
             self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
             raise
-        self._compare(found.checkpoint.manifest, state)
+        for words in differences(
+            company, found, state, objects=self._objects, loading=self._cursor.loading
+        ):
+            self._say(words)
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
@@ -603,16 +605,9 @@ class Run:
                     if store is not self._fast:
                         raise
             if self._begins_anew:
-                self._set_aside()
+                begin_anew(self.dir, self._written_stores())
             done = finished.step_of(self.dir)  # an older attempt may have been about to write it
         return {"finished": done, "claim": claim}
-
-    def _set_aside(self) -> None:
-        """Nothing of what is here may be taken for this run's, now or by a later attempt."""
-        finished.remove(self.dir)
-        for store in self._written_stores():
-            if (aside := set_aside(store.directory)) is not None:
-                notice(f"resume=False: what was committed is in {aside} now")
 
     def _written_stores(self) -> list[CheckpointStore]:
         return [self._durable, *([] if self._fast is None else [self._fast])]
@@ -659,20 +654,6 @@ class Run:
 
     def _made_of(self) -> dict[str, Any]:
         return Composition(self._objects.classes(), self._cursor.loading).to_meta()
-
-    def _compare(self, manifest: Manifest, state: State) -> None:
-        """Say what is not as it was when this was saved.
-
-        Raises:
-            StateMismatch: the run cannot go on with it.
-        """
-        was, data = Composition.of(manifest), state.own.get("data")
-        for words in self._objects.changes(state.shared, classes=was.classes):
-            self._say(words)
-        if self._company.rank == 0:  # the others have loaders of their own
-            world_size = self._company.world_size
-            for words in changes(manifest, self._cursor.loading, world_size=world_size, data=data):
-                notice(words)
 
     def _apply(self, state: State, *, source: str) -> None:
         for words in self._objects.load(state.shared, source=source):
