@@ -18,14 +18,14 @@ class Cursor:
     Attributes:
         position: in the loader; None for a loop without one.
         in_epoch: an epoch was opened and not closed yet.
-        loading: how the loader makes batches.
+        loader: that position's. loading: how it makes batches.
     """
 
     def __init__(self) -> None:
         self.position: LoaderPosition | None = None
         self.in_epoch = False
         self.loading = Loading()
-        self._loader: Any = None
+        self.loader: Any = None
         self._accumulate = 1
         self._handed_out = 0
         self._samples_per_batch: int | None = None
@@ -37,7 +37,7 @@ class Cursor:
         """Take batches from this loader, as one rank of several; its workers survive the signals in
         ``shield``, which they get too: torch would take their death for an error of the rank."""
         self.position = position_of(loader, shield=shield, rank=rank, world_size=world_size)
-        self._loader = loader
+        self.loader = loader
         self.loading = Loading.of(loader)
         batch_size = getattr(loader, "batch_size", None)
         if isinstance(batch_size, int):
@@ -54,8 +54,8 @@ class Cursor:
         own: dict[str, Any] = {"rng": rng.capture(), "counters": {"step": step, "epoch": epoch}}
         if self.position is not None and self.in_epoch:
             own["data"] = self.position.state_dict()
-        elif self._loader is not None:
-            own["generators"] = generator_states(self._loader)
+        elif self.loader is not None:
+            own["generators"] = generator_states(self.loader)
         return own
 
     def load(self, own: Mapping[str, Any]) -> None:
@@ -68,8 +68,8 @@ class Cursor:
         """Put the loaded random numbers back, once."""
         if self._loaded is not None:
             rng.restore(self._loaded["rng"])
-            if self._loader is not None and "generators" in self._loaded:  # between two epochs
-                set_generator_states(self._loader, self._loaded["generators"])
+            if self.loader is not None and "generators" in self._loaded:  # between two epochs
+                set_generator_states(self.loader, self._loaded["generators"])
             self._loaded = None
 
     # --- the way through an epoch

@@ -155,14 +155,15 @@ def bare(thing: Any) -> Any:
     and DistributedDataParallel: all of them put a prefix before the names of the weights."""
     seen = 0
     while seen < 8:
-        inner = _inside(thing)
+        inner = inside(thing)
         if inner is None:
             return thing
         thing, seen = inner, seen + 1
     return thing
 
 
-def _inside(thing: Any) -> Any | None:
+def inside(thing: Any) -> Any | None:
+    """What a wrapper is around; None of anything else."""
     kind = type(thing).__name__
     if isinstance(thing, Engine) or kind in ("DistributedDataParallel", "DataParallel"):
         return thing.module

@@ -412,6 +412,8 @@ class Run:
         if self._life.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
             if self._company.world_size > 2 and is_settled(self._model) is False:
                 self._say(UNSETTLED)
+            if words := oversights.recompiles(self._model, self._cursor.loader):
+                self._say(words)
             state = self._state()  # now that the optimizer has its own
             require_savable(state)
             if refused := self._saver.reserve(state):
