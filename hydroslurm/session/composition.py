@@ -47,6 +47,10 @@ class Loading:
             samples = len(loader.dataset)
         return cls(None if sampler is None else type(sampler).__name__, batch_size, samples)
 
+    def batch_of(self, ranks: int) -> int | None:
+        """The samples of a step of so many ranks."""
+        return None if self.batch_size is None else self.batch_size * ranks
+
 
 @dataclass(frozen=True)
 class Composition:
@@ -112,19 +116,19 @@ def changes(manifest: Manifest, now: Loading, *, world_size: int, data: Any) -> 
     was, ranks = Composition.of(manifest).loader, manifest.world_size
     if ranks != world_size:
         yield (
-            f"step {manifest.step} was saved by {ranks} ranks, and goes on with {world_size}: the "
-            "bits differ from those of a run that kept its ranks"
+            f"step {manifest.step} was saved by {_ranks(ranks)}, and goes on with "
+            f"{_ranks(world_size)}: the bits differ from those of a run that kept its ranks"
         )
     differing = [
         f"{words} was {before!r}, and is {after!r}"
         for words, before, after in (
-            ("the loader's batch_size", was.batch_size, now.batch_size),
+            ("the loader's batch_size", was.batch_size, now.batch_size)
+            if ranks == world_size
+            else ("the batch of all ranks", was.batch_of(ranks), now.batch_of(world_size)),
             ("the length of its data set", was.samples, now.samples),
             ("the class of its sampler", was.sampler, now.sampler),
         )
-        if None not in (before, after)
-        and before != after
-        and (ranks == world_size or before != was.batch_size)  # each rank may take its share
+        if None not in (before, after) and before != after
     ]
     if not differing:
         return
@@ -138,6 +142,10 @@ def changes(manifest: Manifest, now: Loading, *, world_size: int, data: Any) -> 
             "samples and takes another batch_size"
         )
     yield f"{said}: from here on the steps are not those of a run that was left as it was"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _is_counted_in_batches(data: Any) -> bool:

@@ -134,9 +134,8 @@ class Objects:
         except CheckpointError:
             raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise StateMismatch(
-                f"{source} does not fit {name!r} ({type(thing).__name__}): {error}{_advice(thing)}"
-            ) from error
+            words = f"{source} does not fit {name!r} ({type(thing).__name__}): {error}"
+            raise StateMismatch(words + _advice(thing, error)) from error
 
 
 def require_savable(state: State) -> None:
@@ -172,8 +171,8 @@ def inside(thing: Any) -> Any | None:
     return None
 
 
-def _advice(thing: Any) -> str:
-    if not isinstance(thing, torch.optim.Optimizer):
+def _advice(thing: Any, error: Exception) -> str:
+    if not isinstance(thing, torch.optim.Optimizer) or "parameter group" not in str(error):
         return ""
     return (
         ". Parameter groups that are added while training have to be there before: add them again "

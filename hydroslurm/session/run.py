@@ -240,7 +240,7 @@ class Run:
     # --------------------------------------------------------------------------------------------
 
     def register(self, name: str, thing: Any) -> None:
-        """Save one more object; before :meth:`resume`.
+        """Save one more object, as those in ``extra``; before :meth:`resume`.
 
         Raises:
             UsageError: the run has begun, the name is taken, or it is not an object with

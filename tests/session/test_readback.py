@@ -19,9 +19,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydroslurm
+from hydroslurm.checkpoint import manifest
 from hydroslurm.data import ResumableSampler
 from hydroslurm.errors import StateMismatch
 from hydroslurm.exitcodes import RUN_AGAIN
+from hydroslurm.session.composition import Composition, Loading, changes
 
 # what torch's load_state_dict recasts to bfloat16, makes anew from a generator, or fails at
 ODD: dict[str, Any] = {
@@ -319,12 +321,19 @@ def test_another_batch_size(
     resumable: bool, stop_at: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where it would lose samples it is refused, with what does not; else it is one line."""
-    data = TensorDataset(torch.arange(24.0)[:, None])
     seen: list[float] = []
 
-    def life(batch_size: int, *, epochs: int, stop_at: int | None = None) -> None:
+    def life(
+        batch_size: int,
+        *,
+        epochs: int,
+        stop_at: int | None = None,
+        length: int = 24,
+        **options: Any,
+    ) -> None:
+        data = TensorDataset(torch.arange(float(length))[:, None])
         sampler = ResumableSampler(data) if resumable else None
-        loader = DataLoader(data, batch_size, sampler=sampler)
+        loader = DataLoader(data, batch_size, sampler=sampler, **options)
         with contextlib.closing(run_of(tmp_path, model=nn.Linear(1, 1), loader=loader)) as run:
             for number, (x,) in enumerate(run.batches(epochs=epochs), 1):
                 seen.extend(x.flatten().tolist())
@@ -338,6 +347,8 @@ def test_another_batch_size(
             StateMismatch, match=r"batch_size was 4, and is 6: .* epoch 0, behind b"
         ):
             life(6, epochs=1)
+        with pytest.raises(StateMismatch, match=r"data set was 24, and is 30; .*'RandomSampler'"):
+            life(4, epochs=1, length=30, shuffle=True)
         return
     life(6, epochs=1 if stop_at else 2)
     assert sorted(seen) == sorted([*range(24)] * (1 if stop_at else 2))
@@ -359,3 +370,17 @@ def test_a_loader_keeps_its_generators_between_two_epochs(tmp_path: Path) -> Non
         return seen
 
     assert orders("stopped", 1, 2) == orders("alone", 2)
+
+
+def test_other_ranks_are_one_line() -> None:
+    """Each with its share of the batch; whether the place in the data fits them the loader says."""
+    was = Composition({}, Loading("RandomSampler", 8, 24)).to_meta()
+    header = manifest.begun(step=5, epoch=0, kind="stop", meta=was, torch_version="2")
+    inside = {"begun": True, "finished": False, "strategy": "replay", "epoch": 0, "batches": 5}
+    now = Loading("RandomSampler", 4, 24)
+    (line,) = changes(header, now, world_size=2, data=inside)
+    assert "step 5 was saved by 1 rank, and goes on with 2 ranks" in line
+    _, line = changes(header, now, world_size=4, data=inside)
+    assert "the batch of all ranks was 8, and is 16" in line
+    nothing = manifest.begun(step=5, epoch=0, kind="stop", meta={}, torch_version="2")
+    assert not list(changes(nothing, now, world_size=1, data=inside)), "written by an older release"
