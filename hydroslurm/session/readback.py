@@ -37,8 +37,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """
     kind = type(optimizer)
     saved = state.get("state")
-    if kind.state_dict is not torch.optim.Optimizer.state_dict or not isinstance(saved, dict):
-        optimizer.load_state_dict(state)  # what lies in it, and how, is the class's own
+    if not _is_saved_as_it_is(optimizer) or not isinstance(saved, dict):
+        optimizer.load_state_dict(state)
         return
     values = {key: _held(one) if isinstance(one, dict) else one for key, one in saved.items()}
     held = {**state, "state": values}
@@ -51,9 +51,19 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
             optimizer.load_state_dict(held)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if len(numbers) != len(params):  # of no meaning to us, if its own load_state_dict has taken it
+        return
     for number, param in zip(numbers, params, strict=True):
         if isinstance(saved.get(number), dict):
             _put_back(optimizer.state[param], saved[number], device=param.device)
+
+
+def _is_saved_as_it_is(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state_dict is what it has in memory: nobody has hooked or written another one."""
+    hooks = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not any(
+        getattr(optimizer, f"_optimizer_{name}_hooks", None) for name in hooks
+    )
 
 
 class _Held:

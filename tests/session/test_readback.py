@@ -133,6 +133,29 @@ def test_the_state_of_an_optimizer_comes_back_as_it_was(
     assert "is not what it was" not in caplog.text
 
 
+def test_an_optimizer_that_is_saved_in_another_form_is_left_to_it(tmp_path: Path) -> None:
+    """Somebody's hooks halve its momentum on the way out, and double it on the way in."""
+
+    def scaled(state: Any, factor: float) -> Any:
+        values = {
+            number: {key: (value * factor).to(torch.float64) for key, value in one.items()}
+            for number, one in state["state"].items()
+        }
+        return {**state, "state": values}
+
+    buffers = []
+    for life in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_state_dict_post_hook(lambda _, state: scaled(state, 0.5))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: scaled(state, 2.0))
+        run = run_of(tmp_path, model=model, optimizer=optimizer)
+        resumed(run) if life == 2 else saved(run, model, optimizer)
+        buffers.append(optimizer.state[model.weight]["momentum_buffer"])
+    assert same(*buffers)
+
+
 class Forgetful:
     """Takes back less than it gives."""
 
