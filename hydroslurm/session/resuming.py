@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,8 @@ from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
 from hydroslurm.errors import RunFolderError
-from hydroslurm.rundir import RunDir
-from hydroslurm.session import finished
 from hydroslurm.session.company import Company
 from hydroslurm.session.composition import Composition, Loading, changes
-from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects
 
 
@@ -70,19 +67,7 @@ def differences(
         yield from changes(manifest, loading, world_size=world_size, data=data)
 
 
-def begin_anew(run: RunDir, stores: Iterable[CheckpointStore]) -> None:
-    """Nothing of what is here may be taken for this run's, now or by a later attempt.
-
-    Raises:
-        RunFolderError: it cannot be renamed.
-    """
-    finished.remove(run)
-    for store in stores:
-        if (aside := _set_aside(store.directory)) is not None:
-            notice(f"resume=False: what was committed is in {aside} now")
-
-
-def _set_aside(checkpoints: Path) -> Path | None:
+def set_aside(checkpoints: Path) -> Path | None:
     """Rename a folder of checkpoints, for a run that begins anew: a later attempt would go on from
     the newest of them, which is further. None where there is none.
 

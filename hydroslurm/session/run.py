@@ -59,7 +59,7 @@ from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects, require_savable
 from hydroslurm.session.oversights import LoopWatch
 from hydroslurm.session.recording import SaveRecorder
-from hydroslurm.session.resuming import begin_anew, differences, load_for, newest_of
+from hydroslurm.session.resuming import differences, load_for, newest_of, set_aside
 from hydroslurm.session.stopping import Stopping
 from hydroslurm.slurm.allocation import Allocation
 
@@ -607,9 +607,16 @@ class Run:
                     if store is not self._fast:
                         raise
             if self._begins_anew:
-                begin_anew(self.dir, self._written_stores())
+                self._set_aside()
             done = finished.step_of(self.dir)  # an older attempt may have been about to write it
         return {"finished": done, "claim": claim}
+
+    def _set_aside(self) -> None:
+        """Nothing of what is here may be taken for this run's, now or by a later attempt."""
+        finished.remove(self.dir)
+        for store in self._written_stores():
+            if (aside := set_aside(store.directory)) is not None:
+                notice(f"resume=False: what was committed is in {aside} now")
 
     def _written_stores(self) -> list[CheckpointStore]:
         return [self._durable, *([] if self._fast is None else [self._fast])]
