@@ -15,7 +15,7 @@ def check_layout(name: str, saved: Mapping[Any, Any], target: Mapping[Any, Any])
     """Compare a saved state_dict with the one of the object that it is to be loaded into.
 
     Raises:
-        StateMismatch: keys or shapes differ.
+        StateMismatch: keys, shapes or dtypes differ.
     """
     message = compare(saved, target)
     if message:
@@ -32,6 +32,7 @@ def compare(saved: Mapping[Any, Any], target: Mapping[Any, Any]) -> str | None:
         _named("only the checkpoint has", [repr(k) for k in saved if k not in target]),
         _named("the checkpoint lacks", [repr(k) for k in target if k not in saved]),
         _named("other shapes:", _reshaped(saved, target)),
+        _named("other dtypes:", _recast(saved, target)),
     ]
     return "; ".join(part for part in parts if part) or None
 
@@ -45,9 +46,27 @@ def _reshaped(saved: Mapping[Any, Any], target: Mapping[Any, Any]) -> list[str]:
     ]
 
 
+def _recast(saved: Mapping[Any, Any], target: Mapping[Any, Any]) -> list[str]:
+    """torch would round, without a word."""
+    both = [(key, _dtype(saved[key]), _dtype(target[key])) for key in saved if key in target]
+    return [
+        f"{key!r} is {ours} in the checkpoint and {theirs} here"
+        for key, ours, theirs in both
+        if ours is not None and theirs is not None and ours != theirs
+    ]
+
+
 def _shape(value: Any) -> tuple[int, ...] | None:
-    shape = getattr(value, "shape", None)
+    try:
+        shape = getattr(value, "shape", None)
+    except RuntimeError:  # of a lazy layer that has seen no batch: it takes any
+        return None
     return None if shape is None else tuple(shape)
+
+
+def _dtype(value: Any) -> str | None:
+    dtype = getattr(value, "dtype", None)
+    return None if dtype is None else str(dtype)
 
 
 def _named(what: str, names: Collection[str]) -> str:

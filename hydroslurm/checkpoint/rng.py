@@ -3,7 +3,8 @@
 Covered are the *global* generators: ``random``, ``numpy.random`` (the legacy one), torch's on the
 CPU, and torch's on every device of an accelerator that is initialised. Generators that a program
 made for itself (``torch.Generator``, ``numpy.random.default_rng``) are its own to save; the ones
-that a DataLoader holds are saved with its position (``hydroslurm.data``).
+that a DataLoader, its sampler or its data set holds are saved with its position
+(``hydroslurm.data``), by :func:`state_of`.
 
 Large integers go into int64 tensors, because tensors and plain values are all that a checkpoint
 may hold.
@@ -17,7 +18,7 @@ import struct
 import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -25,6 +26,12 @@ import torch
 from hydroslurm.errors import StateMismatch, UnsavableState
 
 FORMAT = 1
+
+Generator: TypeAlias = (
+    "torch.Generator | random.Random | numpy.random.RandomState | numpy.random.Generator"
+)
+KINDS = (torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator)
+"""Of generators that a program makes for itself. ``random.SystemRandom`` has no state."""
 
 
 def capture() -> dict[str, Any]:
@@ -92,6 +99,57 @@ def for_new_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     }
 
 
+def state_of(generator: Generator) -> Any:
+    """The state of one generator of a program's own, as a tensor or plain values."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return _python_state(generator.getstate())
+    return _without_arrays(_numpy_state_of(generator))
+
+
+def set_state(generator: Generator, state: Any) -> None:
+    """Put one generator back.
+
+    Raises:
+        TypeError, ValueError, KeyError, RuntimeError: the state is of another kind of generator.
+    """
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+        return
+    if isinstance(generator, random.Random):
+        generator.setstate(_from_python_state(state))
+        return
+    found = _with_arrays(state, like=_numpy_state_of(generator))
+    if isinstance(generator, numpy.random.RandomState):
+        generator.set_state(found)
+    else:
+        generator.bit_generator.state = found
+
+
+def _numpy_state_of(generator: numpy.random.RandomState | numpy.random.Generator) -> Any:
+    if isinstance(generator, numpy.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def _without_arrays(state: Any) -> Any:
+    """Their bytes in tensors; the other values are numbers and words."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    if isinstance(state, numpy.ndarray):
+        return torch.from_numpy(numpy.frombuffer(state.tobytes(), numpy.uint8).copy())
+    return state
+
+
+def _with_arrays(state: Any, *, like: Any) -> Any:
+    if isinstance(like, dict):
+        return {key: _with_arrays(state[key], like=value) for key, value in like.items()}
+    if isinstance(like, numpy.ndarray):
+        return numpy.frombuffer(state.numpy().tobytes(), like.dtype).reshape(like.shape)
+    return state
+
+
 def _check(state: Mapping[str, Any]) -> None:
     wanted = {"format", "python", "numpy", "torch", "devices"}
     if missing := wanted - set(state):
@@ -120,7 +178,11 @@ def _python_state(state: Any) -> dict[str, Any]:
 
 
 def _restore_python(state: Mapping[str, Any]) -> None:
-    random.setstate((state["version"], tuple(state["state"].tolist()), state["gauss"]))
+    random.setstate(_from_python_state(state))
+
+
+def _from_python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return state["version"], tuple(state["state"].tolist()), state["gauss"]
 
 
 def _capture_numpy() -> dict[str, Any]:

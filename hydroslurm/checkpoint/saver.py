@@ -50,6 +50,7 @@ class Saver:
         topic: str = "save",
         patience_s: float = PATIENCE_S,
         room: Callable[[], Room] = room,
+        meta: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Reads the manifests of earlier lives, to know how long a save takes here.
 
@@ -64,6 +65,7 @@ class Saver:
             topic: of this saver in their agreements; each saver has its own.
             patience_s: how long the others are waited for before a save begins.
             room: says how much memory may be taken for copies.
+            meta: what every manifest keeps beside the ``meta`` of its save.
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
@@ -71,6 +73,7 @@ class Saver:
         self._accord = Accord(durable.peers, topic=topic, patience_s=patience_s)
         self._committer = Committer(durable, fast=fast, keep=keep, keep_stop=keep_stop, tell=tell)
         self._on_save_error = on_save_error
+        self._meta = meta
         self._owner_pid = os.getpid()
         self._state = 0
         self._copies = Copies(exempt=exempt, room=room)
@@ -114,7 +117,7 @@ class Saver:
         self._check_ours()
         begin_s = time.monotonic()
         call = self._accord.call(step)
-        order = Order(step, kind, epoch, dict(meta), topic=call.topic)
+        order = Order(step, kind, epoch, {**self._meta(), **meta}, topic=call.topic)
         try:
             held = self._begin(call, state)
         except SaveFailed as error:
@@ -162,7 +165,7 @@ class Saver:
                 step,
                 kind,
                 epoch,
-                dict(meta),
+                {**self._meta(), **meta},
                 state_bytes(held),
                 call.topic,
                 state=self._new_state(),
@@ -219,7 +222,13 @@ class Saver:
             held = call.hold(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
             order = Order(
-                step, kind, epoch, dict(meta), state_bytes(held), call.topic, state=number
+                step,
+                kind,
+                epoch,
+                {**self._meta(), **meta},
+                state_bytes(held),
+                call.topic,
+                state=number,
             )
         except BaseException as error:
             self._flights.wait(deadline_mono_s - time.monotonic())

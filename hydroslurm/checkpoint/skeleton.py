@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint.tags import FACTORIES, JsonValue, decode
 from hydroslurm.errors import CheckpointCorrupt, UnsavableState
@@ -188,6 +189,11 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
     DTensors pass: DCP writes each rank's part of them.
     """
+    if is_lazy(tensor):
+        raise UnsavableState(
+            f"{path} has no values yet, because its lazy layer has seen no batch. Run one through "
+            "the model before the first save"
+        )
     subclass = type(tensor) not in (torch.Tensor, torch.nn.Parameter)
     odd = (
         tensor.layout != torch.strided

@@ -1,4 +1,4 @@
-"""The one thing that a resumed loader with workers cannot promise by itself."""
+"""What a resumed loader cannot promise by itself, said beforehand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from hydroslurm.data import epochs
+from hydroslurm.data.generators import own_generators
 from hydroslurm.data.seeding import SeededDataset
 
 
@@ -30,3 +32,19 @@ def warn_of_unseeded_workers(loader: Any) -> None:
         f"run will differ from an uninterrupted one; {advice}",
         stacklevel=4,
     )
+
+
+def warn_of_samplers_begun_anew(loader: Any) -> None:
+    """Say that other samples come with a resume, where StatefulDataLoader iterates a sampler that
+    draws from a generator of its own: it does so several times, and keeps the last order."""
+    for sampler in epochs.samplers(loader):
+        drawn_from = [name for name, _ in own_generators(sampler)]
+        if drawn_from and not callable(getattr(sampler, "load_state_dict", None)):
+            name = type(sampler).__name__
+            warnings.warn(
+                f"{name} draws from {name}.{drawn_from[0]} and has no state_dict(): resumed inside "
+                f"an epoch, {type(loader).__name__} takes its samples in another order, so that "
+                "some come twice and others never. A plain DataLoader with it, or "
+                "sampler=hydroslurm.data.ResumableSampler(dataset), goes on with the same samples",
+                stacklevel=4,
+            )

@@ -113,7 +113,7 @@ class LaterBatches(Iterator[Any]):
 
 def announce(loader: Any, epoch: int) -> None:
     """Tell a loader's samplers and data set which epoch begins, where they want to know."""
-    for part in (*_samplers(loader), getattr(loader, "dataset", None)):
+    for part in (*samplers(loader), getattr(loader, "dataset", None)):
         if isinstance(part, ResumableSampler):
             part.start_epoch(epoch)
         elif callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -122,37 +122,9 @@ def announce(loader: Any, epoch: int) -> None:
 
 def tell(loader: Any, share: Share) -> None:
     """Tell a loader's samplers whose samples they give, where they do not know."""
-    for sampler in _samplers(loader):
+    for sampler in samplers(loader):
         if isinstance(sampler, ResumableSampler):
             sampler.tell(share)
-
-
-def generators(loader: Any) -> dict[str, torch.Generator]:
-    """The private torch generators that a loader and its samplers draw from, by their place."""
-    holders = {"loader": loader}
-    holders |= {f"sampler {n}": sampler for n, sampler in enumerate(_samplers(loader))}
-    found = {place: getattr(holder, "generator", None) for place, holder in holders.items()}
-    return {place: g for place, g in found.items() if isinstance(g, torch.Generator)}
-
-
-def generator_states(loader: Any) -> dict[str, torch.Tensor]:
-    return {place: generator.get_state() for place, generator in generators(loader).items()}
-
-
-def set_generator_states(loader: Any, states: Mapping[str, torch.Tensor]) -> None:
-    """Put a loader's generators back.
-
-    Raises:
-        StateMismatch: the loader holds generators in other places than it did.
-    """
-    here = generators(loader)
-    if here.keys() != states.keys():
-        raise StateMismatch(
-            f"the loader had generators of its own at {sorted(states)} and now has them at "
-            f"{sorted(here)}; build it as before"
-        )
-    for place, state in states.items():
-        here[place].set_state(state)
 
 
 def forget_iterator(loader: Any) -> None:
@@ -188,7 +160,7 @@ def plain(value: Any, *, place: str) -> Any:
     )
 
 
-def _samplers(loader: Any) -> list[Any]:
+def samplers(loader: Any) -> list[Any]:
     """The samplers of a loader, outermost first, each once."""
     found: list[Any] = []
     for name in ("batch_sampler", "sampler"):

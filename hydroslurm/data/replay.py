@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from hydroslurm.checkpoint import rng
 from hydroslurm.data import epochs
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
+from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.share import Share, world_size_now
 from hydroslurm.data.workers import iterate
 from hydroslurm.errors import StateMismatch
@@ -34,11 +33,11 @@ class ReplayPosition:
         self._shield = frozenset(shield)
         self._progress = Progress()
         self._start_rng: Mapping[str, Any] = {}
-        self._start_generators: Mapping[str, torch.Tensor] = {}
+        self._start_generators: Mapping[str, Any] = {}
 
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         self._start_rng = rng.capture()
-        self._start_generators = epochs.generator_states(self._loader)
+        self._start_generators = generator_states(self._loader)
         self._progress = Progress(epoch, begun=True, world_size=world_size_now(self._share))
         return CountedBatches(self._iterate(epoch), self._progress)
 
@@ -47,7 +46,7 @@ class ReplayPosition:
         progress.require_world(world_size_now(self._share))
         self._progress = progress
         if not progress.begun:
-            epochs.set_generator_states(self._loader, state["generators"])
+            set_generator_states(self._loader, state["generators"])
             return LaterBatches(lambda: self.begin_epoch(progress.epoch))
         self._start_rng = state["start_rng"]
         self._start_generators = state["start_generators"]
@@ -55,15 +54,15 @@ class ReplayPosition:
             batches: Iterator[Any] = iter(())
         else:
             rng.restore(self._start_rng)
-            epochs.set_generator_states(self._loader, self._start_generators)
+            set_generator_states(self._loader, self._start_generators)
             batches = self._iterate(progress.epoch)
-            _skip(batches, progress.batches)
-        epochs.set_generator_states(self._loader, state["generators"])
+            _skip(batches, progress.batches, unknown=_unknown_sampler(self._loader))
+        set_generator_states(self._loader, state["generators"])
         return CountedBatches(batches, progress)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
-        state["generators"] = epochs.generator_states(self._loader)
+        state["generators"] = generator_states(self._loader)
         if self._progress.begun:
             state["start_rng"] = self._start_rng
             state["start_generators"] = self._start_generators
@@ -75,13 +74,28 @@ class ReplayPosition:
         return iterate(self._loader, shield=self._shield)
 
 
-def _skip(batches: Iterator[Any], count: int) -> None:
+def _unknown_sampler(loader: Any) -> str | None:
+    """The class of a sampler of somebody's own, whose random numbers may lie anywhere."""
+    names = [type(one).__name__ for one in epochs.samplers(loader) if not _is_known(type(one))]
+    return names[0] if names else None
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "hydroslurm")
+
+
+def _skip(batches: Iterator[Any], count: int, *, unknown: str | None) -> None:
     if count:
+        order = (
+            f". {unknown} has to give the same order again, from the global random numbers or "
+            "generators that are its attributes: those are put back. If it draws from anything "
+            "else, some samples come twice in this epoch and others never"
+        )
         warnings.warn(
             f"resuming inside an epoch: {count} batches are fetched again and thrown away, "
             "because this loader cannot be told where to begin. A DataLoader with "
             "sampler=hydroslurm.data.ResumableSampler(dataset), or torchdata's "
-            "StatefulDataLoader, resumes at once",
+            f"StatefulDataLoader, resumes at once{order if unknown else ''}",
             stacklevel=3,
         )
     for done in range(count):

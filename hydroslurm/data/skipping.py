@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from hydroslurm.data import epochs
 from hydroslurm.data.caveat import warn_of_unseeded_workers
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
+from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.sampler import ResumableSampler
 from hydroslurm.data.share import Share
 from hydroslurm.data.workers import iterate
@@ -78,7 +79,7 @@ class SamplerPosition:
         progress = Progress.of(state, strategy=self.name)
         self._progress = progress
         if not progress.begun:
-            epochs.set_generator_states(self._loader, state["generators"])
+            set_generator_states(self._loader, state["generators"])
             return LaterBatches(lambda: self.begin_epoch(progress.epoch))
         epochs.announce(self._loader, progress.epoch)
         self._resumed_batches = progress.batches
@@ -92,13 +93,13 @@ class SamplerPosition:
         else:
             self._plan.sampler.load_state_dict(state["sampler"])
             batches = self._iterate()
-        epochs.set_generator_states(self._loader, state["generators"])
+        set_generator_states(self._loader, state["generators"])
         return CountedBatches(iter(()) if progress.finished else batches, progress)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
         state["sampler"] = self._plan.sampler.state_at(self._progress.epoch, self._consumed())
-        state["generators"] = epochs.generator_states(self._loader)
+        state["generators"] = generator_states(self._loader)
         return state
 
     def _consumed(self) -> int:

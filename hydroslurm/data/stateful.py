@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hydroslurm.data import epochs
-from hydroslurm.data.caveat import warn_of_unseeded_workers
+from hydroslurm.data.caveat import warn_of_samplers_begun_anew, warn_of_unseeded_workers
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
+from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.share import Share, world_size_now
 from hydroslurm.data.workers import iterate
 from hydroslurm.errors import StateMismatch
@@ -43,12 +44,12 @@ class StatefulPosition:
         now = getattr(self._loader, "num_workers", 0)
         if progress.finished and (progress.world_size, state["num_workers"]) != (world_size, now):
             self._progress = progress
-            epochs.set_generator_states(self._loader, state["generators"])
+            set_generator_states(self._loader, state["generators"])
             return iter(())  # the loader's own state is about lengths that it has no more
         self._require_workers(state)
         if not progress.begun:
             self._progress = progress
-            epochs.set_generator_states(self._loader, state["generators"])
+            set_generator_states(self._loader, state["generators"])
             return LaterBatches(lambda: self.begin_epoch(progress.epoch))
         self._warn()
         epochs.announce(self._loader, progress.epoch)
@@ -65,13 +66,13 @@ class StatefulPosition:
         batches = iterate(self._loader, shield=self._shield)
         # torchdata's RandomSampler winds the generator back to the start of the epoch, and so
         # loses what the loader has drawn from the same generator since (its base seed)
-        epochs.set_generator_states(self._loader, state["generators"])
+        set_generator_states(self._loader, state["generators"])
         return CountedBatches(batches, self._progress)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
         state["num_workers"] = getattr(self._loader, "num_workers", 0)
-        state["generators"] = epochs.generator_states(self._loader)
+        state["generators"] = generator_states(self._loader)
         if self._progress.begun:  # before that, asking would start the workers
             state["loader"] = epochs.plain(self._loader.state_dict(), place="loader.state_dict()")
         return state
@@ -89,3 +90,4 @@ class StatefulPosition:
         if not self._warned:
             self._warned = True
             warn_of_unseeded_workers(self._loader)
+            warn_of_samplers_begun_anew(self._loader)

@@ -34,7 +34,7 @@ from hydroslurm.session.life import Life
 from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects
 from hydroslurm.session.oversights import LoopWatch
-from hydroslurm.session.resuming import load_for, newest_of, set_aside
+from hydroslurm.session.resuming import differences, load_for, newest_of, set_aside
 from hydroslurm.session.saves import Saves
 from hydroslurm.session.stopping import Stopping
 
@@ -118,7 +118,7 @@ class Beginning(ABC):
     # --------------------------------------------------------------------------------------------
 
     def register(self, name: str, thing: Any) -> None:
-        """Save one more object; before :meth:`resume`.
+        """Save one more object, as those in ``extra``; before :meth:`resume`.
 
         Raises:
             UsageError: the run has begun, the name is taken, or it is not an object with
@@ -226,6 +226,10 @@ class Beginning(ABC):
         except (CheckpointError, OSError):
             self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
             raise
+        for words in differences(
+            company, found, state, objects=self._objects, loading=self._cursor.loading
+        ):
+            self._say(words)
         self._saves.periodic_step = found.checkpoint.step
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
@@ -293,7 +297,8 @@ class Beginning(ABC):
             notice(words)
 
     def _apply(self, state: State, *, source: str) -> None:
-        self._objects.load(state.shared, source=source)
+        for words in self._objects.load(state.shared, source=source):
+            self._say(words)
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
         self._cursor.load(state.own)

@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hydroslurm.checkpoint import rng
+from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.errors import UsageError
+from hydroslurm.session.composition import Loading
 
 
 class Cursor:
@@ -16,11 +18,14 @@ class Cursor:
     Attributes:
         position: in the loader; None for a loop without one.
         in_epoch: an epoch was opened and not closed yet.
+        loader: that position's. loading: how it makes batches.
     """
 
     def __init__(self) -> None:
         self.position: LoaderPosition | None = None
         self.in_epoch = False
+        self.loading = Loading()
+        self.loader: Any = None
         self._accumulate = 1
         self._handed_out = 0
         self._samples_per_batch: int | None = None
@@ -32,6 +37,8 @@ class Cursor:
         """Take batches from this loader, as one rank of several; its workers survive the signals in
         ``shield``, which they get too: torch would take their death for an error of the rank."""
         self.position = position_of(loader, shield=shield, rank=rank, world_size=world_size)
+        self.loader = loader
+        self.loading = Loading.of(loader)
         batch_size = getattr(loader, "batch_size", None)
         if isinstance(batch_size, int):
             self._samples_per_batch = batch_size * world_size
@@ -47,6 +54,8 @@ class Cursor:
         own: dict[str, Any] = {"rng": rng.capture(), "counters": {"step": step, "epoch": epoch}}
         if self.position is not None and self.in_epoch:
             own["data"] = self.position.state_dict()
+        elif self.loader is not None:
+            own["generators"] = generator_states(self.loader)
         return own
 
     def load(self, own: Mapping[str, Any]) -> None:
@@ -59,6 +68,8 @@ class Cursor:
         """Put the loaded random numbers back, once."""
         if self._loaded is not None:
             rng.restore(self._loaded["rng"])
+            if self.loader is not None and "generators" in self._loaded:  # between two epochs
+                set_generator_states(self.loader, self._loaded["generators"])
             self._loaded = None
 
     # --- the way through an epoch

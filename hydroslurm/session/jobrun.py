@@ -107,6 +107,7 @@ class JobRun(Run):
             peers=peers,
             topic="epoch",
             room=self._room,
+            meta=self._made_of,
         )
 
     # --- for the functions of a job

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint.layout import check_layout
 from hydroslurm.checkpoint.reshard import like_of
 from hydroslurm.checkpoint.skeleton import split
 from hydroslurm.checkpoint.store import State
-from hydroslurm.errors import StateMismatch, UsageError
+from hydroslurm.errors import CheckpointError, StateMismatch, UsageError
 from hydroslurm.runtime.engine import Engine
+from hydroslurm.session.composition import changed_class, class_name
+from hydroslurm.session.readback import load_module, load_optimizer, lost
+
+_LOADED_LAST = ("model", "optimizer", "scheduler", "scaler")
+"""The arguments of a Run. What is registered besides may rebuild what these are loaded into."""
 
 
 @runtime_checkable
@@ -54,8 +62,49 @@ class Objects:
         """Name -> how its tensors lie over the ranks, for those that are sharded."""
         return {name: like_of(thing) for name, thing in self._objects.items()}
 
-    def load(self, states: Mapping[str, Any], *, source: str) -> None:
-        """Give every object its state back.
+    def classes(self) -> dict[str, str]:
+        """Name -> the class of the object."""
+        return {name: class_name(thing) for name, thing in self._objects.items()}
+
+    def changes(self, states: Mapping[str, Any], *, classes: Mapping[str, str]) -> Iterator[str]:
+        """Say which objects are others than those that were saved, each in a sentence.
+
+        Args:
+            classes: of those that were saved.
+
+        Raises:
+            StateMismatch: one of them cannot go on with what was saved.
+        """
+        for name, thing in self._objects.items():
+            if name in states:
+                words = changed_class(name, thing, states[name], was=classes.get(name))
+                if words is not None:
+                    yield words
+        if forgotten := [name for name in states if name not in self._objects]:
+            yield (
+                f"the checkpoint has a state for {', '.join(forgotten)}, which this run does not "
+                "have: it is left out, of what is saved from now on too"
+            )
+
+    def uninitialised(self) -> str | None:
+        """The first weight without values: of a lazy layer that has seen no batch."""
+        return next(
+            (
+                f"{name}.{key}"
+                for name, thing in self._objects.items()
+                if isinstance(thing, torch.nn.Module)
+                for key, value in thing.state_dict().items()
+                if is_lazy(value)
+            ),
+            None,
+        )
+
+    def load(self, states: Mapping[str, Any], *, source: str) -> list[str]:
+        """Give every object its state back: in order of their registration, but the model, the
+        optimizer, the scheduler and the scaler of a Run after all others.
+
+        Returns:
+            A sentence about each object that is not what was saved.
 
         Raises:
             StateMismatch: one is missing in the checkpoint, or does not fit; names the keys.
@@ -67,19 +116,26 @@ class Objects:
                 f"{', '.join(states) or 'nothing'}. Was it written by another script, or before "
                 "these objects were registered? Use another directory= to start anew"
             )
-        for name, thing in self._objects.items():
-            self._load_one(name, thing, states[name], source)
+        for name in sorted(self._objects, key=lambda name: name in _LOADED_LAST):
+            self._load_one(name, self._objects[name], states[name], source)
+        words = (lost(name, thing, states[name]) for name, thing in self._objects.items())
+        return [sentence for sentence in words if sentence is not None]
 
     def _load_one(self, name: str, thing: Stateful, state: Any, source: str) -> None:
-        if isinstance(state, Mapping) and _is_module(thing):
-            # torch's own complaint comes after it has copied what did fit
-            check_layout(name, state, thing.state_dict())
         try:
-            thing.load_state_dict(state)
+            if isinstance(thing, torch.nn.Module) and isinstance(state, dict):
+                # torch's own complaint comes after it has copied what did fit
+                check_layout(name, state, thing.state_dict())
+                load_module(name, thing, state)
+            elif isinstance(thing, torch.optim.Optimizer) and isinstance(state, dict):
+                load_optimizer(thing, state)
+            else:
+                thing.load_state_dict(state)
+        except CheckpointError:
+            raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise StateMismatch(
-                f"{source} does not fit {name!r} ({type(thing).__name__}): {error}"
-            ) from error
+            words = f"{source} does not fit {name!r} ({type(thing).__name__}): {error}"
+            raise StateMismatch(words + _advice(thing, error)) from error
 
 
 def require_savable(state: State) -> None:
@@ -98,14 +154,15 @@ def bare(thing: Any) -> Any:
     and DistributedDataParallel: all of them put a prefix before the names of the weights."""
     seen = 0
     while seen < 8:
-        inner = _inside(thing)
+        inner = inside(thing)
         if inner is None:
             return thing
         thing, seen = inner, seen + 1
     return thing
 
 
-def _inside(thing: Any) -> Any | None:
+def inside(thing: Any) -> Any | None:
+    """What a wrapper is around; None of anything else."""
     kind = type(thing).__name__
     if isinstance(thing, Engine) or kind in ("DistributedDataParallel", "DataParallel"):
         return thing.module
@@ -114,7 +171,10 @@ def _inside(thing: Any) -> Any | None:
     return None
 
 
-def _is_module(thing: Any) -> bool:
-    import torch
-
-    return isinstance(thing, torch.nn.Module)
+def _advice(thing: Any, error: Exception) -> str:
+    if not isinstance(thing, torch.optim.Optimizer) or "parameter group" not in str(error):
+        return ""
+    return (
+        ". Parameter groups that are added while training have to be there before: add them again "
+        "in the load_state_dict() of an object in extra=, which is loaded first"
+    )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime import install as installation
+from hydroslurm.session.objects import inside
 
 if TYPE_CHECKING:
     from hydroslurm.runtime.controller import Controller
@@ -122,6 +123,36 @@ def _identity(root: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+# --- graphs that a resume compiles in another order
+# ------------------------------------------------------------------------------------------------
+
+_RECOMPILES = (
+    "torch.compile compiles this model again, for batches of any size, at the smaller last batch "
+    "of an epoch ({last} of {whole}); a run that was stopped begins with the graph for whole "
+    "batches, and may differ in the last bits. torch.compile(model, dynamic=False) or the loader's "
+    "drop_last=True makes them equal"
+)
+
+
+def recompiles(model: Any, loader: Any) -> str | None:
+    """What to say of a compiled model whose graphs depend on the batches that this process has
+    seen; None where they do not, or where that cannot be told."""
+    context = None
+    while model is not None:
+        context = getattr(model, "dynamo_ctx", None) or context
+        model = inside(model)
+    if context is None or getattr(context, "_dynamic", False) is not None:
+        return None
+    whole = getattr(loader, "batch_size", None)
+    if not isinstance(whole, int) or getattr(loader, "drop_last", True):
+        return None
+    try:
+        last = len(loader.sampler) % whole
+    except (TypeError, AttributeError):  # a stream
+        return None
+    return _RECOMPILES.format(last=last, whole=whole) if last else None
 
 
 # --- one per process

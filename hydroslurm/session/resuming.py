@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
 from hydroslurm.errors import RunFolderError
 from hydroslurm.session.company import Company
+from hydroslurm.session.composition import Composition, Loading, changes
+from hydroslurm.session.objects import Objects
 
 
 def newest_of(
@@ -47,6 +49,22 @@ def load_for(company: Company, found: Found, *, like: Any) -> State:
     first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)
     rng = state.own.get("rng") or for_new_rank(first["rng"], company.rank)
     return State(shared=state.shared, own={**first, "rng": rng})
+
+
+def differences(
+    company: Company, found: Found, state: State, *, objects: Objects, loading: Loading
+) -> Iterator[str]:
+    """Say what is not as it was when this was saved; of loaders the first rank's, for each rank may
+    have its own.
+
+    Raises:
+        StateMismatch: the run cannot go on with it.
+    """
+    manifest = found.checkpoint.manifest
+    yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
+    if company.rank == 0:
+        data, world_size = state.own.get("data"), company.world_size
+        yield from changes(manifest, loading, world_size=world_size, data=data)
 
 
 def set_aside(checkpoints: Path) -> Path | None:

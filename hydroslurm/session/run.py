@@ -29,6 +29,7 @@ from hydroslurm.errors import (
     RanksError,
     SaveFailed,
     StaleAttempt,
+    UnsavableState,
     UsageError,
 )
 from hydroslurm.events import EventKind
@@ -46,6 +47,7 @@ from hydroslurm.session.arguments import (
 from hydroslurm.session.beginning import Beginning
 from hydroslurm.session.buckets import UNSETTLED, is_settled
 from hydroslurm.session.company import company_of
+from hydroslurm.session.composition import Composition
 from hydroslurm.session.cursor import Cursor
 from hydroslurm.session.leaving import Departure, Leaver
 from hydroslurm.session.life import Life
@@ -89,7 +91,9 @@ class Run(Beginning):
             neither is given, never when both are 0. The background needs memory for a copy of the
             state: where a limit leaves too little, the training waits for each save.
         keep: how many periodic checkpoints stay, at least 2. Two of stops stay besides.
-        extra: more objects by name, each with ``state_dict`` and ``load_state_dict``.
+        extra: more objects by name, each with ``state_dict`` and ``load_state_dict``. They are
+            loaded in this order, before model, optimizer, scheduler and scaler: one can rebuild
+            what was added to these while training, such as a parameter group.
         fast_directory: a local folder (/dev/shm, NVMe) that is written first; each run makes one
             of its own in it. It survives the process, and a requeue to the same node, not the node.
         on_save_error: ``warn`` goes on when a periodic save fails, ``fail`` raises SaveFailed at
@@ -184,6 +188,7 @@ class Run(Beginning):
                 tell=SaveRecorder(self._controller),
                 peers=peers,
                 room=self._room,
+                meta=self._made_of,
             )
             leaver = Leaver(
                 allocation,
@@ -262,6 +267,8 @@ class Run(Beginning):
         if self._life.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
             if self._company.world_size > 2 and is_settled(self._model) is False:
                 self._say(UNSETTLED)
+            if words := oversights.recompiles(self._model, self._cursor.loader):
+                self._say(words)
             state = self._state()  # now that the optimizer has its own
             require_savable(state)
             if refused := self._saver.reserve(state):
@@ -498,18 +505,19 @@ class Run(Beginning):
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
-        if self._saves.behind_batches:
-            return (
-                f"step {self._step} is committed as it was behind its last batch, and what follows "
-                "the loop over batches() is done anew"
-            )
-        return self._saver.save_by(
-            self._state,
-            step=self._completed_step(),
-            epoch=self._epoch,
-            deadline_mono_s=deadline_mono_s,
-            unchanged=self._saves.unchanged,
-        ).reason
+        step = self._completed_step()
+        try:
+            return self._saver.save_by(
+                self._state,
+                step=step,
+                epoch=self._epoch,
+                deadline_mono_s=deadline_mono_s,
+                unchanged=self._saves.unchanged,
+            ).reason
+        except UnsavableState as error:
+            if self._objects.uninitialised() is None:
+                raise
+            return f"nothing was saved, and nothing is lost: {error}"
 
     def _save_behind_batches(self, *, since: int) -> None:
         """The state behind the last batch, to which a stop in what follows comes back. Nothing is
@@ -543,6 +551,9 @@ class Run(Beginning):
 
     def _own_state(self) -> Mapping[str, Any]:
         return self._cursor.state(step=self._completed_step(), epoch=self._epoch)
+
+    def _made_of(self) -> dict[str, Any]:
+        return Composition(self._objects.classes(), self._cursor.loading).to_meta()
 
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, a safe point behind each step."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hydroslurm.data import ResumableSampler, SeededDataset, position_of
@@ -65,6 +66,37 @@ def order() -> ResumableSampler:
     return ResumableSampler(SAMPLES, seed=1)
 
 
+class Shuffled(Sampler[int]):
+    """Draws its order from generators of its own, of every kind."""
+
+    def __init__(self) -> None:
+        self.python = random.Random(4)
+        self.legacy = numpy.random.RandomState(4)
+        self.new = numpy.random.Generator(numpy.random.Philox(4))
+        self.torch = generator()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        indexes = torch.randperm(SAMPLES, generator=self.torch).tolist()
+        for one in (self.python, self.legacy, self.new):
+            one.shuffle(indexes)  # type: ignore[attr-defined]
+        return iter(indexes)
+
+
+class Noisy(Augmented):
+    """Augments from a generator of its own too."""
+
+    def __init__(self) -> None:
+        self.noise = numpy.random.default_rng(5)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        row = super().__getitem__(index)
+        row[1] += self.noise.random()
+        return row
+
+
 class Halves(BatchSampler):
     """Batches of a size that nobody can compute."""
 
@@ -91,6 +123,11 @@ ALONE: dict[str, tuple[str, Make]] = {
             Augmented(), BATCH, sampler=RandomSampler(Augmented(), generator=generator())
         ),
     ),
+    "replay, generators of their own": (
+        "replay",
+        lambda: DataLoader(Subset(Noisy(), range(SAMPLES)), BATCH, sampler=Shuffled()),
+    ),
+    "stateful, the data set's generator": ("stateful", lambda: stateful(Noisy(), shuffle=True)),
     "replay, stream": ("replay", lambda: DataLoader(AugmentedStream(), BATCH)),
     "stateful": ("stateful", lambda: stateful(Augmented(), shuffle=True)),
     "stateful, generator": (
@@ -252,6 +289,14 @@ def test_a_replay_says_what_it_costs() -> None:
     make: Make = lambda: DataLoader(Augmented(), BATCH, shuffle=True)  # noqa: E731
     with pytest.warns(UserWarning, match=r"2 batches .*ResumableSampler.*StatefulDataLoader"):
         run(make, "step 2")
+
+
+def test_a_sampler_that_would_give_other_samples_is_named() -> None:
+    """Where its generator cannot be put back in time, before it matters; else where it may lie."""
+    with pytest.warns(UserWarning, match=r"Shuffled draws from Shuffled\.python .* others never"):
+        position_of(stateful(Augmented(), sampler=Shuffled())).begin_epoch(0)
+    with pytest.warns(UserWarning, match=r"fetched again .*\. Shuffled has to give the same order"):
+        run(lambda: DataLoader(Augmented(), BATCH, sampler=Shuffled()), "step 2")
 
 
 @SKIPPED

@@ -20,6 +20,7 @@ from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.rundir import RunDir
 from hydroslurm.session import finished
 from hydroslurm.session.lives import Ledger
+from hydroslurm.session.oversights import recompiles
 
 STEPS = 6
 
@@ -390,3 +391,17 @@ def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UsageError, match='directory="": wanted'):
         Loop("")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiled_model_that_a_resume_compiles_otherwise_is_named() -> None:
+    """With a smaller last batch, where torch chooses for which sizes it compiles."""
+    data = torch.utils.data.TensorDataset(torch.zeros(10, 2))
+    model = nn.Linear(2, 2)
+
+    def words(batch_size: int, *, drop_last: bool = False, **options: Any) -> str | None:
+        loader = torch.utils.data.DataLoader(data, batch_size, drop_last=drop_last)
+        return recompiles(torch.compile(model, backend="eager", **options), loader)
+
+    assert "smaller last batch of an epoch (2 of 4)" in str(words(4))
+    assert words(5) is words(4, drop_last=True) is words(4, dynamic=False) is None
+    assert recompiles(model, torch.utils.data.DataLoader(data, 4)) is None
