@@ -64,8 +64,10 @@ class Committer:
         earlier = sorted(durable.committed(), key=lambda one: one.manifest.created_epoch_ns)
         # a checkpoint that was copied from a fast tier says how long it took there
         self._pace = {
-            Tier.DURABLE: Pace(DURABLE_ASSUMED, earlier if fast is None else ()),
-            Tier.FAST: Pace(FAST_ASSUMED),
+            Tier.DURABLE: Pace(
+                DURABLE_ASSUMED, earlier if fast is None else (), syncs=durable.syncs
+            ),
+            Tier.FAST: Pace(FAST_ASSUMED, syncs=None if fast is None else fast.syncs),
         }
         self._state_bytes = earlier[-1].manifest.state_bytes if earlier else 0
         self._newest: dict[Tier, Checkpoint] = {}
@@ -216,7 +218,8 @@ class Committer:
         order: Order,
         write: Callable[[CheckpointStore, Callable[[], None]], Checkpoint],
     ) -> Checkpoint:
-        begin = time.monotonic()
+        begin, syncs = time.monotonic(), self._stores[tier].syncs
+        syncs_before = syncs.count
 
         def written() -> None:
             seconds = time.monotonic() - begin
@@ -233,7 +236,9 @@ class Committer:
         before = self._newest.get(tier)
         if before is None or before.manifest.step <= order.step:  # one given up can still come late
             self._newest[tier] = checkpoint
-        self._pace[tier].add(seconds, state_bytes=order.state_bytes)
+        self._pace[tier].add(
+            seconds, state_bytes=order.state_bytes, syncs=syncs.count - syncs_before
+        )
         self._state_bytes = order.state_bytes
         self.tell(SaveEventKind.COMMITTED, order, tier=tier, seconds=seconds)
         return checkpoint

@@ -46,7 +46,7 @@ class Ends:
     order: list[int] = field(default_factory=list)
     step_id: int | None = None
     waits: str | None = None
-    _waits_since_mono_s: float = 0.0
+    _since_mono_s: float = field(default_factory=time.monotonic)
     _offset: int = 0
 
     def look(self) -> bool:
@@ -63,9 +63,7 @@ class Ends:
         self._offset += len(whole) + 1
         before = len(self.order)
         for line in whole.decode(errors="replace").splitlines():
-            if (why := step_waits(line)) is not None:
-                self._waits_since_mono_s = self._waits_since_mono_s or time.monotonic()
-                self.waits = why
+            self.waits = step_waits(line) or self.waits
             if (step_id := step_launched(line)) is not None:
                 self.step_id, self.waits = step_id, None
             for task, status in task_ends(line):
@@ -76,8 +74,9 @@ class Ends:
 
     @property
     def waited_s(self) -> float:
-        """For how long srun is known to wait for a job step; 0 where it does not."""
-        return 0.0 if self.waits is None else time.monotonic() - self._waits_since_mono_s
+        """For how long srun has waited for a job step; 0 where it does not say that it waits, which
+        22.05 does late: after 10 s, or after 2 min."""
+        return 0.0 if self.waits is None else time.monotonic() - self._since_mono_s
 
     def fill_in(self, tasks: int, status: int) -> None:
         """srun has ended: those that it said nothing of have ended with it."""

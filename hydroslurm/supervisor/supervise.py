@@ -57,8 +57,8 @@ succeeded: they may still be writing."""
 SAVE_S = 120.0
 """How long ranks that were told to save may take; Slurm ends them before where it must."""
 STEP_WITHIN_S = 90.0
-"""How long srun may wait for its job step, once it says that it waits: a step that is being ended
-has KillWait and UnkillableStepTimeout, 30 s and 60 s by default."""
+"""How long srun may wait for its job step: one that is being ended has KillWait and
+UnkillableStepTimeout, 30 s and 60 s by default."""
 LONGEST_DELAY_S = 10.0
 """Before the n-th restart it waits n seconds, and at most so many: what fails at once and always is
 not to fail a hundred times a minute."""
