@@ -73,10 +73,10 @@ def fold(events: Iterable[Event]) -> RankState | None:
 
 
 def latest(path: Path) -> RankState | None:
-    """The state of the rank that writes this file, from its last 64 KiB; None when there is nothing
-    to read."""
+    """The state of the rank that writes this file, from its last 64 KiB, with moments by the date
+    of now; None when there is nothing to read."""
     try:
-        return fold(read_events(path, most_bytes=_TAIL_BYTES))
+        return fold(one.dated_now() for one in read_events(path, most_bytes=_TAIL_BYTES))
     except OSError:
         return None
 

@@ -16,6 +16,8 @@ import socket
 import zlib
 from pathlib import Path
 
+from hydroslurm.dates import boot_id
+
 STALE_S = 3600.0
 """After so long without a write, a save of another node is dead. A live one writes a chunk every
 few milliseconds; an hour is more than a hung file server is waited for."""
@@ -112,20 +114,16 @@ def place() -> str:
     Two containers can share a host name, and one node can be back after a crash.
     """
     parts = [socket.gethostname()]
-    for read in (_boot_id, _pid_namespace):
-        try:
-            parts.append(read())
-        except OSError:  # no /proc here
-            parts.append("")
+    parts.append(boot_id())
+    try:
+        parts.append(_pid_namespace())
+    except OSError:  # no /proc here
+        parts.append("")
     return f"{zlib.crc32(' '.join(parts).encode()):08x}"
 
 
 def _mine(directory: Path, what: str, name: str) -> Path:
     return directory / f".{what}-{name}.{place()}.{os.getpid()}.{secrets.token_hex(4)}"
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _pid_namespace() -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hydroslurm.events import Event, EventKind
-from hydroslurm.report.clocks import DateWatch
+from hydroslurm.report.datewatch import DateWatch
 from hydroslurm.report.drafts import OF_PAUSES, Pauses
 from hydroslurm.report.fields import data_of, integer, text
 from hydroslurm.report.lines import Line, Who, lines_of
@@ -82,6 +82,7 @@ class _LifeDraft:
         self._stops: list[StopRequest] = []
         self._progress = Follower()
         self._joined_ns: int | None = None
+        self._boot: str | None = None
         self._lost_signals: dict[str, None] = {}
 
     @property
@@ -99,6 +100,7 @@ class _LifeDraft:
         self._pauses_since += [again._pauses, *again._pauses_since]
         self._stops += again._stops
         self._lost_signals |= again._lost_signals
+        self._boot = self._boot or again._boot
         if again.has_run:  # it looked for the other ranks under a name of its own
             self._progress = again._progress
             self._joined_ns = again._joined_ns or self._joined_ns
@@ -122,6 +124,8 @@ class _LifeDraft:
             self._progress.add(line)
         elif kind is EventKind.STOP_REQUESTED:
             self._stops.append(_stop(line))
+        elif kind is EventKind.INSTALLED:
+            self._boot = text(line.data, "boot")
         elif kind is EventKind.RANKS_JOINED and self._joined_ns is None:
             self._joined_ns = stamp
         elif kind is EventKind.HANDLER_REPLACED:
@@ -150,6 +154,8 @@ class _LifeDraft:
             progress=self._progress.finish(),
             world_size=self._world_size,
             joined_mono_ns=self._joined_ns,
+            boot=self._boot or None,
+            date_set_ns=tuple(self.date.set_ns),
             lost_signals=tuple(self._lost_signals),
         )
 
