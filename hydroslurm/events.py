@@ -84,6 +84,7 @@ class EventKind(str, Enum):
     STOP_REASON = "stop_reason"
     SAVE_STARTED = "save_started"
     SAVE_STAGED = "save_staged"
+    SAVE_NOT_COPIED = "save_not_copied"
     SAVE_WRITTEN = "save_written"
     SAVE_COMMITTED = "save_committed"
     SAVE_FAILED = "save_failed"

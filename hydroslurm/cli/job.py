@@ -184,6 +184,8 @@ def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
         words.append(f"step {rank.step}")
     if rank.committed_step is not None:
         words.append(f"saved to step {rank.committed_step}")
+    if rank.not_copied is not None:
+        words.append(f"saves hold the training up: {rank.not_copied}")
     if rank.park_us is not None:
         pauses = "1 pause" if rank.pauses == 1 else f"{rank.pauses} pauses"
         words.append(f"{pauses}, last parked in {rank.park_us:.0f} us")

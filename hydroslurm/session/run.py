@@ -25,7 +25,7 @@ from hydroslurm.checkpoint import memory
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier
+from hydroslurm.checkpoint.tiers import Found, Tier, clear_fast
 from hydroslurm.errors import (
     CheckpointError,
     HydroslurmError,
@@ -627,6 +627,7 @@ class Run:
         self._fence.check("the end of the run")
         self._life.end("finished", step=self._step)
         finished.write(self.dir, step=self._step)
+        clear_fast(durable=self._durable, fast=self._fast)
 
     def _leave(self) -> None:
         """Done, together with the others."""
