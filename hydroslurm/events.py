@@ -19,7 +19,6 @@ import errno
 import json
 import os
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.dates import by_date_of_now
 from hydroslurm.files import open_regular, parse_json
 from hydroslurm.spare import SPARE_BYTES, Spare, read_spare, spare_of
 
@@ -84,6 +84,7 @@ class EventKind(str, Enum):
     STOP_REASON = "stop_reason"
     SAVE_STARTED = "save_started"
     SAVE_STAGED = "save_staged"
+    SAVE_NOT_COPIED = "save_not_copied"
     SAVE_WRITTEN = "save_written"
     SAVE_COMMITTED = "save_committed"
     SAVE_FAILED = "save_failed"
@@ -128,6 +129,10 @@ class Event:
     host: str = ""
     step: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+
+    def dated_now(self) -> Event:
+        """The same with the date that this host has now, for whoever compares it with now."""
+        return replace(self, epoch_ns=by_date_of_now(self.mono_ns, self.epoch_ns, self.host))
 
     def to_json(self) -> str:
         """One line, without the newline."""
@@ -400,8 +405,3 @@ def _event_in(line: bytes) -> Iterator[Event]:
         yield Event.from_json(line)
     except ValueError:
         return
-
-
-def clocks() -> tuple[int, int]:
-    """Now, as (CLOCK_MONOTONIC ns, CLOCK_REALTIME ns)."""
-    return time.monotonic_ns(), time.time_ns()

@@ -12,9 +12,10 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from hydroslurm.dates import by_date_of_now, clocks
 from hydroslurm.files import open_regular, parse_json
 
 PULSE_ENV = "HYDROSLURM_PULSE_S"
@@ -39,6 +40,7 @@ class Pulse:
         every_s: the next one is due so much later.
         restart_count: how often the job had been requeued.
         pid: of the rank.
+        mono_ns: when this was written, CLOCK_MONOTONIC; 0 where that was not told.
     """
 
     step: int
@@ -48,6 +50,15 @@ class Pulse:
     every_s: float
     restart_count: int
     pid: int
+    mono_ns: int = 0
+
+    def dated_now(self, host: str) -> Pulse:
+        """The same, of a rank on this host, with the date that this host has now."""
+        if not self.mono_ns:
+            return self
+        epoch_ns = by_date_of_now(self.mono_ns, self.epoch_ns, host)
+        since_epoch_ns = self.since_epoch_ns + epoch_ns - self.epoch_ns
+        return replace(self, epoch_ns=epoch_ns, since_epoch_ns=since_epoch_ns)
 
 
 def interval_s(environ: Mapping[str, str]) -> float:
@@ -74,7 +85,6 @@ class PulseWriter:
         self._fd: int | None = None
         self._due_mono_s = time.monotonic() + every_s
         self._seen: tuple[int, float] | None = None
-        self._since_epoch_ns = 0
         self._steps_per_s: float | None = None
 
     def wait_s(self) -> float | None:
@@ -91,20 +101,21 @@ class PulseWriter:
         self._due_mono_s = now_mono_s + self._every_s
         if step is None:
             return
-        now_epoch_ns = time.time_ns()
+        now_mono_ns, now_epoch_ns = clocks()
         if self._seen is None:
-            self._seen, self._since_epoch_ns = (step, now_mono_s), now_epoch_ns
+            self._seen = step, now_mono_s
         elif step != self._seen[0]:
             self._steps_per_s = max(0.0, (step - self._seen[0]) / (now_mono_s - self._seen[1]))
-            self._seen, self._since_epoch_ns = (step, now_mono_s), now_epoch_ns
+            self._seen = step, now_mono_s
         pulse = Pulse(
             step,
             now_epoch_ns,
-            self._since_epoch_ns,
+            now_epoch_ns - round((now_mono_s - self._seen[1]) * 1e9),
             self._steps_per_s,
             self._every_s,
             self._restart_count,
             os.getpid(),
+            now_mono_ns,
         )
         self._write(json.dumps(asdict(pulse)))
 
@@ -143,6 +154,7 @@ def read_pulse(path: Path) -> Pulse | None:
             every_s=_number(row, "every_s"),
             restart_count=_integer(row, "restart_count"),
             pid=_integer(row, "pid"),
+            mono_ns=_integer(row, "mono_ns") if "mono_ns" in row else 0,
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -30,6 +30,8 @@ class RankState:
         park_us: latency of the latest park, microseconds; None before the first.
         committed_step: newest step that is saved durably; None when nothing is, or nobody tells.
         world_size: ranks that this one is joined with, itself included; 1 while it is alone.
+        not_copied: why its last save held the training up until it was written; None where it was
+            copied.
         all_parked_epoch_ns: since when all of them are parked at the same collectives; None while
             they are not.
     """
@@ -47,6 +49,7 @@ class RankState:
     committed_step: int | None = None
     world_size: int = 1
     all_parked_epoch_ns: int | None = None
+    not_copied: str | None = None
 
     @property
     def parked_together(self) -> bool:
@@ -73,10 +76,10 @@ def fold(events: Iterable[Event]) -> RankState | None:
 
 
 def latest(path: Path) -> RankState | None:
-    """The state of the rank that writes this file, from its last 64 KiB; None when there is nothing
-    to read."""
+    """The state of the rank that writes this file, from its last 64 KiB, with moments by the date
+    of now; None when there is nothing to read."""
     try:
-        return fold(read_events(path, most_bytes=_TAIL_BYTES))
+        return fold(one.dated_now() for one in read_events(path, most_bytes=_TAIL_BYTES))
     except OSError:
         return None
 
@@ -107,6 +110,9 @@ def after(state: RankState | None, event: Event) -> RankState:
         state = replace(state, pauses=event.data["pause"])
     if event.kind is EventKind.SAVE_COMMITTED and event.data.get("tier") == "durable":
         state = replace(state, committed_step=event.data.get("checkpoint_step"))
+    if event.kind in (EventKind.SAVE_STAGED, EventKind.SAVE_NOT_COPIED):
+        is_copied = event.kind is EventKind.SAVE_STAGED
+        state = replace(state, not_copied=None if is_copied else event.data.get("reason"))
     state = _among_others(state, event)
     entered = _ENTERS.get(event.kind)
     # a stop opens the gate: what follows it is the way out, not a return to running

@@ -34,8 +34,9 @@ from typing import Any
 
 from harness import Options, finish, options
 
+from hydroslurm.dates import clocks
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.events import Event, EventKind, EventLog, clocks
+from hydroslurm.events import Event, EventKind, EventLog
 from hydroslurm.pulse import Pulse
 from hydroslurm.rundir import RunDir, of_job
 

@@ -14,9 +14,10 @@ import hydroslurm
 PACKAGE = Path(hydroslurm.__file__).parent
 
 # a room -> the rooms it may import. Rooms that are missing here may import nothing but themselves.
-BASE = {"errors", "files"}
+BASE = {"errors", "files", "dates"}
 MAY_IMPORT = {
     "errors": set(),
+    "dates": set(),
     "files": {"errors"},
     "fence": BASE,
     "exitcodes": set(),

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from hydroslurm.cli.job import _since
+from hydroslurm.dates import by_date_of_now, clocks
 from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.pulse import Pulse
 from hydroslurm.rankstate import fold, latest
 
 
@@ -107,3 +113,36 @@ def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
 def test_no_file_is_no_state(tmp_path: Path) -> None:
     """A rank that has written nothing has no state."""
     assert latest(tmp_path / "none.jsonl") is None
+
+
+@pytest.mark.parametrize("set_s", [3600.0, -3600.0])
+def test_a_date_that_was_set_makes_nothing_older(tmp_path: Path, set_s: float) -> None:
+    """A rank of this host that parked 5 s ago, an hour of the date ago, or in an hour of it: its
+    state, the commands' words and the pulse that `top` reads say 5 s."""
+    host = socket.gethostname()
+    mono_ns, epoch_ns = (one - 5 * 10**9 for one in clocks())
+    told_ns = epoch_ns + round(set_s * 1e9)
+    log = EventLog(tmp_path / "rank-00003.jsonl")
+    for kind in (EventKind.INSTALLED, EventKind.PARKED):
+        log.append(Event(kind, mono_ns, told_ns, rank=3, host=host))
+    log.close()
+    assert log.path is not None
+    state = latest(log.path)
+    assert state is not None
+    assert abs(state.since_epoch_ns - epoch_ns) < 10**9
+    pulse = Pulse(7, told_ns, told_ns - 3 * 10**9, 1.0, 10.0, 0, 1, mono_ns).dated_now(host)
+    assert abs(pulse.epoch_ns - epoch_ns) < 10**9
+    assert pulse.epoch_ns - pulse.since_epoch_ns == 3 * 10**9
+
+
+def test_whose_date_is_left_alone() -> None:
+    """An event of another host, or of an earlier boot, was when its own date said."""
+    s, now = 10**9, (1000 * 10**9, 50_000 * 10**9)
+    here = socket.gethostname()
+    assert by_date_of_now(990 * s, 53_590 * s, here, now=now) == 49_990 * s
+    assert by_date_of_now(990 * s, 49_990 * s + 9, here, now=now) == 49_990 * s + 9
+    assert by_date_of_now(990 * s, 53_590 * s, "another", now=now) == 53_590 * s
+    assert by_date_of_now(900 * s, 40_000 * s, here, now=now) == 40_000 * s
+    assert by_date_of_now(7000 * s, 48_000 * s, here, now=now) == 48_000 * s
+    assert _since(53_570 * s, now[1]) == "since a moment that is 3,570 s ahead of this host's date"
+    assert _since(now[1] - 3 * s, now[1]) == "since 3.0 s"

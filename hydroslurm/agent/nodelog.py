@@ -8,8 +8,9 @@ import socket
 from collections.abc import Mapping
 
 from hydroslurm import jobfolder
+from hydroslurm.dates import clocks
 from hydroslurm.errors import RunFolderError
-from hydroslurm.events import Event, EventKind, EventLog, clocks
+from hydroslurm.events import Event, EventKind, EventLog
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.allocation import Allocation
 

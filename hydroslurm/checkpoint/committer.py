@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED, FAST_ASSUMED, Estimate, Pace
+from hydroslurm.checkpoint.memory import Room, is_kept_in_memory, room
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import FAST_KEEP, Tier
-from hydroslurm.errors import CheckpointError, SaveAbandoned, UsageError
+from hydroslurm.checkpoint.tiers import FAST_AT_MOST, FAST_KEEP, Tier
+from hydroslurm.errors import CheckpointError, SaveAbandoned, SaveFailed, UsageError
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Committer:
         keep: int,
         keep_stop: int,
         tell: Callable[[SaveEvent], None] | None,
+        room: Callable[[], Room] = room,
     ) -> None:
         if keep < 1 or keep_stop < 0:
             raise UsageError(
@@ -69,12 +71,16 @@ class Committer:
         self._stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
         self._keep = {Tier.DURABLE: (keep, keep_stop), Tier.FAST: (FAST_KEEP, FAST_KEEP)}
         self._tell = tell
+        self._room = room
+        self._fast_is_memory = fast is not None and is_kept_in_memory(fast.directory.absolute())
         self._pruning = threading.Lock()
         earlier = sorted(durable.committed(), key=lambda one: one.manifest.created_epoch_ns)
         # a checkpoint that was copied from a fast tier says how long it took there
         self._pace = {
-            Tier.DURABLE: Pace(DURABLE_ASSUMED, earlier if fast is None else ()),
-            Tier.FAST: Pace(FAST_ASSUMED),
+            Tier.DURABLE: Pace(
+                DURABLE_ASSUMED, earlier if fast is None else (), syncs=durable.syncs
+            ),
+            Tier.FAST: Pace(FAST_ASSUMED, syncs=None if fast is None else fast.syncs),
         }
         self._state_bytes = earlier[-1].manifest.state_bytes if earlier else 0
         self._newest: dict[Tier, tuple[int, Checkpoint]] = {}
@@ -116,6 +122,14 @@ class Committer:
             fast=self._pace[Tier.FAST].expect(size_bytes) if self.has_fast else None,
         )
 
+    def memory_to_come_bytes(self, size_bytes: int) -> int:
+        """What the fast tier will still take of this job's memory with states of this size: nothing
+        where it lies on a disk."""
+        if not self._fast_is_memory:
+            return 0
+        there = self._stores[Tier.FAST].committed()
+        return max(0, FAST_AT_MOST * size_bytes - sum(one.manifest.state_bytes for one in there))
+
     def take_problems(self) -> list[str]:
         """What went wrong beside the point since the last call, in words: a fast tier that is full,
         an old checkpoint that cannot be removed. No save was lost by it."""
@@ -146,6 +160,7 @@ class Committer:
         try:
             # one name for both tiers, by which the newer one of two is found over them
             least = self._store(Tier.DURABLE).next_number(order.step)
+            self._check_memory(order)
             return self._commit(
                 Tier.FAST,
                 order,
@@ -156,6 +171,16 @@ class Committer:
         except (CheckpointError, OSError) as error:
             self._problems.put(f"the fast tier did not take step {order.step}: {error}")
             return None
+
+    def _check_memory(self, order: Order) -> None:
+        """A fast tier in memory that grows beyond the job's limit would be the end of the job."""
+        if self._fast_is_memory:
+            room = self._room()
+            if order.state_bytes > room.free_bytes:
+                raise SaveFailed(
+                    f"it lies in memory, where {order.state_bytes / 1e6:,.0f} MB more would be too "
+                    f"much: {room.free_bytes / 1e6:,.0f} MB may be taken ({room.words})"
+                )
 
     def to_durable(
         self, state: State | Portion, order: Order, *, cancel: threading.Event | None
@@ -232,7 +257,8 @@ class Committer:
         order: Order,
         write: Callable[[CheckpointStore, Callable[[], None]], Checkpoint],
     ) -> Checkpoint:
-        begin = time.monotonic()
+        begin, syncs = time.monotonic(), self._stores[tier].syncs
+        syncs_before = syncs.count
 
         def written() -> None:
             seconds = time.monotonic() - begin
@@ -249,7 +275,9 @@ class Committer:
         before = self._newest.get(tier)
         if before is None or before[0] <= order.state:  # one given up can still come late
             self._newest[tier] = order.state, checkpoint
-        self._pace[tier].add(seconds, state_bytes=order.state_bytes)
+        self._pace[tier].add(
+            seconds, state_bytes=order.state_bytes, syncs=syncs.count - syncs_before
+        )
         self._state_bytes = order.state_bytes
         self.tell(SaveEventKind.COMMITTED, order, tier=tier, seconds=seconds)
         return checkpoint

@@ -32,6 +32,11 @@ class Copies:
         self._staging = Staging(may_take=self._may_take)
         self._reserving: threading.Thread | None = None
         self._refused = ""
+        self._others_bytes = 0
+
+    def leave(self, others_bytes: int) -> None:
+        """So much of what may be taken is for others."""
+        self._others_bytes = others_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -88,10 +93,12 @@ class Copies:
         """Whether there is room. Once refused it stays so (see ``refused``): what was too much
         after a step may seem to fit in another moment, and end the job in the next."""
         room = self._room()
-        if more_bytes <= room.free_bytes:
+        if more_bytes <= room.free_bytes - self._others_bytes:
             return True
+        others = f", {self._others_bytes / 1e6:,.0f} MB of them by the fast tier"
         self._refused = (
             f"a copy of the state in memory would take {more_bytes / 1e6:,.0f} MB more, and "
-            f"{room.free_bytes / 1e6:,.0f} MB may be taken ({room.words})"
+            f"{room.free_bytes / 1e6:,.0f} MB may be taken{others if self._others_bytes else ''} "
+            f"({room.words})"
         )
         return False

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from hydroslurm.checkpoint.storage import TimedSyncs
 from hydroslurm.checkpoint.store import Checkpoint
 
 Source = Literal["this life", "earlier lives", "assumed"]
@@ -62,29 +63,53 @@ FAST_ASSUMED = Assumption(fixed_s=0.1, bytes_per_s=500e6)
 """A node's SSD; memory is faster."""
 
 
+USUAL_SYNCS = 6
+"""Of a save by one rank: its parts, the metadata, the manifest, and the folders."""
+
+
 class Pace:
     """The last saves on one tier."""
 
-    def __init__(self, assumption: Assumption, earlier: Iterable[Checkpoint] = ()) -> None:
-        """``earlier``: what former lives committed, oldest first."""
+    def __init__(
+        self,
+        assumption: Assumption,
+        earlier: Iterable[Checkpoint] = (),
+        *,
+        syncs: TimedSyncs | None = None,
+    ) -> None:
+        """
+        Args:
+            earlier: what former lives committed, oldest first.
+            syncs: of this tier: a disk that has become slow shows there before a save is over.
+        """
         self._assumption = assumption
+        self._syncs = syncs
+        self._syncs_of_one = USUAL_SYNCS
         self._earlier = deque(
             ((found.manifest.save_s, found.manifest.state_bytes) for found in earlier),
             maxlen=SAMPLES,
         )
         self._seen: deque[tuple[float, int]] = deque(maxlen=SAMPLES)
 
-    def add(self, seconds: float, *, state_bytes: int) -> None:
-        """One more save of this life."""
+    def add(self, seconds: float, *, state_bytes: int, syncs: int = 0) -> None:
+        """One more save of this life, with so many syncs."""
         self._seen.append((seconds, state_bytes))
+        self._syncs_of_one = syncs or self._syncs_of_one
 
     def expect(self, state_bytes: int) -> Expected:
         """What a state of this size will take.
 
         The slowest of the last saves counts. A larger state takes longer in proportion, or for the
         further bytes at the assumed pace, whichever is less: most of a tiny save does not depend on
-        its size. A smaller one is not expected to be faster, for the same reason.
+        its size. A smaller one is not expected to be faster, for the same reason. And none is
+        expected to be faster than as many syncs as it makes have just been, those of a save that
+        failed, was given up or is still under way too.
         """
+        expected = self._by_saves(state_bytes)
+        synced_s = 0.0 if self._syncs is None else self._syncs.latest_s(self._syncs_of_one)
+        return expected if synced_s <= expected.seconds else Expected(synced_s, "this life")
+
+    def _by_saves(self, state_bytes: int) -> Expected:
         assumed = self._assumption
         source: Source = "this life" if self._seen else "earlier lives"
         samples = tuple(self._seen) or tuple(self._earlier)

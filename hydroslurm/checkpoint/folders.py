@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from hydroslurm.dates import boot_id
+
 STALE_S = 3600.0
 """After so long without a write, a save of another node is dead. A live one writes a chunk every
 few milliseconds; an hour is more than a hung file server is waited for."""
@@ -137,11 +139,11 @@ def place() -> str:
     Two containers can share a host name, and one node can be back after a crash.
     """
     parts = [socket.gethostname()]
-    for read in (_boot_id, _pid_namespace):
-        try:
-            parts.append(read())
-        except OSError:  # no /proc here
-            parts.append("")
+    parts.append(boot_id())
+    try:
+        parts.append(_pid_namespace())
+    except OSError:  # no /proc here
+        parts.append("")
     return f"{zlib.crc32(' '.join(parts).encode()):08x}"
 
 
@@ -152,10 +154,6 @@ def _unfinished_name(name: str) -> str | None:
 
 def _mine(directory: Path, what: str, name: str) -> Path:
     return directory / f".{what}-{name}.{place()}.{os.getpid()}.{secrets.token_hex(4)}"
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _pid_namespace() -> str:

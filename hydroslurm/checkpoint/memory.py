@@ -66,6 +66,20 @@ def room(*, ranks_here: int = 1, root: Path = Path("/")) -> Room:
     )
 
 
+def is_kept_in_memory(folder: Path, *, root: Path = Path("/")) -> bool:
+    """Whether what is written into a folder is kept in memory, as /dev/shm is: it counts against
+    the limits of the job that has written it, until it is removed."""
+    kinds: dict[PurePosixPath, str] = {}
+    for line in _lines(root / "proc/self/mountinfo"):
+        mounted, _, described = line.partition(" - ")
+        words = mounted.split()
+        if len(words) >= 5:
+            kinds[PurePosixPath(words[4].replace("\\040", " "))] = described.partition(" ")[0]
+    here = PurePosixPath(folder)
+    mount = next((one for one in (here, *here.parents) if one in kinds), None)
+    return mount is not None and kinds[mount] in ("tmpfs", "ramfs")
+
+
 @dataclass(frozen=True)
 class _Bound:
     limit_bytes: int

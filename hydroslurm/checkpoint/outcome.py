@@ -15,6 +15,7 @@ class SaveEventKind(str, Enum):
 
     STARTED = "save_started"
     STAGED = "save_staged"
+    NOT_COPIED = "save_not_copied"
     WRITTEN = "save_written"
     COMMITTED = "save_committed"
     FAILED = "save_failed"
@@ -36,7 +37,7 @@ class SaveEvent:
         seconds: STAGED: how long the training stood still; WRITTEN: how long until all that this
             rank has to write was on this tier's disk, so that only the commit is left; COMMITTED,
             FAILED, ABANDONED: how long this tier took; else 0.
-        reason: why it was skipped, failed or given up; for people.
+        reason: why it was skipped, failed, given up or not copied; for people.
     """
 
     kind: SaveEventKind

@@ -71,7 +71,9 @@ class Saver:
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
         check_peers(peers, durable=durable, fast=fast)
         self._accord = Accord(durable.peers, topic=topic, patience_s=patience_s)
-        self._committer = Committer(durable, fast=fast, keep=keep, keep_stop=keep_stop, tell=tell)
+        self._committer = Committer(
+            durable, fast=fast, keep=keep, keep_stop=keep_stop, tell=tell, room=room
+        )
         self._on_save_error = on_save_error
         self._meta = meta
         self._owner_pid = os.getpid()
@@ -91,7 +93,9 @@ class Saver:
         """
         self._check_ours()
         if self._flights.current() is None:
-            self._copies.reserve(self._accord.hold(state))
+            held = self._accord.hold(state)
+            self._copies.leave(self._committer.memory_to_come_bytes(state_bytes(held)))
+            self._copies.reserve(held)
         return self._copies.refused
 
     def start(
@@ -339,6 +343,7 @@ class Saver:
             self._accord.decline(order, error)
             raise
         if copied is None:
+            self._committer.tell(SaveEventKind.NOT_COPIED, order, reason=self._copies.refused)
             return held
         staged, seconds = copied
         order = replace(order, state_bytes=self._copies.state_bytes)

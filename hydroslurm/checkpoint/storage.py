@@ -8,8 +8,13 @@ other module of this room opens, writes, renames or removes a file by itself.
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hydroslurm.files import check_trusted, open_regular
 
@@ -139,3 +144,46 @@ class AnyonesStorage(LocalStorage):
 
     def check_trusted(self, path: Path) -> None:
         pass
+
+
+MOST_SYNCS = 256
+"""So many are remembered; a save of one rank makes six."""
+
+
+class TimedSyncs:
+    """Any storage, with a memory of how long its latest syncs have taken. For several threads."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.count = 0
+        self._storage = storage
+        self._latest_s: deque[float] = deque(maxlen=MOST_SYNCS)
+        self._begun_mono_s: dict[int, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def fsync(self, fd: int) -> None:
+        with self._timed():
+            self._storage.fsync(fd)
+
+    def fsync_dir(self, path: Path) -> None:
+        with self._timed():
+            self._storage.fsync_dir(path)
+
+    def latest_s(self, count: int) -> float:
+        """What so many of the latest syncs have taken together, one that hangs now first of all."""
+        now_mono_s = time.monotonic()
+        hanging = [now_mono_s - begun for begun in tuple(self._begun_mono_s.values())]
+        done = tuple(self._latest_s)[-max(1, count) :]
+        return sum([*hanging, *reversed(done)][:count])
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        thread, begun_mono_s = threading.get_ident(), time.monotonic()
+        self._begun_mono_s[thread] = begun_mono_s
+        try:
+            yield
+        finally:
+            del self._begun_mono_s[thread]
+            self._latest_s.append(time.monotonic() - begun_mono_s)
+            self.count += 1

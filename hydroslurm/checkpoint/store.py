@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from hydroslurm.checkpoint.parts import CHUNK_BYTES, compare
 from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.pins import Pins
 from hydroslurm.checkpoint.portion import Portion
-from hydroslurm.checkpoint.storage import LocalStorage, Storage
+from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 from hydroslurm.fence import Fence
 
@@ -53,7 +53,8 @@ class CheckpointStore:
             patience_s: how long :meth:`write` waits for them at each of its agreements.
         """
         self.directory = directory
-        self._storage = LocalStorage() if storage is None else storage
+        self.syncs = TimedSyncs(LocalStorage() if storage is None else storage)
+        self._storage = cast("Storage", self.syncs)
         self._peers = None if peers is None or peers.world_size == 1 else peers
         self._rank = 0 if self._peers is None else self._peers.rank
         self._fence = fence

@@ -6,7 +6,9 @@ import warnings
 from dataclasses import dataclass
 from enum import Enum
 
+from hydroslurm.checkpoint import commit
 from hydroslurm.checkpoint.catalog import Problem
+from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
@@ -39,6 +41,9 @@ FAST_KEEP = 1
 """Checkpoints of each kind that stay on the fast tier, two in all at least as in every store. It
 is there to be quick and is small, and older states are on the durable one."""
 
+FAST_AT_MOST = 3
+"""Checkpoints that are there at one time: those two, and the one that is being written."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -47,6 +52,34 @@ class Found:
     tier: Tier
     store: CheckpointStore
     checkpoint: Checkpoint
+
+
+def clear_fast(*, durable: CheckpointStore, fast: CheckpointStore | None) -> None:
+    """Remove from the fast tier what the durable one has too, and what dead saves left there: for a
+    run that has finished. In memory it would stay until the node is started again.
+
+    For the attempt that holds the run. What cannot be removed stays, with a warning.
+    """
+    if fast is None:
+        return
+    storage = LocalStorage()
+    try:
+        kept = {one.key for one in durable.committed()}
+        for one in fast.committed():
+            if one.key in kept:
+                commit.remove(one.path, storage=storage)
+        commit.remove_leftovers(fast.directory, storage=storage)
+        if not storage.listdir(fast.directory):
+            storage.rmdir(fast.directory)
+    except FileNotFoundError:
+        return
+    except (CheckpointError, OSError) as error:
+        warnings.warn(
+            f"hydroslurm: the run has finished, and its fast tier could not be removed ({error}). "
+            f"What is in {fast.directory} takes its place there, in memory as well",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def newest_over(*, durable: CheckpointStore, fast: CheckpointStore | None = None) -> Found | None:

@@ -161,10 +161,10 @@ def _print_status(found: JobStatus) -> None:
 
 
 def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
-    since_s = (now_epoch_ns - node.since_epoch_ns) / 1e9
+    since = _since(node.since_epoch_ns, now_epoch_ns)
     counts = ", ".join(f"{count} {state}" for state, count in node.counts)
     causes = f" for {', '.join(node.held_for)}" if node.held_for else ""
-    words = [f"node {node.node} {node.host}:{node.pid}  {node.state}{causes} since {since_s:.1f} s"]
+    words = [f"node {node.node} {node.host}:{node.pid}  {node.state}{causes} {since}"]
     words.append(f"{node.workers} rank{'' if node.workers == 1 else 's'}")
     if node.state == "mixed":
         words.append(counts)
@@ -176,18 +176,28 @@ def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
 
 
 def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
-    since_s = (now_epoch_ns - rank.since_epoch_ns) / 1e9
+    since = _since(rank.since_epoch_ns, now_epoch_ns)
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
     state = f"{rank.state} together" if rank.parked_together else rank.state
-    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {state}{causes} since {since_s:.1f} s"]
+    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {state}{causes} {since}"]
     if rank.step is not None:
         words.append(f"step {rank.step}")
     if rank.committed_step is not None:
         words.append(f"saved to step {rank.committed_step}")
+    if rank.not_copied is not None:
+        words.append(f"saves hold the training up: {rank.not_copied}")
     if rank.park_us is not None:
         pauses = "1 pause" if rank.pauses == 1 else f"{rank.pauses} pauses"
         words.append(f"{pauses}, last parked in {rank.park_us:.0f} us")
     return ", ".join(words)
+
+
+def _since(epoch_ns: int, now_epoch_ns: int) -> str:
+    """``since 3.2 s``; another host may have a date that is ahead."""
+    since_s = (now_epoch_ns - epoch_ns) / 1e9
+    if since_s < -1.0:
+        return f"since a moment that is {-since_s:,.0f} s ahead of this host's date"
+    return f"since {max(0.0, since_s):.1f} s"
 
 
 def _as_json(found: JobStatus) -> dict[str, object]:

@@ -142,6 +142,8 @@ def requeue_lines() -> list[str]:
                 esac
                 case "$answer" in *pending*) break ;; esac # requeued already
                 echo "$answer"
+                # --no-requeue: no try will be granted, and an urgent job waits for these nodes
+                case "$answer" in *"presently disabled"*) break ;; esac
                 sleep "$pause"
             done
         fi

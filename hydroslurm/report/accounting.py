@@ -69,9 +69,14 @@ class Accounting:
 
     def of(self, life: Life) -> SlurmLife | None:
         """The life of Slurm's in which a life of the log began."""
-        began_s = life.epoch_ns(life.first_mono_ns) / 1e9
-        found = [one for one in self.lives if one.job_id == life.job_id and _holds(one, began_s)]
-        return found[-1] if found else None
+        began_ns = life.epoch_ns(life.first_mono_ns)
+        mine = [one for one in self.lives if one.job_id == life.job_id]
+        # the date of that host was set; the controller's may have been the same one
+        for moment_ns in (began_ns + life.date_ahead_ns, began_ns):
+            found = [one for one in mine if _holds(one, moment_ns / 1e9)]
+            if found:
+                return found[-1]
+        return None
 
     def after(self, life: SlurmLife) -> SlurmLife | None:
         """The next one of the same job."""

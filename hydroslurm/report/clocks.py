@@ -3,8 +3,9 @@
 Stamps are CLOCK_MONOTONIC, which each boot of each host counts for itself; every event carries the
 date, too (CLOCK_REALTIME). Two errors come in on the way from a stamp to a common time:
 
-- In one life: the date may be set, or was read late. :class:`DateWatch` says by how much the
-  difference of the two clocks changed.
+- In one life: the date may be set, or was read late. :mod:`~hydroslurm.report.datewatch` says by
+  how much the difference of the two clocks changed. A date that was set moves nothing: the lives of
+  one boot of one host are counted by the one CLOCK_MONOTONIC that they share.
 - Between hosts: their dates may differ. What ranks do together bounds by how much: nobody is told
   that all have parked before the last has, nobody commits before all have copied their part. Where
   these say that dates cannot be right, a host is shifted by the middle of what is possible.
@@ -16,48 +17,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hydroslurm.report.datewatch import SET_NS
 from hydroslurm.report.pauses import Life
-
-_BUCKET_NS = 10 * 10**9
-
-
-class DateWatch:
-    """The difference of date and CLOCK_MONOTONIC over one life.
-
-    An event is stamped when it happens and dated when it is recorded, so that the difference of its
-    clocks is never too small: of every 10 s the least counts. A single one that is larger than both
-    of its neighbours was recorded late, for example by a process that had been stopped meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._least: dict[int, int] = {}
-
-    def see(self, mono_ns: int, epoch_ns: int) -> None:
-        bucket, offset_ns = mono_ns // _BUCKET_NS, epoch_ns - mono_ns
-        if offset_ns < self._least.setdefault(bucket, offset_ns):
-            self._least[bucket] = offset_ns
-
-    @property
-    def offset_ns(self) -> int:
-        """Date minus CLOCK_MONOTONIC."""
-        return statistics.median_low(self._believed())
-
-    @property
-    def error_ns(self) -> int | None:
-        """The most that it was anything else at another time; None of a life of a few seconds."""
-        believed = self._believed()
-        if len(believed) < 2:
-            return None
-        offset_ns = self.offset_ns
-        return max(abs(one - offset_ns) for one in believed)
-
-    def _believed(self) -> list[int]:
-        least = [self._least[bucket] for bucket in sorted(self._least)]
-        if len(least) < 2:
-            return least
-        padded = [least[1], *least, least[-2]]
-        around = zip(padded, padded[1:], padded[2:], strict=False)
-        return [min(one, max(before, after)) for before, one, after in around]
 
 
 @dataclass(frozen=True)
@@ -85,6 +46,7 @@ class Alignment:
 
     Attributes:
         hosts: those beside the first rank's.
+        set_ns: hosts whose date was set while the run went on, and by how much.
         within_ns: the largest error within a life; None where no life could tell.
         between_ns: the largest between hosts; None with one host, or with ``unbounded`` ones.
         unbounded: hosts of which only their own date is known.
@@ -92,6 +54,7 @@ class Alignment:
 
     hosts: tuple[HostClock, ...] = ()
     within_ns: int | None = None
+    set_ns: tuple[tuple[str, int], ...] = ()
 
     @property
     def between_ns(self) -> int | None:
@@ -129,18 +92,27 @@ class Alignment:
         for host in self.hosts:
             if host.shift_ns:
                 said.append(f"the date of {host.host} was shifted by {_time(-host.shift_ns)}")
-            if host.contradictory:
+            if host.contradictory and host.host not in dict(self.set_ns):
                 said.append(f"the date of {host.host} was set while the run went on")
-        return [f"{'; '.join(said)}."]
+        sentences = [f"{'; '.join(said)}."]
+        if self.set_ns:
+            each = [f"of {host} by {by_ns / 1e9:+,.0f} s" for host, by_ns in self.set_ns[:5]]
+            more = " and so on" if len(self.set_ns) > 5 else ""
+            sentences.append(
+                f"The date was set while the run went on: {', '.join(each)}{more}. Durations are "
+                "counted by the monotonic clock, without that; moments that Slurm tells are not."
+            )
+        return sentences
 
 
 def align(lives: Sequence[Life]) -> tuple[tuple[Life, ...], Alignment]:
     """The lives with their dates lined up, and what is to be said about it."""
+    lives, set_ns = _by_boot(lives)
     within = [life.clock_error_ns for life in lives if life.clock_error_ns is not None]
     within_ns = max(within, default=None)
     hosts = list(dict.fromkeys(life.host for life in lives))
     if len(hosts) < 2:
-        return tuple(lives), Alignment(within_ns=within_ns)
+        return tuple(lives), Alignment(within_ns=within_ns, set_ns=set_ns)
     clocks = {host: _clock(host, lives, first=hosts[0]) for host in hosts[1:]}
     shifted = tuple(
         replace(life, clock_offset_ns=life.clock_offset_ns - clocks[life.host].shift_ns)
@@ -148,7 +120,43 @@ def align(lives: Sequence[Life]) -> tuple[tuple[Life, ...], Alignment]:
         else life
         for life in lives
     )
-    return shifted, Alignment(hosts=tuple(clocks.values()), within_ns=within_ns)
+    return shifted, Alignment(tuple(clocks.values()), within_ns, set_ns)
+
+
+def _by_boot(lives: Sequence[Life]) -> tuple[list[Life], tuple[tuple[str, int], ...]]:
+    """The lives of each boot with one date for all, that of most of them; and how often and by how
+    much it was set, as one rank saw it."""
+    boots: dict[str, list[Life]] = {}
+    for life in lives:
+        if life.boot is not None:
+            boots.setdefault(life.boot, []).append(life)
+    dates = {
+        boot: statistics.median_low([life.clock_offset_ns for life in of_boot])
+        for boot, of_boot in boots.items()
+    }
+    told: list[tuple[str, int]] = []
+    for of_boot in boots.values() or [lives]:
+        told += _set_as_seen([life for life in of_boot if life.rank == of_boot[0].rank])
+    return [_dated(life, dates.get(life.boot or "")) for life in lives], tuple(told)
+
+
+def _dated(life: Life, offset_ns: int | None) -> Life:
+    ahead_ns = 0 if offset_ns is None else life.clock_offset_ns - offset_ns
+    if offset_ns is None or abs(ahead_ns) < SET_NS:
+        return life
+    return replace(life, clock_offset_ns=offset_ns, date_ahead_ns=ahead_ns)
+
+
+def _set_as_seen(lives: Sequence[Life]) -> Iterator[tuple[str, int]]:
+    """In the lives of one rank on one boot, and between them."""
+    before: Life | None = None
+    for life in sorted(lives, key=lambda one: one.first_mono_ns):
+        if before is not None and before.boot is not None:
+            by_ns = life.clock_offset_ns - before.clock_offset_ns - sum(before.date_set_ns)
+            if abs(by_ns) >= SET_NS:
+                yield life.host, by_ns
+        yield from ((life.host, by_ns) for by_ns in life.date_set_ns)
+        before = life
 
 
 def _clock(host: str, lives: Sequence[Life], *, first: str) -> HostClock:

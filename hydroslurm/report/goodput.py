@@ -137,8 +137,11 @@ def _allocations(history: History, beside: Beside, lives: Sequence[Life]) -> lis
         if known is None:
             found[key] = _Allocation(begin_s, end_s, False, [life])
             continue
-        start_s = _since_begin(history, known.start_epoch_s, begin_s)
-        stop_s = _since_begin(history, known.end_epoch_s, end_s)
+        ahead_ns = life.date_ahead_ns
+        start_s = _since_begin(history, known.start_epoch_s, begin_s, ahead_ns)
+        stop_s = _since_begin(
+            history, known.end_epoch_s, end_s, ahead_ns, ahead_ns + sum(life.date_set_ns)
+        )
         mine = found.setdefault(key, _Allocation(start_s, stop_s, True))
         mine.begin_s, mine.end_s = min(mine.begin_s, begin_s), max(mine.end_s, end_s)
         mine.lives.append(life)
@@ -149,15 +152,24 @@ def _allocations(history: History, beside: Beside, lives: Sequence[Life]) -> lis
     return ordered
 
 
-def _since_begin(history: History, epoch_s: int | None, otherwise_s: float) -> float:
-    return otherwise_s if epoch_s is None else epoch_s - history.begin_epoch_ns / 1e9
+def _since_begin(
+    history: History, epoch_s: int | None, otherwise_s: float, *ahead_ns: int
+) -> float:
+    """A moment of Slurm's. Where a date was set (to be ``ahead_ns`` of what is counted with) the
+    controller's may have been the same one: what is nearest to the event log is believed."""
+    if epoch_s is None:
+        return otherwise_s
+    at_s = epoch_s - history.begin_epoch_ns / 1e9
+    return min(
+        (at_s - by_ns / 1e9 for by_ns in (0, *ahead_ns)), key=lambda one: abs(one - otherwise_s)
+    )
 
 
 def _submitted(history: History, beside: Beside, lives: Sequence[Life]) -> list[float]:
     known = beside.slurm_life(lives[0])
     if known is None or known.submit_epoch_s is None:
         return []
-    return [_since_begin(history, known.submit_epoch_s, 0.0)]
+    return [_since_begin(history, known.submit_epoch_s, 0.0, lives[0].date_ahead_ns)]
 
 
 class _Window:

@@ -138,13 +138,17 @@ class Life:
     """One process of one rank, from its first event to its last.
 
     Attributes:
-        clock_offset_ns: CLOCK_REALTIME minus CLOCK_MONOTONIC (see ``report.clocks.DateWatch``).
-        clock_error_ns: by how much that changed in the life; None where one event cannot tell.
+        clock_offset_ns: CLOCK_REALTIME minus CLOCK_MONOTONIC (see ``report.datewatch.DateWatch``).
+        clock_error_ns: by how much that changed in the life, unless it was set; None where one
+            event cannot tell.
         ended: it uninstalled; False when it was killed or is still running.
         pauses, stops: those of this life. Two stop requests for one preemption are normal.
         progress: what its ``Run`` wrote down; None where there was none.
         world_size: ranks that it was joined with, itself included; 1: it was alone.
         joined_mono_ns: all of them had joined; None for one that was alone.
+        boot: of its host; CLOCK_MONOTONIC is one clock within it. None where that was not told.
+        date_set_ns: by how much the date was set while the process lived, each time.
+        date_ahead_ns: by how much its date was ahead, as it began, of the one that is counted with.
         lost_signals: whose handlers somebody else replaced: such signals were not heard any more.
     """
 
@@ -164,6 +168,9 @@ class Life:
     clock_error_ns: int | None = None
     joined_mono_ns: int | None = None
     lost_signals: tuple[str, ...] = ()
+    boot: str | None = None
+    date_set_ns: tuple[int, ...] = ()
+    date_ahead_ns: int = 0
 
     def epoch_ns(self, mono_ns: int) -> int:
         """A stamp of this life as CLOCK_REALTIME, to be lined up with other ranks and lives."""

@@ -144,6 +144,11 @@ class Follower:
         self._saves: dict[object, _SaveDraft] = {}
         self._stop_save = _SaveDraft(None, "stop")
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a ``Run`` wrote any of the lines so far."""
+        return bool(self._first)
+
     def note_step(self, step: object) -> None:
         """A step that any line names."""
         if type(step) is int and (self._last_step is None or step > self._last_step):
@@ -178,7 +183,7 @@ class Follower:
     def finish(self) -> Progress | None:
         """None when no ``Run`` wrote any of it."""
         first = self._first
-        if not first:
+        if not self.has_run:
             return None
         began, safe = first.get(EventKind.LIFE_BEGAN), first.get(EventKind.SAFE_POINT)
         reason, ended = first.get(EventKind.STOP_REASON), first.get(EventKind.LIFE_ENDED)

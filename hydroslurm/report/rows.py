@@ -229,7 +229,8 @@ def _stop_row(history: History, beside: Beside, stopped: Stopped) -> StopRow:
     end_s = before.end_epoch_s if before else None
     eligible_s = after.eligible_epoch_s if after else None
     started_s = after.start_epoch_s if after else None
-    first_s = following.epoch_ns(following.first_mono_ns) / 1e9 if following else None
+    first_s = _by_slurms_date(following, started_s) if following else None
+    gap_s = stop.waited_s
     progress = life.progress
     per_step = progress.samples_per_step if progress else None
     lost = stop.steps_lost
@@ -239,8 +240,8 @@ def _stop_row(history: History, beside: Beside, stopped: Stopped) -> StopRow:
         left_s=_since_us(seen_ns=stop.requested_mono_ns, end_ns=life.last_mono_ns, unit=1e6),
         before=before,
         after=after if after != before else None,
-        eligible_s=_later_s(end_s, eligible_s),
-        queued_s=_later_s(eligible_s, started_s),
+        eligible_s=_later_s(end_s, eligible_s, within_s=gap_s),
+        queued_s=_later_s(eligible_s, started_s, within_s=gap_s),
         start_s=_later_s(started_s, first_s),
         samples_lost=None if lost is None or per_step is None else lost * per_step,
         nsys_saving_ms=_nsys_ms(seen, "saving_mono_ns"),
@@ -255,11 +256,23 @@ def _since_us(*, seen_ns: int | None, end_ns: int | None, unit: float) -> float 
     return None if taken_us is None else taken_us / unit
 
 
-def _later_s(begin_s: float | None, end_s: float | None) -> float | None:
-    """0 where whole seconds make it a little less."""
+def _by_slurms_date(life: Life, started_s: float | None) -> float:
+    """Its first event. Where the date of its host was set, the controller's may have been the same
+    one: what is nearest to the start that Slurm tells is believed."""
+    at_ns = life.epoch_ns(life.first_mono_ns)
+    found = (at_ns / 1e9, (at_ns + life.date_ahead_ns) / 1e9)
+    return found[0] if started_s is None else min(found, key=lambda one: abs(one - started_s))
+
+
+def _later_s(
+    begin_s: float | None, end_s: float | None, *, within_s: float | None = None
+) -> float | None:
+    """0 where whole seconds make it a little less. None where it runs backwards, or lasts longer
+    than the time between two processes that it is a part of: a date was set meanwhile."""
     if begin_s is None or end_s is None or end_s < begin_s - 2:
         return None
-    return max(0.0, float(end_s - begin_s))
+    later_s = max(0.0, float(end_s - begin_s))
+    return None if within_s is not None and later_s > within_s + 2 else later_s
 
 
 def _nsys_ms(seen: ProfiledStop | None, name: str) -> float | None:

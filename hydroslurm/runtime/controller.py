@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from hydroslurm.dates import boot_id, clocks
 from hydroslurm.errors import AckTimeout, InstallError
-from hydroslurm.events import Event, EventKind, EventLog, clocks
+from hydroslurm.events import Event, EventKind, EventLog
 from hydroslurm.pulse import PulseWriter
 from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
@@ -161,6 +162,7 @@ class Controller:
             {
                 "gate": self.gate.name,
                 "granularity": self.gate.granularity,
+                "boot": boot_id(),
                 "signals": [signal_name(signo) for signo in outcome if signo in heard],
                 "asked_by": {verb: signo for verb, signo in asked_by.items() if signo in heard},
                 **self._identity.jobstep,

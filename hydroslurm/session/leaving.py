@@ -327,7 +327,9 @@ class Leaver:
                 "saved. This allocation was made by srun or salloc, which Slurm cannot requeue: "
                 "run the same command again, with the same directory, to go on"
             )
-        return f"saved, but Slurm will not start the job again ({error}). Submit it again to go on"
+        known = self._policy is not None and not self._policy.may_requeue
+        why = self._policy.requeue_why if self._policy is not None and known else str(error)
+        return f"saved, but Slurm will not start the job again ({why}). Submit it again to go on"
 
     def _deadline(self, request: StopRequest, stop: Stop) -> float:
         if self._policy is None:

@@ -25,6 +25,7 @@ from hydroslurm.checkpoint import memory
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.tiers import clear_fast
 from hydroslurm.errors import (
     RanksError,
     SaveFailed,
@@ -537,6 +538,7 @@ class Run(Beginning):
             ending.at_good_end(self.dir, step=self._step, fence=self._fence)
         else:
             finished.write(self.dir, step=self._step)
+        clear_fast(durable=self._durable, fast=self._fast)
 
     def _tell_of_node(self, words: str) -> None:
         """One rank speaks for those of its node."""

@@ -1,4 +1,4 @@
-"""How the tasks of a job step have ended, read from what ``srun -v`` prints. Pure.
+"""How a job step begins and how its tasks have ended, read from what ``srun -v`` prints. Pure.
 
 srun itself ends with the highest status of all its tasks, and accounting keeps no more. Its
 messages name each one::
@@ -8,7 +8,12 @@ messages name each one::
     srun: error: n[1-2]: tasks 0-1,3: Killed
     srun: error: n1: task 0: Segmentation fault (core dumped)
 
-Source: Slurm's ``src/srun/libsrun/launch.c``; seen on 22.05.8.
+Before that it waits for its job step, or says which one it is::
+
+    srun: Job 3 step creation temporarily disabled, retrying (Requested nodes are busy)
+    srun: launching StepId=3.1 on host n1, 1 tasks: 0            (with -v only)
+
+Source: Slurm's ``src/srun/libsrun/launch.c`` and ``src/api/step_launch.c``; seen on 22.05.8.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ _ENDED = re.compile(
     r"srun: (?:[\w/]+: )*(?P<nodes>[^\s:]+): tasks? (?P<tasks>[0-9,-]+): (?P<how>\S.*?)"
     r"(?: \(core dumped\))?\s*"
 )
+_WAITS = re.compile(r"srun: Job \d+ step creation \w+ disabled, retrying \((.*)\)\s*")
+_LAUNCHES = re.compile(r"srun: (?:[\w/]+: )*launching StepId=[\d+]+\.(\d+) on .*")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|oom", re.IGNORECASE)
 _SIGNALS = {
@@ -39,6 +46,18 @@ def task_ends(line: str) -> Iterator[tuple[int, int]]:
     if match is not None and status is not None:
         for task in _numbers(match["tasks"]):
             yield task, status
+
+
+def step_waits(line: str) -> str | None:
+    """Why Slurm does not make the job step yet, in its own words; None for any other line."""
+    match = _WAITS.fullmatch(line)
+    return None if match is None else match[1]
+
+
+def step_launched(line: str) -> int | None:
+    """The number of the job step whose tasks are being started; None for any other line."""
+    match = _LAUNCHES.fullmatch(line)
+    return None if match is None else int(match[1])
 
 
 def _status(how: str) -> int | None:

@@ -1,4 +1,5 @@
-"""Whether somebody asked a rank to stop where Slurm knows of nobody: its events tell."""
+"""Whether an attempt was stopped by somebody: by Slurm, or by one of whom only the ranks' events
+tell."""
 
 from __future__ import annotations
 
@@ -6,12 +7,21 @@ import contextlib
 from pathlib import Path
 
 from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.slurm.stops import Stop, StopReason
 
 _STOPS = frozenset({
     EventKind.STOP_REQUESTED,
     EventKind.REQUEUE_ASKED,
     EventKind.REQUEUED,
 })  # fmt: skip
+
+
+def is_slurms(stop: Stop) -> bool:
+    """A job that runs on, without a preemption in progress, was not stopped by Slurm: a time limit
+    that is near ends nothing yet."""
+    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
+        return False
+    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)
 
 
 def was_asked_to_stop(events: Path, *, since_epoch_ns: int) -> bool:

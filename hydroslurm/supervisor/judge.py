@@ -29,6 +29,11 @@ class Next(Enum):
     FAIL = "fail"
     LEAVE = "leave"
     """Saved, to be requeued."""
+    REQUEUE = "requeue"
+    """Nothing can be started on these nodes."""
+
+
+SRUN_KILLED = "SrunKilled"
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,23 @@ def unasked(plan: Plan, found: Judgement) -> Judgement:
         return Judgement(Next.RESTART, found.replica, RUN_AGAIN, True, "StoppedUnasked", words)
     words = f"{words}, and restartPolicy {policy} takes that for final"
     return Judgement(Next.FAIL, found.replica, RUN_AGAIN, reason="StoppedUnasked", words=words)
+
+
+def srun_was_killed(signal_number: int | None) -> Judgement:
+    """srun ended without a word about tasks that it had started: its end ends them, and is none of
+    their failures. ``signal_number``: what it died of, where that is known."""
+    how = "" if signal_number is None else f" ({status_words(128 + signal_number)})"
+    words = f"srun was killed{how}, and its tasks with it; that is no failure of theirs"
+    return Judgement(Next.RESTART, reason=SRUN_KILLED, words=words)
+
+
+def held_back(why: str, waited_s: float) -> Judgement:
+    """Slurm makes no job step on nodes that the job has to itself."""
+    words = (
+        f"no job step could be started for {waited_s:.0f} s ({why}): Slurm counts one that is over "
+        "as running, as it does where its slurmstepd was killed"
+    )
+    return Judgement(Next.REQUEUE, reason="StepCannotStart", words=words)
 
 
 def restarts(policy: str, status: int) -> bool:

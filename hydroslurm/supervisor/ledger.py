@@ -20,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from hydroslurm.errors import RunFolderError
 from hydroslurm.files import open_regular, parse_json, read_regular
-from hydroslurm.supervisor.decision import Decision
+from hydroslurm.supervisor.decision import DEADLINE_EXCEEDED, Decision
+from hydroslurm.supervisor.judge import SRUN_KILLED, Judgement, Next
 
 _MOST_BYTES = 1 << 20
 
@@ -34,9 +35,22 @@ class Ending(str, Enum):
     FAILED = "failed"
     PREEMPTED = "preempted"
     """Preempted, requeued, or lost with its node."""
+    LOST = "lost"
+    """Its srun was killed, which is no failure of the replicas."""
     TIME_LIMIT = "time_limit"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+
+
+def ending_of(judgement: Judgement, decision: Decision | None) -> Ending:
+    """Of an attempt that was not interrupted from outside."""
+    if judgement.next is Next.SUCCEED:
+        return Ending.SUCCEEDED
+    if decision is not None and decision.reason == DEADLINE_EXCEEDED:
+        return Ending.DEADLINE
+    if judgement.reason == SRUN_KILLED:
+        return Ending.LOST
+    return Ending.RESTARTED if judgement.status == 0 else Ending.FAILED
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from hydroslurm.files import open_regular
 from hydroslurm.launch.images import Runtime, pyxis_options
 from hydroslurm.launch.plan import Plan
 from hydroslurm.runtime.autoload import PREEMPT_ENV
-from hydroslurm.slurm.srun_text import task_ends
+from hydroslurm.slurm.srun_text import step_launched, step_waits, task_ends
 from hydroslurm.spec.job import TrainingJob
 from hydroslurm.supervised import LIVES_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
+from hydroslurm.supervisor.judge import Judgement, Next, judge, srun_was_killed
 
 LOST = 1
 """The status of a task of which srun has said nothing when it ended badly."""
@@ -37,11 +38,15 @@ class Ends:
         statuses: task -> status.
         order: the same tasks, the first to end first.
         step_id: of the job step, once srun has said it.
+        waits: why there is no job step yet, in Slurm's words, while srun waits for one.
     """
 
     path: Path
     statuses: dict[int, int] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
+    step_id: int | None = None
+    waits: str | None = None
+    _since_mono_s: float = field(default_factory=time.monotonic)
     _offset: int = 0
 
     def look(self) -> bool:
@@ -58,11 +63,20 @@ class Ends:
         self._offset += len(whole) + 1
         before = len(self.order)
         for line in whole.decode(errors="replace").splitlines():
+            self.waits = step_waits(line) or self.waits
+            if (step_id := step_launched(line)) is not None:
+                self.step_id, self.waits = step_id, None
             for task, status in task_ends(line):
                 if task not in self.statuses:
                     self.statuses[task] = status
                     self.order.append(task)
         return len(self.order) > before
+
+    @property
+    def waited_s(self) -> float:
+        """For how long srun has waited for a job step; 0 where it does not say that it waits, which
+        22.05 does late: after 10 s, or after 2 min."""
+        return 0.0 if self.waits is None else time.monotonic() - self._since_mono_s
 
     def fill_in(self, tasks: int, status: int) -> None:
         """srun has ended: those that it said nothing of have ended with it."""
@@ -120,6 +134,19 @@ class RunningStep:
         if not self.has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signo)
+
+
+def after_srun(plan: Plan, step: RunningStep, ends: Ends) -> Judgement:
+    """What follows when srun has ended, and nothing that it has said of its tasks decides."""
+    # the one of another supervisor has no status; what ends by itself names its tasks
+    killed = not ends.order if step.status is None else step.status < 0
+    if killed and ends.step_id is not None:
+        return srun_was_killed(None if step.status is None else -step.status)
+    if not ends.order:
+        words = f"srun has started no task: {last_words(ends.path)}"
+        return Judgement(Next.RESTART, None, LOST, True, "StepFailed", words)
+    ends.fill_in(len(plan.tasks), step.status or LOST)
+    return judge(plan, ends.statuses, ends.order)
 
 
 def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> list[str]:

@@ -26,18 +26,24 @@ from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.restarts import Start, check_newest, requeue
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why
 from hydroslurm.spec.job import TrainingJob
-from hydroslurm.supervisor.asked import was_asked_to_stop
+from hydroslurm.supervisor.asked import is_slurms, was_asked_to_stop
 from hydroslurm.supervisor.conditions import ConditionType, add_condition, read_conditions, verdict
 from hydroslurm.supervisor.deadline import ActiveTime
 from hydroslurm.supervisor.decision import DEADLINE_EXCEEDED, Decision, decide
-from hydroslurm.supervisor.judge import Judgement, Next, judge, unasked
-from hydroslurm.supervisor.ledger import Attempt, Attempts, Ending
+from hydroslurm.supervisor.judge import (
+    SRUN_KILLED,
+    Judgement,
+    Next,
+    held_back,
+    judge,
+    unasked,
+)
+from hydroslurm.supervisor.ledger import Attempt, Attempts, Ending, ending_of
 from hydroslurm.supervisor.steps import (
-    LOST,
     Ends,
     RunningStep,
+    after_srun,
     host_list,
-    last_words,
     meeting_place,
     python_of,
     rank_variables,
@@ -50,6 +56,9 @@ PEERS_S = 10.0
 succeeded: they may still be writing."""
 SAVE_S = 120.0
 """How long ranks that were told to save may take; Slurm ends them before where it must."""
+STEP_WITHIN_S = 90.0
+"""How long srun may wait for its job step: one that is being ended has KillWait and
+UnkillableStepTimeout, 30 s and 60 s by default."""
 LONGEST_DELAY_S = 10.0
 """Before the n-th restart it waits n seconds, and at most so many: what fails at once and always is
 not to fail a hundred times a minute."""
@@ -130,7 +139,10 @@ class Supervisor:
         judgement = self._watch(step, ends)
         self._check_newest()
         told = None if judgement.next is Next.SUCCEED else self._ask()
-        stop = None if told is None or not _is_slurms(told) else told
+        stop = None if told is None or not is_slurms(told) else told
+        if judgement.next is Next.REQUEUE:
+            step.end()
+            return self._leave(attempt, stop, saved=False, instead=judgement)
         if judgement.next is Next.LEAVE and not self._was_asked(told, attempt):
             judgement = unasked(self._plan, judgement)
         if judgement.next is Next.LEAVE or stop is not None:
@@ -144,7 +156,7 @@ class Supervisor:
         )
         attempt = self._attempts.end(
             attempt,
-            _ending(judgement, decision),
+            ending_of(judgement, decision),
             replica=judgement.replica,
             status=judgement.status,
             decision=decision,
@@ -179,14 +191,14 @@ class Supervisor:
         for attempt in reversed(self._attempts.all()):
             if attempt.ending is None and attempt.life == self._allocation.restart_count:
                 step = self._step_of(attempt)
+                ends = Ends(self._run.srun_log(attempt.number))
                 if step is None:
                     # killed between the two: the step may run, but nobody knows its process
-                    with contextlib.suppress(SlurmError):
-                        self._client.signal(self._allocation.job_id, signal.SIGKILL)
+                    self._end_step(ends)
                     self._attempts.end(attempt, Ending.PREEMPTED)
                     continue
                 self._say(f"goes on with attempt {attempt.number}, whose supervisor was killed")
-                return attempt, step, Ends(self._run.srun_log(attempt.number))
+                return attempt, step, ends
         return None
 
     def _step_of(self, attempt: Attempt) -> RunningStep | None:
@@ -230,26 +242,37 @@ class Supervisor:
         while True:
             over = step.has_ended()  # first: what it said before it ended is in the file then
             ends.look()
-            if over and not ends.order:
-                words = f"srun has started no task: {last_words(ends.path)}"
-                return Judgement(Next.RESTART, None, LOST, True, "StepFailed", words)
-            if over:
-                ends.fill_in(len(self._plan.tasks), step.status or LOST)
             judgement = judge(self._plan, ends.statuses, ends.order)
-            if judgement.next is not Next.WAIT or over:
+            if judgement.next is not Next.WAIT:
                 return judgement
+            if over:
+                judgement = after_srun(self._plan, step, ends)
+                if judgement.reason == SRUN_KILLED:
+                    self._end_step(ends)
+                return judgement
+            if ends.waited_s > STEP_WITHIN_S:
+                return held_back(ends.waits or "", ends.waited_s)
             self._active.tick()
             if self._is_over_deadline():
                 self._forbid_requeue()
                 return Judgement(Next.FAIL, reason=DEADLINE_EXCEEDED)
             time.sleep(TICK_S)
 
+    def _end_step(self, ends: Ends) -> None:
+        """End what is left of a job step without its srun. By its number: 22.05's scancel takes
+        SIGKILL for a job as an order to cancel it."""
+        ends.look()
+        if ends.step_id is not None:
+            job_id = self._allocation.job_id
+            with contextlib.suppress(SlurmError):
+                self._client.signal(job_id, signal.SIGKILL, step=ends.step_id)
+
     # --- with Slurm
 
     def _why(self) -> Stop | None:
         """Whether Slurm has stopped the job; None when what happened had reasons of its own."""
         stop = self._ask()
-        return stop if _is_slurms(stop) else None
+        return stop if is_slurms(stop) else None
 
     def _ask(self) -> Stop:
         return ask_why(
@@ -265,16 +288,25 @@ class Supervisor:
             return True
         return was_asked_to_stop(self._run.events, since_epoch_ns=attempt.began_epoch_ns)
 
-    def _leave(self, attempt: Attempt | None, stop: Stop | None, *, saved: bool) -> Outcome:
+    def _leave(
+        self,
+        attempt: Attempt | None,
+        stop: Stop | None,
+        *,
+        saved: bool,
+        instead: Judgement | None = None,
+    ) -> Outcome:
         """The job is to go on later, or was ended by a person or its time limit.
 
         Args:
             attempt: the one that was interrupted; None between two.
             stop: Slurm's reason; None when a rank asked for it.
             saved: whether a rank says that it has.
+            instead: what this supervisor itself has found to leave for.
         """
         reason = None if stop is None else stop.reason
-        words = "a rank has saved and left" if stop is None else stop.words
+        words = "a rank has saved and left" if instead is None else instead.words
+        words = words if stop is None else stop.words
         if reason is StopReason.CANCELLED:
             self._end(attempt, Ending.CANCELLED)
             self._become("Failed", "Cancelled", words)
@@ -286,7 +318,8 @@ class Supervisor:
             return Outcome(MUST_NOT_RUN_AGAIN, words)
         is_limit = reason is StopReason.TIME_LIMIT
         self._end(attempt, Ending.TIME_LIMIT if is_limit else Ending.PREEMPTED)
-        name = "Requeued" if reason is None else reason.value.title().replace("_", "")
+        name = "Requeued" if instead is None else instead.reason
+        name = name if reason is None else reason.value.title().replace("_", "")
         self._become("Preempted", name, words)
         try:
             requeue(self._client, self._start)
@@ -368,19 +401,3 @@ class Supervisor:
         finally:
             for signo, handler in before.items():
                 signal.signal(signo, handler)
-
-
-def _ending(judgement: Judgement, decision: Decision | None) -> Ending:
-    if judgement.next is Next.SUCCEED:
-        return Ending.SUCCEEDED
-    if decision is not None and decision.reason == DEADLINE_EXCEEDED:
-        return Ending.DEADLINE
-    return Ending.RESTARTED if judgement.status == 0 else Ending.FAILED
-
-
-def _is_slurms(stop: Stop) -> bool:
-    """A job that runs on, without a preemption in progress, was not stopped by Slurm: a time limit
-    that is near ends nothing yet."""
-    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
-        return False
-    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)

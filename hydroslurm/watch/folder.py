@@ -148,6 +148,9 @@ class FollowedRun:
         newest = marks[-1][:2] if marks else None
         pulse = self._pulse
         if pulse is not None and pulse.restart_count == restart_count:
+            states = (file.facts.state for file in mine)
+            host = next((state.host for state in states if state and state.pid == pulse.pid), "")
+            pulse = pulse.dated_now(host)
             if newest is not None and newest[0] > pulse.step and newest[1] > pulse.epoch_ns:
                 return *newest, pulse.steps_per_s, 0.0
             stuck_s = max(0.0, (pulse.epoch_ns - pulse.since_epoch_ns) / 1e9)

@@ -120,7 +120,7 @@ class RankFile:
                 event = Event.from_json(line)
             except ValueError:
                 continue  # torn, foreign, or of a later version
-            self.facts.take(event)
+            self.facts.take(event.dated_now())
 
 
 def _step(data: Mapping[str, Any]) -> int:

@@ -18,7 +18,8 @@ WORKER = """
 import os, signal, sys, time
 from pathlib import Path
 from hydroslurm import registry
-from hydroslurm.events import Event, EventKind, EventLog, clocks
+from hydroslurm.dates import clocks
+from hydroslurm.events import Event, EventKind, EventLog
 
 # A rank as an agent sees it, without the seconds that torch takes to import: it announces itself,
 # listens, answers with events, and leaves as the files in the test's folder say.

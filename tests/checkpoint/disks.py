@@ -32,6 +32,32 @@ class HeldDisk(LocalStorage):
         return super().create(path)
 
 
+class SlowSync(LocalStorage):
+    """Holds the first sync of the steps it is told to, until it is let go, and fails then.
+
+    Attributes:
+        reached: set when it is held.
+        let_go: set it to go on.
+    """
+
+    def __init__(self, *steps: int) -> None:
+        self.reached = threading.Event()
+        self.let_go = threading.Event()
+        self._held = tuple(f"step-{step:09d}" for step in steps)
+        self._is_held = False
+
+    def create(self, path: Path) -> int:
+        self._is_held = any(name in str(path) for name in self._held)
+        return super().create(path)
+
+    def fsync(self, fd: int) -> None:
+        if self._is_held and not self.reached.is_set():
+            self.reached.set()
+            assert self.let_go.wait(60)
+            raise OSError(errno.EIO, "Input/output error")
+        super().fsync(fd)
+
+
 class SlowRemoval(LocalStorage):
     """Removes no file until it is let go."""
 

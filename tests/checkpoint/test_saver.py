@@ -19,9 +19,10 @@ from processes import child
 from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.staging import state_bytes
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.checkpoint.tiers import FAST_AT_MOST, Tier
 from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
 
 
@@ -402,9 +403,10 @@ def no_room() -> Room:
 
 def test_without_memory_for_a_copy_the_training_waits(tmp_path: Path) -> None:
     """No copy is made; the save is committed when the training goes on, with the same bytes on disk
-    as one of a copy, and why is told once."""
+    as one of a copy, and why is told at the start and with each save."""
     stores = [CheckpointStore(tmp_path / name) for name in ("copied", "waited")]
-    savers = [Saver(stores[0]), Saver(stores[1], room=no_room)]
+    events: list[SaveEvent] = []
+    savers = [Saver(stores[0]), Saver(stores[1], room=no_room, tell=events.append)]
     told = [saver.reserve(state_of(1.0)) for saver in savers]
     assert told[0] == ""
     assert "and 0 MB may be taken (0 of 0 MB of the limit of a test are in use)" in told[1]
@@ -419,8 +421,34 @@ def test_without_memory_for_a_copy_the_training_waits(tmp_path: Path) -> None:
         folder = store.committed()[0].path
         files.append({f.name: f.read_bytes() for f in folder.iterdir() if "manifest" not in f.name})
         assert value_at(store, 1) == (1.0, 1.0)
+    (not_copied,) = [one for one in events if one.kind is SaveEventKind.NOT_COPIED]
+    assert not_copied.reason == told[1]
     assert savers[1]._copies._staging.reserved_bytes == 0
     assert files[0] == files[1]
+
+
+def test_a_fast_tier_in_memory_counts(quick_folder: Path) -> None:
+    """What /dev/shm holds is the job's memory: there are no copies where three checkpoints there
+    leave no room for them, and no checkpoint there that would be too much."""
+    state = state_of(1.0)
+    size = state_bytes(state)
+    alone = Saver(CheckpointStore(quick_folder / "alone"))
+    assert alone.reserve(state) == ""
+    alone.close()
+    free = [alone._copies._staging.reserved_bytes + (FAST_AT_MOST - 1) * size]
+
+    def room() -> Room:
+        return Room(free[0], 100 * size, 96 * size, "the limit of a test")
+
+    durable, fast = (CheckpointStore(quick_folder / name) for name in ("durable", "fast"))
+    saver = Saver(durable, fast=fast, room=room)
+    assert "of them by the fast tier" in saver.reserve(state)
+    saver.save(state, step=1)
+    free[0] = size - 1
+    saver.save(state, step=2)
+    with pytest.warns(RuntimeWarning, match="did not take step 2: it lies in memory"):
+        saver.close()
+    assert (steps(durable), steps(fast)) == ([1, 2], [1])
 
 
 def test_a_save_without_a_copy_that_fails_is_reported_like_others(tmp_path: Path) -> None:

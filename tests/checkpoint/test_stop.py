@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint.disks import BrokenDisk, HeldDisk, SlowRemoval
+from checkpoint.disks import BrokenDisk, HeldDisk, SlowRemoval, SlowSync
 from checkpoint.test_saver import state_of, steps, value_at
 
 from hydroslurm.checkpoint.deadline import Action
@@ -62,6 +62,26 @@ def test_one_under_way_is_waited_for_when_both_fit(tmp_path: Path) -> None:
     assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_THEN_FULL)
     committed = [event.step for event in told if event.kind is SaveEventKind.COMMITTED]
     assert committed == [4, 5]
+
+
+def test_a_disk_that_has_just_become_slow(tmp_path: Path) -> None:
+    """A sync that hangs counts at once, and still when its save has failed."""
+    disk = SlowSync(2)
+    saver = Saver(CheckpointStore(tmp_path, storage=disk))
+    saver.save(state_of(1.0), step=1)
+    quick_s = saver.estimate().durable.seconds
+    saver.start(state_of(2.0), step=2)
+    assert disk.reached.wait(60)
+    wait_s = 10 * quick_s
+    time.sleep(wait_s)
+    assert saver.estimate().durable.seconds >= wait_s
+    disk.let_go.set()
+    assert saver.wait(timeout_s=60)
+    with pytest.warns(RuntimeWarning, match="Input/output error"):
+        saver.poll()
+    assert steps(CheckpointStore(tmp_path)) == [1]
+    assert saver.estimate().durable.seconds >= wait_s
+    saver.close()
 
 
 def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:

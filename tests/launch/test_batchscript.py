@@ -107,6 +107,7 @@ if [ -n "$ANSWER" ] && [ "$n" -le "${TIMES:-99}" ]; then echo "$ANSWER" >&2; exi
         (75, "RUNNING", 0, "", 1),
         (75, "RUNNING", 0, "Job is pending execution", 1),
         (75, "RUNNING", 0, "Unable to contact slurm controller", 2),
+        (75, "RUNNING", 0, "Requested operation is presently disabled for job 7", 1),
         (75, "RUNNING", 1, "", 0),
         (75, "COMPLETING Reason=TimeLimit", 1, "", 0),
         (143, "RUNNING", 0, "", 1),
@@ -120,8 +121,8 @@ if [ -n "$ANSWER" ] && [ "$n" -le "${TIMES:-99}" ]; then echo "$ANSWER" >&2; exi
 def test_the_status_of_the_ranks_becomes_a_requeue(
     status: int, state: str, restarts: int, answer: str, requeues: int, tmp_path: Path
 ) -> None:
-    """75 asks for a requeue until it is granted or was before; 143 only inside a grace; an attempt
-    that Slurm has replaced never; the status itself is kept."""
+    """75 asks for a requeue until it is granted, was before, or never will be; 143 only inside a
+    grace; an attempt that Slurm has replaced never; the status itself is kept."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(SCONTROL)
     scontrol.chmod(0o755)

@@ -17,7 +17,8 @@ class RankLog:
     """Builds the events of one process of one rank; times are seconds since ``boot_s``.
 
     ``boot_s`` is what CLOCK_MONOTONIC showed at the start of the run: it differs between machines.
-    ``date_off_s`` is by how much CLOCK_REALTIME is off.
+    ``date_off_s`` is by how much CLOCK_REALTIME is off, from the next event on. ``boot`` is the
+    boot of the host, which is told where it is given.
     """
 
     rank: int = 0
@@ -28,6 +29,7 @@ class RankLog:
     boot_s: float = 5000.0
     date_off_s: float = 0.0
     step: int | None = None
+    boot: str = ""
     events: list[Event] = field(default_factory=list)
     _pauses: int = 0
 
@@ -49,7 +51,9 @@ class RankLog:
         return self
 
     def installed(self, at_s: float = 0.0) -> RankLog:
-        return self.add(EventKind.INSTALLED, at_s, gate="native", granularity="every operator")
+        boot = {"boot": self.boot} if self.boot else {}
+        gate = {"gate": "native", "granularity": "every operator"}
+        return self.add(EventKind.INSTALLED, at_s, **gate, **boot)
 
     def uninstalled(self, at_s: float) -> RankLog:
         return self.add(EventKind.UNINSTALLED, at_s)

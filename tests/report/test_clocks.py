@@ -6,7 +6,12 @@ import pytest
 from report.ranklog import RankLog
 
 from hydroslurm.events import EventKind
-from hydroslurm.report.clocks import Alignment, DateWatch, align
+from hydroslurm.report.accounting import Accounting, SlurmLife
+from hydroslurm.report.beside import Beside
+from hydroslurm.report.clocks import Alignment, align
+from hydroslurm.report.datewatch import DateWatch
+from hydroslurm.report.goodput import goodput_of
+from hydroslurm.report.history import History
 from hydroslurm.report.lives import lives_of
 from hydroslurm.report.pauses import Life
 
@@ -41,10 +46,18 @@ def test_one_late_record_moves_nothing() -> None:
     assert (seen.offset_ns, seen.error_ns) == (1000 * S, 0)
 
 
-def test_a_set_date_is_an_error() -> None:
-    """A date that was set in the middle is told by how much."""
-    seen = watch((1, 0), (11, 0), (21, 0), (31, 3), (41, 3))
-    assert (seen.offset_ns, seen.error_ns) == (1000 * S, 3 * S)
+def test_a_set_date_is_no_error() -> None:
+    """How often it was set and by how much is told, and the difference of before it counts: back
+    at once, forth with the second event of which no stop can be the reason."""
+    seen = watch((1, 0), (11, 0), (21, 0), (21.5, 3600), (21.7, 3600), (41, -10), (51, -10))
+    assert seen.set_ns == [3600 * S, -3610 * S]
+    assert (seen.offset_ns, seen.error_ns) == (1000 * S, 0)
+
+
+def test_what_was_recorded_together_after_a_stop() -> None:
+    """Three events that were stamped before a stop of an hour and dated after it."""
+    seen = watch((1, 0), (11, 3600), (11.004, 3599.996), (11.005, 3599.995), (3612, 0), (3622, 0))
+    assert (seen.set_ns, seen.offset_ns, seen.error_ns) == ([], 1000 * S, 0)
 
 
 def test_a_short_life_cannot_tell() -> None:
@@ -91,6 +104,39 @@ def test_a_date_that_was_set_while_the_run_went_on() -> None:
     assert alignment.error_ns is not None
     assert alignment.error_ns >= 59 * S
     assert "was set while the run went on" in " ".join(alignment.sentences())
+
+
+def test_the_lives_of_one_boot_are_counted_by_its_one_clock() -> None:
+    """Three attempts of one rank, 7 s apart, whose host's date is set an hour ahead within the
+    second and back behind it: no hour is spent anywhere, Slurm's moments find their attempts on
+    either date, and both settings are named. A reboot is none."""
+    lives: list[Life] = []
+    for number in range(3):
+        log = RankLog(pid=10 + number, restart_count=number, boot="b1")
+        log.trains(100 * number, life=number + 1, step=20 * number)
+        log.date_off_s = 3600.0 if number == 1 else 0.0
+        log.stop(100 * number + 92.9, step=20 * (number + 1), life=number + 1)
+        lives += lives_of(log.events)
+    aligned, alignment = align(lives)
+    history = History(name="x", lives=aligned, alignment=alignment)
+    assert [stop.waited_s for stop in history.stops] == [pytest.approx(7), pytest.approx(7), None]
+    assert alignment.set_ns == (("n1", 3600 * S), ("n1", -3600 * S))
+    told = " ".join(alignment.sentences())
+    assert "The date was set while the run went on: of n1 by +3,600 s, of n1 by -3,600 s." in told
+    date_s = 1_700_000_000
+    slurm = [
+        SlurmLife(7, n, "REQUEUED", None, None, date_s + 100 * n - 1, date_s + 100 * n + 95 + off_s)
+        for n, off_s in enumerate((0, 3600, 0))
+    ]
+    for accounting in (Accounting(), Accounting(tuple(slurm))):
+        goodput = goodput_of(history, Beside(accounting))
+        assert goodput is not None
+        assert goodput.queued_s == pytest.approx(14, abs=7)
+        assert goodput.allocated_s == pytest.approx(280, abs=10)
+    reboot = RankLog(pid=20, boot="b2", boot_s=0.0, restart_count=3).trains(300, life=4)
+    again, alignment = align([*lives, *lives_of(reboot.events)])
+    assert len(alignment.set_ns) == 2
+    assert again[-1].epoch_ns(again[-1].first_mono_ns) == (date_s + 300) * S
 
 
 def test_hosts_with_nothing_in_common() -> None:

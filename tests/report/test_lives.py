@@ -156,13 +156,29 @@ def test_interleaved_lives() -> None:
 
 
 def test_installed_twice_in_one_process() -> None:
-    """Each installation is a life, although the pauses of both have the same numbers."""
-    log = RankLog().installed().pause(1).uninstalled(3)
-    again = RankLog().installed(4).pause(5, cause="user").uninstalled(7)
-    lives = lives_of([*log.events, *again.events])
-    assert [[pause.causes for pause in life.pauses] for life in lives] == [
-        [("slurm",)],
-        [("user",)],
+    """A script that was started pausable, then by its Run, then by itself again: one attempt, whose
+    pauses are counted through. A second Run of the process begins another."""
+    unasked = RankLog().installed().pause(1).uninstalled(3)
+    run = RankLog().trains(4, life=1).pause(8, cause="user")
+    run.add(EventKind.LIFE_ENDED, 10, life=1, ending="finished").uninstalled(10.1)
+    behind = RankLog().installed(10.2).pause(11, cause="api").uninstalled(13)
+    events = [event for log in (unasked, run, behind) for event in log.events]
+    (life,) = lives_of(events)
+    assert [(pause.number, pause.causes) for pause in life.pauses] == [
+        (1, ("slurm",)),
+        (2, ("user",)),
+        (3, ("api",)),
+    ]
+    assert life.ended
+    assert life.progress is not None
+    assert (life.progress.life, life.progress.ending) == (1, "finished")
+    assert (life.last_mono_ns - life.first_mono_ns) / 1e9 == pytest.approx(13)
+    second = RankLog().trains(14, life=2).uninstalled(20)
+    assert [
+        life.progress and life.progress.life for life in lives_of([*events, *second.events])
+    ] == [
+        1,
+        2,
     ]
 
 

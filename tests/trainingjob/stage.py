@@ -4,8 +4,10 @@ job has ended. They run side by side; nearly all of their time is waiting."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +82,18 @@ def unasked_never(cluster: DevCluster, folder: Path) -> Scene:
 
 def never_killed(cluster: DevCluster, folder: Path) -> Scene:
     return played(cluster, folder, {"worker-0": ["kill SIGKILL", 0]}, replicas(1, "Never"))
+
+
+def srun_killed(cluster: DevCluster, folder: Path) -> Scene:
+    """While its tasks run, as an out-of-memory killer may do it."""
+    scene = Scene(cluster, folder, {"worker-0": ["forever", 0]})
+    scene.submit(replicas(1, "Never") + "runPolicy: {backoffLimit: 0}\n")
+    scene.wait_until_playing(1, replicas=1)
+    pid = scene.attempts[0].srun_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    scene.verdict()
+    return scene
 
 
 def shared_limit(cluster: DevCluster, folder: Path) -> Scene:
@@ -318,6 +332,7 @@ SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
     "always": always,
     "never": never,
     "never_killed": never_killed,
+    "srun_killed": srun_killed,
     "unasked": unasked,
     "unasked_never": unasked_never,
     "uneven": uneven,

@@ -98,6 +98,16 @@ def test_never_takes_a_signal_for_final(scene: Scene) -> None:
     assert scene.verdict().reason == "MasterFailed"
 
 
+@pytest.mark.scene("srun_killed")
+def test_a_killed_srun_is_no_failure_of_the_replicas(scene: Scene) -> None:
+    """Never and backoffLimit=0 forbid a restart after a failure; this one is said to be none."""
+    assert scene.verdict().type == "Succeeded"
+    assert [one.ending for one in scene.attempts] == [Ending.LOST, Ending.SUCCEEDED]
+    (restarting,) = [one for one in scene.conditions if one.type == "Restarting"]
+    assert restarting.reason == "SrunKilled"
+    assert "srun was killed (137 (SIGKILL))" in restarting.message
+
+
 @pytest.mark.scene("shared_limit")
 def test_all_replicas_share_one_limit(scene: Scene) -> None:
     """backoffLimit=2 is spent by failures of three different replicas."""
