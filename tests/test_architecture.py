@@ -38,6 +38,7 @@ MAY_IMPORT = {
         "jobfolder",
         "registry",
         "pulse",
+        "data.workers",
         "slurm.allocation",
         "slurm.munge",
         "slurm.policy",

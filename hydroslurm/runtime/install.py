@@ -38,6 +38,8 @@ from hydroslurm.slurm.allocation import Allocation
 if TYPE_CHECKING:
     import torch
 
+    from hydroslurm.data.workers import WorkerShield
+
 GateKind = Literal["auto", "native", "hooks"]
 
 ALONE_ENV = "HYDROSLURM_ALONE"
@@ -49,6 +51,7 @@ class _Installed:
     pid: int
     controller: Controller
     shield: SpawnShield
+    workers: WorkerShield
     registry_base: Path | None
     unasked: bool = False
     """By ``srun --preempt``, not by a call in the script."""
@@ -152,6 +155,7 @@ def _set_up(
     environ: Mapping[str, str],
 ) -> _Installed:
     """Everything that :func:`install` puts in place, or nothing of it."""
+    from hydroslurm.data.workers import WorkerShield
     from hydroslurm.runtime.gate import open_gate
 
     identity = _identity(environ, plan)
@@ -171,11 +175,14 @@ def _set_up(
         shield = SpawnShield(plan.pausing())
         shield.install()
         undo.callback(shield.uninstall)
+        workers = WorkerShield(plan.stopping())
+        workers.install()
+        undo.callback(workers.uninstall)
         controller.start()
         undo.callback(controller.stop)
         _announce(base, identity, log, plan)
         undo.pop_all()
-    return _Installed(os.getpid(), controller, shield, base)
+    return _Installed(os.getpid(), controller, shield, workers, base)
 
 
 def uninstall() -> int:
@@ -212,6 +219,7 @@ def _take_out() -> int:
             return ours.controller.stop()
         finally:
             ours.shield.uninstall()
+            ours.workers.uninstall()
             if ours.registry_base is not None:
                 registry.withdraw(ours.registry_base, ours.pid)
 
