@@ -1,4 +1,4 @@
-"""Whether somebody asked a rank to stop where Slurm knows of nobody: its events tell."""
+"""Whether somebody asked a rank to stop where Slurm knows of nobody, and why: its events tell."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 
 from hydroslurm.events import Event, EventKind, read_events
+from hydroslurm.slurm.stops import Stop, StopReason
+from hydroslurm.supervisor.ledger import Attempt
 
 _STOPS = frozenset({
     EventKind.STOP_REQUESTED,
@@ -25,6 +27,45 @@ def was_asked_to_stop(events: Path, *, since_epoch_ns: int) -> bool:
             if any(_asks(one) for one in read_events(path) if one.epoch_ns >= since_epoch_ns):
                 return True
     return False
+
+
+def why_asked(events: Path, attempt: Attempt) -> tuple[StopReason, str] | None:
+    """Why the ranks of an attempt were stopped, as the first of them that Slurm has told wrote it
+    down; None where none has. A rank asks as soon as it is signalled. Later, when it has had the
+    job requeued, a preemption, a person's signal and an operator's requeue look the same to Slurm.
+    """
+    found: list[tuple[int, StopReason, str]] = []
+    for path in sorted(events.glob("rank-*.jsonl")):
+        signal = ""
+        with contextlib.suppress(OSError):
+            for event in read_events(path):
+                if event.restart_count != attempt.life or event.epoch_ns < attempt.began_epoch_ns:
+                    continue
+                if event.kind is EventKind.STOP_REQUESTED:
+                    signal = signal or str(event.data.get("signal") or "")
+                reason = event.data.get("reason")
+                if event.kind is EventKind.STOP_REASON and reason in _REASONS:
+                    came = f"{signal} received: " if signal else ""
+                    words = f"{came}{event.data.get('words', '')}"
+                    found.append((event.epoch_ns, StopReason(reason), words))
+    return min(found)[1:] if found else None
+
+
+def one_word(reason: StopReason | None) -> str:
+    """For a condition; None where Slurm has only said that the job goes on later."""
+    return (reason or StopReason.REQUEUED).value.title().replace("_", "")
+
+
+def is_slurms(stop: Stop) -> bool:
+    """Whether Slurm itself stops the job: one that runs on, without a preemption in progress, it
+    does not stop, and a time limit that is near ends nothing yet."""
+    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
+        return False
+    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)
+
+
+_REASONS = frozenset(one.value for one in StopReason) - {"unknown", "cancelled"}
+"""Those with which a job may go on later."""
 
 
 def _asks(event: Event) -> bool:

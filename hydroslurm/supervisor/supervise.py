@@ -26,7 +26,7 @@ from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.restarts import Start, check_newest, requeue
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why
 from hydroslurm.spec.job import TrainingJob
-from hydroslurm.supervisor.asked import was_asked_to_stop
+from hydroslurm.supervisor.asked import is_slurms, one_word, was_asked_to_stop, why_asked
 from hydroslurm.supervisor.conditions import ConditionType, add_condition, read_conditions, verdict
 from hydroslurm.supervisor.deadline import ActiveTime
 from hydroslurm.supervisor.decision import DEADLINE_EXCEEDED, Decision, decide
@@ -130,7 +130,7 @@ class Supervisor:
         judgement = self._watch(step, ends)
         self._check_newest()
         told = None if judgement.next is Next.SUCCEED else self._ask()
-        stop = None if told is None or not _is_slurms(told) else told
+        stop = None if told is None or not is_slurms(told) else told
         if judgement.next is Next.LEAVE and not self._was_asked(told, attempt):
             judgement = unasked(self._plan, judgement)
         if judgement.next is Next.LEAVE or stop is not None:
@@ -249,7 +249,7 @@ class Supervisor:
     def _why(self) -> Stop | None:
         """Whether Slurm has stopped the job; None when what happened had reasons of its own."""
         stop = self._ask()
-        return stop if _is_slurms(stop) else None
+        return stop if is_slurms(stop) else None
 
     def _ask(self) -> Stop:
         return ask_why(
@@ -284,10 +284,11 @@ class Supervisor:
             words = f"{words}, and nothing was saved that could go on"
             self._become("Failed", "TimeLimit", words)
             return Outcome(MUST_NOT_RUN_AGAIN, words)
+        if attempt is not None and reason in (None, StopReason.REQUEUED):
+            reason, words = why_asked(self._run.events, attempt) or (reason, words)
         is_limit = reason is StopReason.TIME_LIMIT
         self._end(attempt, Ending.TIME_LIMIT if is_limit else Ending.PREEMPTED)
-        name = "Requeued" if reason is None else reason.value.title().replace("_", "")
-        self._become("Preempted", name, words)
+        self._become("Preempted", one_word(reason), words)
         try:
             requeue(self._client, self._start)
         except SlurmError as error:
@@ -304,7 +305,11 @@ class Supervisor:
         for attempt in self._attempts.all():
             if attempt.ending is None and attempt.life < self._allocation.restart_count:
                 self._attempts.end(attempt, Ending.PREEMPTED)
-                self._become("Preempted", "Requeued", f"life {attempt.life} was ended by Slurm")
+                known = why_asked(self._run.events, attempt)
+                words = f"life {attempt.life} was ended by Slurm" + (
+                    f": {known[1]}" if known else ""
+                )
+                self._become("Preempted", one_word(known[0] if known else None), words)
 
     def _check_newest(self) -> None:
         """What is written and asked for from here on is the job's, by its id alone: a supervisor of
@@ -376,11 +381,3 @@ def _ending(judgement: Judgement, decision: Decision | None) -> Ending:
     if decision is not None and decision.reason == DEADLINE_EXCEEDED:
         return Ending.DEADLINE
     return Ending.RESTARTED if judgement.status == 0 else Ending.FAILED
-
-
-def _is_slurms(stop: Stop) -> bool:
-    """A job that runs on, without a preemption in progress, was not stopped by Slurm: a time limit
-    that is near ends nothing yet."""
-    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
-        return False
-    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)
