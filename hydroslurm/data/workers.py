@@ -106,8 +106,8 @@ class WorkerShield:
 
     def __init__(self, signals: Collection[int]) -> None:
         self._signals = frozenset(signals)
-        self._original: Callable[[BaseProcess], None] | None = None
-        self._wrapper: Callable[[BaseProcess], None] | None = None
+        self._original: Callable[[Any], None] | None = None
+        self._wrapper: Callable[[Any], None] | None = None
 
     def install(self) -> None:
         if not self._signals:
@@ -119,17 +119,18 @@ class WorkerShield:
             if self._wrapper is None or getattr(target, "__name__", "") != _WORKER_LOOP:
                 original(process)
                 return
-            process._target = WorkerGuard(self._signals, then=target)  # type: ignore[attr-defined]
+            guard = WorkerGuard(self._signals, then=target)  # type: ignore[arg-type]
+            process._target = guard  # type: ignore[attr-defined]
             with shielded(self._signals):
                 original(process)
 
         self._original, self._wrapper = original, start
-        BaseProcess.start = start  # type: ignore[method-assign]
+        BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
     def uninstall(self) -> None:
         """Put the original back; where somebody has wrapped it again since, do nothing any more."""
         if self._original is not None and BaseProcess.start is self._wrapper:
-            BaseProcess.start = self._original  # type: ignore[method-assign]
+            BaseProcess.start = self._original  # type: ignore[method-assign, assignment]
         self._original = self._wrapper = None
 
 
