@@ -38,13 +38,14 @@ MAY_IMPORT = {
         "jobfolder",
         "registry",
         "pulse",
-        "data.workers",
         "slurm.allocation",
+        "slurm.client",
         "slurm.munge",
+        "slurm.patience",
         "slurm.policy",
     },
     "slurm": BASE | {"exitcodes"},
-    "data": BASE | {"checkpoint.rng"},
+    "data": BASE | {"checkpoint.rng", "runtime.workers"},
     "checkpoint": BASE | {"rundir", "fence"},
     "session": BASE
     | {

@@ -12,8 +12,8 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.data import epochs
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
 from hydroslurm.data.share import Share, world_size_now
-from hydroslurm.data.workers import iterate
 from hydroslurm.errors import StateMismatch
+from hydroslurm.runtime.workers import iterate
 
 
 class ReplayPosition:

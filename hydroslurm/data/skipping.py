@@ -13,7 +13,7 @@ from hydroslurm.data.caveat import warn_of_unseeded_workers
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
 from hydroslurm.data.sampler import ResumableSampler
 from hydroslurm.data.share import Share
-from hydroslurm.data.workers import iterate
+from hydroslurm.runtime.workers import iterate
 
 
 @dataclass(frozen=True)
