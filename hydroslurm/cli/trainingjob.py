@@ -173,10 +173,13 @@ def _row(found: Overview | PlainJob) -> tuple[str, ...]:
     condition = found.condition
     if isinstance(found, Overview):
         name, replicas = found.job.name, str(found.job.replicas)
+        preemptions = str(found.preemptions)
         restarts = f"{found.restarts}/{found.job.run_policy.backoff_limit}"
     else:
         name, replicas = found.name, str(len(found.ranks) or "-")
         restarts = str(found.slurm.restart_count)
+        # accounting, which knows those that no rank has heard of, is asked by describe only
+        preemptions = str(found.preemptions) if found.saver or restarts == "0" else "-"
     return (
         str(found.slurm.job_id),
         name[:30],
@@ -184,7 +187,7 @@ def _row(found: Overview | PlainJob) -> tuple[str, ...]:
         found.slurm.state.value,
         replicas,
         restarts,
-        str(found.preemptions),
+        preemptions,
         moment(condition.epoch_ns) if condition else "-",
     )
 

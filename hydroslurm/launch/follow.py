@@ -47,9 +47,7 @@ def replica_of(plan: Plan, wanted: str | None) -> str:
 def no_replica(wanted: str, names: Sequence[str]) -> UsageError:
     """The error for a name that is none of these."""
     listed = ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
-    return UsageError(
-        f"there is no replica {wanted!r}; wanted {f'one of {listed}' if listed else 'none'}"
-    )
+    return UsageError(f"there is no replica {wanted!r}; wanted one of {listed}")
 
 
 def task_logs(found: Overview, replica: str | None) -> list[Path]:
@@ -74,16 +72,16 @@ def output_logs(found: PlainJob, replica: str | None) -> list[Path]:
             has all.
     """
     files = _slurm_files(found)
-    of_ranks = _rank_files(files)
-    if of_ranks and (number := _rank_number(replica)) in of_ranks:
-        return of_ranks[number]
-    if of_ranks or (replica is not None and not files):
-        raise no_replica(replica or "rank-0", [f"rank-{number}" for number in of_ranks])
     if not files:
         raise UsageError(
             f"Slurm has no output file of {found.name}: srun and salloc print on the terminal that "
             "they were called from. srun --output=FILE makes one"
         )
+    of_ranks = _rank_files(files)
+    if of_ranks and (number := _rank_number(replica)) in of_ranks:
+        return of_ranks[number]
+    if of_ranks:
+        raise no_replica(replica or "rank-0", [f"rank-{number}" for number in of_ranks])
     if replica is not None:
         raise UsageError(
             f"{replica} has no file of its own: what this job prints is in "

@@ -20,6 +20,7 @@ from hydroslurm.errors import (
 )
 from hydroslurm.events import Event, EventKind, read_events
 from hydroslurm.files import read_regular
+from hydroslurm.jobfolder import read_owner
 from hydroslurm.launch import submission
 from hydroslurm.launch.control import find_job, run_dir_of
 from hydroslurm.launch.plan import Plan
@@ -102,7 +103,10 @@ def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
         run = RunDir(Path(which).absolute())
         if not run.root.is_dir():
             raise NoSuchJob(f"{which!r} is neither the id of a job nor a run folder")
-        return run, _slurm_job(client, _job_id(run))
+        slurm = _slurm_job(client, _job_id(run))
+        # another cluster may have a job of that number
+        is_its = slurm is not None and run_dir_of(slurm).root.resolve() == run.root.resolve()
+        return run, slurm if is_its else None
     try:
         slurm = _array_task(client, which) if numbers[2] else find_job(client, int(which))
     except (NoSuchJob, SlurmMissing, ControllerUnreachable) as error:
@@ -196,7 +200,8 @@ def _job_id(run: RunDir) -> int | None:
     try:
         text = submission.read(run.root).job_id
     except RunFolderError:
-        return None
+        owner = read_owner(run)  # of a default folder
+        return owner.job_id if owner is not None else None
     return int(text) if text is not None and text.isdecimal() else None
 
 

@@ -24,9 +24,9 @@ from hydroslurm.launch.submission import Submission
 from hydroslurm.rankstate import RankState, latest
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.values import Job
+from hydroslurm.slurm.values import Job, JobState
 from hydroslurm.supervisor.asked import one_word, why_asked
-from hydroslurm.supervisor.conditions import Condition
+from hydroslurm.supervisor.conditions import Condition, ConditionType
 from hydroslurm.supervisor.ledger import Attempt
 
 _BEFORE_NS = 5 * 10**9
@@ -161,7 +161,7 @@ def _read(run: RunDir, slurm: Job | None, lives: Sequence[Job]) -> PlainJob:
     return PlainJob(
         run=run,
         slurm=slurm,
-        conditions=in_order((*_conditions(events), *pauses(events)), slurm),
+        conditions=in_order((*_conditions(events), *pauses(events), *_of_slurm(slurm)), slurm),
         submission=asked,
         ranks=_ranks(run, slurm),
         attempts=tuple(_attempts(run, events, lives)),
@@ -189,6 +189,20 @@ def _conditions(events: Iterable[Event]) -> Iterator[Condition]:
         if event.kind is EventKind.STOP_REASON and event.data.get("reason") == "preempted":
             words = str(event.data.get("words", ""))
             yield Condition("Preempted", event.epoch_ns, "Preempted", words, life)
+
+
+def _of_slurm(slurm: Job | None) -> Iterator[Condition]:
+    """That it waits or has ended, which no rank can write down."""
+    if slurm is None:
+        return
+    life, reason = slurm.restart_count, slurm.state.value.title().replace("_", "")
+    if slurm.state.is_waiting:
+        yield Condition("Queued", (slurm.submit_epoch_s or 0) * 10**9, reason, slurm.reason, life)
+    elif slurm.state.has_ended:
+        kind: ConditionType = "Succeeded" if slurm.state is JobState.COMPLETED else "Failed"
+        status = f"status {slurm.exit_code}" if slurm.exit_code else ""
+        ended_ns = (slurm.end_epoch_s or 0) * 10**9
+        yield Condition(kind, ended_ns, "" if reason == kind else reason, status, life)
 
 
 def _attempts(run: RunDir, events: Sequence[Event], lives: Sequence[Job]) -> Iterator[PlainAttempt]:

@@ -119,7 +119,7 @@ def what_is_lost(policy: SitePolicy, job_id: int) -> str | None:
         return None
     return (
         f"a preemption {how[policy.action.value]} ({policy.action_why}), and nobody in it saves: "
-        "it has made no hydroslurm.Run and no receive_suspend_command() so far. All that the "
-        "script has not saved by itself is lost then. Train in a hydroslurm.Run, or use "
-        f"receive_suspend_command() and go_suspend(); hydroslurm doctor {job_id} says more"
+        "no hydroslurm.Run and no receive_suspend_command() so far. What the script has not saved "
+        "by itself is lost then. Train in a hydroslurm.Run, or use receive_suspend_command() and "
+        f"go_suspend(); hydroslurm doctor {job_id} says more"
     )
