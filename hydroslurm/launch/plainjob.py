@@ -131,12 +131,13 @@ def _require_ours(run: RunDir, slurm: Job | None, which: str) -> None:
             f"{run.root} is not a run folder: neither {run.events.name}/ nor "
             f"{run.submission_json.name} is in it"
         )
-    waits = " It waits, and makes one when it starts, if it has hydroslurm in it."
+    why = " yet (%s): it has not come to its `import torch`, or hydroslurm is not in it"
+    if slurm.state.has_ended:
+        why = " (%s): hydroslurm was not in it"
     raise RunFolderError(
-        f"job {which} has no run folder ({run.root}), and nothing of hydroslurm in it."
-        f"{waits if slurm.state.is_waiting else ''} `scontrol show job {slurm.job_id}` says what "
-        "Slurm knows; hydroslurm submit, or srun --preempt in the batch script, makes the next one "
-        "preemptible"
+        f"job {which} has no run folder{why % run.root}. `scontrol show job {slurm.job_id}` says "
+        "what Slurm knows; hydroslurm submit, or srun --preempt in the batch script, makes the "
+        "next one preemptible"
     )
 
 
