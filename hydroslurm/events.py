@@ -233,6 +233,7 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "deaf": _are_texts,
     "held_for": _are_texts,
     "meaning": _is_text,
+    "node_name": _is_text_or_none,
     "park_us": _is_duration,
     "pause": _is_count,
     "pids": _are_counts,

@@ -11,6 +11,7 @@
   events/rank-00000.jsonl      everything that happened, both clocks, in order
   events/rank-00000.spare      room for what could not be appended to it on a full disk
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
+  events/told-123              job 123 was told that nobody saves for it
   events/pulse.json            the step that the first rank is at, written over every few seconds
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   checkpoints/step-000001234.2/  the same step, saved again: the newer one
@@ -188,6 +189,10 @@ class RunDir:
     @property
     def pulse_json(self) -> Path:
         return self.events / "pulse.json"
+
+    def told(self, job_id: int) -> Path:
+        """There when a job was told what a preemption would cost it."""
+        return self.events / f"told-{job_id}"
 
     def agent_events(self, node: int) -> Path:
         """Of ``hydroslurm agent`` on one node."""

@@ -40,11 +40,13 @@ MAY_IMPORT = {
         "registry",
         "pulse",
         "slurm.allocation",
+        "slurm.client",
         "slurm.munge",
+        "slurm.patience",
         "slurm.policy",
     },
     "slurm": BASE | {"exitcodes"},
-    "data": BASE | {"checkpoint.rng"},
+    "data": BASE | {"checkpoint.rng", "runtime.workers"},
     "checkpoint": BASE | {"rundir", "fence"},
     "session": BASE
     | {

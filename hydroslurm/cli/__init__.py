@@ -87,7 +87,7 @@ app.command("schema", short_help="Print the JSON Schema of a job spec.")(spec.sc
 app.command("describe", short_help="Show what was asked for and what became of it.")(
     trainingjob.describe
 )
-app.command("list", short_help="List my jobs that have a spec.")(trainingjob.list_jobs)
+app.command("list", short_help="List my jobs of hydroslurm.")(trainingjob.list_jobs)
 app.command("cancel")(trainingjob.cancel)
 app.command("logs")(trainingjob.logs)
 app.command("attach", short_help="Get a shell where a replica runs.")(trainingjob.attach)

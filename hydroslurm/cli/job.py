@@ -157,7 +157,7 @@ def _print_status(found: JobStatus) -> None:
     for node in found.nodes:
         _say(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
     for rank in found.ranks:
-        _say(f"  {_rank_line(rank, now_epoch_ns=time.time_ns())}")
+        _say(f"  {rank_line(rank, now_epoch_ns=time.time_ns())}")
 
 
 def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
@@ -175,7 +175,8 @@ def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
     return ", ".join(words)
 
 
-def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
+def rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
+    """Where a rank is, as it says itself."""
     since = _since(rank.since_epoch_ns, now_epoch_ns)
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
     state = f"{rank.state} together" if rank.parked_together else rank.state

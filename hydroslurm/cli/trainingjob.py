@@ -1,4 +1,5 @@
-"""``hydroslurm describe | list | cancel | logs | attach``: jobs that were submitted with a spec."""
+"""``hydroslurm describe | list | cancel | logs | attach``: jobs of hydroslurm, with a spec or
+without."""
 
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ from hydroslurm.files import clean
 
 if TYPE_CHECKING:
     from hydroslurm.launch.overview import Overview
+    from hydroslurm.launch.plainjob import PlainJob
     from hydroslurm.spec.replicas import ReplicaSpec
-    from hydroslurm.supervisor.conditions import Condition
     from hydroslurm.supervisor.ledger import Attempt
 
 Which = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or a run folder.")]
-Replica = Annotated[str | None, typer.Option(help="Such as worker-2; default: the master.")]
+Replica = Annotated[
+    str | None,
+    typer.Option(help="Such as worker-2, without a spec rank-2; default: the master, or rank-0."),
+]
 
 ASK_EVERY_S = 10.0
 """How often Slurm is asked whether a job has ended: sites do not like more."""
@@ -30,23 +34,26 @@ _MANY = 8
 
 def describe(which: Which) -> None:
     """Show a job: what was asked for, what became of it and when, and where to look."""
-    from hydroslurm.launch.overview import overview
+    from hydroslurm.cli.plainjob import description
+    from hydroslurm.launch.plainjob import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
-    for line in _description(overview(open_client(), which)):
+    found = job_of(open_client(), which)
+    for line in description(found) if isinstance(found, PlainJob) else _description(found):
         typer.echo(clean(line, most=_MOST))
 
 
 def list_jobs() -> None:
-    """List my jobs that have a spec: id, state, replicas, attempts, and since when."""
+    """List my jobs of hydroslurm: id, state, replicas, restarts, and since when. Without a spec the
+    replicas are the ranks that have announced themselves."""
     import getpass
 
-    from hydroslurm.launch.overview import overviews
+    from hydroslurm.launch.plainjob import my_jobs
     from hydroslurm.slurm.client import open_client
 
-    rows = [_row(one) for one in overviews(open_client(), getpass.getuser())]
+    rows = [_row(one) for one in my_jobs(open_client(), getpass.getuser())]
     if not rows:
-        typer.echo("no jobs with a spec; submit one: hydroslurm submit job.yaml")
+        typer.echo("no jobs of hydroslurm's; submit one: hydroslurm submit job.yaml, or train.py")
         return
     header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "RESTARTS", "PREEMPTIONS", "SINCE")
     widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
@@ -58,11 +65,11 @@ def list_jobs() -> None:
 def cancel(which: Which) -> None:
     """End a job for good. Ranks that can save do so; it is not started again."""
     from hydroslurm.errors import NotPermitted, WrongJobState
-    from hydroslurm.launch.overview import overview
+    from hydroslurm.launch.plainjob import job_of
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
-    found = overview(client, which)
+    found = job_of(client, which)
     if found.slurm is None:
         raise WrongJobState(f"Slurm does not know the job of {found.run.root} (any more)")
     job_id = found.slurm.job_id
@@ -89,13 +96,19 @@ def logs(
         bool, typer.Option("--supervisor", help="What the supervisor says instead.")
     ] = False,
 ) -> None:
-    """Print what a replica has printed, all its lives in one."""
-    from hydroslurm.launch.follow import follow_files, supervisor_logs, task_logs
-    from hydroslurm.launch.overview import overview
+    """Print what a replica, or a job without a spec, has printed, all its lives in one."""
+    from hydroslurm.errors import UsageError
+    from hydroslurm.launch.follow import follow_files, output_logs, supervisor_logs, task_logs
+    from hydroslurm.launch.plainjob import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
-    found = overview(open_client(), which)
-    files = supervisor_logs(found) if supervisor else task_logs(found, replica)
+    found = job_of(open_client(), which)
+    if not isinstance(found, PlainJob):
+        files = supervisor_logs(found) if supervisor else task_logs(found, replica)
+    elif supervisor:
+        raise UsageError("only a job with a spec has a supervisor; leave --supervisor out")
+    else:
+        files = output_logs(found, replica)
     with contextlib.suppress(KeyboardInterrupt):
         for text in follow_files(files, tail=tail, until=_Ended(found) if follow else None):
             typer.echo(text, nl=False)
@@ -110,11 +123,11 @@ def attach(
 ) -> None:
     """Get a shell, or run a command, where a replica runs: on its node, with its environment."""
     from hydroslurm.launch.attach import attach_command
-    from hydroslurm.launch.overview import overview
+    from hydroslurm.launch.plainjob import job_of
     from hydroslurm.slurm.client import open_client
 
     words = attach_command(
-        overview(open_client(), which),
+        job_of(open_client(), which),
         replica=replica,
         command=command or (),
         environ=os.environ,
@@ -126,54 +139,65 @@ def attach(
 class _Ended:
     """Whether a job is over: the run folder tells at once, Slurm where nobody can write there."""
 
-    def __init__(self, found: Overview) -> None:
+    def __init__(self, found: Overview | PlainJob) -> None:
         self._found = found
         self._asked_s = time.monotonic()
 
     def __call__(self) -> bool:
-        from hydroslurm.errors import HydroslurmError
-        from hydroslurm.launch.overview import overview
+        from hydroslurm.errors import HydroslurmError, NoSuchJob
+        from hydroslurm.launch.overview import Overview
+        from hydroslurm.launch.plainjob import job_of
         from hydroslurm.slurm.client import open_client
         from hydroslurm.supervisor.conditions import read_conditions, verdict
 
         if self._found.is_over or verdict(read_conditions(self._found.run.conditions_jsonl)):
             return True
         if time.monotonic() - self._asked_s > ASK_EVERY_S:
-            with contextlib.suppress(HydroslurmError):
-                self._found = overview(open_client(), str(self._found.run.root))
+            slurm = None if isinstance(self._found, Overview) else self._found.slurm
+            which = str(self._found.run.root if slurm is None else slurm.job_id)
+            try:
+                self._found = job_of(open_client(), which)
+            except NoSuchJob:  # it has ended, and is forgotten
+                return True
+            except HydroslurmError:
+                pass
             self._asked_s = time.monotonic()
         return self._found.is_over
 
 
-def _row(found: Overview) -> tuple[str, ...]:
+def _row(found: Overview | PlainJob) -> tuple[str, ...]:
+    from hydroslurm.cli.plainjob import moment
+    from hydroslurm.launch.overview import Overview
+
     assert found.slurm is not None
     condition = found.condition
+    if isinstance(found, Overview):
+        name, replicas = found.job.name, str(found.job.replicas)
+        preemptions = str(found.preemptions)
+        restarts = f"{found.restarts}/{found.job.run_policy.backoff_limit}"
+    else:
+        name, replicas = found.name, str(len(found.ranks) or "-")
+        restarts = str(found.slurm.restart_count)
+        # accounting, which knows those that no rank has heard of, is asked by describe only
+        preemptions = str(found.preemptions) if found.saver or restarts == "0" else "-"
     return (
         str(found.slurm.job_id),
-        found.job.name[:30],
+        name[:30],
         condition.type if condition else "-",
         found.slurm.state.value,
-        str(found.job.replicas),
-        f"{found.restarts}/{found.job.run_policy.backoff_limit}",
-        str(found.preemptions),
-        _moment(condition.epoch_ns) if condition else "-",
+        replicas,
+        restarts,
+        preemptions,
+        moment(condition.epoch_ns) if condition else "-",
     )
 
 
 def _description(found: Overview) -> list[str]:
-    from hydroslurm.slurm.text import compress_nodes
+    from hydroslurm.cli.plainjob import condition_lines, of_slurm
     from hydroslurm.supervisor.deadline import ActiveTime
 
-    slurm, job, policy = found.slurm, found.job, found.job.run_policy
-    lines = [f"Name:         {job.name}"]
-    if slurm is None:
-        lines.append("Slurm:        knows nothing of it, or cannot be asked")
-    else:
-        waits = f" ({slurm.reason})" if slurm.reason not in ("", "None") else ""
-        where = f" on {compress_nodes(slurm.nodes)}" if slurm.nodes else waits
-        lines.append(f"Slurm:        job {slurm.job_id}, {slurm.state.value}{where}")
-        lines.append(f"Partition:    {slurm.partition}{f', QOS {slurm.qos}' if slurm.qos else ''}")
-    lines.append(f"Run folder:   {found.run.root}")
+    job, policy = found.job, found.job.run_policy
+    lines = of_slurm(found, job.name)
     lines += [f"Label:        {clean(f'{key}={text}')}" for key, text in job.labels.items()]
     lines += _replica_lines(found)
     lines.append(f"Restarts:     {found.restarts} of backoffLimit {policy.backoff_limit}")
@@ -191,8 +215,7 @@ def _description(found: Overview) -> list[str]:
     left_out = len(found.attempts) - _MANY
     lines.append("Attempts:     " + (f"{left_out} before these" if left_out > 0 else ""))
     lines += [f"  {_attempt_line(one)}" for one in found.attempts[-_MANY:]] or ["  none yet"]
-    lines.append("Conditions:")
-    lines += [f"  {_condition_line(one)}" for one in found.conditions] or ["  none"]
+    lines += condition_lines(found)
     return [line.rstrip() for line in lines]
 
 
@@ -239,22 +262,11 @@ def _tensorboard_lines(found: Overview) -> list[str]:
 
 
 def _attempt_line(one: Attempt) -> str:
+    from hydroslurm.cli.plainjob import moment
     from hydroslurm.supervisor.judge import status_words
 
-    until = "" if one.ended_epoch_ns is None else f" to {_moment(one.ended_epoch_ns)}"
+    until = "" if one.ended_epoch_ns is None else f" to {moment(one.ended_epoch_ns)}"
     how = "no end is written down" if one.ending is None else one.ending.value
     who = "" if one.replica is None or one.status is None else f" by {one.replica}"
     status = "" if not one.status else f", status {status_words(one.status)}"
-    return (
-        f"{one.number}  life {one.life}, {_moment(one.began_epoch_ns)}{until}: {how}{who}{status}"
-    )
-
-
-def _condition_line(one: Condition) -> str:
-    reason = f" {one.reason}" if one.reason else ""
-    message = f": {clean(one.message)}" if one.message else ""
-    return f"{_moment(one.epoch_ns)}  {one.type}{reason}{message}"
-
-
-def _moment(epoch_ns: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
+    return f"{one.number}  life {one.life}, {moment(one.began_epoch_ns)}{until}: {how}{who}{status}"

@@ -11,8 +11,8 @@ from hydroslurm.data import epochs
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
 from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.share import Share, world_size_now
-from hydroslurm.data.workers import iterate
 from hydroslurm.errors import StateMismatch
+from hydroslurm.runtime.workers import iterate
 
 
 class ReplayPosition:

@@ -14,7 +14,7 @@ from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
 from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.sampler import ResumableSampler
 from hydroslurm.data.share import Share
-from hydroslurm.data.workers import iterate
+from hydroslurm.runtime.workers import iterate
 
 
 @dataclass(frozen=True)

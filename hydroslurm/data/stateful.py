@@ -10,8 +10,8 @@ from hydroslurm.data.caveat import warn_of_samplers_begun_anew, warn_of_unseeded
 from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
 from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.share import Share, world_size_now
-from hydroslurm.data.workers import iterate
 from hydroslurm.errors import StateMismatch
+from hydroslurm.runtime.workers import iterate
 
 # set by torchdata once its iterator has raised StopIteration
 _FINISHED = "_iterator_finished"

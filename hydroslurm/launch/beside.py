@@ -1,8 +1,13 @@
-"""``python -m hydroslurm.launch.beside PLAN TASK COMMAND...``: what ``hydroslurm attach`` starts on
-the node of a task: a command in the task's folder, with the task's environment."""
+"""What ``hydroslurm attach`` starts on the node of a task: a command in the task's folder, with the
+task's environment.
+
+    python -m hydroslurm.launch.beside PLAN TASK COMMAND...       of a job with a spec
+    python -m hydroslurm.launch.beside --process PID COMMAND...   beside any other rank
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +20,8 @@ from hydroslurm.launch.task import REPLICA_ENV, as_run, become, enter, task_envi
 from hydroslurm.rundir import RUN_DIR_ENV
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
+PROCESS = "--process"
+"""In the place of a plan; behind it stands the process that the rank has said it is, or 0."""
 _OF_THE_TERMINAL = ("TERM", "COLORTERM", "COLUMNS", "LINES")
 _OF_THE_RUN = (PREEMPT_ENV, RUN_DIR_ENV)
 """A second process with them, beside a rank that runs, would write into that rank's events."""
@@ -22,6 +29,8 @@ _OF_THE_RUN = (PREEMPT_ENV, RUN_DIR_ENV)
 
 def main(arguments: list[str]) -> int:
     """Become the command."""
+    if arguments[0] == PROCESS:
+        return _beside_process(int(arguments[1]), arguments[2:])
     plan_file, number = Path(arguments[0]), int(arguments[1])
     try:
         plan = Plan.loads(plan_file.read_text(encoding="utf-8"))
@@ -40,15 +49,45 @@ def main(arguments: list[str]) -> int:
     environ |= {name: os.environ[name] for name in _OF_THE_TERMINAL if name in os.environ}
     if not plan.is_debug:
         environ = {name: value for name, value in environ.items() if name not in _OF_THE_RUN}
-    # a pause by its owner (scancel --signal=USR1) reaches all job steps, and would end a shell
-    for signo in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signo, signal.SIG_IGN)
+    _outlive_pauses()
     try:
         enter(task)
         become(*as_run(plan, task, arguments[2:], environ, root=plan_file.parent))
     except (OSError, LaunchError) as error:
-        print(f"hydroslurm: {arguments[2]} cannot be started: {error}", file=sys.stderr)
-        return 127 if isinstance(error, FileNotFoundError) else 126
+        return _cannot(arguments[2], error)
+
+
+def _beside_process(pid: int, command: list[str]) -> int:
+    """Where a rank is, and with the environment that its program was started with."""
+    folder, environ = Path(f"/proc/{pid}"), {}
+    try:
+        environ = _as_environ((folder / "environ").read_bytes().split(b"\0"))
+        if environ.get("SLURM_JOB_ID") != os.environ["SLURM_JOB_ID"]:
+            raise ProcessLookupError(f"process {pid} is another job's by now")
+        os.chdir(folder / "cwd")
+    except OSError:
+        words = "the rank has no process here now; this one has the variables of its own job step"
+        print(f"hydroslurm: {words}", file=sys.stderr)
+        environ = dict(os.environ)
+        with contextlib.suppress(OSError):
+            os.chdir(environ.get("SLURM_SUBMIT_DIR", "/"))
+    environ |= {name: os.environ[name] for name in _OF_THE_TERMINAL if name in os.environ}
+    _outlive_pauses()
+    try:
+        become(command, {name: environ[name] for name in environ.keys() - set(_OF_THE_RUN)})
+    except OSError as error:
+        return _cannot(command[0], error)
+
+
+def _outlive_pauses() -> None:
+    """A pause by its owner (scancel --signal=USR1) reaches all job steps, and would end a shell."""
+    for signo in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signo, signal.SIG_IGN)
+
+
+def _cannot(program: str, error: Exception) -> int:
+    print(f"hydroslurm: {program} cannot be started: {error}", file=sys.stderr)
+    return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 def environ_of(number: int, replica: str, *, job_id: str) -> dict[str, str] | None:

@@ -34,7 +34,7 @@ from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
 from hydroslurm.launch import submission
 from hydroslurm.launch.batchscript import in_option_line, requeue_lines
 from hydroslurm.launch.rank import InRank, Script
-from hydroslurm.launch.refusals import ask_sbatch
+from hydroslurm.launch.refusals import ask_sbatch, unmaking
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime.autoload import PREEMPT_ENV
@@ -123,12 +123,13 @@ class Executor(SlurmExecutor):
             return []
         is_array = len(delayed_submissions) > 1
         name = self.parameters.get("job_name") or _name_of(delayed_submissions[0].function)
-        run = new_run(self.folder, name)
-        intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
-        submission.write(run, intent)
-        for delayed in delayed_submissions:
-            delayed.function = InRank(delayed.function, run.root, is_array=is_array)
-        jobs = self._submit_into(run, name, delayed_submissions)
+        with unmaking(self.folder):
+            run = new_run(self.folder, name)
+            intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
+            submission.write(run, intent)
+            for delayed in delayed_submissions:
+                delayed.function = InRank(delayed.function, run.root, is_array=is_array)
+            jobs = self._submit_into(run, name, delayed_submissions)
         submission.write(
             run,
             replace(

@@ -1,9 +1,10 @@
-"""What the tasks of a job have printed: which files, and their growth."""
+"""What a job has printed: which files, and their growth."""
 
 from __future__ import annotations
 
 import codecs
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,11 @@ from hydroslurm.errors import RunFolderError, UsageError
 from hydroslurm.files import open_regular
 from hydroslurm.launch import submission
 from hydroslurm.launch.overview import Overview
+from hydroslurm.launch.plainjob import PlainJob
 from hydroslurm.launch.plan import Plan
 
 POLL_S = 0.3
+_OF_RANK = re.compile(r"([0-9]+(?:_[0-9]+)?)_([0-9]+)_log\.(out|err)")
 _CHUNK_BYTES = 1 << 20
 
 
@@ -38,8 +41,13 @@ def replica_of(plan: Plan, wanted: str | None) -> str:
     """
     if wanted is None or wanted in plan.replicas:
         return wanted or plan.replicas[0]
-    listed = ", ".join(plan.replicas[:20]) + (" ..." if len(plan.replicas) > 20 else "")
-    raise UsageError(f"there is no replica {wanted!r}; wanted one of {listed}")
+    raise no_replica(wanted, plan.replicas)
+
+
+def no_replica(wanted: str, names: Sequence[str]) -> UsageError:
+    """The error for a name that is none of these."""
+    listed = ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
+    return UsageError(f"there is no replica {wanted!r}; wanted one of {listed}")
 
 
 def task_logs(found: Overview, replica: str | None) -> list[Path]:
@@ -53,6 +61,66 @@ def task_logs(found: Overview, replica: str | None) -> list[Path]:
     return [
         found.run.task_log(number) for number, task in enumerate(plan.tasks) if task.replica == name
     ]
+
+
+def output_logs(found: PlainJob, replica: str | None) -> list[Path]:
+    """The files that a job without a spec prints into, in all its attempts: those of one rank where
+    submitit made one for each, else the job's.
+
+    Raises:
+        UsageError: there are none, or no such rank; where a rank has none of its own, which file
+            has all.
+    """
+    files = _slurm_files(found)
+    if not files:
+        raise UsageError(
+            f"Slurm has no output file of {found.name}: srun and salloc print on the terminal that "
+            "they were called from. srun --output=FILE makes one"
+        )
+    of_ranks = _rank_files(files)
+    if of_ranks and (number := _rank_number(replica)) in of_ranks:
+        return of_ranks[number]
+    if of_ranks:
+        raise no_replica(replica or "rank-0", [f"rank-{number}" for number in of_ranks])
+    if replica is not None:
+        raise UsageError(
+            f"{replica} has no file of its own: what this job prints is in "
+            f"{', '.join(map(str, files))}, which hydroslurm logs shows without --replica"
+        )
+    return files
+
+
+def _slurm_files(found: PlainJob) -> list[Path]:
+    """As Slurm names them; accounting has no names, but submitit always takes the same."""
+    slurm = found.slurm
+    named = [slurm.std_out, slurm.std_err] if slurm is not None else []
+    files = [Path(one) for one in dict.fromkeys(named) if one and one != os.devnull]
+    if not files and found.submission is not None:
+        stem = f"{found.submission.job_id}_0_log"
+        files = [found.run.logs / f"{stem}.out", found.run.logs / f"{stem}.err"]
+    return files
+
+
+def _rank_files(files: Sequence[Path]) -> dict[int, list[Path]]:
+    """submitit's, rank by rank; Slurm knows those of the first only."""
+    found: dict[int, list[Path]] = {}
+    for file in files:
+        name = _OF_RANK.fullmatch(file.name)
+        if name is None:
+            return {}
+        found.setdefault(0, []).append(file)  # it need not be there yet
+        for other in sorted(file.parent.glob(f"{name[1]}_*_log.{name[3]}")):
+            its = _OF_RANK.fullmatch(other.name)
+            if its is not None and its[1] == name[1] and int(its[2]):
+                found.setdefault(int(its[2]), []).append(other)
+    return dict(sorted(found.items()))
+
+
+def _rank_number(replica: str | None) -> int | None:
+    if replica is None:
+        return 0
+    word, _, number = replica.partition("-")
+    return int(number) if word == "rank" and number.isdecimal() else None
 
 
 def supervisor_logs(found: Overview) -> list[Path]:

@@ -1,9 +1,10 @@
 """A TrainingJob as its run folder and Slurm tell it together: what ``describe`` and ``list``
-show."""
+show. Jobs without a spec: :mod:`hydroslurm.launch.plainjob`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hydroslurm.errors import (
 )
 from hydroslurm.events import Event, EventKind, read_events
 from hydroslurm.files import read_regular
+from hydroslurm.jobfolder import read_owner
 from hydroslurm.launch import submission
 from hydroslurm.launch.control import find_job, run_dir_of
 from hydroslurm.launch.plan import Plan
@@ -31,31 +33,24 @@ from hydroslurm.supervisor.conditions import Condition, read_conditions, verdict
 from hydroslurm.supervisor.ledger import Attempt, Attempts, Ending
 from hydroslurm.supervisor.tensorboard import Address, read_address
 
+_ID = re.compile(r"([0-9]+)(_[0-9]+)?")
 _MOST_BYTES = 16 << 20
 """Of a spec, of a plan, and of the events that are searched for pauses."""
 
 
 @dataclass(frozen=True)
-class Overview:
-    """Everything that is known of one job.
+class Found:
+    """What is known of any job of hydroslurm.
 
     Attributes:
         run: its folder.
         slurm: as slurmctld or accounting has it; None when neither can tell.
-        job: what was asked for.
-        plan: what it is on Slurm; None when the submission was interrupted.
         conditions: oldest first, with the pauses that its ranks have written down.
-        attempts: oldest first.
-        tensorboard: where it answers now.
     """
 
     run: RunDir
     slurm: Job | None
-    job: TrainingJob
-    plan: Plan | None
     conditions: tuple[Condition, ...]
-    attempts: tuple[Attempt, ...]
-    tensorboard: Address | None
 
     @property
     def condition(self) -> Condition | None:
@@ -68,6 +63,23 @@ class Overview:
         ended = self.slurm is not None and self.slurm.state.has_ended
         return ended or verdict(self.conditions) is not None
 
+
+@dataclass(frozen=True)
+class Overview(Found):
+    """Everything that is known of one job with a spec.
+
+    Attributes:
+        job: what was asked for.
+        plan: what it is on Slurm; None when the submission was interrupted.
+        attempts: oldest first.
+        tensorboard: where it answers now.
+    """
+
+    job: TrainingJob
+    plan: Plan | None
+    attempts: tuple[Attempt, ...]
+    tensorboard: Address | None
+
     @property
     def restarts(self) -> int:
         """What backoffLimit is compared with."""
@@ -79,48 +91,57 @@ class Overview:
         return len({one.life for one in self.attempts if one.ending is Ending.PREEMPTED})
 
 
-def overview(client: SlurmClient, which: str) -> Overview:
-    """Of a job id or a run folder; of the latter also where there is no Slurm.
+def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
+    """The run folder and the job of a job id (``12``, ``12_3``) or a run folder; of the latter also
+    where there is no Slurm.
 
     Raises:
         NoSuchJob, SlurmMissing, ControllerUnreachable: Slurm knows no such job, or cannot be asked.
-        RunFolderError: the job was submitted without a spec, or the folder is none of such a job.
     """
-    if not which.isdecimal():
+    numbers = _ID.fullmatch(which)
+    if numbers is None:
         run = RunDir(Path(which).absolute())
         if not run.root.is_dir():
             raise NoSuchJob(f"{which!r} is neither the id of a job nor a run folder")
-        job = _job_in(run, or_else=f"{run.root} is not the run folder of a job with a spec")
-        return _read(run, job, _slurm_job(client, _job_id(run)))
+        slurm = _slurm_job(client, _job_id(run))
+        # another cluster may have a job of that number
+        is_its = slurm is not None and run_dir_of(slurm).root.resolve() == run.root.resolve()
+        return run, slurm if is_its else None
     try:
-        slurm = find_job(client, int(which))
+        slurm = _array_task(client, which) if numbers[2] else find_job(client, int(which))
     except (NoSuchJob, SlurmMissing, ControllerUnreachable) as error:
         words = f"{error}. Where the run folder of the job is known, give that in place of its id"
         raise type(error)(words) from None
-    run = run_dir_of(slurm)
-    without = (
-        f"job {which} was submitted without a spec, or by another user; hydroslurm status {which} "
-        "may know more"
+    return run_dir_of(slurm), slurm
+
+
+def read_overview(run: RunDir, slurm: Job | None) -> Overview:
+    """Of the job with a spec whose run folder this is.
+
+    Raises:
+        RunFolderError: there is no spec in it that can be read.
+    """
+    return Overview(
+        run=run,
+        slurm=slurm,
+        job=_job_in(run),
+        plan=_plan(run),
+        conditions=conditions_of(run, slurm),
+        attempts=Attempts(run.attempts).all(),
+        tensorboard=read_address(run.tensorboard_json),
     )
-    return _read(run, _job_in(run, or_else=without), slurm)
-
-
-def overviews(client: SlurmClient, user: str) -> tuple[Overview, ...]:
-    """Of all jobs of a user that have a spec; one question to Slurm."""
-    found = []
-    for slurm in client.jobs(user=user):
-        run = run_dir_of(slurm)
-        try:
-            found.append(_read(run, _job_in(run, or_else=""), slurm))
-        except RunFolderError:
-            continue  # submitted without a spec, or the folder is nobody's any more
-    return tuple(found)
 
 
 def conditions_of(run: RunDir, slurm: Job | None) -> tuple[Condition, ...]:
     """Oldest first; what Slurm and the ranks say of pauses is among them."""
-    own = read_conditions(run.conditions_jsonl)
-    found = sorted((*own, *_pauses(run)), key=lambda one: one.epoch_ns)
+    return in_order(
+        (*read_conditions(run.conditions_jsonl), *pauses(first_rank_events(run))), slurm
+    )
+
+
+def in_order(conditions: Iterable[Condition], slurm: Job | None) -> tuple[Condition, ...]:
+    """Oldest first, and at the end a suspension that no rank has told of."""
+    found = sorted(conditions, key=lambda one: one.epoch_ns)
     is_paused = bool(found) and found[-1].type == "Paused"
     if slurm is not None and slurm.state is JobState.SUSPENDED and not is_paused:
         since_ns = (slurm.suspend_epoch_s or 0) * 10**9
@@ -134,26 +155,14 @@ def newest(conditions: tuple[Condition, ...]) -> Condition | None:
     return verdict(conditions) or (conditions[-1] if conditions else None)
 
 
-def _job_in(run: RunDir, *, or_else: str) -> TrainingJob:
+def _job_in(run: RunDir) -> TrainingJob:
     try:
         text = read_regular(run.job_yaml, limit_bytes=_MOST_BYTES).decode(errors="replace")
         return loads(text, name=str(run.job_yaml), folder=run.root).job
     except OSError as error:
-        raise RunFolderError(f"{or_else} ({run.job_yaml}: {error.strerror})") from None
+        raise RunFolderError(f"cannot read {run.job_yaml}: {error.strerror}") from None
     except SpecError as error:
         raise RunFolderError(f"{run.job_yaml} was written by another version: {error}") from None
-
-
-def _read(run: RunDir, job: TrainingJob, slurm: Job | None) -> Overview:
-    return Overview(
-        run,
-        slurm,
-        job,
-        _plan(run),
-        conditions_of(run, slurm),
-        Attempts(run.attempts).all(),
-        read_address(run.tensorboard_json),
-    )
 
 
 def _plan(run: RunDir) -> Plan | None:
@@ -164,10 +173,10 @@ def _plan(run: RunDir) -> Plan | None:
         return None
 
 
-def _pauses(run: RunDir) -> Iterator[Condition]:
+def pauses(events: Iterable[Event]) -> Iterator[Condition]:
     """Paused and Running again, from the first rank's events: the supervisor is suspended together
     with the ranks and can write nothing."""
-    for event in _events(run):
+    for event in events:
         if event.kind is EventKind.PARKED:
             causes = ", ".join(event.data.get("causes", ()))
             words = f"parked between two operators{f' for {causes}' if causes else ''}"
@@ -178,8 +187,8 @@ def _pauses(run: RunDir) -> Iterator[Condition]:
             )
 
 
-def _events(run: RunDir) -> list[Event]:
-    """Of the first rank."""
+def first_rank_events(run: RunDir) -> list[Event]:
+    """The newest of them, oldest first; nothing where they cannot be read."""
     try:
         files = run.rank_event_files()
         return list(read_events(files[min(files)], most_bytes=_MOST_BYTES)) if files else []
@@ -191,8 +200,18 @@ def _job_id(run: RunDir) -> int | None:
     try:
         text = submission.read(run.root).job_id
     except RunFolderError:
-        return None
+        owner = read_owner(run)  # of a default folder
+        return owner.job_id if owner is not None else None
     return int(text) if text is not None and text.isdecimal() else None
+
+
+def _array_task(client: SlurmClient, which: str) -> Job:
+    """A task of an array by the id that squeue and submitit show."""
+    array, _, task = which.partition("_")
+    for job in client.jobs(ids=[int(array)]):
+        if job.array_task_id == int(task):
+            return job
+    raise NoSuchJob(f"Slurm knows no task {task} of an array {array} (any more)")
 
 
 def _slurm_job(client: SlurmClient, job_id: int | None) -> Job | None:

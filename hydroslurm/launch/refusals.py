@@ -7,7 +7,8 @@ import io
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from submitit.core import utils as submitit_utils
@@ -52,6 +53,19 @@ def ask_sbatch(submit: Callable[[], Answer], run: RunDir, *, is_new: bool) -> An
         raise
     _pass_on(heard.getvalue())
     return answer
+
+
+@contextlib.contextmanager
+def unmaking(base: Path) -> Iterator[None]:
+    """A refusal inside leaves nothing of the folder of run folders where that was made for it."""
+    made = [path for path in (base, *base.parents) if not path.exists()]
+    try:
+        yield
+    except LaunchError:
+        for path in made:
+            with contextlib.suppress(OSError):  # what Slurm may have stays in it
+                path.rmdir()
+        raise
 
 
 def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:

@@ -32,17 +32,12 @@ from hydroslurm.launch.executor import SUBMITIT_SIGNAL, new_run
 from hydroslurm.launch.images import Runtime, find_runtime, no_runtime
 from hydroslurm.launch.layout import plan_job
 from hydroslurm.launch.plan import Plan
-from hydroslurm.launch.refusals import ask_sbatch
+from hydroslurm.launch.refusals import ask_sbatch, unmaking
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir
 from hydroslurm.spec.job import TrainingJob
 from hydroslurm.spec.reading import JobSpec, dumps
-from hydroslurm.supervisor.conditions import (
-    Condition,
-    add_condition,
-    read_conditions,
-    verdict,
-)
+from hydroslurm.supervisor.conditions import Condition, add_condition, read_conditions, verdict
 
 SUPERVISOR_STARTS = 10
 """How often the batch script starts a supervisor that was killed."""
@@ -144,22 +139,25 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         RunFolderError: it cannot be made.
     """
     plan, notes = plan_for(spec, environ=environ)
-    run = new_run(folder.absolute(), spec.job.name)
-    _write(run.job_yaml, dumps(_resolved(spec)))
-    _write(run.plan_json, plan.dumps())
-    intent = Submission(spec.job.name, f"TrainingJob of {len(plan.tasks)} tasks", time.time_ns())
-    submission.write(run, intent)
-    add_condition(run.conditions_jsonl, "Created", reason="Submitted", message=str(spec.folder))
-    if spec.job.preemption.checkpoint_directory is not None:
-        _link_checkpoints(run, spec.folder / spec.job.preemption.checkpoint_directory)
-    try:
-        job_id = _submit(_executor(spec.job, plan, run), Supervise(run.root), run)
-    except LaunchError as error:
-        if run.root.exists():  # Slurm may have it all the same
-            add_condition(
-                run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)
-            )
-        raise
+    with unmaking(folder.absolute()):
+        run = new_run(folder.absolute(), spec.job.name)
+        _write(run.job_yaml, dumps(_resolved(spec)))
+        _write(run.plan_json, plan.dumps())
+        intent = Submission(
+            spec.job.name, f"TrainingJob of {len(plan.tasks)} tasks", time.time_ns()
+        )
+        submission.write(run, intent)
+        add_condition(run.conditions_jsonl, "Created", reason="Submitted", message=str(spec.folder))
+        if spec.job.preemption.checkpoint_directory is not None:
+            _link_checkpoints(run, spec.folder / spec.job.preemption.checkpoint_directory)
+        try:
+            job_id = _submit(_executor(spec.job, plan, run), Supervise(run.root), run)
+        except LaunchError as error:
+            if run.root.exists():  # Slurm may have it all the same
+                add_condition(
+                    run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)
+                )
+            raise
     submission.write(run, replace(intent, job_id=str(job_id)))
     add_condition(run.conditions_jsonl, "Queued", reason="Pending", message=f"as job {job_id}")
     try:

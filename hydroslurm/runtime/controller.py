@@ -94,6 +94,7 @@ class Controller:
             nothing more).
         stop_request: the first request to save and leave, None before; to be read at a safe point.
             Only there once the stops were claimed, or somebody else handles them.
+        had_saver: somebody has claimed the stops, in this process's life.
         skipped: signals of the plan that were left alone, and why.
         ranks: the other ranks of the job, None for a rank that is alone.
         marks: the NVTX marks of this process.
@@ -130,7 +131,7 @@ class Controller:
         self._look_mono_s = time.monotonic() + LOOK_S
         self._replaced: set[int] = set()
         self._stop_lock = threading.Lock()
-        self._claimed = False
+        self._claimed = self.had_saver = False
         self._stop_of_peer: tuple[int, str] | None = None
         self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
@@ -272,7 +273,7 @@ class Controller:
         Raises:
             InstallError: the handlers could not be put in place.
         """
-        self._claimed = True
+        self._claimed = self.had_saver = True
         if on_stop is not None:
             self._listen(on_stop)
         self.gate.claim(Action.STOP)

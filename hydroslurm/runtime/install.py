@@ -29,9 +29,11 @@ from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
 from hydroslurm.runtime.marks import Emit
+from hydroslurm.runtime.outlook import Outlook
 from hydroslurm.runtime.ranks.secret import find_secret
 from hydroslurm.runtime.rendezvous import key_folder
 from hydroslurm.runtime.signals import SignalPlan
+from hydroslurm.runtime.workers import WorkerShield
 from hydroslurm.runtime.world import World
 from hydroslurm.slurm.allocation import Allocation
 
@@ -48,7 +50,8 @@ ALONE_ENV = "HYDROSLURM_ALONE"
 class _Installed:
     pid: int
     controller: Controller
-    shield: SpawnShield
+    beside: contextlib.ExitStack
+    """What else ends with it."""
     registry_base: Path | None
     unasked: bool = False
     """By ``srun --preempt``, not by a call in the script."""
@@ -163,19 +166,21 @@ def _set_up(
         every_s=interval_s(environ),
         restart_count=identity.restart_count,
     )
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
         opened = open_gate(gate, model=model)
         controller = Controller(
             gate=opened, plan=plan, log=log, identity=identity, pulse=pulse, emit=emit
         )
-        shield = SpawnShield(plan.pausing())
-        shield.install()
-        undo.callback(shield.uninstall)
+        for shield in (SpawnShield(plan.pausing()), WorkerShield(plan.stopping())):
+            shield.install()
+            beside.callback(shield.uninstall)
         controller.start()
         undo.callback(controller.stop)
         _announce(base, identity, log, plan)
+        if folder is not None and identity.rank == 0 and identity.job_id is not None:
+            beside.callback(Outlook(controller, folder, identity.job_id, environ).start().stop)
         undo.pop_all()
-    return _Installed(os.getpid(), controller, shield, base)
+        return _Installed(os.getpid(), controller, beside.pop_all(), base)
 
 
 def uninstall() -> int:
@@ -211,7 +216,7 @@ def _take_out() -> int:
         try:
             return ours.controller.stop()
         finally:
-            ours.shield.uninstall()
+            ours.beside.close()
             if ours.registry_base is not None:
                 registry.withdraw(ours.registry_base, ours.pid)
 

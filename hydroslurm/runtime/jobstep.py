@@ -20,16 +20,19 @@ _MOST_ANCESTORS = 64
 def jobstep_of(environ: Mapping[str, str], signals: Collection[int]) -> dict[str, object]:
     """Fields for the ``installed`` event; empty outside of a job.
 
-    ``step_id``: None for a process of the batch shell. ``task`` of ``step_tasks``. ``held``: tasks
-    that have not come so far do not die of ``signals``, either. ``deaf``: ancestors that would.
+    ``node_name``: Slurm's. ``step_id``: None for a process of the batch shell. ``task`` of
+    ``step_tasks``. ``held``: tasks that have not come so far do not die of ``signals``, either.
+    ``deaf``: ancestors that would.
     """
     allocation = Allocation.from_environ(environ)
     if allocation is None:
         return {}
+    node = environ.get("SLURMD_NODENAME")
     if allocation.step_id is None:
-        return {"step_id": None}
+        return {"node_name": node, "step_id": None}
     # below torchrun or an agent RANK counts the ranks, and these the tasks
     return {
+        "node_name": node,
         "step_id": allocation.step_id,
         "task": allocation.rank,
         "step_tasks": allocation.world_size,

@@ -10,11 +10,14 @@ There any number of things may happen to the state between the two calls; what i
 whether it is whole, is the loop's own affair. :class:`~hydroslurm.session.run.Run` does all three.
 
 With several ranks each asks equally often, and all are told behind the same step, whichever of them
-was signalled.
+was signalled. DataLoader workers that are started from the first call on, or in a process that
+could be paused before it, survive the signals as those of a ``Run`` do. A whole training:
+``examples/train_two_calls.py``.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from dataclasses import dataclass
 from typing import NoReturn
@@ -86,6 +89,7 @@ def go_suspend() -> NoReturn:
 def _ours() -> _Protocol:
     global _protocol
     if not installation.is_installed():
+        _say_of_workers()
         installation.install()
         _protocol = None
     controller = installation.controller()
@@ -101,3 +105,15 @@ def _ours() -> _Protocol:
         controller.record(EventKind.STOPS_TAKEN, {"by": "receive_suspend_command"})
         _protocol = _Protocol(controller, company, leaver)
     return _protocol
+
+
+def _say_of_workers() -> None:
+    """Slurm signals all processes of a job step, and torch takes a dead worker for an error."""
+    started = sum(process.daemon for process in multiprocessing.active_children())
+    if started:
+        notice(
+            f"{started} process{'es' if started > 1 else ''} of multiprocessing (DataLoader "
+            "workers?) began before the first receive_suspend_command(), and die of the SIGTERM "
+            "that Slurm sends to every process of a job step: the save may be cut short. Call it "
+            "once before the loop, or start the script with srun --preempt"
+        )

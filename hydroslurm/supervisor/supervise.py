@@ -26,7 +26,7 @@ from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.restarts import Start, check_newest, requeue
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why
 from hydroslurm.spec.job import TrainingJob
-from hydroslurm.supervisor.asked import is_slurms, was_asked_to_stop
+from hydroslurm.supervisor.asked import is_slurms, one_word, was_asked_to_stop, why_asked
 from hydroslurm.supervisor.conditions import ConditionType, add_condition, read_conditions, verdict
 from hydroslurm.supervisor.deadline import ActiveTime
 from hydroslurm.supervisor.decision import DEADLINE_EXCEEDED, Decision, decide
@@ -316,11 +316,12 @@ class Supervisor:
             words = f"{words}, and nothing was saved that could go on"
             self._become("Failed", "TimeLimit", words)
             return Outcome(MUST_NOT_RUN_AGAIN, words)
+        if attempt is not None and instead is None and reason in (None, StopReason.REQUEUED):
+            reason, words = why_asked(self._run.events, attempt) or (reason, words)
         is_limit = reason is StopReason.TIME_LIMIT
         self._end(attempt, Ending.TIME_LIMIT if is_limit else Ending.PREEMPTED)
-        name = "Requeued" if instead is None else instead.reason
-        name = name if reason is None else reason.value.title().replace("_", "")
-        self._become("Preempted", name, words)
+        word = one_word(reason) if reason or instead is None else instead.reason
+        self._become("Preempted", word, words)
         try:
             requeue(self._client, self._start)
         except SlurmError as error:
@@ -337,7 +338,11 @@ class Supervisor:
         for attempt in self._attempts.all():
             if attempt.ending is None and attempt.life < self._allocation.restart_count:
                 self._attempts.end(attempt, Ending.PREEMPTED)
-                self._become("Preempted", "Requeued", f"life {attempt.life} was ended by Slurm")
+                known = why_asked(self._run.events, attempt)
+                words = f"life {attempt.life} was ended by Slurm" + (
+                    f": {known[1]}" if known else ""
+                )
+                self._become("Preempted", one_word(known[0] if known else None), words)
 
     def _check_newest(self) -> None:
         """What is written and asked for from here on is the job's, by its id alone: a supervisor of

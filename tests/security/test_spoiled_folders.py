@@ -18,12 +18,14 @@ from security.spoiled import KINDS, SPOIL, folder_of
 from hydroslurm import agentstate, rundir
 from hydroslurm.ack import EventTail, JudgePause, wait_for_answers
 from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.cli.plainjob import description
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
 from hydroslurm.files import clean
 from hydroslurm.launch import submission
 from hydroslurm.launch.control import job_status, pause_job
 from hydroslurm.launch.follow import follow_files
-from hydroslurm.launch.overview import conditions_of, overviews
+from hydroslurm.launch.overview import conditions_of
+from hydroslurm.launch.plainjob import PlainJob, my_jobs
 from hydroslurm.report.beside import Beside
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import read_history
@@ -89,6 +91,18 @@ def _job(run: RunDir, job_id: int = 7) -> Job:
     )
 
 
+def test_describe_without_a_spec(run: RunDir, tmp_path: Path) -> None:
+    """The same folder, as that of a job that was submitted without one."""
+    for path in run.root.iterdir():
+        if path.name != run.job_yaml.name:
+            (tmp_path / path.name).symlink_to(path)
+    (found,) = my_jobs(Slurm((_job(RunDir(tmp_path)),)), "u")  # type: ignore[arg-type]
+    assert isinstance(found, PlainJob)
+    lines = [clean(line) for line in description(found)]
+    assert lines[0] == "Name:         n"
+    assert all(line.isprintable() for line in lines)
+
+
 def test_status(run: RunDir) -> None:
     """Ranks, nodes, conditions, lives, attempts: what is typed is told, all else is absent."""
     found = job_status(_job(run))
@@ -103,7 +117,7 @@ def test_status(run: RunDir) -> None:
         assert Ledger(run.lives_jsonl).lives() == ()
     assert Attempts(run.attempts).all() == ()
     assert read_address(run.tensorboard_json) is None
-    assert overviews(Slurm((_job(run),)), "u") == ()  # type: ignore[arg-type]
+    assert my_jobs(Slurm((_job(run),)), "u") == ()  # type: ignore[arg-type]
     with pytest.raises(RunFolderError):
         submission.read(run.root)
 

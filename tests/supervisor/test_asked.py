@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.supervisor.asked import was_asked_to_stop
+from hydroslurm.slurm.stops import StopReason
+from hydroslurm.supervisor.asked import was_asked_to_stop, why_asked
+from hydroslurm.supervisor.ledger import Attempt
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,25 @@ def test_who_asked(tmp_path: Path, kind: EventKind, meaning: str | None, asked: 
     log.close()
     assert was_asked_to_stop(tmp_path, since_epoch_ns=1000) is asked
     assert not was_asked_to_stop(tmp_path, since_epoch_ns=1001)
+
+
+def test_why(tmp_path: Path) -> None:
+    """The first answer of this attempt counts, with the signal; not one of another life, and not
+    that Slurm could not be asked."""
+    stop, reason = EventKind.STOP_REQUESTED, EventKind.STOP_REASON
+    for rank, life, epoch_ns, kind, data in (
+        (0, 0, 900, reason, {"reason": "time_limit", "words": "of an attempt before"}),
+        (0, 0, 1001, stop, {"signal": None}),
+        (0, 0, 1003, reason, {"reason": "requeued", "words": "requeued by hand"}),
+        (1, 0, 1000, stop, {"signal": "SIGTERM"}),
+        (1, 0, 1002, reason, {"reason": "preempted", "words": "with a grace"}),
+        (2, 0, 1001, reason, {"reason": "unknown", "words": "Slurm could not be asked"}),
+        (0, 1, 2000, reason, {"reason": "asked", "words": "of the next life"}),
+    ):
+        log = EventLog(tmp_path / f"rank-{rank:05d}.jsonl")
+        log.append(Event(kind, 5, epoch_ns, rank=rank, restart_count=life, data=data))
+        log.close()
+    first = Attempt(2, life=0, began_epoch_ns=1000)
+    assert why_asked(tmp_path, first) == (StopReason.PREEMPTED, "SIGTERM received: with a grace")
+    assert why_asked(tmp_path, Attempt(3, life=1, began_epoch_ns=2001)) is None
+    assert why_asked(tmp_path / "none", first) is None

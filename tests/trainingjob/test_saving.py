@@ -37,10 +37,13 @@ def test_a_preempted_run_goes_on_where_it_was(scene: Scene, tmp_path: Path) -> N
 @pytest.mark.scene("asked")
 def test_a_stop_that_a_person_asked_for_is_no_failure(scene: Scene) -> None:
     """Slurm has no reason for a signal of `scancel --signal`, and the ranks' events do: it is
-    requeued within a backoffLimit of 0."""
+    requeued within a backoffLimit of 0, and described as asked for, not as requeued by hand."""
     assert scene.verdict().type == "Succeeded"
     assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED, Ending.SUCCEEDED]
     assert [one.life for one in scene.attempts] == [0, 1]
+    (told,) = [one for one in scene.conditions if one.type == "Preempted"]
+    assert told.reason == "Asked"
+    assert told.message.startswith("SIGTERM received: a person or a program sent it")
 
 
 @pytest.mark.scene("saved")

@@ -262,16 +262,17 @@ def test_describe_before_and_after(told: Scene) -> None:
     assert alone.partition("Run folder:")[2] == ended.partition("Run folder:")[2]
 
 
-def test_what_is_no_job_with_a_spec(jobs_cluster: DevCluster, tmp_path: Path) -> None:
+def test_what_is_no_job_of_hydroslurms(jobs_cluster: DevCluster, tmp_path: Path) -> None:
     """Another job, an unknown id and another folder each get a sentence of their own."""
     scene = Scene(jobs_cluster, tmp_path)
     plain = jobs_cluster.run(["sbatch", "--parsable", "--hold", "--wrap=true"]).stdout.strip()
     try:
         for which, words in (
-            (plain, f"job {plain} was submitted without a spec"),
+            (plain, f"job {plain} has no run folder"),
             ("99999", "give that in place of its id"),
             ("nowhere", "'nowhere' is neither the id of a job nor a run folder"),
-            (str(tmp_path), "is not the run folder of a job with a spec"),
+            (f"{plain}_3", f"no task 3 of an array {plain}"),
+            (str(tmp_path), "is not a run folder: neither events/ nor submission.json is in it"),
         ):
             for verb in ("describe", "cancel", "logs", "attach"):
                 done = scene.hydroslurm(verb, which)

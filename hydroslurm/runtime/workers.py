@@ -1,5 +1,8 @@
 """DataLoader workers that do not die of the rank's stop signals, and still end with the rank.
 
+``install()`` puts a :class:`WorkerShield` in place, so that it holds for every DataLoader of the
+process: of a ``Run``, of an evaluation, of a loop that uses HFAI's two calls.
+
 Under proctrack/linuxproc, or with ``scancel --full``, every process of a job step gets the signal
 that is meant for the rank. torch's C handler lets a worker die of SIGTERM; the rank then hears
 SIGCHLD, and torch raises ``DataLoader worker is killed by signal`` in its main thread, perhaps in
@@ -33,11 +36,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 _LOOK_S = 5.0  # how often a worker looks for its rank; as often as torch's watchdog does
+_TOLD_LOOK_S = 0.5  # the same since a signal came, of which a rank without a handler is dead
+_WORKER_LOOP = "_worker_loop"  # in torch.utils.data, and in torchdata.stateful_dataloader
 
 
 def iterate(loader: Any, *, shield: Collection[int] = ()) -> Iterator[Any]:
@@ -46,7 +50,10 @@ def iterate(loader: Any, *, shield: Collection[int] = ()) -> Iterator[Any]:
     Works for DataLoader and its subclasses (torchdata's too), with fork, spawn and forkserver.
     For any other iterable the signals are blocked while its iterator is made, no more.
     """
-    with shielded(shield), _guarded(loader, frozenset(shield)):
+    workers = WorkerShield(shield)
+    with shielded(shield), contextlib.ExitStack() as undo:
+        workers.install()
+        undo.callback(workers.uninstall)
         return iter(loader)
 
 
@@ -90,44 +97,66 @@ def _spawning_with_blocked(signals: Collection[int]) -> Iterator[None]:
             multiprocessing.util.spawnv_passfds = original
 
 
-@contextlib.contextmanager
-def _guarded(loader: Any, signals: frozenset[int]) -> Iterator[None]:
-    """Have the workers that are made inside run a guard first; the loader is left as it was."""
-    if not signals or not isinstance(loader, DataLoader) or loader.num_workers == 0:
-        yield
-        return
-    own = loader.worker_init_fn
-    loader.worker_init_fn = WorkerGuard(signals, then=own)
-    try:
-        yield
-    finally:
-        loader.worker_init_fn = own
+class WorkerShield:
+    """Makes this process start its DataLoader workers so that they survive some signals.
+
+    Workers of all DataLoaders, torch's and torchdata's, are processes of multiprocessing's with a
+    target of one name, and all are started by one method, which is the one place to wrap.
+    """
+
+    def __init__(self, signals: Collection[int]) -> None:
+        self._signals = frozenset(signals)
+        self._original: Callable[[Any], None] | None = None
+        self._wrapper: Callable[[Any], None] | None = None
+
+    def install(self) -> None:
+        if not self._signals:
+            return
+        original = BaseProcess.start
+
+        def start(process: BaseProcess) -> None:
+            target = getattr(process, "_target", None)
+            if self._wrapper is None or getattr(target, "__name__", "") != _WORKER_LOOP:
+                original(process)
+                return
+            guard = WorkerGuard(self._signals, then=target)  # type: ignore[arg-type]
+            process._target = guard  # type: ignore[attr-defined]
+            with shielded(self._signals):
+                original(process)
+
+        self._original, self._wrapper = original, start
+        BaseProcess.start = start  # type: ignore[method-assign, assignment]
+
+    def uninstall(self) -> None:
+        """Put the original back; where somebody has wrapped it again since, do nothing any more."""
+        if self._original is not None and BaseProcess.start is self._wrapper:
+            BaseProcess.start = self._original  # type: ignore[method-assign, assignment]
+        self._original = self._wrapper = None
 
 
 class WorkerGuard:
-    """A ``worker_init_fn``: drops the signals, but ends the worker on SIGTERM from its parent, and
-    when that is gone.
+    """What a worker runs, behind a thread that drops the signals, and ends the worker on SIGTERM
+    from its parent and when that is gone.
 
-    Can be pickled when ``then``, the user's own worker_init_fn, can.
+    Can be pickled when ``then``, the worker's own loop, can.
     """
 
-    def __init__(
-        self, signals: Collection[int], *, then: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, signals: Collection[int], *, then: Callable[..., Any]) -> None:
         self.signals = frozenset(signals)
         self.then = then
 
-    def __call__(self, worker_id: int) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # sigtimedwait wants them blocked, whoever started this worker
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         threading.Thread(target=self._take, name="hydroslurm-signals", daemon=True).start()
-        if self.then is not None:
-            self.then(worker_id)
+        return self.then(*args, **kwargs)
 
     def _take(self) -> None:
-        parent = multiprocessing.parent_process()
+        parent, look_s = multiprocessing.parent_process(), _LOOK_S
         while parent is not None and parent.is_alive():
-            seen = signal.sigtimedwait(self.signals, _LOOK_S)
+            seen = signal.sigtimedwait(self.signals, look_s)
             if seen and seen.si_signo == signal.SIGTERM and seen.si_pid == parent.pid:
                 break
+            if seen:
+                look_s = _TOLD_LOOK_S
         os._exit(0)  # as torch's handler does

@@ -1,0 +1,125 @@
+"""One line at the start for who would lose work: a script that trains where jobs are stopped for
+others, in which nobody saves at a stop.
+
+The first rank of a job looks, once in the job's life, and asks slurmctld three things. It waits
+until there is an optimizer, and a while longer: a script with a ``Run`` makes that next, and one
+that has neither will train. So a loop may have begun by then, but not for long. An answer that does
+not come is not waited for; the thread is a daemon, issues no operator and holds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hydroslurm.errors import HydroslurmError, UsageError
+
+if TYPE_CHECKING:
+    from hydroslurm.rundir import RunDir
+    from hydroslurm.runtime.controller import Controller
+    from hydroslurm.slurm.policy import SitePolicy
+
+LOOK_S = 2.0
+"""How often it is looked for an optimizer."""
+FIRST_S, SPREAD_S = 10.0, 5.0
+"""How long after that a Run is waited for; the jobs of an array do not all ask in one second."""
+ANSWER_S = 10.0
+
+_some_saver = False
+"""Somebody has saved in this process, and has left."""
+
+
+class Outlook:
+    """Of one installation; ends with it, or when it has spoken."""
+
+    def __init__(
+        self, controller: Controller, run: RunDir, job_id: int, environ: Mapping[str, str]
+    ) -> None:
+        self._controller = controller
+        self._run = run
+        self._job_id = job_id
+        self._environ = dict(environ)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="hydroslurm-outlook", daemon=True)
+
+    def start(self) -> Outlook:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """At once; what is being asked is not told any more."""
+        global _some_saver
+        _some_saver = _some_saver or self._controller.had_saver
+        self._over.set()
+
+    def _look(self) -> None:
+        while not has_optimizer():
+            if self._over.wait(LOOK_S) or self._is_settled():
+                return
+        if self._over.wait(FIRST_S + random.uniform(0.0, SPREAD_S)) or self._is_settled():
+            return
+        # Slurm's programs missing in a container, a controller that is busy: not worth a word
+        with contextlib.suppress(HydroslurmError, UsageError, OSError):
+            words = what_is_lost(self._policy(), self._job_id) if self._is_first() else None
+            if words is not None and not self._over.is_set() and not self._is_settled():
+                sys.stderr.write(f"hydroslurm: {words}\n")
+                sys.stderr.flush()
+
+    def _policy(self) -> SitePolicy:
+        from hydroslurm.slurm.client import open_client  # every start would pay for it
+        from hydroslurm.slurm.patience import Patience
+        from hydroslurm.slurm.policy import read_policy
+
+        patience = Patience(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
+        return read_policy(open_client(environ=self._environ, patience=patience), self._job_id)
+
+    def _is_settled(self) -> bool:
+        return _some_saver or self._controller.had_saver or handles_sigterm()
+
+    def _is_first(self) -> bool:
+        """Whether no job step of this job, and no attempt, has looked before."""
+        mark = self._run.told(self._job_id)
+        with contextlib.suppress(FileExistsError):
+            mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mark.touch(mode=0o600, exist_ok=False)
+            return True
+        return False
+
+
+def has_optimizer() -> bool:
+    """Whether an optimizer was made in this process: torch marks a class at the first of it."""
+    module = sys.modules.get("torch.optim.optimizer")
+    classes = [] if module is None else [module.Optimizer]
+    while classes:
+        one = classes.pop()
+        if getattr(one.step, "hooked", False):
+            return True
+        classes += one.__subclasses__()
+    return False
+
+
+def handles_sigterm() -> bool:
+    """Whether the script has a handler of its own, which may save. submitit's does not: it passes
+    SIGTERM over."""
+    handler = signal.getsignal(signal.SIGTERM)
+    module = str(getattr(handler, "__module__", ""))
+    return callable(handler) and module.partition(".")[0] != "submitit"
+
+
+def what_is_lost(policy: SitePolicy, job_id: int) -> str | None:
+    """A sentence on what a preemption costs a job in which nobody saves; None where none stops
+    it."""
+    how = {"requeue": "stops this job and requeues it", "cancel": "ends this job for good"}
+    if policy.action.value not in how:
+        return None
+    return (
+        f"a preemption {how[policy.action.value]} ({policy.action_why}), and nobody in it saves: "
+        "no hydroslurm.Run and no receive_suspend_command() so far. What the script has not saved "
+        "by itself is lost then. Train in a hydroslurm.Run, or use receive_suspend_command() and "
+        f"go_suspend(); hydroslurm doctor {job_id} says more"
+    )
