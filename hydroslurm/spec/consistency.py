@@ -43,6 +43,18 @@ def complaints(job: TrainingJob) -> tuple[Complaint, ...]:
     return (*found, *_min_nodes(job), *_meeting(job), *_debug(job), *_warning(job))
 
 
+def unused(job: TrainingJob) -> tuple[Complaint, ...]:
+    """What is no mistake, and has no effect in this job; people should know."""
+    torchrun = job.torchrun_config
+    if not (torchrun.enable and torchrun.has_own_server and job.replicas == 1):
+        return ()
+    words = (
+        f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so that its agent runs "
+        "torchrun --standalone and asks no server; leave it out, or raise replicas"
+    )
+    return (Complaint((*_TORCHRUN, "rdzvBackend"), words),)
+
+
 def _types(job: TrainingJob) -> Iterator[Complaint]:
     types = [spec.type.lower() for spec in job.replica_specs]
     for number, spec in enumerate(job.replica_specs):
