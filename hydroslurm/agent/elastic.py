@@ -46,7 +46,7 @@ from hydroslurm.agent.node import Node
 from hydroslurm.agent.patience import Patience
 from hydroslurm.agent.proc import exit_codes
 from hydroslurm.agent.rounds import in_order_of_tasks, life_of
-from hydroslurm.agent.script import NO_SCRIPT, what_is_missing
+from hydroslurm.agent.script import missing_status, what_is_missing
 from hydroslurm.agent.status import Decision, decide, failure_status, node_status
 from hydroslurm.errors import LaunchError
 from hydroslurm.exitcodes import CANCELLED, FAILED
@@ -208,7 +208,7 @@ def launch(arguments: list[str], *, node: Node, where: Meeting | None, key: byte
     )
     if missing is not None:
         node.log.say(missing, warning=True)
-        return NO_SCRIPT
+        return missing_status(chosen.training_script, is_program=chosen.no_python)
     if where is not None and fill_in(chosen, where, untouched=_untouched()):
         node.log.say(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
     _leave_signals_to(node, chosen)

@@ -24,8 +24,8 @@ def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) ->
 
     Returns:
         The status of the node: 0; 75, 93 or 143 as in :mod:`hydroslurm.exitcodes` when the workers
-        have left on purpose; 2 when there is no such script; else that of the first worker that
-        failed, 128 + N where a signal killed it.
+        have left on purpose; 2, 126 or 127 when there is no such script or program; else that of
+        the first worker that failed, 128 + N where a signal killed it.
 
     Raises:
         SystemExit: wrong arguments; torchrun has printed what is wrong.

@@ -43,16 +43,21 @@ def complaints(job: TrainingJob) -> tuple[Complaint, ...]:
     return (*found, *_min_nodes(job), *_meeting(job), *_debug(job), *_warning(job))
 
 
-def unused(job: TrainingJob) -> tuple[Complaint, ...]:
+def unused(job: TrainingJob) -> Iterator[Complaint]:
     """What is no mistake, and has no effect in this job; people should know."""
     torchrun = job.torchrun_config
-    if not (torchrun.enable and torchrun.has_own_server and job.replicas == 1):
-        return ()
-    words = (
-        f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so that its agent runs "
-        "torchrun --standalone and asks no server; leave it out, or raise replicas"
-    )
-    return (Complaint((*_TORCHRUN, "rdzvBackend"), words),)
+    if torchrun.enable and torchrun.has_own_server and job.replicas == 1:
+        words = (
+            f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so that its agent runs "
+            "torchrun --standalone and asks no server; leave it out, or raise replicas"
+        )
+        yield Complaint((*_TORCHRUN, "rdzvBackend"), words)
+    if not torchrun.enable and torchrun.proc_per_node != "1":
+        words = (
+            f"{torchrun.proc_per_node}: counts with torchrun; without it a replica has as many "
+            "ranks as its resources.tasks"
+        )
+        yield Complaint(_PROCS, words)
 
 
 def _types(job: TrainingJob) -> Iterator[Complaint]:

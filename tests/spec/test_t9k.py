@@ -91,8 +91,8 @@ def test_the_container_that_trains(names: list[str], wanted: str | None) -> None
     assert "they are called a, b; call the one that does python, or pytorch" in str(caught.value)
 
 
-def test_a_single_replica_needs_no_server() -> None:
-    """It is not asked, and that is said; with two it is."""
+def test_what_has_no_effect_in_this_job_is_said() -> None:
+    """A server that a single replica does not ask, torchrun's number of ranks without torchrun."""
     torchrun = (
         "  torchrunConfig: {enabled: true, rdzvBackend: etcd, "
         "extraOptions: [--rdzv-endpoint, 'h:1']}\n"
@@ -101,6 +101,9 @@ def test_a_single_replica_needs_no_server() -> None:
     assert loads(text).meaningless == ()
     (told,) = loads(text.replace("replicas: 4", "replicas: 1")).meaningless
     assert told.startswith("spec.torchrunConfig.rdzvBackend (etcd: a single replica")
+    torchrun = "  torchrunConfig: {enabled: false, procPerNode: gpu}\n"
+    (told,) = loads(manifest("command: [python, train.py]", torchrun)).meaningless
+    assert told.startswith("spec.torchrunConfig.procPerNode (gpu: counts with torchrun")
 
 
 def prioritized(priority: str) -> str:
