@@ -72,7 +72,7 @@ def _look_up(host: str) -> tuple[str, str]:
         if address != host and _failure(address) is None:
             return address, ""
     except SlurmError as error:
-        seen = f"Slurm was asked for its address: {error}"
+        seen = f"Slurm does not tell its address: {error}"
     return host, (
         f"the first node of this job step cannot be reached by its name: {host} does not resolve "
         f"here ({failure}); {seen}. Set MASTER_ADDR to an address of {host} that all nodes reach, "
