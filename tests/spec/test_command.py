@@ -31,7 +31,7 @@ def test_validate_lists_once_what_has_no_meaning() -> None:
     assert done.exit_code == 0
     ok, warning, *listed = done.output.splitlines()
     assert ok.endswith("ok: digits-ddp, 4 worker")
-    assert "no meaning on Slurm" in warning
+    assert "no effect on Slurm" in warning
     assert [line.strip() for line in listed] == list(
         load(EXAMPLES / "t9k-manifest.yaml").meaningless
     )

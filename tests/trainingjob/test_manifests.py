@@ -47,10 +47,10 @@ def test_a_manifest_without_torchrun(scene: Scene) -> None:
 @pytest.mark.scene("manifest_srun")
 def test_what_has_no_meaning_is_said_once(scene: Scene) -> None:
     """One warning at the submission lists what Slurm has no use for."""
-    warning = scene.said.partition("no meaning on this Slurm")[2]
+    warning = scene.said.partition("no effect on this Slurm")[2]
     for field in ("priority", "volumes", "volumeMounts", "image pytorch/pytorch:2.0.0"):
         assert field in warning
-    assert scene.said.count("no meaning") == 1
+    assert scene.said.count("no effect") == 1
 
 
 @pytest.mark.slow
