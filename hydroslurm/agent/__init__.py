@@ -5,7 +5,7 @@ are not the ranks. Stock torchrun dies of SIGUSR1, and of SIGTERM after 30 s. Th
 torchrun's arguments and its restarts, passes pause, resume and stop on to its workers, and leaves
 with one status for the node when they have left.
 
-Start at :func:`hydroslurm.agent.launch.run_agent`. Only ``elastic`` and ``patience`` know torch;
-nothing else here imports it, so that signals are kept from the first moment on, while torch is
-still being imported.
+Start at :func:`hydroslurm.agent.launch.run_agent`. Only ``elastic``, ``rounds`` and ``patience``
+know torch; nothing else here imports it, so that signals are kept from the first moment on, while
+torch is still being imported.
 """

@@ -10,6 +10,7 @@ Torchrun's own code is run; only the class of its agent is another one. What dif
 - a stop that arrives before there are workers ends the agent at once;
 - when workers failed for good, the agent leaves with the status of the first;
 - workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT`` says off;
+- nodes are counted as Slurm counts its tasks (:mod:`hydroslurm.agent.rounds`);
 - workers are given ``HYDROSLURM_LIFE``, the same on all nodes and new in each round. Torch's own
   TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because of another
   node's.
@@ -24,7 +25,6 @@ import secrets
 import signal
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,7 +44,9 @@ from hydroslurm.agent.defaults import Meeting, fill_in
 from hydroslurm.agent.mailbox import Interrupted
 from hydroslurm.agent.node import Node
 from hydroslurm.agent.patience import Patience
-from hydroslurm.agent.script import NO_SCRIPT, what_is_missing
+from hydroslurm.agent.proc import exit_codes
+from hydroslurm.agent.rounds import in_order_of_tasks, life_of
+from hydroslurm.agent.script import missing_status, what_is_missing
 from hydroslurm.agent.status import Decision, decide, failure_status, node_status
 from hydroslurm.errors import LaunchError
 from hydroslurm.exitcodes import CANCELLED, FAILED
@@ -89,7 +91,7 @@ class NodeAgent(LocalElasticAgent):
         with self._node.mailbox.interruptible():
             self._unless_stopped()
             super()._rendezvous(worker_group)
-            os.environ[LIFE_ENV] = _life(worker_group)
+            os.environ[LIFE_ENV] = life_of(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
@@ -206,7 +208,7 @@ def launch(arguments: list[str], *, node: Node, where: Meeting | None, key: byte
     )
     if missing is not None:
         node.log.say(missing, warning=True)
-        return NO_SCRIPT
+        return missing_status(chosen.training_script, is_program=chosen.no_python)
     if where is not None and fill_in(chosen, where, untouched=_untouched()):
         node.log.say(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
     _leave_signals_to(node, chosen)
@@ -218,7 +220,8 @@ def launch(arguments: list[str], *, node: Node, where: Meeting | None, key: byte
         os.environ[autoload.PREEMPT_ENV] = "pause"
     # with a shared store a restarted rank may find the address of a peer that is gone
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with _agents_of(node) as agents:
+    ours = where if where is not None and chosen.rdzv_id == where.run_id else None
+    with _agents_of(node, ours) as agents:
         try:
             # it writes the error file of a failed worker, as it does for torchrun
             return int(record(_run)(chosen, agents) or 0)
@@ -242,26 +245,13 @@ def _run(chosen: Any, agents: list[NodeAgent]) -> int:
     return 0
 
 
-def exit_codes(pcontext: PContext) -> dict[int, int | None]:
-    """How the worker of each local rank has ended, negative for a signal; None: it lives. Takes
-    nothing away from torch, which waits for them too."""
-    return {rank: _exit_code(pcontext, rank, pid) for rank, pid in pcontext.pids().items()}
-
-
-def _exit_code(pcontext: PContext, local_rank: int, pid: int) -> int | None:
-    try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # torch was first
-        handler = getattr(pcontext, "subprocess_handlers", {}).get(local_rank)
-        return 0 if handler is None else handler.proc.returncode
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
 @contextlib.contextmanager
-def _agents_of(node: Node) -> Iterator[list[NodeAgent]]:
-    """Have torchrun make agents of ours; those that it has made are in the list."""
+def _agents_of(node: Node, where: Meeting | None) -> Iterator[list[NodeAgent]]:
+    """Have torchrun make agents of ours; those that it has made are in the list.
+
+    Args:
+        where: None where the nodes that meet are not, or not only, the tasks of this job step.
+    """
     if not hasattr(launcher, "LocalElasticAgent"):
         raise LaunchError(
             "this torch's torchrun makes its agent in a way that is not known; use srun without "
@@ -270,6 +260,8 @@ def _agents_of(node: Node) -> Iterator[list[NodeAgent]]:
     made: list[NodeAgent] = []
 
     def make(spec: WorkerSpec, *args: Any, **kwargs: Any) -> NodeAgent:
+        if where is not None:
+            in_order_of_tasks(spec.rdzv_handler, where, local_addr=spec.local_addr)
         made.append(NodeAgent(node, spec, *args, **kwargs))
         return made[-1]
 
@@ -295,11 +287,3 @@ def _leave_signals_to(node: Node, chosen: Any) -> None:
 
 def _untouched() -> Any:
     return _torchrun.parse_args(["a_script"])
-
-
-def _life(worker_group: Any) -> str:
-    """One word for all nodes of this round: the first writes it, the others read it."""
-    store = worker_group.store
-    if worker_group.group_rank == 0:
-        store.set("hydroslurm/life", uuid.uuid4().hex)
-    return str(store.get("hydroslurm/life").decode())

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 
 from hydroslurm.agent.defaults import agents, meeting
 from hydroslurm.agent.node import Node
 from hydroslurm.errors import RanksError
 from hydroslurm.events import EventKind
+from hydroslurm.runtime.ranks.address import settle_address
 from hydroslurm.runtime.ranks.secret import key_from
 from hydroslurm.runtime.rendezvous import step_key
 
 
-def run_agent(arguments: Sequence[str], *, environ: Mapping[str, str]) -> int:
+def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) -> int:
     """Start workers as torchrun would, and hand Slurm's signals on to them.
 
     Args:
         arguments: torchrun's. In a job step of several tasks that name no rendezvous, the tasks
             meet at a store of the first one.
-        environ: SLURM_*, HYDROSLURM_*. Torch reads ``os.environ`` itself.
+        environ: SLURM_*, HYDROSLURM_*; MASTER_ADDR is set in it where the first node's name does
+            not resolve. Torch reads ``os.environ`` itself.
 
     Returns:
         The status of the node: 0; 75, 93 or 143 as in :mod:`hydroslurm.exitcodes` when the workers
-        have left on purpose; 2 when there is no such script; else that of the first worker that
-        failed, 128 + N where a signal killed it.
+        have left on purpose; 2, 126 or 127 when there is no such script or program; else that of
+        the first worker that failed, 128 + N where a signal killed it.
 
     Raises:
         SystemExit: wrong arguments; torchrun has printed what is wrong.
@@ -45,17 +47,16 @@ def run_agent(arguments: Sequence[str], *, environ: Mapping[str, str]) -> int:
         return status
 
 
-def _shared_key(environ: Mapping[str, str], node: Node) -> bytes | None:
+def _shared_key(environ: MutableMapping[str, str], node: Node) -> bytes | None:
     """The key of the agents; None for a single one, and where they have none: their workers then
-    look for one themselves, and say what is missing."""
-    if (key := key_from(environ)) is not None:
-        return key
-    world = agents(environ)
+    look for one themselves, and say what is missing. Where they meet is settled on the way."""
+    key, world = key_from(environ), agents(environ)
     if world is None:
-        return None
+        return key
     try:
-        return step_key(world, environ, stop=node.stop_asked.is_set)
+        world = settle_address(world, environ)
+        return key or step_key(world, environ, stop=node.stop_asked.is_set)
     except RanksError as error:
         if not node.stop_asked.is_set():
             node.log.say(str(error), warning=True)
-        return None
+        return key

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def family(pid: int) -> Iterator[int]:
@@ -46,3 +47,24 @@ def send_group(pid: int, signo: int) -> None:
             os.killpg(pid, signo)
         else:
             os.kill(pid, signo)
+
+
+def exit_codes(pcontext: Any) -> dict[int, int | None]:
+    """How the worker of each local rank has ended, negative for a signal; None: it lives. Takes
+    nothing away from torch, which waits for them too.
+
+    Args:
+        pcontext: torch's, of the workers of this node.
+    """
+    return {rank: _exit_code(pcontext, rank, pid) for rank, pid in pcontext.pids().items()}
+
+
+def _exit_code(pcontext: Any, local_rank: int, pid: int) -> int | None:
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # torch was first
+        handler = getattr(pcontext, "subprocess_handlers", {}).get(local_rank)
+        return 0 if handler is None else handler.proc.returncode
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -7,8 +7,13 @@ import shutil
 import socket
 from pathlib import Path
 
-NO_SCRIPT = 2
-"""The status of a node without it: Python's own, and that of wrong arguments."""
+
+def missing_status(script: str, *, is_program: bool) -> int:
+    """The status of a node without it, which is what the command leaves with where srun starts it:
+    2, Python's own, without its script; 127 without the program, 126 where that cannot be run."""
+    if not is_program:
+        return 2
+    return 126 if os.sep in script and Path(script).exists() else 127
 
 
 def what_is_missing(script: str, *, is_program: bool, is_module: bool) -> str | None:

@@ -28,7 +28,7 @@ def validate(files: Files) -> None:
         kinds = ", ".join(f"{one.replicas} {one.type}" for one in job.replica_specs)
         typer.echo(f"{file}: ok: {job.name}, {kinds}")
         if spec.meaningless:
-            typer.echo("  these fields have no meaning on Slurm and are left out:")
+            typer.echo("  these fields have no effect on Slurm and are left out:")
         for one in spec.meaningless:
             typer.echo(f"    {one}")
     if wrong:

@@ -71,6 +71,8 @@ def task_environ(task: TaskPlan, environ: Mapping[str, str], *, root: Path) -> d
     """The environment of a task: the job's, ours, and above all the spec's. torch.distributed's
     variables are set for a rank, and left to torchrun for an agent."""
     made = dict(environ)
+    # as below torchrun: what a rank has printed is in its log at once, also when it is killed
+    made.setdefault("PYTHONUNBUFFERED", "1")
     made[REPLICA_ENV] = task.replica
     made[SCRATCH_ENV] = str(root / "scratch" / task.replica)
     if not task.is_agent:

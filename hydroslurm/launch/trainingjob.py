@@ -117,7 +117,7 @@ def plan_for(spec: JobSpec, *, environ: Mapping[str, str]) -> tuple[Plan, tuple[
     if not left_out:
         return plan, ()
     listed = "".join(f"\n  {one}" for one in left_out)
-    return plan, (f"these fields have no meaning on this Slurm and are left out:{listed}",)
+    return plan, (f"these fields have no effect on this Slurm and are left out:{listed}",)
 
 
 def render(spec: JobSpec, plan: Plan, *, root: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from hydroslurm import jobfolder, registry
 from hydroslurm.errors import RunFolderError
+from hydroslurm.runtime.ranks.address import settle_address
 from hydroslurm.runtime.ranks.host import start_hub
 from hydroslurm.runtime.ranks.search import find_hub
 from hydroslurm.runtime.ranks.secret import find_secret, key_from
@@ -33,10 +34,11 @@ def set_torch_environment(environ: MutableMapping[str, str] | None = None) -> Wo
     """Give torch.distributed what ``init_process_group()`` reads, in ranks that srun has started.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. What is set
-    already stays: torchrun's workers have all of it. The port follows from the key of this attempt,
-    so that neither ranks of an earlier one are met nor strangers expected; where the key is not in
-    the environment, the ranks wait here until they have it from the first. That one opens torch's
-    store, which then listens at MASTER_ADDR and nowhere else.
+    already stays: torchrun's workers have all of it. MASTER_ADDR is the name of the first node, and
+    the address that Slurm has for it where that name does not resolve. The port follows from the
+    key of this attempt, so that neither ranks of an earlier one are met nor strangers expected;
+    where the key is not in the environment, the ranks wait here until they have it from the first.
+    That one opens torch's store, which then listens at MASTER_ADDR and nowhere else.
 
     Args:
         environ: changed in place, and nothing else is done; default: ``os.environ``.
@@ -44,11 +46,13 @@ def set_torch_environment(environ: MutableMapping[str, str] | None = None) -> Wo
     Raises:
         UsageError: a variable has a value that neither torchrun nor Slurm gives.
         NoSecret: several ranks, and nothing that they could prove their identity with.
-        HubLost: the first rank did not come.
+        HubLost: the first rank did not come, or its node cannot be found.
     """
     ours = environ is None or environ is os.environ
     environ = os.environ if environ is None else environ
     world = World.from_environ(environ)
+    if ours:
+        world = settle_address(world, environ)
     chooses_port = world.world_size > 1 and not environ.get("MASTER_PORT")
     key = step_key(world, environ) if ours and chooses_port else key_from(environ)
     environ.setdefault("MASTER_ADDR", world.host)

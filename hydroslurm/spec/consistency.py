@@ -43,6 +43,23 @@ def complaints(job: TrainingJob) -> tuple[Complaint, ...]:
     return (*found, *_min_nodes(job), *_meeting(job), *_debug(job), *_warning(job))
 
 
+def unused(job: TrainingJob) -> Iterator[Complaint]:
+    """What is no mistake, and has no effect in this job; people should know."""
+    torchrun = job.torchrun_config
+    if torchrun.enable and torchrun.has_own_server and job.replicas == 1:
+        words = (
+            f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so that its agent runs "
+            "torchrun --standalone and asks no server; leave it out, or raise replicas"
+        )
+        yield Complaint((*_TORCHRUN, "rdzvBackend"), words)
+    if not torchrun.enable and torchrun.proc_per_node != "1":
+        words = (
+            f"{torchrun.proc_per_node}: counts with torchrun; without it a replica has as many "
+            "ranks as its resources.tasks"
+        )
+        yield Complaint(_PROCS, words)
+
+
 def _types(job: TrainingJob) -> Iterator[Complaint]:
     types = [spec.type.lower() for spec in job.replica_specs]
     for number, spec in enumerate(job.replica_specs):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from hydroslurm.errors import SpecError
 from hydroslurm.spec import t9k
+from hydroslurm.spec.consistency import unused
 from hydroslurm.spec.job import TrainingJob
+from hydroslurm.spec.priorities import read_priorities
 from hydroslurm.spec.problems import Problem, problems_of
-from hydroslurm.spec.source import Source, parse_source, path_text, read_source
+from hydroslurm.spec.source import KeyPath, Source, parse_source, path_text, read_source
 from hydroslurm.spec.text import is_printable
 from hydroslurm.spec.translation import Misspelt, Translation
 
@@ -28,7 +30,8 @@ class JobSpec:
     Attributes:
         job: what is to be run.
         folder: absolute; what relative paths in the job are relative to.
-        meaningless: fields of a T9k manifest that have no meaning on Slurm.
+        meaningless: fields that have no effect, of a T9k manifest those without a meaning on
+            Slurm above all.
         is_manifest: whether it was one.
     """
 
@@ -65,26 +68,36 @@ def loads(text: str, *, name: str = "job.yaml", folder: Path = Path()) -> JobSpe
 
 def read(source: Source, *, folder: Path) -> JobSpec:
     """The same of what PyYAML has read."""
-    if not t9k.is_manifest(source.value):
-        job = _validated(source.value, source, Translation(source.value, {(): ()}))
-        return JobSpec(job, folder)
-    translation = t9k.translate(source.value)
-    job = _validated(translation.value, source, translation)
-    return JobSpec(job, folder, translation.meaningless, is_manifest=True)
+    is_manifest = t9k.is_manifest(source.value)
+    if is_manifest:
+        translation = t9k.translate(source.value, priorities=read_priorities(os.environ))
+    else:
+        translation = Translation(source.value, {(): ()})
+    job = _validated(translation, source)
+    idle = [f"{path_text(translation.origin(one.path))} ({one.words})" for one in unused(job)]
+    return JobSpec(job, folder, (*translation.meaningless, *idle), is_manifest=is_manifest)
 
 
-def _validated(value: Any, source: Source, translation: Translation) -> TrainingJob:
+def _validated(translation: Translation, source: Source) -> TrainingJob:
+    value = translation.value
+    wrong = tuple(_problem(one.path, one.words, source) for one in translation.refusals)
     try:
-        return TrainingJob.model_validate(value)
+        job = TrainingJob.model_validate(value)
     except ValidationError as error:
         found = problems_of(error, value, source=source, place=translation.origin)
         hints = tuple(_misspelt(one, source) for one in translation.misspelt)
-        raise SpecError(_text((*found, *hints), source.name)) from None
+        raise SpecError(_text((*wrong, *found, *hints), source.name)) from None
+    if wrong:
+        raise SpecError(_text(wrong, source.name))
+    return job
 
 
 def _misspelt(one: Misspelt, source: Source) -> Problem:
-    words = f"there is no such field; did you mean {one.meant!r}?"
-    return Problem(source.line_of(one.path), path_text(one.path), words)
+    return _problem(one.path, f"there is no such field; did you mean {one.meant!r}?", source)
+
+
+def _problem(path: KeyPath, words: str, source: Source) -> Problem:
+    return Problem(source.line_of(path), path_text(path), words)
 
 
 def _text(problems: tuple[Problem, ...], name: str) -> str:

@@ -37,6 +37,8 @@ def _sbatch_value(value: object) -> object:
     return slurm_word(str(is_text(value)))
 
 
+Nice = Annotated[int, Field(ge=0, le=2147483645)]
+"""What a user may take off a job's priority."""
 FreeOption = Annotated[OptionName, AfterValidator(_not_ours)]
 """An option of sbatch that hydroslurm leaves to the user."""
 SbatchValue = Annotated[
@@ -66,7 +68,7 @@ class Scheduler(Part):
     reservation: SlurmWord | None = Field(
         default=None, description="Reservation to run in. Default: none."
     )
-    nice: Annotated[int, Field(ge=0, le=2147483645)] = Field(
+    nice: Nice = Field(
         default=0,
         description="Taken off the job's priority, so that others go first. There is no field that "
         "raises it: Slurm lets only operators set a priority or a nice below 0. Default: 0.",

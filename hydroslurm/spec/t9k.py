@@ -2,7 +2,7 @@
 
     metadata.name, .labels                    name, labels
     spec.replicaSpecs[].type, .replicas ...   the same
-      .template.spec.containers[]             template: the container called pytorch, or the first
+      .template.spec.containers[]             template: the one called python or pytorch
         command, args, env, workingDir        the same; $(NAME) is written out, as Kubernetes does
         resources.limits, else .requests      cpus, memory, gpus (nvidia.com/gpu, amd.com/gpu)
         image                                 image, where this cluster can run one
@@ -10,6 +10,7 @@
     spec.torchrunConfig                       the same; enabled is enable
     spec.runPolicy                            the same; cleanUpPolicy is cleanPolicy
     spec.scheduler.t9kScheduler.queue         scheduler.partition
+      .priority                               scheduler.qos, .nice, by a table: see priorities
     spec.tensorboardSpec                      tensorboard: the path of its first fileset
     spec.runMode.debug                        the same; enabled is enable
 
@@ -27,13 +28,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hydroslurm.spec.priorities import Priorities
 from hydroslurm.spec.source import KeyPath
 from hydroslurm.spec.translation import Translation, Translator
 
 API_VERSION = "batch.tensorstack.dev/v1beta1"
 KIND = "PyTorchTrainingJob"
 
-_MAIN_CONTAINERS = ("pytorch", "python")
+_MAIN_CONTAINERS = ("python", "pytorch")
+"""T9k's torchrun takes ``python``, else the first; its own examples call that one ``pytorch``."""
 _GPUS = ("nvidia.com/gpu", "amd.com/gpu")
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 _FILESET = re.compile(r"t9k://pvc/(.+)")
@@ -51,7 +54,7 @@ def is_manifest(value: object) -> bool:
     )
 
 
-def translate(manifest: Mapping[str, Any]) -> Translation:
+def translate(manifest: Mapping[str, Any], *, priorities: Priorities) -> Translation:
     """Turn a manifest into ours."""
     of = Translator(manifest)
     for name, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
@@ -64,7 +67,7 @@ def translate(manifest: Mapping[str, Any]) -> Translation:
         _replicas(of, ("replicaSpecs", number), ("spec", "replicaSpecs", number), torchrun=torchrun)
     of.comes_from(("replicaSpecs",), ("spec", "replicaSpecs"))
     _run_policy(of)
-    _scheduler(of)
+    _scheduler(of, priorities)
     _tensorboard(of)
     _debug(of)
     of.drop(("spec", "elastic"), "torchrunConfig.minNodes says how few replicas may train")
@@ -91,15 +94,36 @@ def _run_policy(of: Translator) -> None:
             of.move((*own, "cleanPolicy"), (*at, name))
 
 
-def _scheduler(of: Translator) -> None:
+def _scheduler(of: Translator, priorities: Priorities) -> None:
     at, own = ("spec", "scheduler"), ("scheduler",)
     if not of.open(own, at):
         return
     for name in ("t9kScheduler", "volcanoScheduler"):
         of.move((*own, "partition"), (*at, name, "queue"))
-        of.drop(
-            (*at, name, "priority"), "a user cannot set a priority in Slurm; a QOS can have one"
+        _priority(of, own, (*at, name, "priority"), priorities)
+
+
+def _priority(of: Translator, own: KeyPath, at: KeyPath, priorities: Priorities) -> None:
+    value = of.get(at)
+    if value is None:
+        return
+    if not priorities.table:
+        of.drop(at, f"no table says what it is in Slurm; there is none in {priorities.where()}")
+        return
+    found = priorities.table.get(str(value))
+    if found is None:
+        known = ", ".join(priorities.table)
+        of.refuse(
+            at,
+            f"{str(value)[:60]!r} is not in the table of {priorities.where()}, which has {known}; "
+            "choose one of these, add a line to the table, or leave the priority out",
         )
+        return
+    of.use(at)
+    if found.qos is not None:
+        of.put((*own, "qos"), at, found.qos)
+    if found.nice is not None:
+        of.put((*own, "nice"), at, found.nice)
 
 
 def _tensorboard(of: Translator) -> None:
@@ -146,13 +170,21 @@ def _replicas(of: Translator, own: KeyPath, at: KeyPath, *, torchrun: bool) -> N
     for name, why in _OF_THE_POD.items():
         of.drop((*pod, name), why)
     containers = of.get((*pod, "containers"))
-    main = _main_container(containers)
-    if main is None:
+    if not isinstance(containers, list) or not containers:
         of.comes_from(template, (*pod, "containers"))
         return
-    for number in range(len(containers)):
+    names = [one.get("name") if isinstance(one, dict) else None for one in containers]
+    main = next((names.index(name) for name in _MAIN_CONTAINERS if name in names), 0)
+    if len(names) > 1 and names[main] not in _MAIN_CONTAINERS:
+        of.refuse(
+            (*pod, "containers"),
+            f"which of them trains cannot be told: they are called {', '.join(map(str, names))}; "
+            "call the one that does python, or pytorch",
+        )
+    for number in range(len(names)):
         if number != main:
-            of.drop((*pod, "containers", number), "a replica is one program, that of its first")
+            why = f"a replica is one program, that of the container {names[main]}"
+            of.drop((*pod, "containers", number), why)
     _container(of, template, (*pod, "containers", main), torchrun=torchrun)
     for number in of.items((*template, "init"), (*pod, "initContainers")):
         path, ours = (*pod, "initContainers", number), (*template, "init", number)
@@ -160,13 +192,6 @@ def _replicas(of: Translator, own: KeyPath, at: KeyPath, *, torchrun: bool) -> N
             for name in ("name", "command", "args"):
                 of.move((*ours, name), (*path, name))
             of.drop((*path, "image"), "init steps run on the node, outside of containers")
-
-
-def _main_container(containers: object) -> int | None:
-    if not isinstance(containers, list) or not containers:
-        return None
-    names = [one.get("name") if isinstance(one, dict) else None for one in containers]
-    return next((names.index(name) for name in _MAIN_CONTAINERS if name in names), 0)
 
 
 def _container(of: Translator, own: KeyPath, at: KeyPath, *, torchrun: bool) -> None:

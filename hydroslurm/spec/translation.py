@@ -22,6 +22,14 @@ class Misspelt:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A place in the document that says something which cannot be obeyed, and why."""
+
+    path: KeyPath
+    words: str
+
+
+@dataclass(frozen=True)
 class Translation:
     """A document in our own words.
 
@@ -31,12 +39,14 @@ class Translation:
         meaningless: fields of the document that Slurm has nothing for, with the reason where the
             name does not say it.
         misspelt: those of them that are likely to be known ones.
+        refusals: what is wrong in the document before it is validated.
     """
 
     value: Any
     origins: Mapping[KeyPath, KeyPath]
     meaningless: tuple[str, ...] = ()
     misspelt: tuple[Misspelt, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
 
     def origin(self, path: KeyPath) -> KeyPath:
         """The place in the document of a place in ``value``."""
@@ -57,6 +67,7 @@ class Translator:
     _opened: set[KeyPath] = field(default_factory=set)
     _reasons: dict[KeyPath, str] = field(default_factory=dict)
     _known: dict[KeyPath, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _refusals: list[Refusal] = field(default_factory=list)
 
     def get(self, path: KeyPath) -> Any:
         """What stands there; None for nothing."""
@@ -118,6 +129,11 @@ class Translator:
         if self.get(path) is not None:
             self._reasons[path] = why
 
+    def refuse(self, path: KeyPath, words: str) -> None:
+        """Note that a field cannot be obeyed: what was seen, and what was wanted."""
+        self._used.add(path)
+        self._refusals.append(Refusal(path, words))
+
     def translation(self) -> Translation:
         """What has been written, and what is left."""
         known = {path[:end] for path in self._used | set(self._reasons) for end in range(len(path))}
@@ -129,6 +145,7 @@ class Translator:
             self._origins,
             tuple(self._words(path, meant.get(path)) for path in left),
             tuple(Misspelt(path, name) for path, name in meant.items()),
+            tuple(self._refusals),
         )
 
     def _write(self, own: KeyPath, value: Any) -> None:

@@ -190,15 +190,6 @@ def host_list(plan: Plan, nodes: Sequence[str]) -> str:
     return "".join(f"{nodes[task.node]}\n" for task in plan.tasks)
 
 
-def meeting_place(address: str) -> dict[str, str]:
-    """MASTER_ADDR for the ranks: Slurm knows where a node is also where its name does not
-    resolve."""
-    if not address.startswith("127."):
-        return {"MASTER_ADDR": address}
-    # a cluster on one machine: gloo would look for an interface by the machine's name
-    return {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": "lo"}
-
-
 def rank_variables(job: TrainingJob) -> dict[str, str]:
     """What the ranks are told of the spec's ``preemption`` by their environment."""
     wanted = job.preemption

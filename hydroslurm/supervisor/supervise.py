@@ -19,6 +19,7 @@ from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.fence import process_began_epoch_s
 from hydroslurm.launch.plan import Plan
 from hydroslurm.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.runtime.ranks.address import meeting_place
 from hydroslurm.runtime.ranks.secret import new_key
 from hydroslurm.runtime.world import KEY_ENV
 from hydroslurm.slurm.allocation import Allocation
@@ -44,7 +45,6 @@ from hydroslurm.supervisor.steps import (
     RunningStep,
     after_srun,
     host_list,
-    meeting_place,
     python_of,
     rank_variables,
     srun_command,

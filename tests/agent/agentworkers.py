@@ -59,6 +59,8 @@ def wait_for(name):
     return (folder / name).read_text()
 
 tell("began " + os.environ.get("HYDROSLURM_LIFE", "stock"))
+with (folder / f"places-{rank}").open("a") as file:
+    file.write(f"task {os.environ.get('SLURM_PROCID')}, master {os.environ['MASTER_ADDR']}\\n")
 if (folder / "late").exists():
     wait_for("announce")
 plan = dict(slurm_pause="TSTP", slurm_resume="CONT", user_pause="USR1", user_resume="USR2",
@@ -115,6 +117,10 @@ class Scene:
     def told(self, rank: int) -> list[str]:
         """What a rank has told, without the process ids."""
         return [line.rpartition(" ")[0] for line in self._lines(rank)]
+
+    def places(self, rank: int) -> list[str]:
+        """Slurm's task and torch's MASTER_ADDR in each start of a rank."""
+        return (self.folder / f"places-{rank}").read_text().splitlines()
 
     def pid(self, rank: int) -> int:
         """The process that told last as this rank."""

@@ -175,14 +175,17 @@ def test_workers_are_preemptible(
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
-    [([], "there is no script"), (["--no-python"], "there is no program")],
+    ("options", "wanted", "status"),
+    [([], "there is no script", 2), (["--no-python"], "there is no program", 127)],
 )
-def test_a_script_that_is_not_there(scene: Scene, options: list[str], wanted: str) -> None:
-    """One line says what was looked for and where; nothing is started for it."""
+def test_a_script_that_is_not_there(
+    scene: Scene, options: list[str], wanted: str, status: int
+) -> None:
+    """One line says what was looked for and where; nothing is started for it, and the status is
+    that of the same command below srun."""
     missing = scene.folder / "trian.py"
     with scene.agent(*one_node(2), *options, script=missing) as agent:
-        assert agent.wait() == 2
+        assert agent.wait() == status
     (line,) = [each for each in str(agent).splitlines() if "trian.py" in each]
     assert wanted in line
     assert str(missing) in line

@@ -19,11 +19,9 @@ KEEP_ALIVE_S = 2
 
 SCRIPT = """#!/bin/bash
 #SBATCH --partition=low --nodes=2 --ntasks-per-node=1 --no-requeue --time=5
-# the nodes of a dev cluster have no names that could be looked up
-export MASTER_ADDR=127.0.0.1
 {exports}
 srun --kill-on-bad-exit=1 {python} -m hydroslurm.cli agent -- \\
-    --nproc-per-node=2 --max-restarts=3 --local-addr=127.0.0.1 \\
+    --nnodes=1:2 --nproc-per-node=2 --max-restarts=3 \\
     --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=2 \\
     {worker} {folder}
 echo "srun left with $?" >> {folder}/status
@@ -53,10 +51,13 @@ def submitted(pause_cluster: DevCluster, tmp_path: Path) -> Iterator[tuple[Scene
 def test_suspend_resume_restart_and_stop(
     pause_cluster: DevCluster, submitted: tuple[Scene, str]
 ) -> None:
-    """The tasks find each other without a word about where. Both nodes report parked before the
-    SIGSTOP, and running in the same processes after more than the keep-alive; a worker that fails
-    then is started again with all others, and at a stop the nodes leave together with 75."""
+    """The tasks find each other without a word about where, and the first of them has the first
+    ranks also where fewer would do. Both nodes report parked before the SIGSTOP, and running in the
+    same processes after more than the keep-alive; a worker that fails then is started again with
+    all others, in the same order, and at a stop the nodes leave together with 75."""
     scene, job_id = submitted
+    places = [f"task {rank // 2}, master 127.0.0.1" for rank in range(4)]
+    assert [scene.places(rank) for rank in range(4)] == [[place] for place in places]
     before = scene.pids()
     pause_cluster.run(["scontrol", "suspend", job_id])
     _wait_states(scene, "slurm_pause", "parked")
@@ -69,6 +70,7 @@ def test_suspend_resume_restart_and_stop(
     scene.leave(3, 1)
     for rank in range(4):
         scene.wait_told(rank, "announced", times=2)
+    assert [scene.places(rank) for rank in range(4)] == [[place] * 2 for place in places]
     pause_cluster.run(["scancel", "--signal=TERM", job_id])
     for rank in range(4):
         scene.wait_told(rank, "SIGTERM")

@@ -65,8 +65,7 @@ def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
     life goes on behind the step that was saved, to the end."""
     (tmp_path / "examples").symlink_to(root / "examples")
     script = str(root / "sbatch" / "torchrun.sbatch")
-    # the nodes of a dev cluster have no names that could be looked up
-    here = "--export=ALL,RANKS_PER_NODE=1,MASTER_ADDR=127.0.0.1,GLOO_SOCKET_IFNAME=lo"
+    here = "--export=ALL,RANKS_PER_NODE=1"
     options = ("--epochs", "20", "--log-every", "10")
     job = slurm(requeue_cluster, "sbatch", "--parsable", here, script, *options, cwd=tmp_path)
     log = tmp_path / f"torchrun-{job}.out"

@@ -183,6 +183,7 @@ def test_the_same_world_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost,n[4-6]")  # a name that resolves
     monkeypatch.setenv(KEY_ENV, "ab" * 32)
     before = set_torch_environment()
     assert World.from_environ(os.environ) == before

@@ -381,13 +381,12 @@ def test_where_the_key_is_from(
     options: tuple[str, ...], source: str, pause_cluster: DevCluster, tmp_path: Path
 ) -> None:
     """srun alone: MUNGE; ``srun --preempt``: its environment. Torch's store listens at one
-    address, the ranks meet at a port that nobody can guess, and the key is in no command line."""
+    address, which is Slurm's where the node's name does not resolve, the ranks meet at a port that
+    nobody can guess, and the key is in no command line."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     environ = {
         **pause_cluster.child_environ(),
-        "MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
         "HYDROSLURM_RUN_DIR": str(tmp_path / "run"),
     }
     done = subprocess.run(

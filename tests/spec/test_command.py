@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from hydroslurm.cli import app
@@ -30,7 +31,7 @@ def test_validate_lists_once_what_has_no_meaning() -> None:
     assert done.exit_code == 0
     ok, warning, *listed = done.output.splitlines()
     assert ok.endswith("ok: digits-ddp, 4 worker")
-    assert "no meaning on Slurm" in warning
+    assert "no effect on Slurm" in warning
     assert [line.strip() for line in listed] == list(
         load(EXAMPLES / "t9k-manifest.yaml").meaningless
     )
@@ -51,6 +52,20 @@ def test_render_prints_the_resolved_spec() -> None:
     assert done.exit_code == 0
     assert "warningSeconds: 120" in done.output
     assert loads(done.output).job == load(path).job
+
+
+def test_render_shows_what_a_priority_becomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's table is read, and sbatch is told what it says."""
+    table = tmp_path / "hydroslurm/config.yaml"
+    table.parent.mkdir()
+    table.write_text("priorities: {50: {qos: high, nice: 7}}\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    done = run("render", EXAMPLES / "t9k-manifest.yaml")
+    assert "#SBATCH --qos=high\n" in done.output
+    assert "#SBATCH --nice=7\n" in done.output
+    assert "priority" not in done.output
 
 
 def test_render_prints_the_batch_script(tmp_path: Path) -> None:

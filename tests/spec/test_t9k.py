@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.errors import SpecError
+from hydroslurm.errors import SpecError, UntrustedFile
+from hydroslurm.spec.priorities import read_priorities
 from hydroslurm.spec.reading import load, loads
 
 MANIFEST = Path(__file__).resolve().parent.parent.parent / "examples/t9k-manifest.yaml"
@@ -66,6 +67,89 @@ def test_a_minimal_manifest() -> None:
     spec = loads(manifest("command: [python, train.py]"))
     assert spec.job.replica_specs[0].replicas == 4
     assert spec.meaningless == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["only"], "only"),
+        (["pytorch", "python"], "python"),
+        (["sidecar", "pytorch"], "pytorch"),
+        (["a", "b"], None),
+    ],
+)
+def test_the_container_that_trains(names: list[str], wanted: str | None) -> None:
+    """python before pytorch; of several that are called otherwise none is guessed."""
+    one = "{{name: {0}, command: [{0}]}}"
+    text = manifest("\n        - ".join(one.format(name) for name in names))
+    if wanted is not None:
+        assert loads(text).job.replica_specs[0].template.command == (wanted,)
+        return
+    with pytest.raises(SpecError) as caught:
+        loads(text)
+    assert "job.yaml:11: spec.replicaSpecs[0].template.spec.containers: " in str(caught.value)
+    assert "they are called a, b; call the one that does python, or pytorch" in str(caught.value)
+
+
+def test_what_has_no_effect_in_this_job_is_said() -> None:
+    """A server that a single replica does not ask, torchrun's number of ranks without torchrun."""
+    torchrun = (
+        "  torchrunConfig: {enabled: true, rdzvBackend: etcd, "
+        "extraOptions: [--rdzv-endpoint, 'h:1']}\n"
+    )
+    text = manifest("command: [python, train.py]", torchrun)
+    assert loads(text).meaningless == ()
+    (told,) = loads(text.replace("replicas: 4", "replicas: 1")).meaningless
+    assert told.startswith("spec.torchrunConfig.rdzvBackend (etcd: a single replica")
+    torchrun = "  torchrunConfig: {enabled: false, procPerNode: gpu}\n"
+    (told,) = loads(manifest("command: [python, train.py]", torchrun)).meaningless
+    assert told.startswith("spec.torchrunConfig.procPerNode (gpu: counts with torchrun")
+
+
+def prioritized(priority: str) -> str:
+    scheduler = f"  scheduler: {{t9kScheduler: {{priority: {priority}}}}}\n"
+    return manifest("command: [python, train.py]", scheduler)
+
+
+def test_a_priority_is_what_the_table_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A QOS, a nice, both or nothing; one that the table has not is an error that names it, and
+    without a table it is listed with the places where one would be read."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (listed,) = loads(prioritized("50")).meaningless
+    table = tmp_path / "hydroslurm/config.yaml"
+    assert listed.startswith("spec.scheduler.t9kScheduler.priority (no table says")
+    assert str(table) in listed
+    assert "/etc/hydroslurm/config.yaml" in listed
+    table.parent.mkdir()
+    table.write_text("priorities: {80: {qos: high}, 10: {nice: 1000}, 50: {}}\n")
+    for priority, qos, nice in (("80", "high", 0), ("10", None, 1000), ("50", None, 0)):
+        spec = loads(prioritized(priority))
+        assert (spec.job.scheduler.qos, spec.job.scheduler.nice) == (qos, nice)
+        assert spec.meaningless == ()
+    with pytest.raises(SpecError) as caught:
+        loads(prioritized("60"))
+    assert "job.yaml:13: spec.scheduler.t9kScheduler.priority: '60' is not" in str(caught.value)
+    assert f"{table} or /etc/hydroslurm/config.yaml, which has 80, 10, 50;" in str(caught.value)
+
+
+def test_the_users_table_counts_above_the_sites(tmp_path: Path) -> None:
+    """Line by line; a table that others can write is not obeyed, and a wrong one has its line."""
+    site, environ = tmp_path / "site.yaml", {"XDG_CONFIG_HOME": str(tmp_path)}
+    own = tmp_path / "hydroslurm/config.yaml"
+    own.parent.mkdir()
+    site.write_text("priorities: {1: {qos: a}, 2: {qos: b}}\n")
+    own.write_text("priorities: {2: {nice: 5}}\n")
+    found = read_priorities(environ, site=site).table
+    assert {name: (one.qos, one.nice) for name, one in found.items()} == {
+        "1": ("a", None),
+        "2": (None, 5),
+    }
+    own.write_text("# ours\npriorities:\n  2: {nice: -5}\n")
+    with pytest.raises(SpecError, match=r"config.yaml:3: priorities.2.nice: .* wanted a table"):
+        read_priorities(environ, site=site)
+    own.chmod(0o666)
+    with pytest.raises(UntrustedFile):
+        read_priorities(environ, site=site)
 
 
 def test_variables_are_written_out_as_kubernetes_does() -> None:
@@ -185,7 +269,7 @@ def test_everything_else_is_listed_once() -> None:
         "spec.replicaSpecs[0].template.metadata",
         f"{at}.nodeSelector (Slurm's way is scheduler.options.constraint of a job spec)",
         f"{at}.hostNetwork",
-        f"{at}.containers[0] (a replica is one program, that of its first)",
+        f"{at}.containers[0] (a replica is one program, that of the container pytorch)",
         f"{at}.containers[1].envFrom",
         f"{at}.containers[1].ports",
         f"{at}.containers[1].volumeMounts (a job sees the file systems of its nodes)",

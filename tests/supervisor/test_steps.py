@@ -18,7 +18,6 @@ from hydroslurm.supervisor.steps import (
     RunningStep,
     host_list,
     last_words,
-    meeting_place,
     rank_variables,
     srun_command,
 )
@@ -75,12 +74,6 @@ def test_ranks_are_told_what_the_spec_says(mode: str, preempt: str) -> None:
     assert "HYDROSLURM_SAVE_EVERY_S" not in made
     made = rank_variables(loads(job("preemption: {saveEverySeconds: 0}")).job)
     assert made["HYDROSLURM_SAVE_EVERY_S"] == "0"
-
-
-def test_the_meeting_place() -> None:
-    """On one machine gloo is told which interface to take."""
-    assert meeting_place("10.0.0.7") == {"MASTER_ADDR": "10.0.0.7"}
-    assert meeting_place("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_step_of_another_supervisor_is_ended() -> None:

@@ -25,7 +25,7 @@ def main() -> int:
     act = mine[attempt - 1] if attempt <= len(mine) else 0
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURMD_NODENAME")
     where = " ".join(f"{name}={os.environ.get(name)}" for name in names)
-    print(f"{replica} attempt {attempt}: {act} {where} pid {os.getpid()}", flush=True)
+    print(f"{replica} attempt {attempt}: {act} {where} pid {os.getpid()}")  # and does not flush it
     if isinstance(act, int):
         return act
     verb, _, rest = act.partition(" ")
@@ -33,7 +33,7 @@ def main() -> int:
         os.kill(os.getpid(), signal.Signals[rest])
     while verb == "forever" or not (Path(sys.argv[1]).parent / rest).exists():
         time.sleep(0.05)
-    print(f"{replica} attempt {attempt}: came to its own end", flush=True)
+    print(f"{replica} attempt {attempt}: came to its own end")
     return 0
 
 

@@ -66,10 +66,12 @@ class Scene:
 
     def hydroslurm(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """The command line, from the spec's folder."""
+        given = self.cluster.child_environ()
         return subprocess.run(
             [sys.executable, "-m", "hydroslurm.cli", *arguments],
             cwd=self.folder,
-            env=self.cluster.child_environ(),
+            # that a person may have it is not what makes ranks print at once
+            env={name: value for name, value in given.items() if name != "PYTHONUNBUFFERED"},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

@@ -7,6 +7,8 @@ import re
 import pytest
 from trainingjob.scene import Scene
 
+from hydroslurm.events import EventKind, read_events
+
 pytestmark = pytest.mark.slurm
 
 
@@ -24,8 +26,10 @@ def trained(scene: Scene) -> list[tuple[str, ...]]:
 @pytest.mark.slow
 @pytest.mark.scene("manifest_torchrun")
 def test_a_manifest_with_torchrun(scene: Scene) -> None:
-    """As it is: four agents meet, four ranks train."""
+    """As it is: four agents meet, although one would do, and four ranks train in the order of their
+    replicas."""
     assert scene.verdict().type == "Succeeded"
+    assert all(f"rank {task} of 4" in scene.printed(task) for task in range(4))
     assert {rank for rank, *_ in trained(scene)} == {"0", "1", "2", "3"}
     assert len({rest for _, *words in trained(scene) for rest in [tuple(words)]}) == 1
     assert all("4 nodes meet at" in scene.printed(task) for task in range(4))
@@ -43,15 +47,23 @@ def test_a_manifest_without_torchrun(scene: Scene) -> None:
 @pytest.mark.scene("manifest_srun")
 def test_what_has_no_meaning_is_said_once(scene: Scene) -> None:
     """One warning at the submission lists what Slurm has no use for."""
-    warning = scene.said.partition("no meaning on this Slurm")[2]
+    warning = scene.said.partition("no effect on this Slurm")[2]
     for field in ("priority", "volumes", "volumeMounts", "image pytorch/pytorch:2.0.0"):
         assert field in warning
-    assert scene.said.count("no meaning") == 1
+    assert scene.said.count("no effect") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.scene("minimal")
 def test_a_minimal_spec(scene: Scene) -> None:
-    """A command, four replicas and a policy are enough for a training of four nodes."""
+    """A command, four replicas and a policy are enough for a training of four nodes, whose ranks
+    know each other by a key that no stranger has."""
     assert scene.verdict().type == "Succeeded"
     assert {rank for rank, *_ in trained(scene)} == {"0", "1", "2", "3"}
+    joined = [
+        event.data["key_from"]
+        for task in range(4)
+        for event in read_events(scene.run.rank_events(task))
+        if event.kind is EventKind.RANKS_JOINED
+    ]
+    assert joined == ["environment"] * 4

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import HubLost
+from hydroslurm.runtime.ranks.address import located
 from hydroslurm.runtime.ranks.hubline import Options
 from hydroslurm.runtime.ranks.secret import Secret
 from hydroslurm.runtime.world import KEY_ENV, World
@@ -43,7 +44,7 @@ def start_hub(world: World, secret: Secret) -> int:
     options = Options(
         life=world.life,
         world_size=world.world_size,
-        host=world.host,
+        host=located(world).host,
         ports=world.hub_ports(secret.port_key),
         parent_pid=os.getpid(),
         key=secret.key.hex(),

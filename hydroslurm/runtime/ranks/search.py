@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydroslurm.errors import HubLost, StaleRank, UntrustedFile
+from hydroslurm.runtime.ranks.address import located
 from hydroslurm.runtime.ranks.frames import BadFrame, Sealer, Unsealer, pack
 from hydroslurm.runtime.ranks.greeting import GreetingFailed, RankGreeting
 from hydroslurm.runtime.ranks.messages import BadMessage, check_from_hub
@@ -57,8 +58,10 @@ def find_hub(
     Nothing is told to whoever cannot. ``join`` is for a rank that is to stay.
 
     Raises:
-        HubLost: no such hub within ``timeout_s``, or ``stop()`` said so.
+        HubLost: no such hub within ``timeout_s``, ``stop()`` said so, or the first node's name
+            leads nowhere.
     """
+    world = located(world)
     near = LOOPBACK if world.rank == 0 and world.local_rank == 0 else world.host
     places = [(host, port) for port in ports for host in dict.fromkeys((near, world.host))]
     deadline_s, seen = time.monotonic() + timeout_s, "nobody listens"

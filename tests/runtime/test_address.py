@@ -1,0 +1,52 @@
+"""Where the first node is reached whose name nobody can look up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.errors import HubLost
+from hydroslurm.runtime.ranks import address
+from hydroslurm.runtime.ranks.address import located, meeting_place, settle_address
+from hydroslurm.runtime.world import World
+
+NOWHERE = World(rank=1, world_size=2, host="no-such-node.invalid")
+
+
+@pytest.fixture(autouse=True)
+def _no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody to ask, and nothing remembered."""
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
+    address._look_up.cache_clear()
+    yield
+    address._look_up.cache_clear()
+
+
+def test_a_name_that_leads_nowhere() -> None:
+    """It is an error that says what was seen, and what to set; the first rank listens all the same,
+    for others may find it."""
+    environ: dict[str, str] = {}
+    for ask in (lambda: settle_address(NOWHERE, environ), lambda: located(NOWHERE)):
+        with pytest.raises(HubLost) as raised:
+            ask()
+        for words in ("no-such-node.invalid does not resolve here", "SLURM_CONF", "MASTER_ADDR"):
+            assert words in str(raised.value)
+    assert environ == {}
+    assert located(replace(NOWHERE, rank=0)).host == NOWHERE.host
+
+
+def test_what_a_person_has_set_is_not_looked_up() -> None:
+    """Nor is the node of a process that is alone."""
+    environ = {"MASTER_ADDR": "10.0.0.9"}
+    assert settle_address(NOWHERE, environ) == NOWHERE
+    assert settle_address(replace(NOWHERE, rank=0, world_size=1), {}).host == NOWHERE.host
+    assert environ == {"MASTER_ADDR": "10.0.0.9"}
+
+
+def test_the_meeting_place() -> None:
+    """On one machine gloo is told which interface to take."""
+    assert meeting_place("10.0.0.7") == {"MASTER_ADDR": "10.0.0.7"}
+    assert meeting_place("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
