@@ -19,6 +19,10 @@ from submitit.core.utils import DelayedSubmission
 from hydroslurm import rundir
 from hydroslurm.errors import LaunchError
 
+SUBMITIT_SIGNAL = "URG"
+"""submitit's preemption signal, moved away from USR2: Slurm accepts it, and a process without a
+handler ignores it."""
+
 
 @dataclass(frozen=True)
 class InRank:
@@ -42,17 +46,18 @@ class InRank:
         with installed(run_dir=run):
             return self.function(*args, **kwargs)
 
-    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission:
+    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission | None:
         """What submitit asks for at its signal; never called once a ``Run`` has taken that over.
 
-        A function with a ``checkpoint`` of its own decides what runs next; any other one is called
-        again as it was.
+        A function with a ``checkpoint`` of its own decides what runs next, or with None that
+        nothing does; any other one is called again as it was.
         """
         own = getattr(self.function, "checkpoint", None)
         if own is None:
             return DelayedSubmission(self, *args, **kwargs)
-        following: DelayedSubmission = own(*args, **kwargs)
-        following.function = replace(self, function=following.function)
+        following: DelayedSubmission | None = own(*args, **kwargs)
+        if following is not None:
+            following.function = replace(self, function=following.function)
         return following
 
     def run_dir(self, environ: Mapping[str, str]) -> Path:
