@@ -45,8 +45,8 @@ from hydroslurm.rundir import RunDir
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 _NO_SLURM = (
-    "no srun on the PATH, so there is no Slurm to submit to from here. Log in to a submit host, try "
-    'a private one (hydroslurm cluster up), or run the jobs on this machine: cluster="local"'
+    "no srun on the PATH, so there is no Slurm to submit to from here. Log in to a submit host, "
+    'try a private one (hydroslurm cluster up), or run jobs on this machine: cluster="local"'
 )
 
 
@@ -77,7 +77,7 @@ class Executor(SlurmExecutor):
         cluster: Cluster = "slurm",
     ) -> None:
         path = Path(folder).expanduser().absolute()
-        options = {
+        options: dict[str, Any] = {
             "max_num_timeout": max_num_timeout,
             "max_pickle_size_gb": max_pickle_size_gb,
             "python": python,
@@ -165,7 +165,7 @@ class Executor(SlurmExecutor):
             ),
         )
         shutil.copyfile(jobs[0].paths.submission_file, run.job_sbatch)
-        found = [_pausable(job, run, is_array=is_array) for job in jobs]
+        found: list[submitit.Job[Any]] = [_pausable(job, run, is_array=is_array) for job in jobs]
         self._lead_to(found)
         return found
 
@@ -179,7 +179,7 @@ class Executor(SlurmExecutor):
     ) -> submitit.Job[Any]:
         run, _ = self._new_run(delayed)
         job = here.submit(run, delayed)
-        job.run_dir = run
+        job.run_dir = run  # type: ignore[attr-defined] # as a PausableJob has it
         self._lead_to([job])
         return job
 

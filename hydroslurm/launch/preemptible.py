@@ -79,9 +79,11 @@ def _run_folder_for_now() -> Iterator[None]:
     if os.environ.get(rundir.RUN_DIR_ENV):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-debug-") as folder:
-        with environment_variables(**{rundir.RUN_DIR_ENV: folder}):
-            yield
+    with (
+        tempfile.TemporaryDirectory(prefix="hydroslurm-debug-") as folder,
+        environment_variables(**{rundir.RUN_DIR_ENV: folder}),
+    ):
+        yield
 
 
 def _plan() -> SignalPlan:

@@ -1,6 +1,6 @@
 """Run submitit's own tests of Slurm and of its AutoExecutor with our executor in place of theirs.
 
-    python profiling/compare/submitit_tests.py            # what does not pass is listed with reasons
+    python profiling/compare/submitit_tests.py            # what differs is listed with reasons
     python profiling/compare/submitit_tests.py -k array   # arguments are pytest's
 
 submitit's wheel brings its tests. They run in a copy of the package, in a temporary folder, because
@@ -49,9 +49,10 @@ def main(arguments: list[str]) -> int:
         copy = Path(temporary) / "submitit"
         shutil.copytree(package, copy)
         paths = [temporary, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        options = ["-p", Path(__file__).stem, "-p", "no:cacheprovider", "-rfEx", "--tb=short", "-q"]
+        tests = [str(copy / test) for test in TESTS]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", Path(__file__).stem, "-p", "no:cacheprovider"]
-            + ["-rfEx", "--tb=short", "-q", *(str(copy / test) for test in TESTS), *arguments],
+            [sys.executable, "-m", "pytest", *options, *tests, *arguments],
             cwd=temporary,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
