@@ -190,6 +190,10 @@ class _Life:
 
     def _load(self) -> None:
         self._has_just_loaded = self._run.resume()
+        signals = self._job.signal_outputs()
+        for place, value in self._run.progress.outputs.items():
+            if place in signals:  # of a function that is behind, and is not called again
+                signals[place].set(value)
 
     def _init_manager(self, retrieved: int | None) -> None:
         if self._manager is not None:
@@ -232,12 +236,9 @@ class _Life:
             self._run.check_stop()  # saved in the way that the time that is left allows
 
     def _epoch(self) -> None:
-        """What is left of an epoch. Outputs that are stop signals outlive a stop within it."""
+        """What is left of an epoch."""
         job, run = self._job, self._run
         signals = job.signal_outputs()
-        for place, value in run.progress.outputs.items():
-            if place in signals:
-                signals[place].set(value)
         for number, part in enumerate(job.parts(Group.EPOCH)):
             if number < run.progress.done:
                 continue

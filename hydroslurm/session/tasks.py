@@ -95,7 +95,8 @@ class TaskOutput:
         self._value = (value,)
 
     def __call__(self) -> bool:
-        return bool(self.fetch())
+        """As a stop signal; before the first call it is not true."""
+        return bool(self._value and self._value[0])
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_name": self._name, "_value": ()}
