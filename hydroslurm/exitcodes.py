@@ -1,4 +1,4 @@
-"""The exit statuses that mean something to a batch script."""
+"""The exit statuses that mean something to a batch script, and the way out with them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,17 @@ FAILED = 1
 
 CANCELLED = 143
 """Ended by a person, saved: 128 + SIGTERM, as a shell would say it."""
+
+
+class Departure(SystemExit):
+    """Ends the process on purpose, with a status that says what is to follow."""
+
+    @classmethod
+    def finished(cls) -> Departure:
+        """Nothing is left to do."""
+        return cls(0)
+
+    @classmethod
+    def must_not_run_again(cls) -> Departure:
+        """A requeue would not help."""
+        return cls(MUST_NOT_RUN_AGAIN)

@@ -25,7 +25,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hydroslurm import rundir
 from hydroslurm.errors import LaunchError
-from hydroslurm.exitcodes import RUN_AGAIN
+from hydroslurm.exitcodes import RUN_AGAIN, Departure
 from hydroslurm.runtime.signals import SignalPlan
 from hydroslurm.runtime.world import LIFE_ENV, LOOPBACK
 
@@ -148,8 +148,6 @@ def leaving_as_submitit_does() -> Iterator[None]:
     except SystemExit as leaving:
         if leaving.code == RUN_AGAIN and os.environ.get("SUBMITIT_EXECUTOR") == "local":
             raise SystemExit(LOCAL_REQUEUE_RETURN_CODE) from leaving
-        from hydroslurm.session.leaving import Departure
-
         if isinstance(leaving, Departure) and FOLDER_ENV not in os.environ:
             raise UncompletedJobError(
                 f"the run left with status {leaving.code}, which ends a job's own process, and "

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, UsageError, WrongJobState
 from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import CANCELLED, FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.exitcodes import CANCELLED, FAILED, RUN_AGAIN, Departure
 from hydroslurm.fence import Fence, process_began_epoch_s
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.runtime.marks import Range
@@ -50,20 +50,6 @@ _ENDINGS: dict[StopReason, Ending] = {
     StopReason.CANCELLED: "cancelled",
     StopReason.REQUEUED: "requeued",
 }
-
-
-class Departure(SystemExit):
-    """Ends the process on purpose, with a status that says what is to follow."""
-
-    @classmethod
-    def finished(cls) -> Departure:
-        """Nothing is left to do."""
-        return cls(0)
-
-    @classmethod
-    def must_not_run_again(cls) -> Departure:
-        """A requeue would not help."""
-        return cls(MUST_NOT_RUN_AGAIN)
 
 
 @dataclass(frozen=True)
