@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from hydroslurm.session.lives import Limits
     from hydroslurm.session.manager import CheckpointManager
     from hydroslurm.session.multinode import MultiNodeCheckpointManager
-    from hydroslurm.session.parts import epoch_limiter
+    from hydroslurm.session.parts import LocalSession, epoch_limiter
     from hydroslurm.session.run import Run
     from hydroslurm.session.suspend import go_suspend, receive_suspend_command
+    from hydroslurm.session.tasks import Task, TaskGroup
 
 __version__ = "0.1.0"
 
@@ -55,9 +56,12 @@ __all__ = [
     "Job",
     "JobRunner",
     "Limits",
+    "LocalSession",
     "MultiNodeCheckpointManager",
     "Run",
     "SignalPlan",
+    "Task",
+    "TaskGroup",
     "UsageError",
     "controller",
     "data",
@@ -99,7 +103,10 @@ _HOME = {
     "JobRunner": "hydroslurm.session.jobrunner",
     "CheckpointManager": "hydroslurm.session.manager",
     "MultiNodeCheckpointManager": "hydroslurm.session.multinode",
+    "LocalSession": "hydroslurm.session.parts",
     "epoch_limiter": "hydroslurm.session.parts",
+    "Task": "hydroslurm.session.tasks",
+    "TaskGroup": "hydroslurm.session.tasks",
     "Run": "hydroslurm.session.run",
     "go_suspend": "hydroslurm.session.suspend",
     "receive_suspend_command": "hydroslurm.session.suspend",

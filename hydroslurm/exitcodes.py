@@ -1,6 +1,8 @@
-"""The exit statuses that mean something to a batch script."""
+"""The exit statuses that mean something to a batch script, and the way out with them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 RUN_AGAIN = 75
 """Saved, not finished: the same command continues. sysexits' EX_TEMPFAIL. A batch script turns it
@@ -15,3 +17,35 @@ FAILED = 1
 
 CANCELLED = 143
 """Ended by a person, saved: 128 + SIGTERM, as a shell would say it."""
+
+
+_status: Any = None
+
+
+def leaves_with(status: Any) -> None:
+    """The process is about to end with this status, unless somebody catches that."""
+    global _status
+    _status = status
+
+
+def left_with() -> Any:
+    """The status that was told last; None before the first."""
+    return _status
+
+
+class Departure(SystemExit):
+    """Ends the process on purpose, with a status that says what is to follow."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        leaves_with(status)
+
+    @classmethod
+    def finished(cls) -> Departure:
+        """Nothing is left to do."""
+        return cls(0)
+
+    @classmethod
+    def must_not_run_again(cls) -> Departure:
+        """A requeue would not help."""
+        return cls(MUST_NOT_RUN_AGAIN)

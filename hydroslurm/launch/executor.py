@@ -14,12 +14,14 @@ pause and resume here, and SIGURG harms no process that does not know it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
 import shutil
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -27,46 +29,67 @@ from typing import Any
 
 import submitit
 from submitit.core import utils as submitit_utils
+from submitit.core.core import PicklingExecutor
+from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm import rundir
 from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
 from hydroslurm.launch import submission
 from hydroslurm.launch.batchscript import in_option_line, requeue_lines
-from hydroslurm.launch.rank import InRank, Script
+from hydroslurm.launch.local import Cluster, WithoutSlurm
+from hydroslurm.launch.rank import SUBMITIT_SIGNAL, InRank, Script
 from hydroslurm.launch.refusals import ask_sbatch, unmaking
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
-SUBMITIT_SIGNAL = "URG"
-"""Moved away from USR2: Slurm accepts it, and a process without a handler ignores it."""
-
-_OURS = ("comment", "signal")
+_NO_SLURM = (
+    "no srun on the PATH, so there is no Slurm to submit to from here. Log in to a submit host, "
+    'try a private one (hydroslurm cluster up), or run jobs on this machine: cluster="local"'
+)
 
 
 class Executor(SlurmExecutor):
     """Submits callables and scripts through submitit, each with a run folder of its own.
 
     Args:
-        folder: holds the run folders; on a file system that all nodes share.
+        folder: holds the run folders; on a file system that all nodes share. May hold submitit's
+            ``%j`` (``logs/%j``): the run folders are then in what comes before it, and this path
+            of each job leads to its logs.
+        max_num_timeout, max_pickle_size_gb: as submitit's.
         python: the interpreter of the ranks; default the running one.
-        max_num_timeout: as submitit's.
+        cluster: ``slurm``; or as of submitit's AutoExecutor ``local``, processes of this machine,
+            or ``debug``, this very process when the result is asked for.
 
     Raises:
         SlurmMissing: no srun on the PATH.
+        UsageError: no such cluster.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, python: str | None = None, max_num_timeout: int = 3
+        self,
+        folder: str | os.PathLike[str],
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        *,
+        cluster: Cluster = "slurm",
     ) -> None:
-        if shutil.which("srun") is None or shutil.which("sbatch") is None:
-            raise SlurmMissing(
-                "no srun and sbatch on the PATH, so there is no Slurm to submit to from here. Log "
-                "in to a submit host, or try a "
-                "private one: hydroslurm cluster up"
-            )
-        super().__init__(Path(folder).absolute(), max_num_timeout=max_num_timeout, python=python)
+        path = Path(folder).expanduser().absolute()
+        options: dict[str, Any] = {
+            "max_num_timeout": max_num_timeout,
+            "max_pickle_size_gb": max_pickle_size_gb,
+            "python": python,
+        }
+        self._here: WithoutSlurm | None = None
+        if cluster != "slurm":
+            self._here = WithoutSlurm(path, cluster, **options)
+            PicklingExecutor.__init__(self, path, max_num_timeout, max_pickle_size_gb)
+            return
+        if shutil.which("srun") is None:
+            raise SlurmMissing(_NO_SLURM)
+        super().__init__(path, **options)
 
     def update_parameters(self, **parameters: Any) -> None:
         """Set what sbatch is asked for: submitit's names (``timeout_min``, ``nodes``,
@@ -75,7 +98,11 @@ class Executor(SlurmExecutor):
         Raises:
             UsageError: an unknown name, or one that hydroslurm sets itself.
         """
-        plain = {name.removeprefix("slurm_"): value for name, value in parameters.items()}
+        plain = {
+            name.removeprefix("slurm_"): value
+            for name, value in parameters.items()
+            if name.partition("_")[0] not in ("local", "debug")
+        }
         general = set(self._equivalence_dict()) & plain.keys()
         plain |= self._convert_parameters({name: plain.pop(name) for name in general})
         if plain.get("use_srun") is False:
@@ -83,13 +110,14 @@ class Executor(SlurmExecutor):
                 "use_srun=False is not possible: Slurm signals job steps, and without srun there "
                 "is none"
             )
-        for name in _OURS:
-            if name in plain or name in (plain.get("additional_parameters") or {}):
-                raise UsageError(f"{name!r} is set by hydroslurm, which needs it; leave it out")
+        for name in _set_by_us({**plain, **(plain.get("additional_parameters") or {})}):
+            raise UsageError(f"{name!r} is set by hydroslurm, which needs it; leave it out")
         try:
             super().update_parameters(**plain)
         except (ValueError, TypeError, NameError) as error:
             raise UsageError(str(error)) from error
+        if self._here is not None:
+            self._here.update_parameters(parameters)
 
     def submit_script(self, script: str, *arguments: str, module: bool = False) -> PausableJob:
         """Submit a Python script, or with ``module`` a module, unmodified.
@@ -121,10 +149,11 @@ class Executor(SlurmExecutor):
     ) -> list[submitit.Job[Any]]:
         if not delayed_submissions:
             return []
+        if self._here is not None:
+            return [self._run_here(self._here, delayed) for delayed in delayed_submissions]
         is_array = len(delayed_submissions) > 1
-        name = self.parameters.get("job_name") or _name_of(delayed_submissions[0].function)
-        with unmaking(self.folder):
-            run = new_run(self.folder, name)
+        with unmaking(JobPaths.get_first_id_independent_folder(self.folder)):
+            run, name = self._new_run(delayed_submissions[0])
             intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
             submission.write(run, intent)
             for delayed in delayed_submissions:
@@ -137,7 +166,35 @@ class Executor(SlurmExecutor):
             ),
         )
         shutil.copyfile(jobs[0].paths.submission_file, run.job_sbatch)
-        return [_pausable(job, run, is_array=is_array) for job in jobs]
+        found: list[submitit.Job[Any]] = [_pausable(job, run, is_array=is_array) for job in jobs]
+        self._lead_to(found)
+        return found
+
+    def _new_run(self, delayed: submitit_utils.DelayedSubmission) -> tuple[RunDir, str]:
+        """A run folder, and the name of its job."""
+        name = self.parameters.get("job_name") or _name_of(delayed.function)
+        return new_run(JobPaths.get_first_id_independent_folder(self.folder), name), name
+
+    def _run_here(
+        self, here: WithoutSlurm, delayed: submitit_utils.DelayedSubmission
+    ) -> submitit.Job[Any]:
+        run, _ = self._new_run(delayed)
+        job = here.submit(run, delayed)
+        job.run_dir = run  # type: ignore[attr-defined] # as a PausableJob has it
+        self._lead_to([job])
+        return job
+
+    def _lead_to(self, jobs: Sequence[submitit.Job[Any]]) -> None:
+        """Links from where submitit has a job's files to the run folder that has them here: of a
+        folder with ``%j`` each job's own, else that of the batch script, by which a job is found
+        again with its id alone."""
+        for job in jobs:
+            theirs = JobPaths(self.folder, job.job_id)
+            by_id = theirs.folder != self.folder
+            link = theirs.folder if by_id else theirs.submission_file
+            link.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # of an array the first one; an old job's id
+                link.symlink_to(job.paths.folder if by_id else job.paths.submission_file)
 
     def _submit_into(
         self, run: RunDir, name: str, delayed: list[submitit_utils.DelayedSubmission]
@@ -170,6 +227,17 @@ class Executor(SlurmExecutor):
         )
 
 
+def _set_by_us(given: Mapping[str, Any]) -> list[str]:
+    """What was given of the parameters that hydroslurm sets. Its own values are no contradiction:
+    submitit hands them on to the executor that it makes for an array."""
+    signal = f"{SUBMITIT_SIGNAL}@{given.get('signal_delay_s', 90)}"
+    is_ours = {
+        "comment": rundir.is_named(str(given.get("comment"))),
+        "signal": given.get("signal") == signal,
+    }
+    return [name for name, same in is_ours.items() if name in given and not same]
+
+
 class _Watcher(SlurmInfoWatcher):
     """submitit's poll of sacct. submitit itself takes a suspended job for one that has ended.
 
@@ -197,6 +265,12 @@ class PausableJob(SlurmJob[Any]):
 
     watcher = _Watcher(None)
     run_dir: RunDir
+
+    def _interrupt(self, timeout: bool = False) -> None:
+        """As submitit's, by the signals that mean it here: SIGUSR2, which submitit sends, resumes a
+        pause."""
+        for name in (SUBMITIT_SIGNAL,) if timeout else ("TERM", SUBMITIT_SIGNAL):
+            subprocess.check_call(["scancel", self.job_id, "--signal", name])
 
     def _register_in_watcher(self) -> None:
         """Called once, by submitit's constructor."""

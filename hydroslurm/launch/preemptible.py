@@ -13,17 +13,20 @@ requeue after a node failure finds the newest checkpoint like any other.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import DelayedSubmission
+from submitit.core.utils import DelayedSubmission, environment_variables
 
 from hydroslurm import rundir
 from hydroslurm.errors import UsageError
+from hydroslurm.launch.rank import FOLDER_ENV, in_rank, leaving_as_submitit_does
 from hydroslurm.runtime.signals import SignalPlan, signal_number
 
 _SUBMITIT_SIGNAL_ENV = "SUBMITIT_PREEMPT_SIGNAL"
@@ -37,12 +40,12 @@ class Preemptible:
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if FOLDER_ENV not in os.environ:  # the debug executor, or no executor at all
+            with _run_folder_for_now(), leaving_as_submitit_does():
+                return self.function(*args, **kwargs)
         environment = submitit.JobEnvironment()
         run = environment.paths.folder / f"{environment.job_id}_run"
-        os.environ.setdefault(rundir.RUN_DIR_ENV, str(run))
-        from hydroslurm.runtime.install import installed
-
-        with installed(run_dir=Path(os.environ[rundir.RUN_DIR_ENV]), signals=_plan()):
+        with in_rank(Path(os.environ.get(rundir.RUN_DIR_ENV, run)), signals=_plan()):
             return self.function(*args, **kwargs)
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission:
@@ -56,6 +59,8 @@ def preemptible(function: Callable[..., Any]) -> Preemptible:
 
     Its run folder is ``<submitit's folder>/<job id>_run`` unless HYDROSLURM_RUN_DIR names another.
     Pausing by SIGUSR1 and SIGUSR2 is off, because submitit uses USR2; ``scontrol suspend`` works.
+    Called by submitit's debug executor, or by hand, it is the function itself, with a run folder
+    that is removed after the call.
 
     Raises:
         UsageError: not callable.
@@ -66,6 +71,19 @@ def preemptible(function: Callable[..., Any]) -> Preemptible:
             "itself and its arguments to executor.submit()"
         )
     return Preemptible(function)
+
+
+@contextlib.contextmanager
+def _run_folder_for_now() -> Iterator[None]:
+    """Where a Run without ``directory=`` saves while somebody debugs it."""
+    if os.environ.get(rundir.RUN_DIR_ENV):
+        yield
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="hydroslurm-debug-") as folder,
+        environment_variables(**{rundir.RUN_DIR_ENV: folder}),
+    ):
+        yield
 
 
 def _plan() -> SignalPlan:

@@ -6,18 +6,34 @@ handlers for SIGTERM, SIGCONT and its preemption signal. Ours go in after them a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import DelayedSubmission
+from submitit import JobEnvironment
+from submitit.core.utils import (
+    DelayedSubmission,
+    UncompletedJobError,
+    environment_variables,
+)
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hydroslurm import rundir
 from hydroslurm.errors import LaunchError
+from hydroslurm.exitcodes import RUN_AGAIN, Departure
+from hydroslurm.runtime.signals import SignalPlan
+from hydroslurm.runtime.world import LIFE_ENV, LOOPBACK
+
+SUBMITIT_SIGNAL = "URG"
+"""submitit's preemption signal, moved away from USR2: Slurm accepts it, and a process without a
+handler ignores it."""
+FOLDER_ENV = "SUBMITIT_FOLDER"
+"""Set by submitit in a job's own process, before the function is called."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +51,21 @@ class InRank:
     is_array: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run_dir(os.environ)
-        os.environ[rundir.RUN_DIR_ENV] = str(run)
-        from hydroslurm.runtime.install import installed
-
-        with installed(run_dir=run):
+        with in_rank(self.run_dir(os.environ)):
             return self.function(*args, **kwargs)
 
-    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission:
+    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission | None:
         """What submitit asks for at its signal; never called once a ``Run`` has taken that over.
 
-        A function with a ``checkpoint`` of its own decides what runs next; any other one is called
-        again as it was.
+        A function with a ``checkpoint`` of its own decides what runs next, or with None that
+        nothing does; any other one is called again as it was.
         """
         own = getattr(self.function, "checkpoint", None)
         if own is None:
             return DelayedSubmission(self, *args, **kwargs)
-        following: DelayedSubmission = own(*args, **kwargs)
-        following.function = replace(self, function=following.function)
+        following: DelayedSubmission | None = own(*args, **kwargs)
+        if following is not None:
+            following.function = replace(self, function=following.function)
         return following
 
     def run_dir(self, environ: Mapping[str, str]) -> Path:
@@ -104,3 +117,56 @@ class Script:
             # has ended well
             if leaving.code not in (0, None):
                 raise
+
+
+@contextlib.contextmanager
+def in_rank(run: Path, *, signals: SignalPlan | None = None) -> Iterator[None]:
+    """Within it this process can be paused, and its events and checkpoints go into this run folder.
+    A process that is pausable already, because submitit calls the function in its own (debug),
+    stays as it is."""
+    from hydroslurm.runtime.install import gives_way, installed, is_installed
+
+    is_mine = not is_installed() or gives_way()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(environment_variables(**{rundir.RUN_DIR_ENV: run, **_torch_ranks()}))
+        if is_mine:
+            stack.enter_context(installed(run_dir=run, signals=signals))
+        stack.enter_context(leaving_as_submitit_does())
+        yield
+
+
+@contextlib.contextmanager
+def leaving_as_submitit_does() -> Iterator[None]:
+    """Where no Slurm starts a rank again, a Run that leaves does so in a way that submitit knows.
+
+    Raises:
+        UncompletedJobError: this process is not the job's own (debug executor, or no executor), so
+            that it is not ended.
+    """
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code == RUN_AGAIN and os.environ.get("SUBMITIT_EXECUTOR") == "local":
+            raise SystemExit(LOCAL_REQUEUE_RETURN_CODE) from leaving
+        if isinstance(leaving, Departure) and FOLDER_ENV not in os.environ:
+            raise UncompletedJobError(
+                f"the run left with status {leaving.code}, which ends a job's own process, and "
+                "this one stays: what it said before tells why"
+            ) from leaving
+        raise
+
+
+def _torch_ranks() -> dict[str, str]:
+    """The ranks of submitit's local executor in the variables that torch and we read; under Slurm
+    its own count."""
+    if os.environ.get("SUBMITIT_EXECUTOR") != "local":
+        return {}
+    job = JobEnvironment()
+    return {
+        "RANK": str(job.global_rank),
+        "WORLD_SIZE": str(job.num_tasks),
+        "LOCAL_RANK": str(job.local_rank),
+        "LOCAL_WORLD_SIZE": str(job.num_tasks),
+        "MASTER_ADDR": LOOPBACK,
+        LIFE_ENV: f"submitit {job.job_id}",
+    }

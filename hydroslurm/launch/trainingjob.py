@@ -28,10 +28,11 @@ from hydroslurm import rundir
 from hydroslurm.errors import LaunchError, RunFolderError
 from hydroslurm.launch import submission
 from hydroslurm.launch.batchscript import in_option_line, requeue_lines
-from hydroslurm.launch.executor import SUBMITIT_SIGNAL, new_run
+from hydroslurm.launch.executor import new_run
 from hydroslurm.launch.images import Runtime, find_runtime, no_runtime
 from hydroslurm.launch.layout import plan_job
 from hydroslurm.launch.plan import Plan
+from hydroslurm.launch.rank import SUBMITIT_SIGNAL
 from hydroslurm.launch.refusals import ask_sbatch, unmaking
 from hydroslurm.launch.submission import Submission
 from hydroslurm.rundir import RunDir

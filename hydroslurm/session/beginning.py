@@ -23,13 +23,13 @@ from hydroslurm.errors import (
     StaleAttempt,
     UsageError,
 )
+from hydroslurm.exitcodes import Departure
 from hydroslurm.fence import Fence
 from hydroslurm.rundir import RunDir
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.session import finished
 from hydroslurm.session.company import Company
 from hydroslurm.session.cursor import Cursor
-from hydroslurm.session.leaving import Departure
 from hydroslurm.session.life import Life
 from hydroslurm.session.notice import notice
 from hydroslurm.session.objects import Objects

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydroslurm.errors import UsageError
+from hydroslurm.exitcodes import leaves_with, left_with
 from hydroslurm.fence import Fence
 from hydroslurm.rundir import RunDir
 from hydroslurm.session import finished
@@ -35,7 +36,6 @@ class _Trained:
 
 
 _trained: dict[Path, _Trained] = {}
-_status: Any = None
 _exit = sys.exit
 
 
@@ -70,19 +70,14 @@ def require_unfinished(run: RunDir) -> None:
         )
 
 
-def leaves_with(status: Any) -> None:
-    """The process is about to end with this status, unless somebody catches that."""
-    global _status
-    _status = status
-
-
 def settle() -> None:
     """The process ends: write the markers, or say why not."""
     for done in [one for one in _trained.values() if one.pid == os.getpid()]:
         del _trained[done.run.root]
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if error is not None or _status not in (None, 0):
-            why = type(error).__name__ if error is not None else f"status {_status}"
+        status = left_with()
+        if error is not None or status not in (None, 0):
+            why = type(error).__name__ if error is not None else f"status {status}"
             notice(
                 f"the training of {done.run.root} is done, and the process ends with {why}: a "
                 "restart does what follows the training again"

@@ -19,26 +19,37 @@
 After Caffe2's class of the same name, with one group more. There the state is blobs, which come out
 of the checkpoint by themselves, so that ``init`` can make them and be skipped on a resume. Here an
 object has to exist before its state can be loaded into it: ``build`` makes the objects, always, and
-``init`` is what has to be done only once.
+``init`` is what has to be done only once. Caffe2's own spelling works as well:
+
+    with Job() as job:                          # tasks made here belong to the epoch group
+        model = job.save("model", make_model())
+        with Job.current().init_group:
+            Task(step=pretrain)
+        Task(step=train)
+        epoch_limiter(10)                       # adds itself
+    job.compile(LocalSession)
+    JobRunner(job, CheckpointManager("runs/a"))(LocalSession())
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
 
 from hydroslurm.errors import UsageError
-from hydroslurm.session.parts import Group, Part, name_of
+from hydroslurm.session.groups import Groups
+from hydroslurm.session.parts import Group
+from hydroslurm.session.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from hydroslurm.session.jobrun import JobRun
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-class Job:
+class Job(Groups):
     """Groups of functions, each called in the order in which it was registered.
 
     =========  ====================================================================================
@@ -58,14 +69,27 @@ class Job:
     module holds as a global may be another object there.
     """
 
-    def __init__(self, name: str = "job") -> None:
-        self.name = name
-        self._parts: dict[Group, list[Part]] = {group: [] for group in Group}
-        self._signals: list[Part] = []
+    def __init__(
+        self,
+        name: str | TaskGroup | None = "job",
+        epoch_group: TaskGroup | None = None,
+        exit_group: TaskGroup | None = None,
+        stop_signals: Iterable[Any] | None = None,
+        nodes_to_checkpoint: Iterable[str] | None = None,
+        *,
+        init_group: TaskGroup | None = None,
+    ) -> None:
+        """The groups: made elsewhere, else empty ones. ``name`` may be the ``init_group``, which is
+        Caffe2's first argument. ``nodes_to_checkpoint``: for :meth:`nodes_to_checkpoint`."""
+        if isinstance(name, TaskGroup):
+            init_group = name
+        self.name = name if isinstance(name, str) else "job"
+        super().__init__(init_group, epoch_group, exit_group, nodes_to_checkpoint)
         self._saved: dict[str, Any] = {}
         self._loader: Any = None
         self._run: JobRun | None = None
         self._sealed = False
+        self._take(stop_signals or ())
 
     # --- registering
     # --------------------------------------------------------------------------------------------
@@ -77,54 +101,29 @@ class Job:
         Raises:
             UsageError: there is none.
         """
-        stack = _stack()
-        if not stack:
+        job = innermost_job()
+        if job is None:
             raise UsageError("there is no current job here; use this inside `with Job() as job:`")
-        return stack[-1]
+        return job
 
     def __enter__(self) -> Job:
+        """Within it this is the current job, and tasks belong to its epoch group."""
         _stack().append(self)
+        self.epoch_group.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.epoch_group.__exit__()
         _stack().pop()
 
-    def download(self, function: Function) -> Function:
-        """Add a function that fetches data; a decorator, as the four others."""
-        return self._add(Group.DOWNLOAD, function)
-
-    def build(self, function: Function) -> Function:
-        """Add a function that makes objects."""
-        return self._add(Group.BUILD, function)
-
-    def init(self, function: Function) -> Function:
-        """Add a function that is done once in a run."""
-        return self._add(Group.INIT, function)
-
-    def epoch(self, function: Function) -> Function:
-        """Add a function that is a part of each epoch.
-
-        It goes over its data with ``job.run.epoch_batches()``, at most once. Stopped within, it is
-        called again in the next life, and its loop gets the batches that are left; whatever it does
-        before the loop is done again. It sets itself what is no part of any state, such as
-        ``model.train()`` after an evaluation.
-        """
-        return self._add(Group.EPOCH, function)
-
-    def exit(self, function: Function) -> Function:
-        """Add a function for after the last epoch."""
-        return self._add(Group.EXIT, function)
-
-    def add_stop_signal(self, signal: Function) -> Function:
-        """Add a function that is asked after each epoch whether that was the last one.
-
-        ``job.run.epoch`` is then the number of epochs that are done. All are asked each time, and
-        one that says yes is enough. It should look at what is saved only, or else it may answer
-        differently after a restart.
-        """
-        self._check_open(f"add_stop_signal({name_of(signal)})")
-        self._signals.append(Part.of(signal))
-        return signal
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Within it this is the current job; tasks that are made belong to no group of it."""
+        _stack().append(self)
+        try:
+            yield
+        finally:
+            _stack().pop()
 
     def save(self, name: str, thing: Any) -> Any:
         """Have an object saved under this name; returns it. In ``build``, or before the job runs.
@@ -133,7 +132,7 @@ class Job:
             UsageError: too late, the name is taken, or it lacks ``state_dict`` or
                 ``load_state_dict``.
         """
-        self._check_open(f"save({name!r})")
+        self.check_open(f"save({name!r})")
         if name in self._saved:
             raise UsageError(f"{name!r} is registered already; give the second object its own name")
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -152,7 +151,7 @@ class Job:
 
     @loader.setter
     def loader(self, loader: Any) -> None:
-        self._check_open("setting the loader")
+        self.check_open("setting the loader")
         self._loader = loader
 
     # --- looking
@@ -169,9 +168,10 @@ class Job:
         """What is saved, by name. Complete after ``build``."""
         return tuple(self._saved)
 
-    def parts(self, group: Group) -> tuple[Part, ...]:
-        """The functions of a group, in order."""
-        return tuple(self._parts[group])
+    @property
+    def is_running(self) -> bool:
+        """Whether a JobRunner runs it now."""
+        return self._run is not None
 
     @property
     def run(self) -> JobRun:
@@ -198,7 +198,7 @@ class Job:
         """
         if self._run is not None:
             raise UsageError(f"{self!r} runs already")
-        if not self._parts[Group.EPOCH]:
+        if not self.parts(Group.EPOCH):
             raise UsageError(
                 f"{self!r} has no function in its epoch group; add one with @job.epoch"
             )
@@ -215,7 +215,7 @@ class Job:
         saved, loader = dict(self._saved), self._loader
         self._run = run
         try:
-            with self:
+            with self.as_current():
                 yield
         finally:
             self._run, self._saved, self._loader = None, saved, loader
@@ -225,10 +225,16 @@ class Job:
         """``build`` is over: nothing can be registered any more."""
         self._sealed = True
 
-    def ask_stop_signals(self) -> bool:
-        """Whether the epoch that is done was the last one."""
-        answers = [bool(signal(self)) for signal in self._signals]
-        return any(answers)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A compiled job travels as one piece, by cloudpickle, which takes closures, too: within it
+        the job and its functions mean each other."""
+        if not self._is_compiled or getattr(_local, "is_packing", False):
+            return super().__reduce_ex__(protocol)
+        _local.is_packing = True
+        try:
+            return cloudpickle.loads, (cloudpickle.dumps(self),)
+        finally:
+            _local.is_packing = False
 
     def __getstate__(self) -> dict[str, Any]:
         if self._run is not None:
@@ -238,12 +244,12 @@ class Job:
             )
         return dict(vars(self))
 
-    def _add(self, group: Group, function: Function) -> Function:
-        self._check_open(f"{group.value}({name_of(function)})")
-        self._parts[group].append(Part.of(function))
-        return function
+    def check_open(self, what: str) -> None:
+        """See that something can still be added.
 
-    def _check_open(self, what: str) -> None:
+        Raises:
+            UsageError: the objects are built and loaded.
+        """
         if self._sealed:
             raise UsageError(
                 f"{what} comes too late: the objects of {self!r} have been built and its state is "
@@ -252,6 +258,11 @@ class Job:
 
 
 _local = threading.local()
+
+
+def innermost_job() -> Job | None:
+    """The job of the innermost ``with`` of this thread; while one runs, that one."""
+    return _stack()[-1] if _stack() else None
 
 
 def _stack() -> list[Job]:

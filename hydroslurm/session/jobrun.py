@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hydroslurm.checkpoint import folders
@@ -17,12 +17,10 @@ from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
-from hydroslurm.session.manager import CheckpointManager, age
+from hydroslurm.session.manager import PROGRESS, CheckpointManager
+from hydroslurm.session.reading import age
 from hydroslurm.session.recording import SaveRecorder
 from hydroslurm.session.run import Run
-
-PROGRESS = "hydroslurm.job"
-"""The name under which a job's progress is saved beside its objects."""
 
 
 @dataclass
@@ -34,19 +32,23 @@ class Progress:
         done: functions of the epoch group that are behind.
         first_step: at which the epoch began.
         ended: a stop signal was true after the last epoch.
+        outputs: place of a function of the epoch that is behind -> whether what it returned, a
+            stop signal, is true.
     """
 
     begun: bool = False
     done: int = 0
     first_step: int = 0
     ended: bool = False
+    outputs: dict[str, bool] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in asdict(self):
-            setattr(self, name, state[name])
+        self.outputs = {}  # which older checkpoints have not
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 class JobRun(Run):
@@ -180,7 +182,7 @@ class JobRun(Run):
 
     def begin_epoch(self) -> None:
         """An epoch begins."""
-        self.progress.begun, self.progress.done = True, 0
+        self.progress.begun, self.progress.done, self.progress.outputs = True, 0, {}
         self.progress.first_step = self.step
 
     def end_part(self) -> None:
@@ -206,12 +208,19 @@ class JobRun(Run):
         told = self._company.exchange("stop signals", ended)
         self.progress.ended = bool(told[min(told)])
 
-    def save_epoch(self) -> None:
+    def save_epoch(self, epoch: int) -> None:
         """Commit the checkpoint of the epoch that is done; one that is there and whole stays.
 
         Raises:
             SaveFailed, UnsavableState: as :meth:`Run.save`.
+            UsageError: another epoch than the one that is done.
         """
+        if epoch != self.epoch or self.progress.begun:
+            within = f"within epoch {self.epoch}" if self.progress.begun else f"epoch {self.epoch}"
+            raise UsageError(
+                f"save({epoch}): the run is at {within}; between two saves of its JobRunner, "
+                "job.run.save() saves what there is"
+            )
         if self._epoch_saver is not None:
             with self._leaving_when_stale():
                 self._epoch_saver.save(

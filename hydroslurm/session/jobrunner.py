@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from hydroslurm.session.job import Job
 from hydroslurm.session.jobrun import JobRun
 from hydroslurm.session.manager import CheckpointManager
 from hydroslurm.session.notice import notice
-from hydroslurm.session.parts import Group
+from hydroslurm.session.parts import Group, LocalSession
+from hydroslurm.session.tasks import Client, TaskGroup
 
 _IN_GROUP = {
     Group.DOWNLOAD: "what was fetched stays; nothing was trained in this life",
@@ -60,7 +61,6 @@ class JobRunner:
         self,
         job: Job,
         checkpoint_manager: CheckpointManager | None = None,
-        *,
         resume_from_epoch: int | None = None,
     ) -> None:
         if resume_from_epoch is not None and (checkpoint_manager is None or resume_from_epoch < 0):
@@ -77,9 +77,24 @@ class JobRunner:
         """The job's."""
         return self.job.name
 
-    def __call__(self) -> int:
-        """As :meth:`run`: for executors, which call what they are given."""
-        return self.run()
+    def __call__(self, client: Client | None = None) -> int:
+        """As :meth:`run`: for executors, which call what they are given.
+
+        With a client, as in Caffe2: it is handed each group, and each of the manager's ``init``,
+        ``save`` and ``load``, in Caffe2's order, and a job that went back to an epoch trains at
+        least one more.
+
+        Raises:
+            UsageError: it has no ``run()``; and what :meth:`run` raises.
+        """
+        if client is None:
+            return self.run()
+        if not callable(getattr(client, "run", None)):
+            raise UsageError(
+                f"{type(client).__name__} has no run(); wanted a client, such as "
+                "hydroslurm.LocalSession(), or nothing"
+            )
+        return self._run(client, at_least_one=True)
 
     def run(self) -> int:
         """Run the job to its end; returns how many epochs are done.
@@ -95,6 +110,9 @@ class JobRunner:
             SaveFailed: of an epoch, with ``on_save_error="fail"``.
             UsageError: the job has no epoch, or would never end; it runs already.
         """
+        return self._run(LocalSession(), at_least_one=False)
+
+    def _run(self, client: Client, *, at_least_one: bool) -> int:
         self.job.check()
         manager, origin = self._branch()
         if manager is not None and (done := finished.read(RunDir(manager.directory))) is not None:
@@ -107,7 +125,8 @@ class JobRunner:
             run = JobRun(manager, directory=directory, origin=origin)
             stack.enter_context(run)  # once all is done it writes the marker
             stack.enter_context(self.job.running(run))
-            _Life(self.job, run).live()
+            retrieved = None if origin is None else self.resume_from_epoch
+            _Life(self.job, run, self.checkpoint_manager, client, at_least_one).live(retrieved)
             return run.epoch
 
     def _branch(self) -> tuple[CheckpointManager | None, Found | None]:
@@ -124,32 +143,76 @@ class JobRunner:
 class _Life:
     """One life of a job."""
 
-    def __init__(self, job: Job, run: JobRun) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run: JobRun,
+        manager: CheckpointManager | None,
+        client: Client,
+        at_least_one: bool,
+    ) -> None:
+        """``at_least_one``: train an epoch after going back to one, whatever the stop signals
+        say."""
         self._job = job
         self._run = run
+        self._manager = manager
+        self._client = client
+        self._at_least_one = at_least_one
         self._committed = False
+        self._has_just_loaded = False
 
-    def live(self) -> None:
+    def live(self, retrieved: int | None) -> None:
+        """``retrieved``: the epoch that it goes back to."""
         job, run = self._job, self._run
         self._group(Group.DOWNLOAD)
         self._group(Group.BUILD)
         run.take({name: job[name] for name in job.names()}, job.loader)
         job.seal()
-        if not run.resume():
+        if not self._resume(retrieved):
             self._group(Group.INIT)
+            self._init_manager(None)
+        elif run.begins_at_origin and self._at_least_one:
+            run.agree_to_end(False)
         elif run.begins_at_origin:
             self._ask_stop_signals()
         self._epochs()
         self._group(Group.EXIT)
 
+    def _resume(self, retrieved: int | None) -> bool:
+        """Whether there was something to load, and it is."""
+        if retrieved is None and self._run.newest_committed() is None:
+            return self._run.resume()  # which may leave: the run has finished, or must not go on
+        self._init_manager(retrieved)
+        TaskGroup("load" if retrieved is None else f"load({retrieved})").run_by(
+            self._client, self._load
+        )
+        return self._has_just_loaded
+
+    def _load(self) -> None:
+        self._has_just_loaded = self._run.resume()
+        signals = self._job.signal_outputs()
+        for place, value in self._run.progress.outputs.items():
+            if place in signals:  # of a function that is behind, and is not called again
+                signals[place].set(value)
+
+    def _init_manager(self, retrieved: int | None) -> None:
+        if self._manager is not None:
+            nodes = self._job.nodes_to_checkpoint()
+            self._client.run(self._manager.init(nodes, retrieve_from_epoch=retrieved))
+
     def _group(self, group: Group) -> None:
         """All functions of a group other than the epochs'. A stop within saves nothing, unless the
         last epoch could not be committed."""
         if group is Group.EXIT and not self._committed:
-            self._call_all(group)
+            self._hand_over(group, lambda: self._call_all(group))
             return
         with self._run.unsaved(_IN_GROUP[group]):
-            self._call_all(group)
+            self._hand_over(group, lambda: self._call_all(group))
+
+    def _hand_over(self, group: Group, walk: Callable[[], None]) -> None:
+        """Let the client run a group; those that Caffe2 does not have are not seen where empty."""
+        if self._job.parts(group) or group in (Group.INIT, Group.EPOCH, Group.EXIT):
+            self._job.group(group).run_by(self._client, walk)
 
     def _call_all(self, group: Group) -> None:
         for part in self._job.parts(group):
@@ -166,19 +229,25 @@ class _Life:
                     return
                 self._check_stop_between()
                 self._run.begin_epoch()
-            self._epoch()
+            self._hand_over(Group.EPOCH, self._epoch)
+            self._has_just_loaded = False
+            self._run.end_epoch()
+            self._ask_stop_signals()
+            self._run.check_stop()  # saved in the way that the time that is left allows
 
     def _epoch(self) -> None:
-        """What is left of an epoch, until its checkpoint can be made."""
+        """What is left of an epoch."""
         job, run = self._job, self._run
-        for part in job.parts(Group.EPOCH)[run.progress.done :]:
+        signals = job.signal_outputs()
+        for number, part in enumerate(job.parts(Group.EPOCH)):
+            if number < run.progress.done:
+                continue
             run.check_stop()
             with self._explained(f"{part.name} of the epoch group, in epoch {run.epoch},"):
                 part(job)
+            if str(number) in signals:
+                run.progress.outputs[str(number)] = signals[str(number)]()
             run.end_part()
-        run.end_epoch()
-        self._ask_stop_signals()
-        run.check_stop()  # saved in the way that the time that is left allows
 
     def _ask_stop_signals(self) -> None:
         with self._explained(f"a stop signal after epoch {self._run.epoch - 1}"):
@@ -189,7 +258,11 @@ class _Life:
         run = self._run
         with self._explained(f"saving the checkpoint of epoch {run.epoch}"):
             try:
-                run.save_epoch()
+                if self._manager is not None and not self._has_just_loaded:
+                    self._client.run(self._manager.save(run.epoch))
+                elif run.saves:  # it is there, unless the run has just gone back to it
+                    run.save_epoch(run.epoch)
+                self._has_just_loaded = False
             except SaveFailed as error:
                 if run.fails_on_save_error:
                     raise

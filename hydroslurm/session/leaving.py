@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 
 from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, UsageError, WrongJobState
 from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import CANCELLED, FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.exitcodes import CANCELLED, FAILED, RUN_AGAIN, Departure
 from hydroslurm.fence import Fence, process_began_epoch_s
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.runtime.marks import Range
 from hydroslurm.runtime.signals import signal_name
-from hydroslurm.session import ending
 from hydroslurm.session.lives import Ending
 from hydroslurm.session.notice import notice
 from hydroslurm.slurm.allocation import Allocation
@@ -51,24 +50,6 @@ _ENDINGS: dict[StopReason, Ending] = {
     StopReason.CANCELLED: "cancelled",
     StopReason.REQUEUED: "requeued",
 }
-
-
-class Departure(SystemExit):
-    """Ends the process on purpose, with a status that says what is to follow."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        ending.leaves_with(status)
-
-    @classmethod
-    def finished(cls) -> Departure:
-        """Nothing is left to do."""
-        return cls(0)
-
-    @classmethod
-    def must_not_run_again(cls) -> Departure:
-        """A requeue would not help."""
-        return cls(MUST_NOT_RUN_AGAIN)
 
 
 @dataclass(frozen=True)

@@ -10,67 +10,31 @@ behind the last step of an epoch still belongs within it, and resumes there.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from hydroslurm import jobfolder
-from hydroslurm.checkpoint.contents import SHARED_JSON
-from hydroslurm.checkpoint.parts import check_file
-from hydroslurm.checkpoint.peers import Peers
-from hydroslurm.checkpoint.reader import read_metadata
-from hydroslurm.checkpoint.storage import AnyonesStorage
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier
-from hydroslurm.checkpoint.writer import METADATA
-from hydroslurm.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, UsageError
-from hydroslurm.fence import Fence
+from hydroslurm.checkpoint.store import State
+from hydroslurm.errors import UsageError
 from hydroslurm.rundir import RunDir
+from hydroslurm.runtime.world import World
+from hydroslurm.session.cursor import Cursor
+from hydroslurm.session.job import Job, innermost_job
 from hydroslurm.session.lives import Limits
 from hydroslurm.session.objects import Objects
+from hydroslurm.session.reading import CheckpointReader
+from hydroslurm.session.tasks import Task, TaskGroup
 
 if TYPE_CHECKING:
     from hydroslurm.session.run import Run
 
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor that is not loaded: its shape, and its type as torch writes it."""
-
-    shape: tuple[int, ...]
-    dtype: str
+PROGRESS = "hydroslurm.job"
+"""The name under which a job's progress is saved beside its objects."""
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """What a checkpoint holds, without its tensors.
-
-    Attributes:
-        names: of the objects.
-        tensors: key -> shape and type. Keys are as in ``shared/model.fc.weight``, or begin with the
-            rank whose own they are.
-    """
-
-    checkpoint: Checkpoint
-    names: tuple[str, ...]
-    tensors: Mapping[str, TensorInfo]
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint.step
-
-    @property
-    def epoch(self) -> int:
-        """Epochs that were done."""
-        return self.checkpoint.epoch
-
-
-class CheckpointManager:
+class CheckpointManager(CheckpointReader):
     """The checkpoints of one run: how a JobRunner makes them, and how anybody reads them.
 
     Touches no disk before it is asked for something, and can be pickled. Where a checkpoint has to
@@ -80,6 +44,7 @@ class CheckpointManager:
     Args:
         directory: of the run, on a file system that all nodes share, or a Run; default: the run
             folder of the job in which it is used.
+        db_type: Caffe2's kind of database, of any name: a checkpoint is a folder here.
         keep: how many epochs stay; all of them when None.
         every_steps, every_s, fast_directory, limits: as of :class:`hydroslurm.Run`.
         on_save_error: ``warn`` goes on when the checkpoint of an epoch cannot be written, ``fail``
@@ -89,6 +54,7 @@ class CheckpointManager:
     def __init__(
         self,
         directory: str | os.PathLike[str] | Run | None = None,
+        db_type: str | None = None,  # noqa: ARG002 - Caffe2's second argument
         *,
         keep: int | None = None,
         every_steps: int | None = None,
@@ -108,6 +74,8 @@ class CheckpointManager:
         self.fast_directory = None if fast_directory is None else Path(fast_directory).absolute()
         self.on_save_error: Literal["warn", "fail"] = on_save_error
         self.limits = limits
+        self._objects: Mapping[str, Any] = {}
+        self._blobs: tuple[str, ...] | None = None
 
     @property
     def directory(self) -> Path:
@@ -140,163 +108,80 @@ class CheckpointManager:
             limits=self.limits,
         )
 
-    # --- which there are
+    # --- for a client to run, as Caffe2's
     # --------------------------------------------------------------------------------------------
 
-    def epoch_store(
-        self, *, peers: Peers | None = None, fence: Fence | None = None
-    ) -> CheckpointStore:
-        """The checkpoints that were made after epochs; with peers and a fence, to make more."""
-        return CheckpointStore(RunDir(self.directory).epochs, peers=peers, fence=fence)
+    def init(
+        self, nodes: Collection[str] | None = None, retrieve_from_epoch: int | None = None
+    ) -> TaskGroup:
+        """What settles which objects are saved and loaded: all that the current job has named by
+        then. ``nodes``: as ``job.nodes_to_checkpoint()`` has them; all ranks take part.
 
-    def step_store(self) -> CheckpointStore:
-        """The Run's own."""
-        return CheckpointStore(RunDir(self.directory).checkpoints)
+        Args:
+            retrieve_from_epoch: :meth:`blob_list` is that of this epoch's checkpoint.
+        """
 
-    def committed(self) -> tuple[Checkpoint, ...]:
-        """All that are there, oldest first. Whether their files are good is not looked at."""
-        found = [one for store in self._all_stores() for one in store.committed()]
-        return tuple(sorted(found, key=age))
+        def settle() -> None:
+            job = Job.current()
+            self._objects = {name: job[name] for name in job.names()}
+            again = retrieve_from_epoch is not None
+            names = self.names(epoch=retrieve_from_epoch) if again else job.names()
+            self._blobs = tuple(name for name in names if name != PROGRESS)
 
-    def epochs(self) -> tuple[int, ...]:
-        """The epochs that have a checkpoint, in order."""
-        return tuple(one.epoch for one in self._all_stores()[1].committed())
+        return _group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
 
-    def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The newest epoch that has a checkpoint, None when there is none; or ``user_epoch``, when
-        that one has.
+    def blob_list(self) -> tuple[str, ...]:
+        """The names of what is saved.
 
         Raises:
-            CheckpointMissing: ``user_epoch`` has none; says which have.
+            UsageError: before :meth:`init` was run.
         """
-        if user_epoch is not None:
-            return self.find(epoch=user_epoch).checkpoint.epoch
-        return max(self.epochs(), default=None)
+        if self._blobs is None:
+            raise UsageError("blob_list() comes after client.run(manager.init(nodes))")
+        return self._blobs
 
-    def cp_accessible(self, epoch: int) -> bool:
-        """Whether there is a checkpoint of this epoch that can be loaded. Reads all of it."""
-        try:
-            found = self.find(epoch=epoch)
-            found.store.verify(found.checkpoint)
-        except CheckpointError:
-            return False
-        return True
+    def save(self, epoch: int) -> TaskGroup:
+        """What commits the checkpoint of an epoch. A JobRunner has it run after each; a loop of
+        your own does it in the same way, in one process, and a JobRunner can go on from there.
 
-    def find(self, *, epoch: int | None = None, step: int | None = None) -> Found:
-        """A checkpoint, and the store that loads it.
-
-        Raises:
-            CheckpointMissing: there is none; says which there are.
-            UsageError: both ``epoch`` and ``step`` were given.
+        When it is run it raises what :meth:`Run.save` does, and UsageError: the epoch has a
+        checkpoint, or is not the one that is done.
         """
-        if epoch is not None and step is not None:
+        return _group_of(lambda: self._save(epoch), f"save({epoch})")
+
+    def objects(self) -> Mapping[str, Any]:
+        """Those of :meth:`init`, by name."""
+        if not self._objects:
+            raise UsageError("nothing to save or load yet: first client.run(manager.init(nodes))")
+        return self._objects
+
+    def _save(self, epoch: int) -> None:
+        job = innermost_job()
+        if job is not None and job.is_running:
+            job.run.save_epoch(epoch)
+            return
+        if epoch in self.epochs():
             raise UsageError(
-                f"epoch={epoch} and step={step}: a checkpoint is chosen by one of them"
+                f"epoch {epoch} has a checkpoint in {self.directory} already, and none is written "
+                "over; use another directory"
             )
-        stores = self._all_stores()[1 if epoch is not None else 0 :]
-        found = [
-            Found(Tier.DURABLE, store, one)
-            for store in stores
-            for one in store.committed()
-            if (epoch is None or one.epoch == epoch) and (step is None or one.step == step)
-        ]
-        if not found:
-            raise CheckpointMissing(self._missing(epoch, step))
-        return max(found, key=lambda one: age(one.checkpoint))
-
-    # --- what is in them
-    # --------------------------------------------------------------------------------------------
-
-    def metadata(self, *, epoch: int | None = None, step: int | None = None) -> Metadata:
-        """What a checkpoint holds; reads two small files of it, and no tensor.
-
-        Raises:
-            CheckpointMissing, UsageError: as :meth:`find`.
-            CheckpointCorrupt: one of the two is not what was written.
-        """
-        one = self.find(epoch=epoch, step=step).checkpoint
-        storage = AnyonesStorage()
-        for name in (SHARED_JSON, METADATA):
-            if name not in one.manifest.files:
-                raise CheckpointCorrupt(f"{one.path} has no {name}")
-            check_file(one.path / name, one.manifest.files[name], storage=storage)
-        index = read_metadata(one.path, storage=storage).state_dict_metadata
-        tensors = {
-            key: TensorInfo(tuple(found.size), str(found.properties.dtype))
-            for key, found in index.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
-        return Metadata(one, tuple(json.loads((one.path / SHARED_JSON).read_text())), tensors)
-
-    def names(self, *, epoch: int | None = None, step: int | None = None) -> tuple[str, ...]:
-        """The objects whose state is in a checkpoint. What a job will save: ``job.names()``."""
-        return self.metadata(epoch=epoch, step=step).names
-
-    def load(self, *, epoch: int | None = None, step: int | None = None) -> State:
-        """A whole state, verified, on the CPU.
-
-        Raises:
-            CheckpointMissing, UsageError: as :meth:`find`.
-            CheckpointCorrupt: a file of it is not what was written.
-        """
-        found = self.find(epoch=epoch, step=step)
-        return found.store.load(found.checkpoint)
-
-    def load_partial(
-        self, names: Collection[str], *, epoch: int | None = None, step: int | None = None
-    ) -> dict[str, Any]:
-        """Name -> state_dict of some objects; the tensors of the others are not read into memory.
-
-        Raises:
-            CheckpointMissing: no such checkpoint, or no such name in it; says what there is.
-            CheckpointCorrupt: a file of it is not what was written.
-        """
-        found = self.find(epoch=epoch, step=step)
-        state = found.store.load(found.checkpoint, only=names)
-        return {**state.own, **state.shared}
-
-    def load_into(
-        self, objects: Mapping[str, Any], *, epoch: int | None = None, step: int | None = None
-    ) -> Checkpoint:
-        """Give some objects, by name, the state that they have in a checkpoint; returns which.
-
-        Raises:
-            StateMismatch: one does not fit; names the keys.
-            CheckpointMissing, CheckpointCorrupt: as :meth:`load_partial`.
-        """
-        found = self.find(epoch=epoch, step=step)
-        state = found.store.load(found.checkpoint, only=tuple(objects))
-        wanted = Objects()
-        for name, thing in objects.items():
-            wanted.add(name, thing)
-        wanted.load(state.shared, source=str(found.checkpoint.path))
-        return found.checkpoint
-
-    def _all_stores(self) -> tuple[CheckpointStore, CheckpointStore]:
-        """Of steps and of epochs, to read from: whoever asks for one means it, also when it is a
-        colleague's. A job that resumes believes its own only: :meth:`epoch_store`."""
-        run = RunDir(self.directory)
-        steps, epochs = (
-            CheckpointStore(folder, storage=AnyonesStorage())
-            for folder in (run.checkpoints, run.epochs)
+        if World.from_environ(os.environ).world_size > 1:
+            raise UsageError("save() of several ranks needs a JobRunner, which makes it one save")
+        named = Objects()
+        for name, thing in self.objects().items():
+            named.add(name, thing)
+        between = {"begun": False, "done": 0, "first_step": epoch, "ended": False, "outputs": {}}
+        state = State(
+            shared={PROGRESS: between, **named.states()},
+            own=Cursor().state(step=epoch, epoch=epoch),
         )
-        return steps, epochs
-
-    def _missing(self, epoch: int | None, step: int | None) -> str:
-        wanted = "at all" if step is None else f"of step {step}"
-        wanted = wanted if epoch is None else f"of epoch {epoch}"
-        steps = sorted({one.step for one in self.committed()})
-        return (
-            f"there is no checkpoint {wanted} in {self.directory}; there are epochs "
-            f"{_listed(self.epochs())}, and steps {_listed(steps)}"
-        )
+        self.epoch_store().write(state, step=epoch, epoch=epoch, kind="epoch")
 
 
-def age(checkpoint: Checkpoint) -> tuple[int, int, int]:
-    """Orders the checkpoints of a run. Of the same step in the same epoch, either one is a state to
-    go on from; the later one has more behind it."""
-    found = checkpoint.manifest
-    return found.step, found.epoch, found.created_epoch_ns
+def _group_of(function: Callable[[], Any], name: str) -> TaskGroup:
+    group = TaskGroup(name)
+    Task(function, group=group, name=name)
+    return group
 
 
 def _root_of(directory: Any) -> Path | None:
@@ -305,7 +190,3 @@ def _root_of(directory: Any) -> Path | None:
     if isinstance(found := getattr(directory, "dir", None), RunDir):
         return found.root.absolute()
     return Path(directory).absolute()
-
-
-def _listed(numbers: Collection[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"

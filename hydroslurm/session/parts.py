@@ -1,14 +1,15 @@
-"""What a job consists of: groups, functions in them, and the commonest stop signal."""
+"""What a job consists of: its groups, its stop signals, and the session that runs it here."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hydroslurm.errors import UsageError
+from hydroslurm.session.tasks import TaskGroup
 
 if TYPE_CHECKING:
     from hydroslurm.session.job import Job
@@ -24,28 +25,53 @@ class Group(str, Enum):
     EXIT = "exit"
 
 
-@dataclass(frozen=True)
-class Part:
-    """One function of a job. ``takes_job``: it has a parameter, which is given the job."""
+class LocalSession:
+    """Runs groups in this process.
 
-    name: str
-    function: Callable[..., Any]
-    takes_job: bool
+    It remembers whose group it ran last, as Caffe2's has that job's blobs in its workspace: what a
+    manager saves and loads by it belongs to that job.
+    """
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Part:
-        """Look at a function.
+    def compile(cls, group: TaskGroup) -> TaskGroup:
+        """The same group: a function needs no preparation to run here."""
+        return group
 
-        Raises:
-            UsageError: not callable, or it needs more than the job.
+    def run(self, runnable: Callable[[], Any]) -> Any:
+        """Call it."""
+        if isinstance(runnable, TaskGroup) and runnable.job is not None:
+            self._job = runnable.job
+        with nullcontext() if self._job is None else self._job.as_current():
+            return runnable()
+
+
+@dataclass(frozen=True)
+class ValueSignal:
+    """A stop signal that is no function: a number, a flag, or a tensor of one element."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any) -> ValueSignal:
+        """Raises:
+        UsageError: it is neither true nor false, or would always be true.
         """
-        if not callable(function):
-            raise UsageError(f"a job consists of functions, not of {type(function).__name__}")
-        name = name_of(function)
-        return cls(name, function, _takes_job(function, name))
+        try:
+            if isinstance(value, (bool, int, float)) or hasattr(value, "is_set"):
+                return cls(value)
+            value.item()
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"add_stop_signal({type(value).__name__}): wanted a function, the output of a "
+                "task, a number, a flag (threading.Event), or a tensor of one element"
+            ) from error
+        return cls(value)
 
-    def __call__(self, job: Job) -> Any:
-        return self.function(job) if self.takes_job else self.function()
+    def __call__(self) -> bool:
+        return bool(self.value.is_set() if hasattr(self.value, "is_set") else self.value)
 
 
 @dataclass(frozen=True)
@@ -63,37 +89,18 @@ def epoch_limiter(epochs: int) -> EpochLimit:
 
         job.add_stop_signal(hydroslurm.epoch_limiter(10))
 
+    Within ``with Job()`` it adds itself to that job, as Caffe2's does; adding it again changes
+    nothing.
+
     Raises:
         UsageError: not a whole number of 1 or more.
     """
     if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
         raise UsageError(f"epoch_limiter({epochs!r}): wanted a whole number of 1 or more")
-    return EpochLimit(epochs)
+    from hydroslurm.session.job import innermost_job  # which needs the tasks above
 
-
-def name_of(function: Any) -> str:
-    """What a function is called in messages."""
-    return str(getattr(function, "__name__", None) or type(function).__name__)
-
-
-def _takes_job(function: Callable[..., Any], name: str) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some builtins do not tell
-        return False
-    needed = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    by_keyword = any(
-        parameter.kind is parameter.KEYWORD_ONLY and parameter.name in needed
-        for parameter in parameters
-    )
-    if len(needed) > 1 or by_keyword:
-        raise UsageError(
-            f"{name} needs {', '.join(needed)}; a job calls its functions with itself, or with "
-            "nothing. Bind the rest with functools.partial"
-        )
-    return len(needed) == 1
+    limit = EpochLimit(epochs)
+    job = innermost_job()
+    if job is not None and not job.is_running:
+        job.add_stop_signal(limit)
+    return limit

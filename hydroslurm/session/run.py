@@ -34,6 +34,7 @@ from hydroslurm.errors import (
     UsageError,
 )
 from hydroslurm.events import EventKind
+from hydroslurm.exitcodes import Departure
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.runtime.world import World
@@ -50,7 +51,7 @@ from hydroslurm.session.buckets import UNSETTLED, is_settled
 from hydroslurm.session.company import company_of
 from hydroslurm.session.composition import Composition
 from hydroslurm.session.cursor import Cursor
-from hydroslurm.session.leaving import Departure, Leaver
+from hydroslurm.session.leaving import Leaver
 from hydroslurm.session.life import Life
 from hydroslurm.session.lives import Limits, limits_of
 from hydroslurm.session.notice import notice

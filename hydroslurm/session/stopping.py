@@ -20,10 +20,10 @@ from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.errors import HubLost, RanksError, SaveFailed, StaleAttempt
 from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, Departure
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.session.company import Company
-from hydroslurm.session.leaving import Departure, Leaver, Orders
+from hydroslurm.session.leaving import Leaver, Orders
 from hydroslurm.session.life import Life
 from hydroslurm.session.notice import notice
 

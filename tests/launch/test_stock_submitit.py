@@ -37,13 +37,12 @@ LIMIT_S = 180.0
 
 @dataclass
 class Submitted:
-    """One job; ``signal`` is the one that its batch script asks Slurm for before the time limit."""
+    """One job."""
 
     job: submitit.Job[dict[str, Any]]
     run: RunDir
     folder: Path
     node: str
-    signal: str
 
     def events(self) -> list[Event]:
         path = self.run.rank_events(0)
@@ -59,8 +58,8 @@ class Submitted:
         wait_until(stepped, f"life {number} of {self.node}", limit_s=LIMIT_S)
 
     def send(self, signal: str) -> None:
-        """As Slurm does before a time limit, and a person with scancel. A job that has left
-        meanwhile cannot be signalled."""
+        """As Slurm does, and a person with scancel. A job that has left meanwhile cannot be
+        signalled."""
         subprocess.run(
             ["scancel", f"--signal={signal}", self.job.job_id], timeout=60, capture_output=True
         )
@@ -82,8 +81,8 @@ def led_here(requeue_cluster: DevCluster) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def stopped_twice(led_here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Submitted]:
-    """Name of the executor -> its job, which was preempted, then stopped by its warning signal with
-    two SIGTERMs behind it, and is now in its third life."""
+    """Name of the executor -> its job, which was preempted, then stopped by submitit's
+    ``_interrupt`` with two SIGTERMs behind it, and is now in its third life."""
     jobs = {
         "submitit": _with_submitit(tmp_path_factory.mktemp("submitit"), "n1"),
         "hydroslurm": _with_hydroslurm(tmp_path_factory.mktemp("hydroslurm"), "n2"),
@@ -98,8 +97,10 @@ def stopped_twice(led_here: None, tmp_path_factory: pytest.TempPathFactory) -> d
         job.wait_for_life(2)
     assert [command.wait(60) for command in urgent] == [0, 0]
     for job in jobs.values():
-        for signal in (job.signal, "TERM", "TERM"):
-            job.send(signal)
+        assert isinstance(job.job, SlurmJob)
+        job.job._interrupt(timeout=True)
+        for _ in range(2):
+            job.send("TERM")
     for job in jobs.values():
         job.wait_for_life(3)
         (job.folder / "hurry").touch()
@@ -111,15 +112,16 @@ def _with_submitit(folder: Path, node: str) -> Submitted:
     executor.update_parameters(slurm_partition="low", slurm_nodelist=node, timeout_min=5)
     job = executor.submit(hydroslurm.preemptible(submitted.train), folder)
     run = RunDir(folder / "logs" / f"{job.job_id}_run")
-    return Submitted(job, run, folder, node, "USR2")
+    return Submitted(job, run, folder, node)
 
 
 def _with_hydroslurm(folder: Path, node: str) -> Submitted:
-    executor = Executor(folder / "runs")
+    executor = Executor(folder / "%j", 3)
     executor.update_parameters(partition="low", nodelist=node, timeout_min=5)
     job = executor.submit(submitted.train, folder)
     assert isinstance(job, PausableJob)
-    return Submitted(job, job.run_dir, folder, node, "URG")
+    assert (folder / job.job_id).resolve() == job.run_dir.logs
+    return Submitted(job, job.run_dir, folder, node)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ hold: the diary entry at which the life waits for a stop request before it goes 
 fail: the one at which it raises.
 save_anew: the epoch before whose first batch the Run's checkpoints vanish and it saves.
 lose_epochs: the one at which the folder of the epochs' checkpoints breaks.
+last_epoch: the one after which the output of training, a stop signal, is true.
 epochs, every_steps, back_to, on_save_error, keep: of the job and its manager.
 lenient: warnings are printed instead of raised.
 """
@@ -97,7 +98,7 @@ def define(options: dict[str, Any]) -> Job:
             story.at("first look", job)
 
         @job.epoch
-        def train(job: Job) -> None:
+        def train(job: Job) -> bool:
             run = job.run
             if options.get("save_anew") == run.epoch:
                 shutil.rmtree(Path(options["directory"]) / "checkpoints")
@@ -111,6 +112,7 @@ def define(options: dict[str, Any]) -> Job:
                 story.at(f"train {run.epoch}.{run.step % 4}", job)
             job["scheduler"].step()
             story.at(f"trained {run.epoch}", job)
+            return run.epoch == options.get("last_epoch")
 
         @job.epoch
         def validate(job: Job) -> None:
@@ -126,6 +128,7 @@ def define(options: dict[str, Any]) -> Job:
             text = repr([state, torch.rand(3).tolist(), job["scheduler"].state_dict()])
             Path(options["out"]).write_text(hashlib.sha256(text.encode()).hexdigest())
 
+        job.add_stop_signal(job.epoch_group.tasks()[0].outputs()[0])
         job.add_stop_signal(epoch_limiter(options.get("epochs", 3)))
 
         @job.add_stop_signal

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 from hydroslurm.errors import CheckpointMissing, StateMismatch, UsageError
 from hydroslurm.session.job import Job
 from hydroslurm.session.jobrunner import JobRunner
-from hydroslurm.session.manager import CheckpointManager, TensorInfo
+from hydroslurm.session.manager import CheckpointManager
 from hydroslurm.session.parts import epoch_limiter
+from hydroslurm.session.reading import TensorInfo
 from hydroslurm.session.run import Run
 
 

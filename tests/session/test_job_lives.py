@@ -74,6 +74,14 @@ def test_stopped_and_run_again(
     assert CheckpointManager(story.directory).epochs() == (0, 1, 2, 3)
 
 
+def test_an_output_outlives_a_stop_within_its_epoch(story: Story) -> None:
+    """What a function returned before the stop still ends the job after that epoch."""
+    assert story.live(hold="trained 1", last_epoch=1).code == 75
+    second = story.live(last_epoch=1)
+    assert second.diary == [*SETUP, "validate 1", "asked 2", "exit"], second.said
+    assert "returned 2" in second.said
+
+
 def test_stopped_again_and_again(story: Story, undisturbed: str) -> None:
     """A run of many lives, with periodic saves, ends with the same bits as one of a single life."""
     for hold in ("weights", "train 0.0", "train 0.3", "validate 0", "asked 1", "train 2.2", "exit"):

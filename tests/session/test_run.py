@@ -16,7 +16,7 @@ from torch import nn
 import hydroslurm
 from hydroslurm.checkpoint import folders
 from hydroslurm.errors import SaveFailed, StateMismatch, UnsavableState, UsageError
-from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
 from hydroslurm.session import ending
 from hydroslurm.session.lives import Ledger, Limits
 
@@ -80,7 +80,7 @@ def test_stopped_and_continued_it_ends_with_the_same_bits(
 def test_a_finished_run_leaves_at_once(tmp_path: Path) -> None:
     """A restart of a finished run ends with status 0 before its first batch."""
     Training(tmp_path).train(epochs=1)
-    ending.leaves_with(0)
+    leaves_with(0)
     ending.settle()  # as its process does at its end
     again = Training(tmp_path)
     with pytest.raises(SystemExit) as leaving:

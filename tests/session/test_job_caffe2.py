@@ -1,0 +1,165 @@
+"""Caffe2's spelling of a job: groups as contexts, a client that runs them, its order of things."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from hydroslurm import (
+    CheckpointManager,
+    Job,
+    JobRunner,
+    LocalSession,
+    MultiNodeCheckpointManager,
+    Task,
+    TaskGroup,
+    epoch_limiter,
+)
+from hydroslurm.errors import UsageError
+
+
+class Total:
+    """Something that is saved; ``total`` is 100 after init, and grows by the epoch."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.total = state["total"]
+
+
+class Client:
+    """Runs what it is given, and remembers the names."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def run(self, runnable: Any) -> None:
+        self.ran.append(runnable.name)
+        runnable()
+
+
+def counting() -> tuple[Job, Total, torch.Tensor]:
+    """A job in Caffe2's words, its state, and its stop signal: a tensor, true from epoch 3 on."""
+    total, finished = Total(), torch.zeros(1, dtype=torch.bool)
+    with Job() as job:
+        Job.current().save("total", total)
+        with Job.current().init_group:
+
+            def fill() -> None:
+                total.total = 100
+
+            Task(step=fill, node="trainer:0")
+
+        def add() -> int:
+            total.total += 1 + job.run.epoch
+            finished[0] = job.run.epoch >= 2
+            return total.total
+
+        Task(step=add)
+        with Job.current().exit_group:
+            Task(step=lambda: None, node="trainer:1")
+        job.add_stop_signal(finished)
+    return job, total, finished
+
+
+def test_the_order_of_things(tmp_path: Path) -> None:
+    """From scratch init, manager.init, save(0); on a resume manager.init, load; then each epoch
+    before its signals, its save before the end, and exit. A finished job trains one more epoch."""
+    job, total, _ = counting()
+    assert job.compile(LocalSession) is job
+    assert job.nodes_to_checkpoint() == ("trainer:0",)
+    manager, client = CheckpointManager(tmp_path, "minidb"), Client()
+    assert JobRunner(job, manager)(client) == 3
+    assert " ".join(client.ran) == (
+        "init init(trainer:0) save(0) epoch save(1) epoch save(2) epoch save(3) exit"
+    )
+    assert manager.blob_list() == ("total",)
+
+    for epoch, totals in enumerate((100, 101, 103, 106)):
+        LocalSession().run(manager.load(epoch))
+        assert total.total == totals
+    for epoch, last, steps in ((1, 3, "epoch save(2) epoch save(3)"), (3, 4, "epoch save(4)")):
+        total.total, client = 0, Client()
+        again = MultiNodeCheckpointManager(tmp_path, "minidb")
+        assert JobRunner(job, again, epoch)(client) == last
+        assert " ".join(client.ran) == f"init(trainer:0) load({epoch}) {steps} exit"
+        assert (total.total, again.blob_list()) == (100 + last * (last + 1) // 2, ("total",))
+    with pytest.raises(UsageError, match="int has no run"):
+        JobRunner(job, manager)(3)  # type: ignore[arg-type]
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """Groups and the manager's calls can be run by hand, and a JobRunner goes on from there."""
+    job, total, _ = counting()
+    manager, session = CheckpointManager(tmp_path), LocalSession()
+    with pytest.raises(UsageError, match=r"after client\.run\(manager\.init"):
+        manager.blob_list()
+    with pytest.raises(UsageError, match=r"first client\.run\(manager\.init"):
+        session.run(manager.save(0))
+    session.run(job.init_group)
+    session.run(manager.init(job.nodes_to_checkpoint()))
+    session.run(manager.save(0))
+    total.total += 11
+    session.run(manager.save(1))
+    with pytest.raises(UsageError, match="epoch 1 has a checkpoint"):
+        session.run(manager.save(1))
+    session.run(manager.load(0))
+    assert total.total == 100
+    assert JobRunner(job, manager, resume_from_epoch=1)(session) == 3
+    assert total.total == 111 + 2 + 3
+
+
+def test_what_ends_a_job() -> None:
+    """A limiter adds itself, once; a value, a flag and an output are looked at after the epoch;
+    what is neither true nor false is refused."""
+    with Job(epoch_group=TaskGroup("mine")) as job:
+        limit = epoch_limiter(2)
+        assert job.add_stop_signal(limit) is limit
+        epochs: list[int] = []
+        Task(step=lambda: epochs.append(job.run.epoch))
+    assert job.epoch_group.name == "mine"
+    assert JobRunner(job)(LocalSession()) == 2
+    assert epochs == [0, 1]
+    for wrong in ([False], torch.zeros(2), "no"):
+        with pytest.raises(UsageError, match=r"add_stop_signal.*wanted a function, the output"):
+            job.add_stop_signal(wrong)
+    outside = Task(step=lambda: 3)
+    (output,) = outside.outputs()
+    with pytest.raises(UsageError, match="has not run"):
+        output.fetch()
+    LocalSession().run(outside)
+    assert output.fetch() == 3
+
+
+def test_a_compiled_job_travels(tmp_path: Path) -> None:
+    """By plain pickle and by cloudpickle: its functions are closures that share their state with
+    what it saves, in another process as here."""
+    job, _, _ = counting()
+    job.exit(lambda job: print("total", job["total"].total, job is Job.current()))
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(job)
+    job.compile(LocalSession)
+    run = "import pickle, sys; from hydroslurm import LocalSession\n"
+    run += "for _ in range(2): print(pickle.load(sys.stdin.buffer)(LocalSession()))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", run],
+        input=b"".join(
+            dumps(JobRunner(job, CheckpointManager(tmp_path / dumps.__module__)))
+            for dumps in (pickle.dumps, cloudpickle.dumps)
+        ),
+        capture_output=True,
+        timeout=100,
+        cwd=Path(__file__).parent,
+    )
+    assert done.stdout.decode().splitlines() == ["total 106 True", "3"] * 2, done.stderr.decode()
