@@ -35,6 +35,7 @@ from hydroslurm.runtime.gate.protocol import (
     GateStatus,
     SignalOutcome,
 )
+from hydroslurm.runtime.guard import Guard
 from hydroslurm.runtime.marks import Emit, Range
 from hydroslurm.runtime.ranks.secret import Secret
 from hydroslurm.runtime.ranks.team import Ranks
@@ -94,6 +95,7 @@ class Controller:
         stop_request: the first request to save and leave, None before; to be read at a safe point.
             Only there once the stops were claimed, or somebody else handles them.
         skipped: signals of the plan that were left alone, and why.
+        guarding: whether signals that others take are taken back.
         ranks: the other ranks of the job, None for a rank that is alone.
         marks: the NVTX marks of this process.
     """
@@ -115,6 +117,7 @@ class Controller:
         self.step: int | None = None
         self.stop_request: StopRequest | None = None
         self.skipped: dict[str, str] = {}
+        self.guarding = True
         self.ranks: Ranks | None = None
         self._log = log
         self._identity = identity
@@ -127,7 +130,7 @@ class Controller:
         self._running.set()
         self._leaving = False
         self._look_mono_s = time.monotonic() + LOOK_S
-        self._replaced: set[int] = set()
+        self._guard = Guard(gate, plan)
         self._stop_lock = threading.Lock()
         self._claimed = False
         self._stop_of_peer: tuple[int, str] | None = None
@@ -196,6 +199,7 @@ class Controller:
             raise InstallError(
                 "this process was forked from the one that was installed; nothing is installed here"
             )
+        self.guarding = False
         if self.ranks is not None:
             self.ranks.leave()
         replaced = self.gate.stop()
@@ -344,10 +348,11 @@ class Controller:
 
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
-            if seen.kind is GateEventKind.HANDLER_REPLACED:  # each look finds it again
-                if seen.signo in self._replaced:
-                    continue
-                self._replaced.add(seen.signo)
+            if seen.kind is GateEventKind.HANDLER_REPLACED:
+                self._take_back(seen.signo)
+                continue
+            if seen.kind is GateEventKind.GATE_CLOSED:  # what ends the pause must be ours
+                self.gate.check_handlers()
             record = self._recorder.record(seen)
             ranks = self.ranks
             if seen.kind is GateEventKind.PARKED and ranks and ranks.have_joined and not ranks.lost:
@@ -358,6 +363,13 @@ class Controller:
             if seen.kind is GateEventKind.STOP_REQUESTED:
                 self._note_stop(seen)
             self._follow(record.kind)
+
+    def _take_back(self, signo: int) -> None:
+        if not self.guarding:
+            return
+        replaced = self._guard.see(signo, claimed=self._claimed)
+        if replaced is not None:
+            self._write(EventKind.HANDLER_REPLACED, vars(replaced))
 
     def _listen(self, on_stop: Callable[[StopRequest], None]) -> None:
         with self._stop_lock:

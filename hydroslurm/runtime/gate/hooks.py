@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hydroslurm.errors import AlreadyInstalled, InstallError
+from hydroslurm.runtime.gate.dispositions import NOBODY, Owner, OwnerKind
 from hydroslurm.runtime.gate.holds import Holds
 from hydroslurm.runtime.gate.hook_events import EventQueue
 from hydroslurm.runtime.gate.hook_signals import (
@@ -48,6 +49,7 @@ from hydroslurm.runtime.gate.protocol import (
     SignalRule,
     Trace,
 )
+from hydroslurm.runtime.gate.shown import in_main_thread
 from hydroslurm.runtime.marks import Marks
 
 if TYPE_CHECKING:
@@ -227,6 +229,19 @@ class HooksGate:
         for signo in replaced:
             self._events.emit(GateEventKind.HANDLER_REPLACED, signo=signo)
         return len(replaced)
+
+    def owner(self, signo: int) -> Owner:
+        handler = signal.getsignal(signo)
+        if handler in NOBODY:
+            kind = OwnerKind.DEFAULT if handler == signal.SIG_DFL else OwnerKind.IGNORED
+            return Owner(kind)
+        ours = self._pipe is not None and self._pipe.is_ours(handler)
+        return Owner(OwnerKind.OURS) if ours else Owner(OwnerKind.PYTHON, handler)
+
+    def take_back(self, signo: int) -> None:
+        """As in the protocol; by the main thread, at its next bytecode."""
+        if (pipe := self._pipe) is not None:
+            in_main_thread(lambda: pipe.take_back(signo))
 
     # --- in the watcher thread ----------------------------------------------------------------
 
