@@ -35,7 +35,7 @@ from hydroslurm.runtime.gate.protocol import (
     GateStatus,
     SignalOutcome,
 )
-from hydroslurm.runtime.guard import Guard
+from hydroslurm.runtime.guard import LOOK_S, Guard
 from hydroslurm.runtime.marks import Emit, Range
 from hydroslurm.runtime.ranks.secret import Secret
 from hydroslurm.runtime.ranks.team import Ranks
@@ -45,8 +45,6 @@ from hydroslurm.runtime.world import World
 
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
-LOOK_S = 2.0
-"""How often the installed handlers are compared with ours."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,6 @@ class Controller:
         self._running = threading.Event()
         self._running.set()
         self._leaving = False
-        self._look_mono_s = time.monotonic() + LOOK_S
         self._guard = Guard(gate, plan)
         self._stop_lock = threading.Lock()
         self._claimed = False
@@ -335,21 +332,16 @@ class Controller:
                 due_s = [s for s in (self._pulse.wait_s(), self._log.retry_s) if s is not None]
                 self._handle(self.gate.wait_events(min([*due_s, LOOK_S])))
                 self._log.retry()
-                self._look_at_handlers()
+                self._guard.look()
                 self._report_drains()
                 self._pulse.beat(self.step)
-
-    def _look_at_handlers(self) -> None:
-        """Whoever wants to pause the job by signal must know of a handler that is not ours."""
-        now_mono_s = time.monotonic()
-        if now_mono_s >= self._look_mono_s:
-            self._look_mono_s = now_mono_s + LOOK_S
-            self.gate.check_handlers()
 
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
             if seen.kind is GateEventKind.HANDLER_REPLACED:
-                self._take_back(seen.signo)
+                replaced = self.guarding and self._guard.see(seen.signo, claimed=self._claimed)
+                if replaced:
+                    self._write(EventKind.HANDLER_REPLACED, vars(replaced))
                 continue
             if seen.kind is GateEventKind.GATE_CLOSED:  # what ends the pause must be ours
                 self.gate.check_handlers()
@@ -363,13 +355,6 @@ class Controller:
             if seen.kind is GateEventKind.STOP_REQUESTED:
                 self._note_stop(seen)
             self._follow(record.kind)
-
-    def _take_back(self, signo: int) -> None:
-        if not self.guarding:
-            return
-        replaced = self._guard.see(signo, claimed=self._claimed)
-        if replaced is not None:
-            self._write(EventKind.HANDLER_REPLACED, vars(replaced))
 
     def _listen(self, on_stop: Callable[[StopRequest], None]) -> None:
         with self._stop_lock:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from dataclasses import dataclass
 
 from hydroslurm.errors import InstallError
@@ -27,6 +28,8 @@ from hydroslurm.runtime.gate.dispositions import Owner, OwnerKind
 from hydroslurm.runtime.gate.protocol import Action, Gate, SignalRule
 from hydroslurm.runtime.signals import SIGNALS_ENV, SignalPlan, signal_name
 
+LOOK_S = 2.0
+"""How often the installed handlers are compared with ours."""
 _DOES = {
     Action.PAUSE: "pauses this process",
     Action.RESUME: "ends a pause of this process",
@@ -59,6 +62,14 @@ class Guard:
         self._rules = {rule.signo: rule for rule in plan.rules()}
         self._last: dict[int, Replaced] = {}
         self._said: set[str] = set()
+        self._look_mono_s = time.monotonic() + LOOK_S
+
+    def look(self) -> None:
+        """Now and then have the gate compare the handlers; what it finds comes as events."""
+        now_mono_s = time.monotonic()
+        if now_mono_s >= self._look_mono_s:
+            self._look_mono_s = now_mono_s + LOOK_S
+            self._gate.check_handlers()
 
     def see(self, signo: int, *, claimed: bool) -> Replaced | None:
         """Take a signal back or leave it, and say so.
@@ -79,6 +90,8 @@ class Guard:
                 self._gate.take_back(signo)
             except InstallError:  # uninstalled a moment ago
                 return None
+        else:
+            self._gate.leave(signo)
         if owner.kind is not OwnerKind.OURS and not helps_only:
             self._say(_words(found, rule, owner, self._names.get(signo, "")))
         elif self._last.get(signo, found).taken_back:

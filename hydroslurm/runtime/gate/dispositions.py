@@ -45,6 +45,15 @@ class Owner:
     library: str = ""
 
 
+def owner_shown(signo: int, ours: Handler) -> Owner:
+    """Whose a signal is for all that Python knows. ``ours``: the gate's Python handler."""
+    handler = signal.getsignal(signo)
+    if handler in NOBODY:
+        kind = OwnerKind.DEFAULT if handler == signal.SIG_DFL else OwnerKind.IGNORED
+        return Owner(kind)
+    return Owner(OwnerKind.OURS) if handler == ours else Owner(OwnerKind.PYTHON, handler)
+
+
 def is_hydroslurms(handler: Handler) -> bool:
     """Whether it is one that hydroslurm had put there before (``autoload.keep_alive``)."""
     return str(getattr(handler, "__module__", None)).startswith("hydroslurm.")

@@ -43,7 +43,7 @@ class SignalPipe:
         self._after: dict[int, Handler] = {}
         self._claimed: dict[int, Handler] = {}
         self._inside: set[int] = set()
-        self._handler = self._on_signal  # one object, so that it can be recognised
+        self.handler = self._on_signal  # one object, so that it can be recognised
         self._pid = os.getpid()
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._write_fd, False)
@@ -86,7 +86,7 @@ class SignalPipe:
         _require_main_thread("take signals over")
         listening = 0
         for rule in rules:
-            if signal.getsignal(rule.signo) != self._handler:
+            if signal.getsignal(rule.signo) != self.handler:
                 alone = replace(rule, only_if_handled=False, chain=False)
                 if self._install(alone) is SignalOutcome.LEFT_ALONE:
                     continue
@@ -108,7 +108,7 @@ class SignalPipe:
             if after is not None:
                 self._after[rule.signo] = after
             elif rule.only_if_handled and previous is signal.SIG_DFL:
-                if signal.getsignal(rule.signo) == self._handler:
+                if signal.getsignal(rule.signo) == self.handler:
                     signal.signal(rule.signo, previous)
                 del self._replaced[rule.signo]
 
@@ -129,29 +129,26 @@ class SignalPipe:
             self._set_wakeup_fd_if_ours(self._previous_fd)
         replaced = len(self.replaced_by_others())
         for signo, previous in self._replaced.items():
-            if signal.getsignal(signo) == self._handler:
+            if signal.getsignal(signo) == self.handler:
                 signal.signal(signo, previous)
         self._replaced, self._listening = {}, False
         return replaced
 
     def replaced_by_others(self) -> list[int]:
         """The signals whose installed handler is not ours any more."""
-        return [signo for signo in self._replaced if signal.getsignal(signo) != self._handler]
-
-    def is_ours(self, handler: Handler) -> bool:
-        return handler == self._handler
+        return [signo for signo in self._replaced if signal.getsignal(signo) != self.handler]
 
     def take_back(self, signo: int) -> None:
         """Put our handler over the one that is there, which is called after it if it can be and the
         signal is not claimed. Main thread only."""
         now = signal.getsignal(signo)
-        if signo not in self._replaced or now == self._handler:
+        if signo not in self._replaced or now == self.handler:
             return
         if now not in NOBODY or not is_hydroslurms(self._replaced[signo]):
             self._replaced[signo] = now
             after = self._claimed if signo in self._claimed else self._after
             after[signo] = now
-        signal.signal(signo, self._handler)
+        signal.signal(signo, self.handler)
         block_all_during(signo)
 
     def nudge(self) -> None:
@@ -196,7 +193,7 @@ class SignalPipe:
         if rule.chain:
             self._after[rule.signo] = previous
         try:
-            signal.signal(rule.signo, self._handler)
+            signal.signal(rule.signo, self.handler)
         except (OSError, ValueError) as error:
             raise InstallError(f"cannot take signal {rule.signo}: {error}") from error
         block_all_during(rule.signo)

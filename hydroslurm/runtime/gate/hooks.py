@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hydroslurm.errors import AlreadyInstalled, InstallError
-from hydroslurm.runtime.gate.dispositions import NOBODY, Owner, OwnerKind
+from hydroslurm.runtime.gate.dispositions import Owner, OwnerKind, owner_shown
 from hydroslurm.runtime.gate.holds import Holds
 from hydroslurm.runtime.gate.hook_events import EventQueue
 from hydroslurm.runtime.gate.hook_signals import (
@@ -86,6 +86,7 @@ class HooksGate:
         self._pipe: SignalPipe | None = None
         self._watcher: threading.Thread | None = None
         self._rules: dict[int, SignalRule] = {}
+        self._left: set[int] = set()
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._ending = False
         self._stop_wanted = False
@@ -129,7 +130,7 @@ class HooksGate:
                 self._holds.add_hooks()
                 undo.callback(self._holds.remove_hooks)
                 self._pipe, self._rules = pipe, {rule.signo: rule for rule in rules}
-                self._ending, self._state = False, GateState.RUNNING
+                self._ending, self._state, self._left = False, GateState.RUNNING, set()
                 self._watcher = threading.Thread(
                     target=self._watch, args=(pipe,), name="hydroslurm-gate", daemon=True
                 )
@@ -231,16 +232,15 @@ class HooksGate:
         return len(replaced)
 
     def owner(self, signo: int) -> Owner:
-        handler = signal.getsignal(signo)
-        if handler in NOBODY:
-            kind = OwnerKind.DEFAULT if handler == signal.SIG_DFL else OwnerKind.IGNORED
-            return Owner(kind)
-        ours = self._pipe is not None and self._pipe.is_ours(handler)
-        return Owner(OwnerKind.OURS) if ours else Owner(OwnerKind.PYTHON, handler)
+        return owner_shown(signo, self._pipe.handler if self._pipe is not None else None)
+
+    def leave(self, signo: int) -> None:
+        self._left.add(signo)
 
     def take_back(self, signo: int) -> None:
         """As in the protocol; by the main thread, at its next bytecode."""
         if (pipe := self._pipe) is not None:
+            self._left.discard(signo)
             in_main_thread(lambda: pipe.take_back(signo))
 
     # --- in the watcher thread ----------------------------------------------------------------
@@ -253,7 +253,7 @@ class HooksGate:
             for byte, count in runs(pipe.read(_SAMPLE_S if parking else None)):
                 if byte == NUDGE:
                     self._take_requests()
-                elif byte in self._rules:
+                elif byte in self._rules and self._listens(byte):
                     self._take_signal(self._rules[byte], count)
             if self._state is GateState.PARKING and self._holds.look():
                 self._park()
@@ -359,6 +359,9 @@ class HooksGate:
         if self._pipe is None:
             raise InstallError(f"the gate cannot {what}: it was not started in this process")
         return self._pipe
+
+    def _listens(self, signo: int) -> bool:  # the pipe also tells what is somebody else's now
+        return signo not in self._left or self.owner(signo).kind is OwnerKind.OURS
 
     def _rules_for(self, action: Action) -> list[SignalRule]:
         return [rule for rule in self._rules.values() if rule.action is action]

@@ -188,6 +188,9 @@ class NativeGate:
         """Whose the installed handler of this signal is."""
         return Owner(OwnerKind.OURS) if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
 
+    def leave(self, signo: int) -> None:
+        """Nothing to do: what is not installed hears nothing."""
+
     def take_back(self, signo: int) -> None:
         """Put our handler back; see ``protocol.Gate``.
 

@@ -266,6 +266,10 @@ class Gate(Protocol):
         """Whose the installed handler of this signal is."""
         ...
 
+    def leave(self, signo: int) -> None:
+        """Listen to this signal no more as long as the handler that replaced ours is there."""
+        ...
+
     def take_back(self, signo: int) -> None:
         """Put our handler back over the one that is there. A Python handler is called after it,
         as it would be had it been there before us; one of C code is not, for it may lead back to us
