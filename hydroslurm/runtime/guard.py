@@ -9,7 +9,8 @@
   called any more.
 - **Given to a handler of the user's own script** (defined in ``__main__``): left, for that was on
   purpose; what it means is said. Signals that end a pause are taken back even so: a parked main
-  thread runs no Python handler, and the pause would never end.
+  thread runs no Python handler, and the pause would never end. So are all with the module-hook
+  gate, which hears a signal whoever has the handler.
 
 Runs in the controller's thread, also while the main thread is held. So it takes no locks of others:
 the lines go to the descriptor of stderr.
@@ -90,8 +91,6 @@ class Guard:
                 self._gate.take_back(signo)
             except InstallError:  # uninstalled a moment ago
                 return None
-        else:
-            self._gate.leave(signo)
         if owner.kind is not OwnerKind.OURS and not helps_only:
             self._say(_words(found, rule, owner, self._names.get(signo, "")))
         elif self._last.get(signo, found).taken_back:
@@ -104,6 +103,7 @@ class Guard:
     def _judge(self, rule: SignalRule, owner: Owner, *, helps_only: bool) -> Replaced:
         python = owner.kind is OwnerKind.PYTHON
         may_leave = rule.action is not Action.RESUME and not helps_only
+        may_leave &= not self._gate.hears_beside_others
         left = python and may_leave and _is_of_script(owner.handler)
         called = left or rule.action is not Action.STOP or helps_only
         return Replaced(

@@ -51,8 +51,11 @@ controller = hydroslurm.install(run_dir="run", gate=sys.argv[1])
 loop = asyncio.new_event_loop()
 shown = [signal.getsignal(signo) for signo in controller.plan.pausing()]
 
+passes_on = False
 def on_purpose(signo, frame):
     print("on purpose")
+    if passes_on:
+        before(signo, frame)
 
 def nothing(n):
     return os.kill(os.getpid(), signal.SIGUSR1) or n
@@ -175,19 +178,24 @@ def test_signals_that_others_take_pause_all_the_same(rank: Rank) -> None:
     assert rank.asks("pool.map(nothing, [1, 2])") == "[1, 2]"
     rank.do("pool.terminate()")
 
-    rank.do("signal.signal(signal.SIGUSR1, on_purpose)")
-    rank.hears("SIGUSR1 now calls on_purpose()")
-    rank.process.signal(signal.SIGUSR1)
+    rank.do("before = signal.signal(signal.SIGUSR1, on_purpose)")
+    if native:
+        rank.hears("SIGUSR1 now calls on_purpose()")
+        rank.process.signal(signal.SIGUSR1)
+        rank.process.expect("on purpose")
+        assert rank.events("handler_replaced")[-1]["taken_back"] is False
+        rank.do("passes_on = True")
+    else:
+        rank.hears("SIGUSR1 was given to on_purpose()")
+    rank.pauses()
     rank.process.expect("on purpose")
-    rank.pauses(signal.SIGTSTP)
-    assert rank.events("handler_replaced")[-1]["taken_back"] is False
 
     rank.do("controller.claim_stops()")
     rank.do("library.take(signal.SIGTERM)")
     rank.hears("SIGTERM was given to take.<locals>.and_ours() of library")
     rank.process.signal(signal.SIGTERM)
     wait_until(lambda: rank.events("stop_requested"), "a stop that a library had taken")
-    assert rank.asks("library.called") == f"[{signal.SIGUSR1:d}]"
+    assert rank.asks("signal.SIGTERM in library.called") == "False"
     assert len(rank.said()) == rank.heard
     rank.process.say("end")
     assert rank.process.wait() == 0, str(rank.process)

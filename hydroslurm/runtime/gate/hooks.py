@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hydroslurm.errors import AlreadyInstalled, InstallError
-from hydroslurm.runtime.gate.dispositions import Owner, OwnerKind, owner_shown
+from hydroslurm.runtime.gate.dispositions import Owner, owner_shown
 from hydroslurm.runtime.gate.holds import Holds
 from hydroslurm.runtime.gate.hook_events import EventQueue
 from hydroslurm.runtime.gate.hook_signals import (
@@ -86,7 +86,6 @@ class HooksGate:
         self._pipe: SignalPipe | None = None
         self._watcher: threading.Thread | None = None
         self._rules: dict[int, SignalRule] = {}
-        self._left: set[int] = set()
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._ending = False
         self._stop_wanted = False
@@ -130,7 +129,7 @@ class HooksGate:
                 self._holds.add_hooks()
                 undo.callback(self._holds.remove_hooks)
                 self._pipe, self._rules = pipe, {rule.signo: rule for rule in rules}
-                self._ending, self._state, self._left = False, GateState.RUNNING, set()
+                self._ending, self._state = False, GateState.RUNNING
                 self._watcher = threading.Thread(
                     target=self._watch, args=(pipe,), name="hydroslurm-gate", daemon=True
                 )
@@ -177,6 +176,10 @@ class HooksGate:
     @property
     def stops_at_collectives(self) -> bool:
         return False
+
+    @property
+    def hears_beside_others(self) -> bool:
+        return True  # by the wakeup descriptor
 
     def let_through(self, n: int) -> None:
         """Raises:
@@ -234,13 +237,9 @@ class HooksGate:
     def owner(self, signo: int) -> Owner:
         return owner_shown(signo, self._pipe.handler if self._pipe is not None else None)
 
-    def leave(self, signo: int) -> None:
-        self._left.add(signo)
-
     def take_back(self, signo: int) -> None:
         """As in the protocol; by the main thread, at its next bytecode."""
         if (pipe := self._pipe) is not None:
-            self._left.discard(signo)
             in_main_thread(lambda: pipe.take_back(signo))
 
     # --- in the watcher thread ----------------------------------------------------------------
@@ -253,7 +252,7 @@ class HooksGate:
             for byte, count in runs(pipe.read(_SAMPLE_S if parking else None)):
                 if byte == NUDGE:
                     self._take_requests()
-                elif byte in self._rules and self._listens(byte):
+                elif byte in self._rules:
                     self._take_signal(self._rules[byte], count)
             if self._state is GateState.PARKING and self._holds.look():
                 self._park()
@@ -359,9 +358,6 @@ class HooksGate:
         if self._pipe is None:
             raise InstallError(f"the gate cannot {what}: it was not started in this process")
         return self._pipe
-
-    def _listens(self, signo: int) -> bool:  # the pipe also tells what is somebody else's now
-        return signo not in self._left or self.owner(signo).kind is OwnerKind.OURS
 
     def _rules_for(self, action: Action) -> list[SignalRule]:
         return [rule for rule in self._rules.values() if rule.action is action]

@@ -43,6 +43,7 @@ class NativeGate:
     )
 
     stops_at_collectives = True
+    hears_beside_others = False
 
     def __init__(self, library: Path | None = None) -> None:
         """Load the gate; build it when there is none for this torch yet (ten seconds, once).
@@ -187,9 +188,6 @@ class NativeGate:
     def owner(self, signo: int) -> Owner:
         """Whose the installed handler of this signal is."""
         return Owner(OwnerKind.OURS) if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
-
-    def leave(self, signo: int) -> None:
-        """Nothing to do: what is not installed hears nothing."""
 
     def take_back(self, signo: int) -> None:
         """Put our handler back; see ``protocol.Gate``.

@@ -266,8 +266,9 @@ class Gate(Protocol):
         """Whose the installed handler of this signal is."""
         ...
 
-    def leave(self, signo: int) -> None:
-        """Listen to this signal no more as long as the handler that replaced ours is there."""
+    @property
+    def hears_beside_others(self) -> bool:
+        """Does the gate hear signals that somebody else has the handler of?"""
         ...
 
     def take_back(self, signo: int) -> None:
