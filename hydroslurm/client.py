@@ -20,7 +20,7 @@ from hydroslurm.ack import Answer, EventTail, JudgePause, JudgeResume, wait_for_
 from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
 from hydroslurm.events import EventKind, read_events
 from hydroslurm.files import clean
-from hydroslurm.runtime.signals import SignalPlan, signal_name
+from hydroslurm.runtime.signals import SignalPlan, is_ours_alone, signal_name
 
 Verb = Literal["pause", "resume"]
 
@@ -158,10 +158,11 @@ def _is_replaced(entry: registry.Entry, signo: int) -> bool:
         for event in read_events(Path(entry.events)):
             if event.pid != entry.pid:
                 continue
+            of_signal = event.data.get("signal") == signal_name(signo)
             if event.kind is EventKind.INSTALLED:
                 replaced = False
-            elif event.kind is EventKind.HANDLER_REPLACED:
-                replaced |= event.data.get("signal") == signal_name(signo)
+            elif event.kind is EventKind.HANDLER_REPLACED and of_signal:
+                replaced = not is_ours_alone(event.data)
     except OSError:  # kept from writing: the mask is all that is known
         return False
     return replaced

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.runtime.signals import signal_name
+from hydroslurm.runtime.signals import is_ours_alone, signal_name
 
 Verb = Literal["pause", "resume"]
 
@@ -112,7 +112,10 @@ def _take(
     if known is None or (known.host, known.pid) != process:
         return
     if event.kind is EventKind.HANDLER_REPLACED:
-        known.replaced.add(str(event.data.get("signal")))
+        of_others = {str(event.data.get("signal"))}
+        known.replaced -= of_others
+        if not is_ours_alone(event.data):
+            known.replaced |= of_others
     elif event.kind is EventKind.UNINSTALLED:
         del steps[of_pid[process]].ranks[rank]
 

@@ -36,6 +36,7 @@ from hydroslurm.runtime.gate.protocol import (
     GateStatus,
     SignalOutcome,
 )
+from hydroslurm.runtime.guard import LOOK_S, Guard
 from hydroslurm.runtime.marks import Emit, Range
 from hydroslurm.runtime.ranks.secret import Secret
 from hydroslurm.runtime.ranks.team import Ranks
@@ -45,8 +46,6 @@ from hydroslurm.runtime.world import World
 
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
-LOOK_S = 2.0
-"""How often the installed handlers are compared with ours."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,7 @@ class Controller:
             Only there once the stops were claimed, or somebody else handles them.
         had_saver: somebody has claimed the stops, in this process's life.
         skipped: signals of the plan that were left alone, and why.
+        guarding: whether signals that others take are taken back.
         ranks: the other ranks of the job, None for a rank that is alone.
         marks: the NVTX marks of this process.
     """
@@ -117,6 +117,7 @@ class Controller:
         self.step: int | None = None
         self.stop_request: StopRequest | None = None
         self.skipped: dict[str, str] = {}
+        self.guarding = True
         self.ranks: Ranks | None = None
         self._log = log
         self._identity = identity
@@ -128,8 +129,7 @@ class Controller:
         self._running = threading.Event()
         self._running.set()
         self._leaving = False
-        self._look_mono_s = time.monotonic() + LOOK_S
-        self._replaced: set[int] = set()
+        self._guard = Guard(gate, plan)
         self._stop_lock = threading.Lock()
         self._claimed = self.had_saver = False
         self._stop_of_peer: tuple[int, str] | None = None
@@ -199,6 +199,7 @@ class Controller:
             raise InstallError(
                 "this process was forked from the one that was installed; nothing is installed here"
             )
+        self.guarding = False
         if self.ranks is not None:
             self.ranks.leave()
         replaced = self.gate.stop()
@@ -334,23 +335,19 @@ class Controller:
                 due_s = [s for s in (self._pulse.wait_s(), self._log.retry_s) if s is not None]
                 self._handle(self.gate.wait_events(min([*due_s, LOOK_S])))
                 self._log.retry()
-                self._look_at_handlers()
+                self._guard.look()
                 self._report_drains()
                 self._pulse.beat(self.step)
 
-    def _look_at_handlers(self) -> None:
-        """Whoever wants to pause the job by signal must know of a handler that is not ours."""
-        now_mono_s = time.monotonic()
-        if now_mono_s >= self._look_mono_s:
-            self._look_mono_s = now_mono_s + LOOK_S
-            self.gate.check_handlers()
-
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
-            if seen.kind is GateEventKind.HANDLER_REPLACED:  # each look finds it again
-                if seen.signo in self._replaced:
-                    continue
-                self._replaced.add(seen.signo)
+            if seen.kind is GateEventKind.HANDLER_REPLACED:
+                replaced = self.guarding and self._guard.see(seen.signo, claimed=self._claimed)
+                if replaced:
+                    self._write(EventKind.HANDLER_REPLACED, vars(replaced))
+                continue
+            if seen.kind is GateEventKind.GATE_CLOSED:  # what ends the pause must be ours
+                self.gate.check_handlers()
             record = self._recorder.record(seen)
             ranks = self.ranks
             if seen.kind is GateEventKind.PARKED and ranks and ranks.have_joined and not ranks.lost:

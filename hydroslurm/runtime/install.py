@@ -275,6 +275,7 @@ def _uninstall_at_exit() -> None:
         return
     mine = controller()
     late = mine.plan.pausing() | mine.plan.stopping()
+    mine.guarding = False
     if mine.stop_request is not None:  # else the second SIGTERM could come while we uninstall
         _ignore(late)
     _take_out()

@@ -112,8 +112,6 @@ class Recorder:
             )
         if kind is GateEventKind.STOP_REQUESTED:
             return EventKind.STOP_REQUESTED, {**_sender(seen), "requested_mono_ns": seen.value_ns}
-        if kind is GateEventKind.HANDLER_REPLACED:
-            return EventKind.HANDLER_REPLACED, {"signal": signal_name(seen.signo)}
         if kind is GateEventKind.DROPPED:
             return EventKind.EVENTS_DROPPED, {"count": seen.count}
         return _PLAIN[kind], {"causes": causes}

@@ -8,8 +8,9 @@ How each kind of process is covered:
 
 - **the rank before and after**: :func:`hydroslurm.runtime.autoload.hold` and ``keep_alive``.
 - **the rank**: our handlers go in last, call the handler that they replaced, and are taken out
-  again by ``uninstall`` only where they are still the installed ones. Later ``signal.signal`` calls
-  of user code replace ours; the gate notices that.
+  again by ``uninstall`` only where they are still the installed ones. Python is shown handlers that
+  lead to ours (:mod:`hydroslurm.runtime.gate.shown`); what is put over them is taken back
+  (:mod:`hydroslurm.runtime.guard`).
 - **a forked child** (DataLoader workers by default): inherits the handlers, which compare the
   process id first and do nothing in a child. So a child neither pauses nor dies of a pause signal.
 - **a spawned child** (``multiprocessing`` spawn, forkserver, the resource tracker): starts with
@@ -157,6 +158,12 @@ def signal_number(text: str) -> int:
     if known is None or (offset and not offset.isdecimal()):
         raise UsageError(f"{text!r} is not a signal; write for example USR1, URG or RTMIN+2")
     return int(known) + int(offset or 0)
+
+
+def is_ours_alone(replaced: Mapping[str, object]) -> bool:
+    """Whether the signal of a ``handler_replaced`` event does what hydroslurm says, and nothing
+    else. ``replaced``: the event's data; see :class:`hydroslurm.runtime.guard.Replaced`."""
+    return replaced.get("taken_back") is True and replaced.get("still_called") is False
 
 
 def signal_name(signo: int) -> str:

@@ -71,6 +71,37 @@ TEST(replaced_handler_is_reported) {
     CHECK(installed(SIGUSR1).sa_handler == plain_handler);
 }
 
+/* Taken back, it is called after ours, and put back by stop. What it passes on to us counts only where we had not seen
+ * the signal. */
+TEST(replaced_handler_is_taken_back) {
+    start_usual();
+    CHECK_EQ(hs_gate_retake(SIGUSR1, 1), 0);
+    install(SIGUSR1, plain_handler);
+    CHECK_EQ(hs_gate_owns(SIGUSR1), 0);
+    raise(SIGUSR1);
+    CHECK_EQ(plain_calls.load(), 1);
+    CHECK_EQ(hs_gate_deliver(SIGUSR1), 1);
+    until_event(HS_EVENT_GATE_CLOSED);
+    raise(SIGUSR2);
+    until_event(HS_EVENT_GATE_OPENED);
+    CHECK_EQ(hs_gate_retake(SIGUSR1, 1), 1);
+    CHECK_EQ(hs_gate_owns(SIGUSR1), 1);
+    raise(SIGUSR1);
+    CHECK_EQ(plain_calls.load(), 2);
+    until_event(HS_EVENT_GATE_CLOSED, 2);
+    raise(SIGUSR2);
+    until_event(HS_EVENT_GATE_OPENED, 2);
+    CHECK_EQ(hs_gate_deliver(SIGUSR1), 1); /* late, as Python does it */
+    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_API), 0);
+    CHECK_EQ(until_event(HS_EVENT_CAUSES_CHANGED).causes, 0);
+    CHECK_EQ(hs_gate_retake(SIGPIPE, 1), -EINVAL);
+    CHECK_EQ(hs_gate_deliver(SIGPIPE), -ESRCH);
+    CHECK_EQ(hs_gate_stop(), 0);
+    CHECK(installed(SIGUSR1).sa_handler == plain_handler);
+    CHECK_EQ(hs_gate_retake(SIGUSR1, 1), -ESRCH);
+    CHECK_EQ(hs_gate_deliver(SIGUSR1), -ESRCH);
+}
+
 static struct sigaction saved_by_other;
 static void other_that_chains(int signo, siginfo_t *info, void *context) {
     ++info_calls;

@@ -50,7 +50,7 @@ LIBRARY = "hs_gate.so"
 MANIFEST = "hs_gate.json"
 LOCK_TIMEOUT_S = 900.0
 SELF_TEST_TIMEOUT_S = 180.0
-SELF_TEST = "hydroslurm.runtime.gate.native_gate"
+SELF_TEST = "hydroslurm.runtime.gate.self_test"
 
 
 @dataclass(frozen=True)

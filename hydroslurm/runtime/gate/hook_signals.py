@@ -17,24 +17,21 @@ different signals sent within microseconds have no order of their own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hydroslurm.errors import InstallError
+from hydroslurm.runtime.gate.dispositions import NOBODY, Handler, block_all_during, is_hydroslurms
 from hydroslurm.runtime.gate.protocol import SignalOutcome, SignalRule
 
 NUDGE = 0
 """The byte that is no signal: look at the requests and at who is held."""
-
-Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class SignalPipe:
@@ -45,7 +42,8 @@ class SignalPipe:
         # outlives restore(): a handler that replaced ours may still call it
         self._after: dict[int, Handler] = {}
         self._claimed: dict[int, Handler] = {}
-        self._handler = self._on_signal  # one object, so that it can be recognised
+        self._inside: set[int] = set()
+        self.handler = self._on_signal  # one object, so that it can be recognised
         self._pid = os.getpid()
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._write_fd, False)
@@ -88,7 +86,7 @@ class SignalPipe:
         _require_main_thread("take signals over")
         listening = 0
         for rule in rules:
-            if signal.getsignal(rule.signo) != self._handler:
+            if signal.getsignal(rule.signo) != self.handler:
                 alone = replace(rule, only_if_handled=False, chain=False)
                 if self._install(alone) is SignalOutcome.LEFT_ALONE:
                     continue
@@ -110,7 +108,7 @@ class SignalPipe:
             if after is not None:
                 self._after[rule.signo] = after
             elif rule.only_if_handled and previous is signal.SIG_DFL:
-                if signal.getsignal(rule.signo) == self._handler:
+                if signal.getsignal(rule.signo) == self.handler:
                     signal.signal(rule.signo, previous)
                 del self._replaced[rule.signo]
 
@@ -131,14 +129,27 @@ class SignalPipe:
             self._set_wakeup_fd_if_ours(self._previous_fd)
         replaced = len(self.replaced_by_others())
         for signo, previous in self._replaced.items():
-            if signal.getsignal(signo) == self._handler:
+            if signal.getsignal(signo) == self.handler:
                 signal.signal(signo, previous)
         self._replaced, self._listening = {}, False
         return replaced
 
     def replaced_by_others(self) -> list[int]:
         """The signals whose installed handler is not ours any more."""
-        return [signo for signo in self._replaced if signal.getsignal(signo) != self._handler]
+        return [signo for signo in self._replaced if signal.getsignal(signo) != self.handler]
+
+    def take_back(self, signo: int) -> None:
+        """Put our handler over the one that is there, which is called after it if it can be and the
+        signal is not claimed. Main thread only."""
+        now = signal.getsignal(signo)
+        if signo not in self._replaced or now == self.handler:
+            return
+        if now not in NOBODY or not is_hydroslurms(self._replaced[signo]):
+            self._replaced[signo] = now
+            after = self._claimed if signo in self._claimed else self._after
+            after[signo] = now
+        signal.signal(signo, self.handler)
+        block_all_during(signo)
 
     def nudge(self) -> None:
         """Make :meth:`read` return. Safe in a Python signal handler and in any thread."""
@@ -182,19 +193,25 @@ class SignalPipe:
         if rule.chain:
             self._after[rule.signo] = previous
         try:
-            signal.signal(rule.signo, self._handler)
+            signal.signal(rule.signo, self.handler)
         except (OSError, ValueError) as error:
             raise InstallError(f"cannot take signal {rule.signo}: {error}") from error
-        _let_finish(rule.signo)
+        block_all_during(rule.signo)
         self._replaced[rule.signo] = previous
         return SignalOutcome.INSTALLED
 
     def _on_signal(self, signo: int, frame: FrameType | None) -> None:
+        if signo in self._inside:  # the handler that we call calls the one that it replaced
+            return
         if os.getpid() == self._pid and not self._wakeup_fd_is_ours():
             self._write(signo)
         previous = self._after.get(signo)
         if callable(previous):
-            previous(signo, frame)
+            self._inside.add(signo)
+            try:
+                previous(signo, frame)
+            finally:
+                self._inside.discard(signo)
 
     def _write(self, byte: int) -> None:
         # EAGAIN: the pipe is full, so that the reader will look anyway; EBADF: it is all over
@@ -262,23 +279,6 @@ def has_job_control() -> bool:
     except (OSError, ValueError):
         return False
     return False
-
-
-def _let_finish(signo: int) -> None:
-    """Keep other signals off while CPython's C handler for this one runs.
-
-    CPython installs it with an empty mask. Of two that are pending at once the kernel then
-    interrupts the first handler, before its first instruction, with the second: USR1 and USR2
-    arrive in the pipe as USR2 and USR1, and the rank stays paused. With a full mask they arrive
-    by number. The layout (handler, 128 bytes of mask, the rest) is glibc's and musl's on every
-    64-bit Linux.
-    """
-    sigaction = ctypes.CDLL(None, use_errno=True).sigaction
-    action = ctypes.create_string_buffer(256)
-    if sigaction(signo, None, action) == 0:
-        pointer = ctypes.sizeof(ctypes.c_void_p)
-        ctypes.memset(ctypes.addressof(action) + pointer, 0xFF, 128)
-        sigaction(signo, action, None)
 
 
 def _is_caught(signo: int) -> bool:

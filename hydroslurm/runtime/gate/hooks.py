@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hydroslurm.errors import AlreadyInstalled, InstallError
+from hydroslurm.runtime.gate.dispositions import Owner, owner_shown
 from hydroslurm.runtime.gate.holds import Holds
 from hydroslurm.runtime.gate.hook_events import EventQueue
 from hydroslurm.runtime.gate.hook_signals import (
@@ -48,6 +49,7 @@ from hydroslurm.runtime.gate.protocol import (
     SignalRule,
     Trace,
 )
+from hydroslurm.runtime.gate.shown import in_main_thread
 from hydroslurm.runtime.marks import Marks
 
 if TYPE_CHECKING:
@@ -175,6 +177,10 @@ class HooksGate:
     def stops_at_collectives(self) -> bool:
         return False
 
+    @property
+    def hears_beside_others(self) -> bool:
+        return True  # by the wakeup descriptor
+
     def let_through(self, n: int) -> None:
         """Raises:
         InstallError: always; a hook on a module does not see a collective.
@@ -227,6 +233,14 @@ class HooksGate:
         for signo in replaced:
             self._events.emit(GateEventKind.HANDLER_REPLACED, signo=signo)
         return len(replaced)
+
+    def owner(self, signo: int) -> Owner:
+        return owner_shown(signo, self._pipe.handler if self._pipe is not None else None)
+
+    def take_back(self, signo: int) -> None:
+        """As in the protocol; by the main thread, at its next bytecode."""
+        if (pipe := self._pipe) is not None:
+            in_main_thread(lambda: pipe.take_back(signo))
 
     # --- in the watcher thread ----------------------------------------------------------------
 

@@ -9,22 +9,22 @@ import os
 import select
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydroslurm.errors import AlreadyInstalled, GateError, GateSelfTestFailed, InstallError
 from hydroslurm.runtime.gate import binding, build, compiler
+from hydroslurm.runtime.gate.dispositions import NOBODY, Owner, OwnerKind, address_of
 from hydroslurm.runtime.gate.protocol import (
     Action,
     Cause,
     GateEvent,
-    GateEventKind,
     GateStatus,
     SignalOutcome,
     SignalRule,
     Trace,
 )
+from hydroslurm.runtime.gate.shown import VIEW
 from hydroslurm.runtime.marks import Marks
 
 _READ_AT_ONCE = 64
@@ -43,6 +43,7 @@ class NativeGate:
     )
 
     stops_at_collectives = True
+    hears_beside_others = False
 
     def __init__(self, library: Path | None = None) -> None:
         """Load the gate; build it when there is none for this torch yet (ten seconds, once).
@@ -56,6 +57,7 @@ class NativeGate:
         self.marks = Marks(self._library)
         self._event_fd = -1
         self._started = False
+        self._rules: tuple[SignalRule, ...] = ()
         self._check_sees_operators()
 
     def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
@@ -82,7 +84,11 @@ class NativeGate:
             )
         self._close_event_fd()
         self._event_fd, self._started = event_fd, True
-        return {line.signo: SignalOutcome(line.result) for line in table}
+        outcomes = {line.signo: SignalOutcome(line.result) for line in table}
+        self._rules = tuple(rules)
+        installed = [r for r in rules if outcomes[r.signo] is SignalOutcome.INSTALLED]
+        VIEW.show(installed, self._library.hs_gate_deliver)
+        return outcomes
 
     def stop(self) -> int:
         """Open, disarm, end the watcher, restore. Returns how many handlers others had replaced.
@@ -91,6 +97,7 @@ class NativeGate:
         """
         self._started = False
         replaced = int(self._library.hs_gate_stop())
+        VIEW.hide()
         self.wake()
         return replaced
 
@@ -132,11 +139,14 @@ class NativeGate:
         Raises:
             InstallError: the gate does not run in this process.
         """
-        return self._claim(action, 1)
+        listening = self._claim(action, 1)
+        VIEW.add(rule for rule in self._rules if rule.action is action and _is_caught(rule))
+        return listening
 
     def unclaim(self, action: Action) -> None:
         """Take :meth:`claim` back."""
         self._claim(action, 0)
+        VIEW.hide(r for r in self._rules if r.action is action and not _is_caught(r))
 
     def status(self) -> GateStatus:
         """The gate at this moment."""
@@ -174,6 +184,25 @@ class NativeGate:
     def check_handlers(self) -> int:
         """How many of our handlers were replaced by others; one HANDLER_REPLACED event each."""
         return int(self._library.hs_gate_check_handlers())
+
+    def owner(self, signo: int) -> Owner:
+        """Whose the installed handler of this signal is."""
+        return Owner(OwnerKind.OURS) if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
+
+    def take_back(self, signo: int) -> None:
+        """Put our handler back; see ``protocol.Gate``.
+
+        Raises:
+            InstallError: the gate does not run in this process.
+        """
+        kind = VIEW.owner(signo).kind
+        removed = kind in (OwnerKind.DEFAULT, OwnerKind.IGNORED)
+        chain = kind is OwnerKind.PYTHON or (removed and not VIEW.keeps_before(signo))
+        result = self._library.hs_gate_retake(signo, int(chain))
+        if result < 0:
+            raise InstallError(f"signal {signo} cannot be taken back: {os.strerror(-result)}")
+        if removed:
+            VIEW.add(rule for rule in self._rules if rule.signo == signo)
 
     @contextlib.contextmanager
     def trace(self, keep: int) -> Iterator[Trace]:
@@ -235,8 +264,12 @@ class NativeGate:
     def __del__(self) -> None:
         if getattr(self, "_event_fd", -1) >= 0 and not sys.is_finalizing():
             if self._started:  # there is one gate per process: another object may run it by now
-                self._library.hs_gate_stop()
+                self.stop()
             self._close_event_fd()
+
+
+def _is_caught(rule: SignalRule) -> bool:
+    return address_of(rule.signo) not in NOBODY
 
 
 def _load() -> tuple[Path, ctypes.CDLL]:
@@ -257,44 +290,3 @@ def _load() -> tuple[Path, ctypes.CDLL]:
     finally:
         if found.origin == "private":
             shutil.rmtree(found.path.parent.parent, ignore_errors=True)
-
-
-def self_test(library: Path) -> None:
-    """Hold this thread at an operator and let it go again; for a process of its own.
-
-    Raises:
-        GateError: it does not hold, does not let go, or changes a result.
-    """
-    import torch
-
-    gate = NativeGate(library)
-    gate.start([])
-    gate.request(Action.PAUSE, Cause.API)
-    seen: list[GateEventKind] = []
-    # asleep while it starts the helper, this thread may count as parked before it is held
-    held = {GateEventKind.FIRST_HELD, GateEventKind.LATE_HELD}
-
-    def read_until(done: Callable[[], bool]) -> None:
-        while not done():
-            seen.extend(event.kind for event in gate.wait_events(1.0))
-
-    def resume_when_held() -> None:
-        read_until(lambda: GateEventKind.PARKED in seen and not held.isdisjoint(seen))
-        gate.request(Action.RESUME, Cause.API)
-
-    read_until(lambda: GateEventKind.GATE_CLOSED in seen)
-    helper = threading.Thread(target=resume_when_held)
-    helper.start()
-    total = torch.ones(3, requires_grad=True).sum()
-    total.backward()  # type: ignore[no-untyped-call]
-    helper.join()
-    read_until(lambda: GateEventKind.FIRST_RELEASED in seen)
-    gate.stop()
-    if GateEventKind.GATE_OPENED not in seen or float(total.detach()) != 3.0:
-        raise GateSelfTestFailed(
-            f"saw {seen}, and {float(total.detach())} for the sum of three ones"
-        )
-
-
-if __name__ == "__main__":
-    self_test(Path(sys.argv[1]))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Protocol
 
+from hydroslurm.runtime.gate.dispositions import Owner
+
 if TYPE_CHECKING:
     from hydroslurm.runtime.marks import Marks
 
@@ -258,6 +260,21 @@ class Gate(Protocol):
 
     def check_handlers(self) -> int:
         """How many of our handlers were replaced by others; one HANDLER_REPLACED event each."""
+        ...
+
+    def owner(self, signo: int) -> Owner:
+        """Whose the installed handler of this signal is."""
+        ...
+
+    @property
+    def hears_beside_others(self) -> bool:
+        """Does the gate hear signals that somebody else has the handler of?"""
+        ...
+
+    def take_back(self, signo: int) -> None:
+        """Put our handler back over the one that is there. A Python handler is called after it,
+        as it would be had it been there before us; one of C code is not, for it may lead back to us
+        in ways that never end."""
         ...
 
     @property

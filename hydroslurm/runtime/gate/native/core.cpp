@@ -192,6 +192,13 @@ int hs_gate_check_handlers(void) {
     return replaced;
 }
 
+int hs_gate_retake(int signo, int chain) {
+    pthread_mutex_lock(&lifecycle);
+    const int result = gate.owner.load() == getpid() ? signals_retake(signo, chain != 0) : -ESRCH;
+    pthread_mutex_unlock(&lifecycle);
+    return result;
+}
+
 int hs_gate_status(hs_status *out) {
     if (out == nullptr) return -EINVAL;
     *out = {};

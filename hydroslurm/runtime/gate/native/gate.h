@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define HS_GATE_ABI 4
+#define HS_GATE_ABI 5
 
 /* What a signal asks for. */
 enum hs_action {
@@ -181,6 +181,19 @@ HS_API int hs_gate_claim(int action, int on);
 
 /* Compare the installed handlers with ours; HS_EVENT_HANDLER_REPLACED for each that differs. Returns their number. */
 HS_API int hs_gate_check_handlers(void);
+
+/* 1: the installed handler of this signal is ours; 0: it is not. */
+HS_API int hs_gate_owns(int signo);
+
+/* Put our handler over the one that somebody installed in its place. chain 1: that one counts as the old handler from
+ * now on: it is called as the line says, and hs_gate_stop() puts it back; 0: the old handler stays what it was.
+ * 1: done; 0: it is ours. -ESRCH: not running in this process. -EINVAL: not a signal that we listen to. */
+HS_API int hs_gate_retake(int signo, int chain);
+
+/* A handler that is not ours was called for this signal, and leads to us: latch it, unless it is our own handler that
+ * had passed it on. 1: the caller is to call the handler that was there before us; 0: it is not.
+ * -ESRCH: not running in this process, or not a signal that we listen to. [signal-safe] */
+HS_API int hs_gate_deliver(int signo);
 
 /* Tracing: arm a callback that holds nothing and writes down each operator, for debugging and for counting.
  * keep: how many to write down (the rest are only counted). -EBUSY while tracing. Works without hs_gate_start(). */

@@ -1,6 +1,7 @@
 /* What the parts of the gate share. Nothing here knows torch: that is torch_gate.cpp alone, behind Arming.
  *
  *   signals.cpp   handlers and requests -> latches           runs in signal handlers
+ *   guard.cpp     handlers that others put over ours
  *   watcher.cpp   latches -> open, close, parked             one thread, the only one that arms
  *   hold.cpp      a thread at an operator: pass or wait      runs in training threads
  *   passage.cpp   a closed gate that lets collectives pass   asked in training threads
@@ -86,6 +87,7 @@ struct Line {
     bool installed;
     struct sigaction previous;
     std::atomic<pid_t> chaining; /* thread that is inside `previous`, to cut a chain that leads back to us */
+    std::atomic<uint32_t> passed_on; /* signals that `previous` was called for, and that did not come back to hs_gate_deliver() */
     Latch latch;
 };
 
@@ -106,6 +108,11 @@ int signals_install(hs_signal *table, int n) noexcept; /* all or nothing */
 int signals_claim(int action, bool on) noexcept;      /* see hs_gate_claim() */
 int signals_restore() noexcept;                        /* returns how many were not ours any more */
 int signals_replaced() noexcept;                       /* the same without restoring; an event for each */
+int signals_retake(int signo, bool chain) noexcept;    /* see hs_gate_retake() */
+int signals_deliver(int signo) noexcept;                /* [signal-safe] */
+bool action_is_ours(const struct sigaction &action) noexcept;
+struct sigaction action_for(const Line &line) noexcept;
+void signal_latch(Line &line) noexcept;                 /* as its handler does, of an unknown sender. [signal-safe] */
 void signals_clear_latches() noexcept;
 int64_t unique_stamp_ns() noexcept;                     /* [signal-safe] */
 void wish_raise(Wish &wish, int64_t stamp_ns) noexcept; /* [signal-safe] */

@@ -52,6 +52,7 @@ void chain(Line &line, int signo, siginfo_t *info, void *context) noexcept {
     const pid_t self = thread_id();
     if (line.chaining.load() == self) return; /* the old handler chains to us in its turn */
     line.chaining.store(self);
+    line.passed_on.fetch_add(1);
     if (previous.sa_flags & SA_SIGINFO)
         previous.sa_sigaction(signo, info, context);
     else
@@ -86,14 +87,32 @@ void on_signal(int signo, siginfo_t *info, void *context) noexcept {
     errno = saved_errno;
 }
 
-bool is_ours(const struct sigaction &action) noexcept {
-    return (action.sa_flags & SA_SIGINFO) && action.sa_sigaction == on_signal;
-}
-
 bool leave_alone(uint32_t flags, const struct sigaction &previous) noexcept {
     if (previous.sa_handler == SIG_IGN) return !(flags & HS_SIGNAL_EVEN_IF_IGNORED);
     return previous.sa_handler == SIG_DFL && (flags & HS_SIGNAL_ONLY_IF_HANDLED);
 }
+
+/* -errno; 0: to be installed; 1: to be left alone. Changes nothing in the process. */
+int prepare_line(Line &line, const hs_signal &wanted) noexcept {
+    line.signo = wanted.signo;
+    line.action = wanted.action;
+    line.causes = wanted.causes;
+    line.flags.store(wanted.flags);
+    line.wanted_flags = wanted.flags;
+    line.installed = false;
+    line.chaining.store(0);
+    line.passed_on.store(0);
+    if (sigaction(wanted.signo, nullptr, &line.previous) != 0) return -errno;
+    return leave_alone(wanted.flags, line.previous) ? 1 : 0;
+}
+
+} // namespace
+
+bool action_is_ours(const struct sigaction &action) noexcept {
+    return (action.sa_flags & SA_SIGINFO) && action.sa_sigaction == on_signal;
+}
+
+void signal_latch(Line &line) noexcept { latch(line.latch, line.action, line.causes, 0); }
 
 /* All of our signals are blocked in each of our handlers. Without that a resume that comes right behind its pause would
  * get its frame on top of the pause's, run first, and the rank would stay paused. */
@@ -110,21 +129,6 @@ struct sigaction action_for(const Line &line) noexcept {
     for (int i = 0; i < signals.n; ++i) sigaddset(&action.sa_mask, signals.lines[i].signo);
     return action;
 }
-
-/* -errno; 0: to be installed; 1: to be left alone. Changes nothing in the process. */
-int prepare_line(Line &line, const hs_signal &wanted) noexcept {
-    line.signo = wanted.signo;
-    line.action = wanted.action;
-    line.causes = wanted.causes;
-    line.flags.store(wanted.flags);
-    line.wanted_flags = wanted.flags;
-    line.installed = false;
-    line.chaining.store(0);
-    if (sigaction(wanted.signo, nullptr, &line.previous) != 0) return -errno;
-    return leave_alone(wanted.flags, line.previous) ? 1 : 0;
-}
-
-} // namespace
 
 int64_t unique_stamp_ns() noexcept {
     int64_t last = last_stamp_ns.load(), stamp;
@@ -191,7 +195,7 @@ static void unclaim_line(Line &line) noexcept {
     line.flags.store(line.wanted_flags);
     if (!line.installed || line.previous.sa_handler != SIG_DFL || !(line.wanted_flags & HS_SIGNAL_ONLY_IF_HANDLED)) return;
     struct sigaction now;
-    if (sigaction(line.signo, nullptr, &now) == 0 && is_ours(now)) sigaction(line.signo, &line.previous, nullptr);
+    if (sigaction(line.signo, nullptr, &now) == 0 && action_is_ours(now)) sigaction(line.signo, &line.previous, nullptr);
     line.installed = false;
 }
 
@@ -200,7 +204,7 @@ static int claim_line(Line &line, uint8_t index) noexcept {
     line.flags.store(line.wanted_flags | HS_SIGNAL_NO_CHAIN);
     struct sigaction now;
     if (sigaction(line.signo, nullptr, &now) != 0) return -errno;
-    if (is_ours(now)) return 1;
+    if (action_is_ours(now)) return 1;
     if (leave_alone(line.wanted_flags & ~HS_SIGNAL_ONLY_IF_HANDLED, now)) return 0;
     line.previous = now;
     line_of[line.signo].store(index);
@@ -236,27 +240,12 @@ int signals_restore() noexcept {
         Line &line = signals.lines[i];
         if (!line.installed) continue;
         struct sigaction now;
-        if (sigaction(line.signo, nullptr, &now) == 0 && is_ours(now))
+        if (sigaction(line.signo, nullptr, &now) == 0 && action_is_ours(now))
             sigaction(line.signo, &line.previous, nullptr);
         else
             ++replaced;
         line.installed = false;
     }
-    return replaced;
-}
-
-int signals_replaced() noexcept {
-    int replaced = 0;
-    for (int i = 0; i < signals.n; ++i) {
-        const Line &line = signals.lines[i];
-        struct sigaction now;
-        if (!line.installed || (sigaction(line.signo, nullptr, &now) == 0 && is_ours(now))) continue;
-        hs_event event = event_of(HS_EVENT_HANDLER_REPLACED);
-        event.signo = line.signo;
-        event_push(event);
-        ++replaced;
-    }
-    events_announce();
     return replaced;
 }
 
