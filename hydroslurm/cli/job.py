@@ -178,8 +178,9 @@ def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
 def _rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
     since_s = (now_epoch_ns - rank.since_epoch_ns) / 1e9
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
-    state = f"{rank.state} together" if rank.parked_together else rank.state
-    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {state}{causes} since {since_s:.1f} s"]
+    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.words}{causes} since {since_s:.1f} s"]
+    if rank.children_words:
+        words.append(rank.children_words)
     if rank.step is not None:
         words.append(f"step {rank.step}")
     if rank.committed_step is not None:

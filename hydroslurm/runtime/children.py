@@ -1,57 +1,290 @@
-"""Keep the rank's pause signals away from the Python processes that it spawns.
+"""The processes below a rank: shielded from its pause signals, and paused together with it.
 
-A forked child is safe already: it inherits our handlers, which do nothing in it. A *spawned* one
-(DataLoader workers with the spawn or forkserver method, the forkserver, the resource tracker)
-begins with exec, which resets handlers to the default: one ``scancel --signal=USR1`` to all
-processes of the job step would kill it.
-
-What was weighed:
+**Started with exec** (multiprocessing's spawn and forkserver, ``subprocess``): exec resets handlers
+to the default, so that one ``scancel --signal=USR1`` to all processes of the job step would kill
+them. What was weighed:
 
 - handlers in the child come too late: it takes a while from exec to the first line of ours, and
-  nothing of ours needs run there;
-- ignoring the signals in the parent during the spawn would lose a pause that comes just then;
-- **blocking** them in the spawning thread only: a blocked mask is inherited through exec, there is
-  no gap, and the signal reaches another thread of the parent or waits for the few milliseconds of
-  the spawn. The child keeps them blocked for life.
+  programs that are not Python have none;
+- ignoring the signals in the parent during the start would lose a pause that comes just then;
+- ignoring them between fork and exec needs a fork, which ``subprocess`` avoids for good reason
+  (vfork: 1 ms; fork: 100 ms where the rank holds 2 GiB);
+- **blocking** them in the thread that starts it: a blocked mask is inherited through exec, there is
+  no gap, and the signal reaches another thread of the parent or waits for those milliseconds.
 
-All of multiprocessing's ways to spawn go through ``multiprocessing.util.spawnv_passfds``, so that
-is the one place to wrap. A spawned child that is itself a rank (``torch.multiprocessing.spawn``)
-calls ``install()``, which unblocks them again.
+A program that is not Python keeps them blocked: it does not die of one unless it empties its mask
+itself (dash does, waiting for the first of several commands), and has to unblock one that it wants.
+A Python with hydroslurm ignores them from its start on, see
+:func:`hydroslurm.runtime.below.live_below`, and hears them again where the script installs a handler.
+``os.system`` goes by none of the places that are wrapped here.
+
+**Forked**: inherits our handlers, which see that nothing is meant for it.
+
+**Paused with the rank**: a process that multiprocessing has made and that uses torch has a gate of
+its own (:mod:`hydroslurm.runtime.following`) and is connected to its rank. Once the rank is parked
+it tells them to park, before it goes on to let them go. Whoever has no gate and goes on using the
+processor is named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
+import os
+import select
 import signal
-from collections.abc import Callable, Iterable
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from hydroslurm import registry
+from hydroslurm.runtime.below import BELOW_ENV, Above
+
+WORD = struct.Struct("<Q")
+"""A message between a rank and a child of it: the number of the pause to be in, or that is kept; 0
+for none. Both say so whenever it changes."""
+LOOK_S = 2.0
+"""How often a parked rank looks which of its children go on."""
+_BUSY = 0.25
+"""Share of a processor. A worker that fills its queue is done before the second look."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class SpawnShield:
-    """Makes multiprocessing spawn its children with some signals blocked. One at a time per
-    process."""
+    """Has what this process starts begin with some signals blocked. One at a time per process."""
 
-    def __init__(self, signals: Iterable[int]) -> None:
-        self._signals = frozenset(signals)
-        self._original: Callable[..., Any] | None = None
-        self._wrapper: Callable[..., Any] | None = None
+    def __init__(self, signals: Iterable[int], *, killing: Iterable[int] = ()) -> None:
+        """``signals``: for children that multiprocessing makes; ``killing``: for other programs,
+        which Ctrl-Z is to stop."""
+        places = (
+            (multiprocessing.util, "spawnv_passfds", frozenset(signals)),
+            (subprocess.Popen, "_execute_child", frozenset(killing)),
+        )
+        self._places = [place for place in places if place[2]]
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+        self._killing = frozenset(killing)
+        self._told_before: str | None = None
 
     def install(self) -> None:
-        original = multiprocessing.util.spawnv_passfds
-        signals = self._signals
-
-        def spawnv_passfds(*args: Any, **kwargs: Any) -> Any:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-        self._original, self._wrapper = original, spawnv_passfds
-        multiprocessing.util.spawnv_passfds = spawnv_passfds
+        pid = os.getpid()
+        self._told_before = os.environ.get(BELOW_ENV)
+        mark = Above(pid, registry.start_ticks(pid) or 0, self._killing)
+        os.environ[BELOW_ENV] = mark.as_text()
+        for owner, name, signals in self._places:
+            original = getattr(owner, name)
+            wrapper = _blocking(original, signals)
+            setattr(owner, name, wrapper)
+            self._wrapped.append((owner, name, original, wrapper))
 
     def uninstall(self) -> None:
-        """Put the original back, unless somebody has wrapped it again since."""
-        if multiprocessing.util.spawnv_passfds is self._wrapper and self._original:
-            multiprocessing.util.spawnv_passfds = self._original
-        self._original = self._wrapper = None
+        """Put the originals back, unless somebody has wrapped them again since."""
+        os.environ.pop(BELOW_ENV, None)
+        if self._told_before is not None:
+            os.environ[BELOW_ENV] = self._told_before
+        for owner, name, original, wrapper in self._wrapped:
+            if getattr(owner, name) is wrapper:
+                setattr(owner, name, original)
+        self._wrapped.clear()
+
+
+def _blocking(original: Callable[..., Any], signals: frozenset[int]) -> Callable[..., Any]:
+    def start(*args: Any, **kwargs: Any) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return start
+
+
+def address(pid: int, started: int) -> bytes:
+    """Where a rank hears its children: in the abstract namespace, for paths may be too long. Anybody
+    can connect there, or sit there first: both sides ask the kernel who the other one is."""
+    return f"\0hydroslurm-{pid}-{started}".encode()
+
+
+def peer_of(link: socket.socket) -> tuple[int, int]:
+    """The process id and the user id at the other end, as the kernel knows them."""
+    pid, uid, _ = struct.unpack(
+        "3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return pid, uid
+
+
+class Children:
+    """Tells the children that follow this process when to stand still, and knows which do not.
+
+    A thread of its own has the connections; what it knows is replaced as a whole, so that the
+    controller's thread needs no lock.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """``wake``: called in the thread when a child has parked, or is gone."""
+        self._wake = wake
+        self._pause = 0
+        self._leaving = False
+        self._parked_by_pid: Mapping[int, bool] = {}
+        self._thread: threading.Thread | None = None
+        self._looked_mono_s = 0.0
+        self._ticks: Mapping[int, int] = {}
+        self._busy: frozenset[int] = frozenset()
+        self._told: tuple[list[int], list[int]] = ([], [])
+
+    def start(self) -> None:
+        """Listen. Raises OSError where that cannot be: they then go on during a pause, and are
+        named."""
+        pid = os.getpid()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(address(pid, registry.start_ticks(pid) or 0))
+            listener.listen(128)
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            listener.close()
+            raise
+        self._thread = threading.Thread(
+            target=self._serve, args=(listener,), name="hydroslurm-children", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let them go, and hear no more of them."""
+        if self._thread is not None:
+            self._leaving = True
+            os.eventfd_write(self._bell, 1)
+            self._thread.join()
+            os.close(self._bell)
+            self._thread = None
+
+    @property
+    def following(self) -> int:
+        """How many children have a gate."""
+        return len(self._parked_by_pid)
+
+    def hold(self, pause: int) -> None:
+        """This process is parked, for the pause of that number."""
+        if pause != self._pause:
+            self._looked_mono_s, self._ticks = time.monotonic(), _ticks_below(os.getpid())
+            self._busy, self._told = frozenset(), ([], [])
+            self._tell(pause)
+
+    def release(self) -> None:
+        """This process goes on."""
+        if self._pause:
+            self._tell(0)
+
+    def news(self) -> dict[str, object] | None:
+        """Who stands still and who does not, where that has changed since it was asked last: once
+        all have parked that have a gate, and whenever it was time to look at the others."""
+        if not self._pause:
+            return None
+        followers = self._parked_by_pid
+        parked = {pid for pid, is_parked in followers.items() if is_parked}
+        now_mono_s = time.monotonic()
+        if now_mono_s - self._looked_mono_s >= LOOK_S:
+            self._look(now_mono_s)
+        elif len(parked) < len(followers):
+            return None
+        told = sorted(parked), sorted((self._busy | followers.keys()) - parked)
+        if told == self._told:
+            return None
+        self._told = told
+        return {"parked_pids": told[0], "running_pids": told[1]}
+
+    def _look(self, now_mono_s: float) -> None:
+        ticks = _ticks_below(os.getpid())
+        wanted = _BUSY * (now_mono_s - self._looked_mono_s) * _TICKS_PER_S
+        self._busy = frozenset(
+            pid for pid, count in ticks.items() if count - self._ticks.get(pid, count) >= wanted
+        )
+        self._looked_mono_s, self._ticks = now_mono_s, ticks
+
+    def _tell(self, pause: int) -> None:
+        self._pause = pause
+        if self._thread is not None:
+            os.eventfd_write(self._bell, 1)
+
+    # --- the thread
+    # --------------------------------------------------------------------------------------------
+
+    def _serve(self, listener: socket.socket) -> None:
+        links: dict[int, socket.socket] = {}
+        parked: dict[int, bool] = {}
+        poller = select.poll()
+        poller.register(listener, select.POLLIN)
+        poller.register(self._bell, select.POLLIN)
+        while not self._leaving:
+            for fd, _ in poller.poll():
+                if fd == self._bell:
+                    os.eventfd_read(self._bell)
+                    parked = dict.fromkeys(links, False)
+                    for link in links.values():
+                        self._send(link)
+                elif fd == listener.fileno():
+                    new = self._accept(listener)
+                    if new is not None:
+                        links[new.fileno()], parked[new.fileno()] = new, False
+                        poller.register(new, select.POLLIN)
+                elif (pause := _heard(links[fd])) is None:
+                    poller.unregister(fd)
+                    links.pop(fd).close()
+                    del parked[fd]
+                else:
+                    parked[fd] = 0 < pause == self._pause
+            self._parked_by_pid = {
+                peer_of(links[fd])[0]: is_parked for fd, is_parked in parked.items()
+            }
+            self._wake()
+        for link in (listener, *links.values()):
+            link.close()
+
+    def _accept(self, listener: socket.socket) -> socket.socket | None:
+        try:
+            link, _ = listener.accept()
+        except OSError:
+            return None
+        if peer_of(link)[1] != os.getuid():
+            link.close()
+            return None
+        link.setblocking(False)
+        self._send(link)
+        return link
+
+    def _send(self, link: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which is heard; or reads nothing
+            link.send(WORD.pack(self._pause))
+
+
+def _heard(link: socket.socket) -> int | None:
+    """The message that is there; None: the child has gone."""
+    try:
+        data = link.recv(WORD.size)
+    except OSError:
+        return None
+    return WORD.unpack(data)[0] if len(data) == WORD.size else None
+
+
+def _ticks_below(top: int) -> dict[int, int]:
+    """Processor time of every process below one, in clock ticks."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdecimal():
+            continue
+        try:
+            stat = Path("/proc", name, "stat").read_text(errors="replace")
+        except OSError:
+            continue
+        fields = stat.rpartition(")")[2].split()
+        parents[int(name)] = int(fields[1])
+        ticks[int(name)] = int(fields[11]) + int(fields[12])
+    below = {top}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return {pid: ticks[pid] for pid in below - {top}}

@@ -24,6 +24,7 @@ from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.events import Event, EventKind, EventLog, clocks
 from hydroslurm.pulse import PulseWriter
 from hydroslurm.runtime import device
+from hydroslurm.runtime.children import Children
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.gate.protocol import (
     Action,
@@ -121,6 +122,7 @@ class Controller:
         self._pulse = pulse
         self._emit = emit
         self._recorder = Recorder()
+        self._children = Children(gate.wake)
         self._drains: queue.SimpleQueue[tuple[int, Drain]] = queue.SimpleQueue()
         self._parked = threading.Event()
         self._running = threading.Event()
@@ -166,6 +168,9 @@ class Controller:
                 **self._identity.jobstep,
             },
         )
+        if self.gate.name == "native":
+            with contextlib.suppress(OSError):  # then its children are named, and not held
+                self._children.start()
         self._thread.start()
 
     def join(
@@ -199,6 +204,7 @@ class Controller:
         if self.ranks is not None:
             self.ranks.leave()
         replaced = self.gate.stop()
+        self._children.stop()
         self.marks.stop()
         self._leaving = True
         self.gate.wake()
@@ -333,6 +339,7 @@ class Controller:
                 self._log.retry()
                 self._look_at_handlers()
                 self._report_drains()
+                self._report_children()
                 self._pulse.beat(self.step)
 
     def _look_at_handlers(self) -> None:
@@ -350,8 +357,10 @@ class Controller:
                 self._replaced.add(seen.signo)
             record = self._recorder.record(seen)
             ranks = self.ranks
-            if seen.kind is GateEventKind.PARKED and ranks and ranks.have_joined and not ranks.lost:
-                record.data["world_size"] = ranks.world_size
+            if seen.kind is GateEventKind.PARKED:
+                if ranks and ranks.have_joined and not ranks.lost:
+                    record.data["world_size"] = ranks.world_size
+                record.data["children"] = self._children.following
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
             if self.ranks is not None:
                 self.ranks.see(seen)
@@ -401,10 +410,14 @@ class Controller:
         if kind is EventKind.PARKED:
             self._running.clear()
             self._parked.set()
+            self._children.hold(self._recorder.pause)
             self._drain()
+        elif kind is EventKind.LET_THROUGH:  # what it comes to next may wait for them
+            self._children.release()
         elif kind is EventKind.RESUMED:
             self._parked.clear()
             self._running.set()
+            self._children.release()
 
     def _drain(self) -> None:
         pause = self._recorder.pause
@@ -435,6 +448,10 @@ class Controller:
                 return
             record = self._recorder.drain(pause, drain)
             self._write(record.kind, record.data)
+
+    def _report_children(self) -> None:
+        if (news := self._children.news()) is not None:
+            self._write(EventKind.CHILDREN, {"pause": self._recorder.pause, **news})
 
     def _write(
         self,

@@ -157,6 +157,10 @@ class NativeGate:
                 os.eventfd_read(self._event_fd)
         return self._read_all()
 
+    def fileno(self) -> int:
+        """To poll, where :meth:`wait_events` is not all that is waited for."""
+        return self._event_fd
+
     def wake(self) -> None:
         """Make a blocked :meth:`wait_events` return."""
         if self._event_fd >= 0:
