@@ -2,9 +2,10 @@
 
 How it gets in: the package brings one line for Python's start-up (``hydroslurm_autoload.pth`` in
 site-packages), which looks for ``HYDROSLURM_PREEMPT`` and ``HYDROSLURM_BELOW`` in the environment
-and calls :func:`start` where one is there. ``srun --preempt`` sets the variable, and so do ``hydroslurm run`` and the person
-who exports it; ``HYDROSLURM_PREEMPT=off`` is like not setting it. ``python -S`` reads no such
-lines, and ``-I`` and ``-E`` do.
+and calls :func:`start` where one is there. ``srun --preempt`` sets the first, and so do
+``hydroslurm run`` and the person who exports it; ``HYDROSLURM_PREEMPT=off`` is like not setting it.
+The second is for what an installed process starts (:mod:`hydroslurm.runtime.below`). ``python -S``
+reads no such lines, and ``-I`` and ``-E`` do.
 
 :func:`start` imports neither torch nor anything else of weight. It waits for the process's own
 ``import torch``, at whose end pausing is installed: before any operator can have run, and never in

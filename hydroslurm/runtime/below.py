@@ -1,5 +1,5 @@
-"""What a Python that was started somewhere below an installed process does with the signals that are
-meant for that one, from its start on. Imports nothing of weight: every such Python reads it."""
+"""What a Python that was started somewhere below an installed process does, from its start on, with
+the signals that are meant for that one. Every such Python reads it: it imports little."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ class Above(NamedTuple):
 
 
 def above(environ: Mapping[str, str]) -> Above | None:
-    """The nearest one as the environment tells it; it may be gone by now. None: there is none."""
+    """The nearest one as the environment tells it; None where there is none, or where it is gone:
+    what a rank submits takes its environment to other machines."""
     pid, _, rest = environ.get(BELOW_ENV, "").partition(":")
     started, _, signals = rest.partition(":")
     numbers = [pid, started, *filter(None, signals.split(","))]
     if not all(number.isdecimal() for number in numbers) or int(pid) == os.getpid():
+        return None
+    from hydroslurm.registry import start_ticks
+
+    if start_ticks(int(pid)) != int(started):
         return None
     valid = signal.valid_signals()
     return Above(int(pid), int(started), frozenset(s for s in map(int, numbers[2:]) if s in valid))

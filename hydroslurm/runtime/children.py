@@ -14,9 +14,9 @@ them. What was weighed:
 
 A program that is not Python keeps them blocked: it does not die of one unless it empties its mask
 itself (dash does, waiting for the first of several commands), and has to unblock one that it wants.
-A Python with hydroslurm ignores them from its start on, see
-:func:`hydroslurm.runtime.below.live_below`, and hears them again where the script installs a handler.
-``os.system`` goes by none of the places that are wrapped here.
+A Python with hydroslurm ignores them from its start on (:mod:`hydroslurm.runtime.below`), and hears
+them again where the script installs a handler. ``os.system`` goes by none of the places that are
+wrapped here.
 
 **Forked**: inherits our handlers, which see that nothing is meant for it.
 
@@ -38,6 +38,7 @@ import struct
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ from hydroslurm.runtime.below import BELOW_ENV, Above
 WORD = struct.Struct("<Q")
 """A message between a rank and a child of it: the number of the pause to be in, or that is kept; 0
 for none. Both say so whenever it changes."""
-LOOK_S = 2.0
-"""How often a parked rank looks which of its children go on."""
+LOOK_S = 1.0
+"""After how long a parked rank looks what its children have used. The next look, twice as late,
+tells which of them go on; and so on, for it has to look at all processes of the machine."""
+_LOOK_MOST_S = 30.0
 _BUSY = 0.25
 """Share of a processor. A worker that fills its queue is done before the second look."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -104,9 +107,27 @@ def _blocking(original: Callable[..., Any], signals: frozenset[int]) -> Callable
 
 
 def address(pid: int, started: int) -> bytes:
-    """Where a rank hears its children: in the abstract namespace, for paths may be too long. Anybody
-    can connect there, or sit there first: both sides ask the kernel who the other one is."""
+    """Where a rank hears its children: in the abstract namespace, for paths may be too long.
+    Anybody can connect there, or sit there first: both sides ask the kernel who the other one is.
+    """
     return f"\0hydroslurm-{pid}-{started}".encode()
+
+
+_unshared: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def unshared(link: socket.socket) -> socket.socket:
+    """Have it closed in forked children: who is at its other end is to hear when we are gone."""
+    _unshared.add(link)
+    return link
+
+
+def _close_unshared() -> None:
+    for link in list(_unshared):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_unshared)
 
 
 def peer_of(link: socket.socket) -> tuple[int, int]:
@@ -132,15 +153,17 @@ class Children:
         self._parked_by_pid: Mapping[int, bool] = {}
         self._thread: threading.Thread | None = None
         self._looked_mono_s = 0.0
+        self._look_after_s = LOOK_S
+        self._looks = 0
         self._ticks: Mapping[int, int] = {}
         self._busy: frozenset[int] = frozenset()
-        self._told: tuple[list[int], list[int]] = ([], [])
+        self._told: tuple[list[int], list[int]] | None = None
 
     def start(self) -> None:
         """Listen. Raises OSError where that cannot be: they then go on during a pause, and are
         named."""
         pid = os.getpid()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = unshared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             listener.bind(address(pid, registry.start_ticks(pid) or 0))
             listener.listen(128)
@@ -167,11 +190,19 @@ class Children:
         """How many children have a gate."""
         return len(self._parked_by_pid)
 
+    @property
+    def wait_s(self) -> float | None:
+        """How soon :meth:`news` is worth a call; None: nothing is paused."""
+        if not self._pause:
+            return None
+        return max(0.0, self._looked_mono_s + self._look_after_s - time.monotonic())
+
     def hold(self, pause: int) -> None:
         """This process is parked, for the pause of that number."""
         if pause != self._pause:
-            self._looked_mono_s, self._ticks = time.monotonic(), _ticks_below(os.getpid())
-            self._busy, self._told = frozenset(), ([], [])
+            self._looked_mono_s, self._look_after_s = time.monotonic(), LOOK_S
+            self._looks, self._ticks, self._busy = 0, {}, frozenset()
+            self._told = None if self._parked_by_pid else ([], [])
             self._tell(pause)
 
     def release(self) -> None:
@@ -186,23 +217,24 @@ class Children:
             return None
         followers = self._parked_by_pid
         parked = {pid for pid, is_parked in followers.items() if is_parked}
-        now_mono_s = time.monotonic()
-        if now_mono_s - self._looked_mono_s >= LOOK_S:
-            self._look(now_mono_s)
-        elif len(parked) < len(followers):
-            return None
+        if self.wait_s == 0.0:
+            self._look()
+        if len(parked) < len(followers) and self._looks < 2:
+            return None  # they may be inside long operators
         told = sorted(parked), sorted((self._busy | followers.keys()) - parked)
         if told == self._told:
             return None
         self._told = told
         return {"parked_pids": told[0], "running_pids": told[1]}
 
-    def _look(self, now_mono_s: float) -> None:
-        ticks = _ticks_below(os.getpid())
+    def _look(self) -> None:
+        ticks, now_mono_s = _ticks_below(os.getpid()), time.monotonic()
         wanted = _BUSY * (now_mono_s - self._looked_mono_s) * _TICKS_PER_S
         self._busy = frozenset(
             pid for pid, count in ticks.items() if count - self._ticks.get(pid, count) >= wanted
         )
+        self._look_after_s = min(2 * self._look_after_s, _LOOK_MOST_S)
+        self._looks += 1
         self._looked_mono_s, self._ticks = now_mono_s, ticks
 
     def _tell(self, pause: int) -> None:
@@ -237,10 +269,10 @@ class Children:
                     del parked[fd]
                 else:
                     parked[fd] = 0 < pause == self._pause
-            self._parked_by_pid = {
-                peer_of(links[fd])[0]: is_parked for fd, is_parked in parked.items()
-            }
-            self._wake()
+            now = {peer_of(links[fd])[0]: is_parked for fd, is_parked in parked.items()}
+            if now != self._parked_by_pid:
+                self._parked_by_pid = now
+                self._wake()
         for link in (listener, *links.values()):
             link.close()
 
@@ -252,7 +284,7 @@ class Children:
         if peer_of(link)[1] != os.getuid():
             link.close()
             return None
-        link.setblocking(False)
+        unshared(link).setblocking(False)
         self._send(link)
         return link
 
@@ -274,16 +306,15 @@ def _ticks_below(top: int) -> dict[int, int]:
     """Processor time of every process below one, in clock ticks."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdecimal():
-            continue
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            stat = Path("/proc", name, "stat").read_text(errors="replace")
+            stat = (folder / "stat").read_text(errors="replace")
         except OSError:
             continue
         fields = stat.rpartition(")")[2].split()
-        parents[int(name)] = int(fields[1])
-        ticks[int(name)] = int(fields[11]) + int(fields[12])
+        pid = int(folder.name)
+        parents[pid] = int(fields[1])
+        ticks[pid] = int(fields[11]) + int(fields[12])
     below = {top}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more

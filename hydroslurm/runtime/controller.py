@@ -334,8 +334,9 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                due_s = [s for s in (self._pulse.wait_s(), self._log.retry_s) if s is not None]
-                self._handle(self.gate.wait_events(min([*due_s, LOOK_S])))
+                due_s = self._pulse.wait_s(), self._log.retry_s, self._children.wait_s
+                wait_s = min(s for s in (*due_s, LOOK_S) if s is not None)
+                self._handle(self.gate.wait_events(wait_s))
                 self._log.retry()
                 self._look_at_handlers()
                 self._report_drains()
@@ -360,7 +361,8 @@ class Controller:
             if seen.kind is GateEventKind.PARKED:
                 if ranks and ranks.have_joined and not ranks.lost:
                     record.data["world_size"] = ranks.world_size
-                record.data["children"] = self._children.following
+                if children := self._children.following:
+                    record.data["children"] = children
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
             if self.ranks is not None:
                 self.ranks.see(seen)

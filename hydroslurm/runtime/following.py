@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from hydroslurm import registry
 from hydroslurm.runtime import autoload, below
-from hydroslurm.runtime.children import WORD, address, peer_of
+from hydroslurm.runtime.children import WORD, address, peer_of, unshared
 from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def prepare() -> None:
     if not _bootstrap.registered:
         multiprocessing.util.register_after_fork(_bootstrap, _Bootstrap.run)
         # a spawned one has the place for it, and calls nobody there
-        multiprocessing.context.SpawnProcess._after_fork = _bootstrap.run  # type: ignore[method-assign]
+        multiprocessing.context.SpawnProcess._after_fork = _bootstrap.run  # type: ignore[attr-defined]
         _bootstrap.registered = True
 
 
@@ -98,9 +98,7 @@ class Following:
         self._gate: NativeGate = NativeGate()
         self._gate.start([])
         self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._loop, name="hydroslurm-following", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop, name="hydroslurm-following", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -123,7 +121,7 @@ class Following:
                     self._ended.wait(_RETRY_S)  # it may install again
 
     def _connect(self) -> socket.socket | None:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link = unshared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             link.connect(address(self._above.pid, self._above.started))
             if peer_of(link) == (self._above.pid, os.getuid()):
