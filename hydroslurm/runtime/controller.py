@@ -24,8 +24,8 @@ from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.events import Event, EventKind, EventLog, clocks
 from hydroslurm.pulse import PulseWriter
 from hydroslurm.runtime import device
-from hydroslurm.runtime.children import Children
 from hydroslurm.runtime.device import Drain
+from hydroslurm.runtime.followers import Children
 from hydroslurm.runtime.gate.protocol import (
     Action,
     Cause,
@@ -204,12 +204,12 @@ class Controller:
         if self.ranks is not None:
             self.ranks.leave()
         replaced = self.gate.stop()
-        self._children.stop()
         self.marks.stop()
         self._leaving = True
         self.gate.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=DRAIN_LIMIT_S)
+        self._children.stop()
         self._handle(self.gate.wait_events(0))
         self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
         self._log.close()

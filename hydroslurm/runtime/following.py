@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from hydroslurm import registry
 from hydroslurm.runtime import autoload, below
-from hydroslurm.runtime.children import WORD, address, peer_of, unshared
+from hydroslurm.runtime.followers import WORD, address, heard, peer_of, unshared
 from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Bootstrap:
 
     def run(self) -> None:
         target = getattr(multiprocessing.current_process(), "_target", None)
-        if getattr(target, "__module__", "").startswith("torch.utils.data."):
+        if getattr(target, "__module__", "").startswith(("torch.utils.data.", "torchdata.")):
             return
         if "torch" in sys.modules:
             follow()
@@ -72,8 +72,11 @@ def follow() -> None:
     above = below.above(os.environ)
     if above is None or (_following is not None and _following.pid == os.getpid()):
         return
+    link = _connect(above)
+    if link is None:  # it has no gate that we could have too
+        return
     try:
-        _following = Following(above)
+        _following = Following(above, link)
     except Exception as error:
         autoload.say(f"process {os.getpid()} goes on when its rank is paused: {error}")
 
@@ -89,7 +92,7 @@ def leave() -> None:
 class Following:
     """A started gate, and the thread that opens and closes it as the rank says."""
 
-    def __init__(self, above: below.Above) -> None:
+    def __init__(self, above: below.Above, link: socket.socket) -> None:
         """Raises GateError or InstallError where this process can have no gate."""
         from hydroslurm.runtime.gate.native_gate import NativeGate
 
@@ -98,7 +101,9 @@ class Following:
         self._gate: NativeGate = NativeGate()
         self._gate.start([])
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="hydroslurm-following", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop, args=(link,), name="hydroslurm-following", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -107,29 +112,20 @@ class Following:
         self._thread.join()
         self._gate.stop()
 
-    def _loop(self) -> None:
+    def _loop(self, link: socket.socket | None) -> None:
         with self._gate.exempt():
             while not self._ended.is_set():
-                link = self._connect()
                 if link is not None:
-                    with link:
+                    try:
                         self._obey(link)
-                    self._gate.request(Action.RESUME, Cause.PEERS)
+                    finally:
+                        link.close()
+                        link = None
+                        self._gate.request(Action.RESUME, Cause.PEERS)
                 elif registry.start_ticks(self._above.pid) != self._above.started:
-                    return  # the gate stays as it is: open
-                else:
-                    self._ended.wait(_RETRY_S)  # it may install again
-
-    def _connect(self) -> socket.socket | None:
-        link = unshared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        try:
-            link.connect(address(self._above.pid, self._above.started))
-            if peer_of(link) == (self._above.pid, os.getuid()):
-                return link
-        except OSError:
-            pass
-        link.close()
-        return None
+                    return
+                if not self._ended.wait(_RETRY_S):  # it may install again
+                    link = _connect(self._above)
 
     def _obey(self, link: socket.socket) -> None:
         """Until the connection ends."""
@@ -141,10 +137,10 @@ class Following:
             ready = {fd for fd, _ in poller.poll()}
             answers = False
             if link.fileno() in ready:
-                data = link.recv(WORD.size)
-                if len(data) != WORD.size:
+                word = heard(link)
+                if word is None:
                     return
-                (pause,) = WORD.unpack(data)
+                pause = word
                 parked = answers = parked and pause > 0
                 if not parked:
                     asked_ns = time.monotonic_ns()
@@ -156,3 +152,16 @@ class Following:
             if answers:
                 with contextlib.suppress(OSError):  # the rank is gone, which is heard next
                     link.send(WORD.pack(pause))
+
+
+def _connect(above: below.Above) -> socket.socket | None:
+    """None: nobody listens there, or somebody else."""
+    link = unshared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    try:
+        link.connect(address(above.pid, above.started))
+        if peer_of(link) == (above.pid, os.getuid()):
+            return link
+    except OSError:
+        pass
+    link.close()
+    return None

@@ -41,7 +41,6 @@ class NativeGate:
     granularity = (
         "every operator; one compiled region, or one replay of a CUDA graph, counts as one"
     )
-
     stops_at_collectives = True
 
     def __init__(self, library: Path | None = None) -> None:
@@ -55,7 +54,7 @@ class NativeGate:
         self.path, self._library = (library, binding.bind(library)) if library else _load()
         self.marks = Marks(self._library)
         self._event_fd = -1
-        self._started = False
+        self._started_by = 0
         self._check_sees_operators()
 
     def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
@@ -81,7 +80,7 @@ class NativeGate:
                 f"the gate was not started: {'; '.join(bad) or os.strerror(-result)}"
             )
         self._close_event_fd()
-        self._event_fd, self._started = event_fd, True
+        self._event_fd, self._started_by = event_fd, os.getpid()
         return {line.signo: SignalOutcome(line.result) for line in table}
 
     def stop(self) -> int:
@@ -89,7 +88,7 @@ class NativeGate:
 
         A thread that is in :meth:`wait_events` wakes up; what is left to read stays readable.
         """
-        self._started = False
+        self._started_by = 0
         replaced = int(self._library.hs_gate_stop())
         self.wake()
         return replaced
@@ -145,10 +144,8 @@ class NativeGate:
         return binding.gate_status(now)
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
-        """Block until there are events, :meth:`wake` was called or the time is over.
-
-        Oldest first, maybe none. For one thread at a time. The GIL is given up while waiting.
-        """
+        """Block until there are events, :meth:`wake` was called or the time is over. Oldest first,
+        maybe none. For one thread at a time. The GIL is given up while waiting."""
         if self._event_fd >= 0:
             poller = select.poll()
             poller.register(self._event_fd, select.POLLIN)
@@ -181,9 +178,8 @@ class NativeGate:
 
     @contextlib.contextmanager
     def trace(self, keep: int) -> Iterator[Trace]:
-        """Count every operator of the process and write down the first ``keep``.
-
-        Holds nobody. What it yields is filled in when the block ends.
+        """Count every operator of the process and write down the first ``keep``; hold nobody. What
+        it yields is filled in when the block ends.
 
         Raises:
             GateError: another trace is on.
@@ -238,7 +234,8 @@ class NativeGate:
 
     def __del__(self) -> None:
         if getattr(self, "_event_fd", -1) >= 0 and not sys.is_finalizing():
-            if self._started:  # there is one gate per process: another object may run it by now
+            # there is one gate per process: another object may run it by now, or run it in a child
+            if self._started_by == os.getpid():
                 self._library.hs_gate_stop()
             self._close_event_fd()
 
