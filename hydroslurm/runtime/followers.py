@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from hydroslurm import registry
 
@@ -29,7 +30,7 @@ LOOK_S = 1.0
 tells which of them go on; and so on, for it has to look at all processes of the machine."""
 _LOOK_MOST_S = 30.0
 _BUSY = 0.25
-"""Share of a processor. A worker that fills its queue is done before the second look."""
+"""Share of a processor. A worker that fills its queue is mostly done before the second look."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -82,7 +83,7 @@ class Children:
         self._looked_mono_s = 0.0
         self._look_after_s = LOOK_S
         self._looks = 0
-        self._ticks: Mapping[int, int] = {}
+        self._uses: Mapping[int, _Use] = {}
         self._busy: frozenset[int] = frozenset()
         self._told: tuple[list[int], list[int]] | None = None
 
@@ -128,7 +129,7 @@ class Children:
         """This process is parked, for the pause of that number."""
         if pause != self._pause:
             self._looked_mono_s, self._look_after_s = time.monotonic(), LOOK_S
-            self._looks, self._ticks, self._busy = 0, {}, frozenset()
+            self._looks, self._uses, self._busy = 0, {}, frozenset()
             self._told = None if self._parked_by_pid else ([], [])
             self._tell(pause)
 
@@ -155,14 +156,14 @@ class Children:
         return {"parked_pids": told[0], "running_pids": told[1]}
 
     def _look(self) -> None:
-        ticks, now_mono_s = _ticks_below(os.getpid()), time.monotonic()
-        wanted = _BUSY * (now_mono_s - self._looked_mono_s) * _TICKS_PER_S
+        uses, now_mono_s = _uses_below(os.getpid()), time.monotonic()
+        most = (now_mono_s - self._looked_mono_s) * _TICKS_PER_S
         self._busy = frozenset(
-            pid for pid, count in ticks.items() if count - self._ticks.get(pid, count) >= wanted
+            pid for pid, use in uses.items() if use.goes_on(self._uses.get(pid, use), most)
         )
         self._look_after_s = min(2 * self._look_after_s, _LOOK_MOST_S)
         self._looks += 1
-        self._looked_mono_s, self._ticks = now_mono_s, ticks
+        self._looked_mono_s, self._uses = now_mono_s, uses
 
     def _tell(self, pause: int) -> None:
         self._pause = pause
@@ -229,10 +230,23 @@ def heard(link: socket.socket) -> int | None:
     return WORD.unpack(data)[0] if len(data) == WORD.size else None
 
 
-def _ticks_below(top: int) -> dict[int, int]:
-    """Processor time of every process below one, in clock ticks."""
+class _Use(NamedTuple):
+    """What a process has of the processors: clock ticks so far, and whether it wants one now."""
+
+    ticks: int
+    is_runnable: bool
+
+    def goes_on(self, before: _Use, most: float) -> bool:
+        """``most``: what one processor could have given it since; where many want it, that is no
+        measure."""
+        used = self.ticks - before.ticks
+        return used >= _BUSY * most or (used > 0 and self.is_runnable and before.is_runnable)
+
+
+def _uses_below(top: int) -> dict[int, _Use]:
+    """Of every process below one."""
     parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
+    uses: dict[int, _Use] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             stat = (folder / "stat").read_text(errors="replace")
@@ -241,8 +255,8 @@ def _ticks_below(top: int) -> dict[int, int]:
         fields = stat.rpartition(")")[2].split()
         pid = int(folder.name)
         parents[pid] = int(fields[1])
-        ticks[pid] = int(fields[11]) + int(fields[12])
+        uses[pid] = _Use(int(fields[11]) + int(fields[12]), fields[0] == "R")
     below = {top}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    return {pid: ticks[pid] for pid in below - {top}}
+    return {pid: uses[pid] for pid in below - {top}}

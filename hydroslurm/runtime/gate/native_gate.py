@@ -85,9 +85,7 @@ class NativeGate:
 
     def stop(self) -> int:
         """Open, disarm, end the watcher, restore. Returns how many handlers others had replaced.
-
-        A thread that is in :meth:`wait_events` wakes up; what is left to read stays readable.
-        """
+        A thread that is in :meth:`wait_events` wakes up; what is left to read stays readable."""
         self._started_by = 0
         replaced = int(self._library.hs_gate_stop())
         self.wake()
