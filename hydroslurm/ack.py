@@ -18,7 +18,7 @@ from typing import Protocol
 
 from hydroslurm.events import Event, EventKind, read_events
 from hydroslurm.files import open_regular
-from hydroslurm.rankstate import fold, latest
+from hydroslurm.rankstate import RankState, fold, latest
 from hydroslurm.spare import read_spare, spare_of
 
 _POLL_S = 0.002
@@ -116,6 +116,7 @@ class JudgePause:
         self._path = path
         self._parked: Event | None = None
         self._all_parked: Event | None = None
+        self._children: Event | None = None
         self._failed = ""
         self._hub_lost = False
 
@@ -125,6 +126,8 @@ class JudgePause:
             self._parked = self._parked or event  # it parks again behind each collective
         elif kind is EventKind.ALL_PARKED:
             self._all_parked = event  # two threads write: this line may come first
+        elif kind is EventKind.CHILDREN:
+            self._children = event
         elif kind is EventKind.AGREEMENT_FAILED:
             self._failed = event.data.get("words") or ""
             if self._parked is not None and event.data.get("what") == "connection":
@@ -153,14 +156,18 @@ class JudgePause:
         parked = self._parked
         if parked is None:
             return None
+        told = self._children
+        if told is None and parked.data.get("children", 0) > 0:
+            return None
+        words, done = _parked_words(parked, told), told is None or not told.data.get("running_pids")
         if parked.data.get("world_size", 1) == 1:
-            return Answer(parked.rank, True, _park_us(parked), _parked_words(parked))
+            return Answer(parked.rank, done, _park_us(parked), words)
         since_ns = parked.data.get("requested_mono_ns") or parked.mono_ns
         if self._all_parked is None or self._all_parked.mono_ns < since_ns:
             return None  # or it is of the pause before
         took_us = (self._all_parked.mono_ns - since_ns) / 1e3
-        words = f"{_parked_words(parked)}; {_together_words(parked, self._all_parked, took_us)}"
-        return Answer(parked.rank, True, _park_us(parked), words, all_parked_us=took_us)
+        words = f"{words}; {_together_words(parked, self._all_parked, took_us)}"
+        return Answer(parked.rank, done, _park_us(parked), words, all_parked_us=took_us)
 
     def _held_already(self, event: Event) -> Answer | None:
         """Also a rank whose peers closed its gate before its own signal did comes here: it is
@@ -262,11 +269,20 @@ def _park_us(parked: Event) -> float | None:
     return parked.data.get("park_us")
 
 
-def _parked_words(parked: Event) -> str:
+def _parked_words(parked: Event, children: Event | None = None) -> str:
     asleep = "" if parked.data.get("held") else ", it was waiting and issues nothing"
     park_us = _park_us(parked)
     after = "" if park_us is None else f" after {park_us:.0f} us"
-    return f"parked{after}{asleep}"
+    if children is None:
+        return f"parked{after}{asleep}"
+    state = RankState(
+        parked.rank,
+        "parked",
+        parked.epoch_ns,
+        children_parked=tuple(children.data.get("parked_pids", ())),
+        children_running=tuple(children.data.get("running_pids", ())),
+    )
+    return f"{state.words}{after}{asleep}; {state.children_words}"
 
 
 def _together_words(parked: Event, all_parked: Event, took_us: float) -> str:

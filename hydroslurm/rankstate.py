@@ -34,6 +34,8 @@ class RankState:
             copied.
         all_parked_epoch_ns: since when all of them are parked at the same collectives; None while
             they are not.
+        children_parked: processes that it started and that are parked with it.
+        children_running: those that go on while it is parked.
     """
 
     rank: int
@@ -50,6 +52,30 @@ class RankState:
     world_size: int = 1
     all_parked_epoch_ns: int | None = None
     not_copied: str | None = None
+    children_parked: tuple[int, ...] = ()
+    children_running: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The state, of no more than is in it."""
+        if self.children_running:
+            return f"main process {self.state}"
+        return f"{self.state} together" if self.parked_together else self.state
+
+    @property
+    def children_words(self) -> str:
+        """What its children do meanwhile, and what to do about it; empty where that is nothing."""
+        if running := self.children_running:
+            one = len(running) == 1
+            pids = ", ".join(map(str, running[:8])) + (" ..." if len(running) > 8 else "")
+            return (
+                f"{len(running)} child{'' if one else 'ren'} of it run{'s' if one else ''} on "
+                f"({'pid' if one else 'pids'} {pids}): pause {'it' if one else 'them'} with kill "
+                "-STOP and -CONT, or have hydroslurm.install() called where they train"
+            )
+        if parked := len(self.children_parked):
+            return f"{parked} child{' stands' if parked == 1 else 'ren stand'} still with it"
+        return ""
 
     @property
     def parked_together(self) -> bool:
@@ -113,12 +139,26 @@ def after(state: RankState | None, event: Event) -> RankState:
     if event.kind in (EventKind.SAVE_STAGED, EventKind.SAVE_NOT_COPIED):
         is_copied = event.kind is EventKind.SAVE_STAGED
         state = replace(state, not_copied=None if is_copied else event.data.get("reason"))
-    state = _among_others(state, event)
+    state = _with_children(_among_others(state, event), event)
     entered = _ENTERS.get(event.kind)
     # a stop opens the gate: what follows it is the way out, not a return to running
     if entered in (None, state.state) or (state.state == "stopping" and entered == "running"):
         return state
     return replace(state, state=str(entered), since_epoch_ns=event.epoch_ns)
+
+
+def _with_children(state: RankState, event: Event) -> RankState:
+    """What those below it do while it is parked."""
+    if event.kind is EventKind.CHILDREN:
+        data = event.data
+        return replace(
+            state,
+            children_parked=tuple(data.get("parked_pids", ())),
+            children_running=tuple(data.get("running_pids", ())),
+        )
+    if event.kind in (EventKind.GATE_CLOSED, EventKind.RESUMED):
+        return replace(state, children_parked=(), children_running=())
+    return state
 
 
 def _among_others(state: RankState, event: Event) -> RankState:

@@ -146,3 +146,20 @@ def test_whose_date_is_left_alone() -> None:
     assert by_date_of_now(7000 * s, 48_000 * s, here, now=now) == 48_000 * s
     assert _since(53_570 * s, now[1]) == "since a moment that is 3,570 s ahead of this host's date"
     assert _since(now[1] - 3 * s, now[1]) == "since 3.0 s"
+
+
+def test_children_that_run_on_are_named() -> None:
+    """Parked is said of the main process only while a child of it runs on, with the child's number
+    and what to do; it is forgotten when the rank goes on."""
+    quiet = _event(EventKind.CHILDREN, 5, pause=1, parked_pids=[7, 8], running_pids=[])
+    busy = _event(EventKind.CHILDREN, 6, pause=1, parked_pids=[7], running_pids=[8, 9])
+    state = fold([*PAUSED, quiet])
+    assert state is not None
+    assert (state.words, state.children_words) == ("parked", "2 children stand still with it")
+    state = fold([*PAUSED, quiet, busy])
+    assert state is not None
+    assert state.words == "main process parked"
+    assert state.children_words.startswith("2 children of it run on (pids 8, 9): pause them with ")
+    state = fold([*PAUSED, busy, _event(EventKind.RESUMED, 9, pause=1, causes=[])])
+    assert state is not None
+    assert (state.words, state.children_words) == ("running", "")

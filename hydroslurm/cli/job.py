@@ -179,8 +179,9 @@ def rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
     """Where a rank is, as it says itself."""
     since = _since(rank.since_epoch_ns, now_epoch_ns)
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
-    state = f"{rank.state} together" if rank.parked_together else rank.state
-    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {state}{causes} {since}"]
+    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.words}{causes} {since}"]
+    if rank.children_words:
+        words.append(rank.children_words)
     if rank.step is not None:
         words.append(f"step {rank.step}")
     if rank.committed_step is not None:

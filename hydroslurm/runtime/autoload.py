@@ -1,10 +1,11 @@
 """Make an unmodified script preemptible: install pausing once it has imported torch.
 
 How it gets in: the package brings one line for Python's start-up (``hydroslurm_autoload.pth`` in
-site-packages), which looks for ``HYDROSLURM_PREEMPT`` in the environment and calls :func:`start`
-where it is there. ``srun --preempt`` sets the variable, and so do ``hydroslurm run`` and the person
-who exports it; ``HYDROSLURM_PREEMPT=off`` is like not setting it. ``python -S`` reads no such
-lines, and ``-I`` and ``-E`` do.
+site-packages), which looks for ``HYDROSLURM_PREEMPT`` and ``HYDROSLURM_BELOW`` in the environment
+and calls :func:`start` where one is there. ``srun --preempt`` sets the first, and so do
+``hydroslurm run`` and the person who exports it; ``HYDROSLURM_PREEMPT=off`` is like not setting it.
+The second is for what an installed process starts (:mod:`hydroslurm.runtime.below`). ``python -S``
+reads no such lines, and ``-I`` and ``-E`` do.
 
 :func:`start` imports neither torch nor anything else of weight. It waits for the process's own
 ``import torch``, at whose end pausing is installed: before any operator can have run, and never in
@@ -12,8 +13,10 @@ a process that does not use torch. Processes that are no ranks are left alone:
 
 - children of one that is: DataLoader workers, compile workers, helpers written in Python. A forked
   one inherits nothing that waits; one that is started anew finds in its environment that its rank
-  is taken. So do ranks that a script starts for itself (``torch.multiprocessing.spawn``): use
-  srun or torchrun, or call ``hydroslurm.install()`` in them;
+  is taken, and ignores the pause signals. What multiprocessing makes and trains follows its rank
+  (:mod:`hydroslurm.runtime.following`). Ranks that a script starts for itself
+  (``torch.multiprocessing.spawn``) are paused so, and not stopped: for that use srun or torchrun,
+  or call ``hydroslurm.install()`` in them;
 - launchers, which start ranks: torchrun, ``hydroslurm agent`` ... Their workers have a rank of
   their own, and are installed.
 
@@ -35,7 +38,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a Python that never comes to torch is to start no later for us
@@ -67,9 +70,12 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     environ = os.environ if environ is None else environ
     mode = environ.get(PREEMPT_ENV, "").strip().lower()
     if mode in _OFF or _is_taken(environ):
+        from hydroslurm.runtime.below import live_below
+
+        live_below(environ)
         return
     if mode not in MODES:
-        _say(
+        say(
             f"{PREEMPT_ENV}={mode[:60]!r} is not known; wanted {' or '.join(MODES)}, or off. This "
             "process is not preemptible"
         )
@@ -79,8 +85,14 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     keep_alive(signals)
     if "torch" in sys.modules:  # nobody's start-up is that early but a test's
         _install()
-    elif not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TorchFinder())
+    else:
+        after_torch(_install)
+
+
+def after_torch(call: Callable[[], None]) -> None:
+    """Have this called at the end of the ``import torch`` that is to come."""
+    if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchFinder(call))
 
 
 def is_asked(environ: Mapping[str, str]) -> bool:
@@ -112,7 +124,7 @@ def hold(signals: frozenset[int]) -> None:
     is to end at once.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    _ignore(signals - signal.sigpending())
+    ignore(signals - signal.sigpending())
 
 
 def keep_alive(signals: Iterable[int]) -> None:
@@ -132,14 +144,15 @@ def keep_alive(signals: Iterable[int]) -> None:
         signal.signal(signo, _go_on)
         signal.siginterrupt(signo, False)
     if chosen:
-        atexit.register(_ignore, chosen)
+        atexit.register(ignore, chosen)
 
 
 def _go_on(signo: int, frame: FrameType | None) -> None:
     """A pause of a process that cannot be paused now."""
 
 
-def _ignore(signals: Iterable[int]) -> None:
+def ignore(signals: Iterable[int]) -> None:
+    """SIG_IGN for each of them. Main thread only."""
     for signo in signals:
         signal.signal(signo, signal.SIG_IGN)
 
@@ -179,6 +192,9 @@ class _TorchFinder:
     (``importlib.util.find_spec``) long before they import it, or try to in vain.
     """
 
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
     def find_spec(
         self,
         fullname: str,
@@ -192,13 +208,13 @@ class _TorchFinder:
             spec: ModuleSpec | None = find and find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    _follow(spec.loader)
+                    _follow(spec.loader, self._call)
                 return spec
         return None
 
 
-def _follow(loader: importlib.abc.Loader) -> None:
-    """Put our call behind ``exec_module`` of this loader, which is torch's alone. The loader stays
+def _follow(loader: importlib.abc.Loader, call: Callable[[], None]) -> None:
+    """Put a call behind ``exec_module`` of this loader, which is torch's alone. The loader stays
     what it is for all who ask for its type, the source, or resources."""
     execute = loader.exec_module
 
@@ -210,12 +226,12 @@ def _follow(loader: importlib.abc.Loader) -> None:
         # initialised they would wait for this thread, which may wait for them
         assert module.__spec__ is not None
         module.__spec__._initializing = False  # type: ignore[attr-defined]
-        _install()
+        call()
 
     try:
         loader.exec_module = exec_module  # type: ignore[method-assign]
     except AttributeError as error:
-        _say(f"this process could not be made preemptible: torch has an odd loader ({error})")
+        say(f"this process could not be made preemptible: torch has an odd loader ({error})")
 
 
 def _install() -> None:
@@ -227,7 +243,7 @@ def _install() -> None:
 
         install_unasked()
     except Exception as error:
-        _say(f"this process could not be made preemptible: {error}")
+        say(f"this process could not be made preemptible: {error}")
 
 
 def _is_taken(environ: Mapping[str, str]) -> bool:
@@ -248,7 +264,8 @@ def _program() -> str:
 
 
 @functools.cache  # Python reads the start-up lines of a virtual environment twice
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """One line on stderr."""
     try:
         sys.stderr.write(f"hydroslurm: {text}\n")  # print() would take stdout where it is None
         sys.stderr.flush()

@@ -26,6 +26,7 @@ from hydroslurm.events import Event, EventKind, EventLog
 from hydroslurm.pulse import PulseWriter
 from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
+from hydroslurm.runtime.followers import Children
 from hydroslurm.runtime.gate.protocol import (
     Action,
     Cause,
@@ -124,6 +125,7 @@ class Controller:
         self._pulse = pulse
         self._emit = emit
         self._recorder = Recorder()
+        self._children = Children(gate.wake)
         self._drains: queue.SimpleQueue[tuple[int, Drain]] = queue.SimpleQueue()
         self._parked = threading.Event()
         self._running = threading.Event()
@@ -169,6 +171,9 @@ class Controller:
                 **self._identity.jobstep,
             },
         )
+        if self.gate.name == "native":
+            with contextlib.suppress(OSError):  # then its children are named, and not held
+                self._children.start()
         self._thread.start()
 
     def join(
@@ -208,6 +213,7 @@ class Controller:
         self.gate.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=DRAIN_LIMIT_S)
+        self._children.stop()
         self._handle(self.gate.wait_events(0))
         self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
         self._log.close()
@@ -332,11 +338,13 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                due_s = [s for s in (self._pulse.wait_s(), self._log.retry_s) if s is not None]
-                self._handle(self.gate.wait_events(min([*due_s, LOOK_S])))
+                due_s = self._pulse.wait_s(), self._log.retry_s, self._children.wait_s
+                wait_s = min(s for s in (*due_s, LOOK_S) if s is not None)
+                self._handle(self.gate.wait_events(wait_s))
                 self._log.retry()
                 self._guard.look()
                 self._report_drains()
+                self._report_children()
                 self._pulse.beat(self.step)
 
     def _handle(self, events: list[GateEvent]) -> None:
@@ -350,8 +358,11 @@ class Controller:
                 self.gate.check_handlers()
             record = self._recorder.record(seen)
             ranks = self.ranks
-            if seen.kind is GateEventKind.PARKED and ranks and ranks.have_joined and not ranks.lost:
-                record.data["world_size"] = ranks.world_size
+            if seen.kind is GateEventKind.PARKED:
+                if ranks and ranks.have_joined and not ranks.lost:
+                    record.data["world_size"] = ranks.world_size
+                if children := self._children.following:
+                    record.data["children"] = children
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
             if self.ranks is not None:
                 self.ranks.see(seen)
@@ -401,10 +412,14 @@ class Controller:
         if kind is EventKind.PARKED:
             self._running.clear()
             self._parked.set()
+            self._children.hold(self._recorder.pause)
             self._drain()
+        elif kind is EventKind.LET_THROUGH:  # what it comes to next may wait for them
+            self._children.release()
         elif kind is EventKind.RESUMED:
             self._parked.clear()
             self._running.set()
+            self._children.release()
 
     def _drain(self) -> None:
         pause = self._recorder.pause
@@ -435,6 +450,10 @@ class Controller:
                 return
             record = self._recorder.drain(pause, drain)
             self._write(record.kind, record.data)
+
+    def _report_children(self) -> None:
+        if (news := self._children.news()) is not None:
+            self._write(EventKind.CHILDREN, {"pause": self._recorder.pause, **news})
 
     def _write(
         self,

@@ -24,7 +24,7 @@ from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, T
 from hydroslurm.events import EventLog
 from hydroslurm.pulse import PulseWriter, interval_s
 from hydroslurm.rundir import RunDir
-from hydroslurm.runtime import autoload
+from hydroslurm.runtime import autoload, below, following
 from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
@@ -107,6 +107,7 @@ def install(
     plan = (signals or SignalPlan()).with_environment(environ)
     emit = Emit.from_environ(environ)
     autoload.stand_down()
+    following.leave()
     autoload.take_rank()
     over_unasked = gives_way()
     if over_unasked:
@@ -118,8 +119,10 @@ def install(
                 "hydroslurm.uninstall() first"
             )
         _require_torch()
-        # started with them held: by the agent, or by somebody else who does not want it to die
-        autoload.keep_alive(plan.killing() & signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        # started with them held, or ignored: by the agent, or by one of ours further up
+        above = below.above(os.environ)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
+        autoload.keep_alive(plan.killing() & held)
         _installed = _set_up(run_dir, plan, emit, gate, model, environ)
         _installed.over_unasked = over_unasked
         if not _is_alone(alone, environ):
@@ -171,9 +174,13 @@ def _set_up(
         controller = Controller(
             gate=opened, plan=plan, log=log, identity=identity, pulse=pulse, emit=emit
         )
-        for shield in (SpawnShield(plan.pausing()), WorkerShield(plan.stopping())):
+        for shield in (
+            SpawnShield(plan.pausing(), killing=plan.killing()),
+            WorkerShield(plan.stopping()),
+        ):
             shield.install()
             beside.callback(shield.uninstall)
+        following.prepare()
         controller.start()
         undo.callback(controller.stop)
         _announce(base, identity, log, plan)

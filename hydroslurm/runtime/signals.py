@@ -12,11 +12,14 @@ How each kind of process is covered:
   lead to ours (:mod:`hydroslurm.runtime.gate.shown`); what is put over them is taken back
   (:mod:`hydroslurm.runtime.guard`).
 - **a forked child** (DataLoader workers by default): inherits the handlers, which compare the
-  process id first and do nothing in a child. So a child neither pauses nor dies of a pause signal.
-- **a spawned child** (``multiprocessing`` spawn, forkserver, the resource tracker): starts with
-  default dispositions, of which USR1 and USR2 kill and TSTP stops.
-  :mod:`hydroslurm.runtime.children` starts these with the pause signals blocked.
-- **any other program** (``subprocess``): untouched. It gets what it would get without us.
+  process id first and do nothing in a child. So a child neither pauses nor dies of a pause signal;
+  nor, once stops are claimed, of a SIGTERM that comes from neither its parent nor the rank.
+- **what is started with exec** (``multiprocessing`` spawn, forkserver, the resource tracker;
+  ``subprocess``): starts with default dispositions, of which USR1 and USR2 kill and TSTP stops.
+  :mod:`hydroslurm.runtime.children` has these start with the signals blocked that kill, and
+  multiprocessing's with all that pause; a Python among them ignores them from then on
+  (:mod:`hydroslurm.runtime.below`). SIGTERM means to them what it would mean without us.
+- **a child that trains** follows its rank (:mod:`hydroslurm.runtime.following`).
 - **started with a signal ignored** (nohup, some batch wrappers): left ignored, unless
   ``even_if_ignored``.
 """

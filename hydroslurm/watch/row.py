@@ -36,7 +36,8 @@ class Row:
     Attributes:
         job_id: as a person writes it: ``12_3`` for the task of an array, ``12_[*]`` for those of
             its tasks that have not started.
-        state: Slurm's word; or PARKED and STOPPING, which only its ranks know; or FORGOTTEN: it has
+        state: Slurm's word; or PARKED, with all children that it has, and STOPPING, which only its
+            ranks know; or FORGOTTEN: it has
             ended, and Slurm does not remember how.
         parked, ranks: of this life.
         commit_step, commit_age_s: newest durable checkpoint.
@@ -170,7 +171,8 @@ def _state(job: Job, facts: RunFacts) -> str:
     if job.state is JobState.RUNNING and facts.ranks:
         if facts.stopping:
             return "STOPPING"
-        if facts.parked == len(facts.ranks):
+        runs_on = any(rank.children_running for rank in facts.ranks)
+        if facts.parked == len(facts.ranks) and not runs_on:
             return "PARKED"
     return job.state.value
 

@@ -284,6 +284,29 @@ TEST(stop_signal_in_a_child) {
     hs_gate_stop();
 }
 
+/* Once stops are claimed, one that a child gets from anybody but its parent is meant for the rank. */
+TEST(claimed_stop_in_a_child) {
+    start_usual();
+    CHECK(hs_gate_claim(HS_ACTION_STOP, 1) > 0);
+    int survived[2];
+    CHECK_EQ(pipe(survived), 0);
+    const pid_t child = fork_child();
+    if (child == 0)
+        for (;;) {
+            pause();
+            CHECK_EQ(write(survived[1], "s", 1), 1);
+        }
+    const pid_t stranger = fork_child();
+    if (stranger == 0) _exit(kill(child, SIGTERM));
+    CHECK_EQ(exit_of(stranger), 0);
+    close(survived[1]);
+    char byte = 0;
+    CHECK_EQ(read(survived[0], &byte, 1), 1);
+    CHECK_EQ(kill(child, SIGTERM), 0);
+    CHECK_EQ(exit_of(child), -SIGTERM);
+    hs_gate_stop();
+}
+
 /* Ctrl-C ends a pause of the rank, and means in a child what it meant before we came. */
 TEST(interrupt_in_a_child) {
     install(SIGINT, [](int) { _exit(43); });
@@ -316,6 +339,30 @@ TEST(forked_child_starts_its_own) {
     }
     CHECK_EQ(exit_of(child), 0);
     CHECK_EQ(status().causes, 0);
+    hs_gate_stop();
+}
+
+/* One that listens to no signal, because it follows its parent, has a gate and still does not act on the parent's. */
+TEST(forked_child_that_follows) {
+    start_usual();
+    const pid_t child = fork_child();
+    if (child == 0) {
+        std::vector<hs_signal> none;
+        CHECK_EQ(start(none), 0);
+        for (const int signo : {SIGUSR1, SIGUSR2, SIGTSTP}) raise(signo);
+        CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_PEERS), 0);
+        until_event(HS_EVENT_GATE_CLOSED);
+        CHECK_EQ(status().causes, HS_CAUSE_PEERS);
+        CHECK_EQ(hs_gate_stop(), 0);
+        raise(SIGUSR1);
+        start_usual(); /* a rank after all */
+        raise(SIGUSR1);
+        until_event(HS_EVENT_GATE_CLOSED);
+        CHECK_EQ(hs_gate_stop(), 0);
+        CHECK(installed(SIGUSR1).sa_handler == SIG_DFL);
+        _exit(0);
+    }
+    CHECK_EQ(exit_of(child), 0);
     hs_gate_stop();
 }
 

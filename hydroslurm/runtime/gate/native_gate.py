@@ -41,7 +41,6 @@ class NativeGate:
     granularity = (
         "every operator; one compiled region, or one replay of a CUDA graph, counts as one"
     )
-
     stops_at_collectives = True
     hears_beside_others = False
 
@@ -56,7 +55,7 @@ class NativeGate:
         self.path, self._library = (library, binding.bind(library)) if library else _load()
         self.marks = Marks(self._library)
         self._event_fd = -1
-        self._started = False
+        self._started_by = 0
         self._rules: tuple[SignalRule, ...] = ()
         self._check_sees_operators()
 
@@ -83,11 +82,12 @@ class NativeGate:
                 f"the gate was not started: {'; '.join(bad) or os.strerror(-result)}"
             )
         self._close_event_fd()
-        self._event_fd, self._started = event_fd, True
+        self._event_fd, self._started_by = event_fd, os.getpid()
         outcomes = {line.signo: SignalOutcome(line.result) for line in table}
         self._rules = tuple(rules)
         installed = [r for r in rules if outcomes[r.signo] is SignalOutcome.INSTALLED]
-        VIEW.show(installed, self._library.hs_gate_deliver)
+        if rules:  # a child that follows its rank listens to none, and shows what it has inherited
+            VIEW.show(installed, self._library.hs_gate_deliver)
         return outcomes
 
     def stop(self) -> int:
@@ -95,7 +95,7 @@ class NativeGate:
 
         A thread that is in :meth:`wait_events` wakes up; what is left to read stays readable.
         """
-        self._started = False
+        self._started_by = 0
         replaced = int(self._library.hs_gate_stop())
         VIEW.hide()
         self.wake()
@@ -155,10 +155,8 @@ class NativeGate:
         return binding.gate_status(now)
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
-        """Block until there are events, :meth:`wake` was called or the time is over.
-
-        Oldest first, maybe none. For one thread at a time. The GIL is given up while waiting.
-        """
+        """Block until there are events, :meth:`wake` was called or the time is over. Oldest first,
+        maybe none. For one thread at a time. The GIL is given up while waiting."""
         if self._event_fd >= 0:
             poller = select.poll()
             poller.register(self._event_fd, select.POLLIN)
@@ -166,6 +164,10 @@ class NativeGate:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event_fd)
         return self._read_all()
+
+    def fileno(self) -> int:
+        """To poll, where :meth:`wait_events` is not all that is waited for."""
+        return self._event_fd
 
     def wake(self) -> None:
         """Make a blocked :meth:`wait_events` return."""
@@ -206,9 +208,8 @@ class NativeGate:
 
     @contextlib.contextmanager
     def trace(self, keep: int) -> Iterator[Trace]:
-        """Count every operator of the process and write down the first ``keep``.
-
-        Holds nobody. What it yields is filled in when the block ends.
+        """Count every operator of the process and write down the first ``keep``; hold nobody. What
+        it yields is filled in when the block ends.
 
         Raises:
             GateError: another trace is on.
@@ -263,7 +264,8 @@ class NativeGate:
 
     def __del__(self) -> None:
         if getattr(self, "_event_fd", -1) >= 0 and not sys.is_finalizing():
-            if self._started:  # there is one gate per process: another object may run it by now
+            # there is one gate per process: another object may run it by now, or run it in a child
+            if self._started_by == os.getpid():
                 self.stop()
             self._close_event_fd()
 

@@ -40,10 +40,11 @@ void after_fork_in_parent() {
 }
 
 /* The child has one thread, and it is at a fork, not at an operator. Its gate is open, it has no watcher, and the
- * handlers it inherited see from `owner` that nothing is meant for it. torch's callback list is not touched here, for
+ * handlers it inherited see from `signals.owner` that nothing is meant for it. torch's callback list is not touched here, for
  * a lock of torch's may be in any state; the child's first operator takes the callback away. */
 void after_fork_in_child() {
-    if (gate.owner.load() != 0) gate.owner.store(kForkedChild);
+    gate.owner.store(0);
+    signals_after_fork();
     gate.closed.store(0);
     gate.state.store(HS_STATE_RUNNING);
     gate.causes.store(0);
@@ -90,24 +91,26 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     if (gate.owner.load() == getpid()) return -EALREADY;
     if (const int error = signals_check(table, n); error < 0) return error;
     if (const int error = watch_forks(); error < 0) return error;
-    if (gate.owner.load() == kForkedChild) { /* or what we inherited would be chained to itself */
-        signals_restore();
-        gate.owner.store(0);
-    }
+    /* A child that listens to no signal follows its rank: what shields it from those of the plan stays. */
+    const bool follows = n == 0 && signals.owner.load() == kForkedChild;
+    if (!follows && signals.owner.exchange(0) == kForkedChild) signals_restore(); /* or ours would be chained to itself */
     if (gate.stale_callback.exchange(false)) arming().hold_off();
     signals_clear_latches();
     passage_clear();
     gate.closes_before.store(gate.closes.load());
-    if (const int error = signals_prepare(table, n); error < 0) return error;
+    if (const int error = follows ? 0 : signals_prepare(table, n); error < 0) return error;
     hold_find_python();
     events_use_fd(event_fd);
     if (const int error = watcher_start(); error < 0) {
         events_use_fd(-1);
         return error;
     }
-    gate.owner.store(getpid()); /* before the handlers, which ask for it */
+    gate.owner.store(getpid());
+    if (follows) return 0;
+    signals.owner.store(getpid()); /* before the handlers, which ask for it */
     const int error = signals_install(table, n);
     if (error < 0) {
+        signals.owner.store(0);
         gate.owner.store(0);
         watcher_end();
     }
@@ -169,7 +172,10 @@ int hs_gate_stop(void) {
     pthread_mutex_lock(&lifecycle);
     int replaced = 0;
     if (gate.owner.load() == getpid()) {
-        replaced = signals_restore();
+        if (signals.owner.load() == getpid()) {
+            replaced = signals_restore();
+            signals.owner.store(0);
+        }
         gate.owner.store(0);
         watcher_end();
     }
@@ -180,21 +186,21 @@ int hs_gate_stop(void) {
 int hs_gate_claim(int action, int on) {
     if (action < HS_ACTION_PAUSE || action > HS_ACTION_STOP) return -EINVAL;
     pthread_mutex_lock(&lifecycle);
-    const int result = gate.owner.load() == getpid() ? signals_claim(action, on != 0) : -ESRCH;
+    const int result = signals.owner.load() == getpid() ? signals_claim(action, on != 0) : -ESRCH;
     pthread_mutex_unlock(&lifecycle);
     return result;
 }
 
 int hs_gate_check_handlers(void) {
     pthread_mutex_lock(&lifecycle);
-    const int replaced = gate.owner.load() == getpid() ? signals_replaced() : 0;
+    const int replaced = signals.owner.load() == getpid() ? signals_replaced() : 0;
     pthread_mutex_unlock(&lifecycle);
     return replaced;
 }
 
 int hs_gate_retake(int signo, int chain) {
     pthread_mutex_lock(&lifecycle);
-    const int result = gate.owner.load() == getpid() ? signals_retake(signo, chain != 0) : -ESRCH;
+    const int result = signals.owner.load() == getpid() ? signals_retake(signo, chain != 0) : -ESRCH;
     pthread_mutex_unlock(&lifecycle);
     return result;
 }

@@ -67,4 +67,4 @@ int hs_gate_owns(int signo) {
     return line != nullptr && is_installed(*line, now) ? 1 : 0;
 }
 
-int hs_gate_deliver(int signo) { return gate.owner.load() == getpid() ? signals_deliver(signo) : -ESRCH; }
+int hs_gate_deliver(int signo) { return signals.owner.load() == getpid() ? signals_deliver(signo) : -ESRCH; }

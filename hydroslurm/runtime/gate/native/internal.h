@@ -92,9 +92,14 @@ struct Line {
 };
 
 constexpr int kLines = 32;
+constexpr pid_t kForkedChild = -1;
+
 struct Signals {
     Line lines[kLines];
     int n = 0;
+    std::atomic<pid_t> owner{0};  /* the process that the signals are meant for; 0: stopped; kForkedChild */
+    std::atomic<pid_t> rank{0};   /* in a forked child: the process that they are meant for, further up ... */
+    std::atomic<pid_t> parent{0}; /* ... and the process that forked this one */
     Latch requests[4]; /* by action, for hs_gate_request() */
     Wish pause[kCauses] = {};
     Wish resume[kCauses] = {};
@@ -113,13 +118,12 @@ int signals_deliver(int signo) noexcept;                /* [signal-safe] */
 bool action_is_ours(const struct sigaction &action) noexcept;
 struct sigaction action_for(const Line &line) noexcept;
 void signal_latch(Line &line) noexcept;                 /* as its handler does, of an unknown sender. [signal-safe] */
+void signals_after_fork() noexcept;                    /* in the child */
 void signals_clear_latches() noexcept;
 int64_t unique_stamp_ns() noexcept;                     /* [signal-safe] */
 void wish_raise(Wish &wish, int64_t stamp_ns) noexcept; /* [signal-safe] */
 
 /* --- the gate itself ---------------------------------------------------------------------------------------- */
-
-constexpr pid_t kForkedChild = -1;
 
 /* A closing in which training threads go on from one collective to another; see hs_gate_let_through(). */
 struct Passage {
@@ -143,7 +147,7 @@ bool passage_moves() noexcept; /* has somebody gone on, or may, since all were f
 void passage_clear() noexcept; /* while the gate is open, or in a forked child */
 
 struct Gate {
-    std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped; kForkedChild */
+    std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped */
     Word bell{0};                 /* futex of the watcher: rung when there is something to look at */
     std::atomic<uint32_t> closed{0}; /* 0 open, else the number of this closing */
     Word turn{0};                 /* futex of held threads: turned when one of them may have to go */

@@ -66,18 +66,29 @@ uint32_t causes_of(const Line &line, const siginfo_t *info) noexcept {
     return terminal ? static_cast<uint32_t>(HS_CAUSE_TERMINAL) : line.causes;
 }
 
+/* While a Run answers for the stops, one that is sent to all processes of the job step would cost the rank what its
+ * children are at, and perhaps the save. Who made the child may end it (`Process.terminate()`), and so may anybody once
+ * its parent is gone. */
+bool is_meant_for_rank(const Line &line, pid_t owner, const siginfo_t *info) noexcept {
+    const bool claimed = line.flags.load() != line.wanted_flags;
+    const pid_t parent = owner > 0 ? owner : signals.parent.load(); /* > 0: the fork is not over yet */
+    if (!claimed || info->si_code > 0 || getppid() != parent) return false;
+    return info->si_pid != parent && info->si_pid != signals.rank.load() && info->si_pid != getpid();
+}
+
 void on_signal(int signo, siginfo_t *info, void *context) noexcept {
     const int saved_errno = errno;
     const uint8_t index = line_of[signo].load();
     if (index == 0) return; /* our address was saved by somebody before a restart with another table */
     Line &line = signals.lines[index - 1];
-    const pid_t owner = gate.owner.load();
+    const pid_t owner = signals.owner.load();
     if (owner == getpid()) {
         latch(line.latch, line.action, causes_of(line, info), info->si_code <= 0 ? info->si_pid : 0);
         if (!(line.flags.load() & HS_SIGNAL_NO_CHAIN)) chain(line, signo, info, context);
     } else if (owner == 0) {
         chain(line, signo, info, context); /* stopped, and called by somebody who had saved our address */
-    } else if (line.action == HS_ACTION_STOP || (line.wanted_flags & HS_SIGNAL_ONLY_IF_HANDLED)) {
+    } else if (line.action == HS_ACTION_STOP ? !is_meant_for_rank(line, owner, info)
+                                             : (line.wanted_flags & HS_SIGNAL_ONLY_IF_HANDLED) != 0) {
         /* A forked child, or one between vfork and exec: a pause is not meant for it, an end (or Ctrl-C) is. */
         if (line.previous.sa_handler == SIG_DFL)
             default_action(signo);
@@ -247,6 +258,14 @@ int signals_restore() noexcept {
         line.installed = false;
     }
     return replaced;
+}
+
+void signals_after_fork() noexcept {
+    const pid_t owner = signals.owner.load();
+    if (owner == 0) return;
+    if (owner != kForkedChild) signals.rank.store(owner);
+    signals.parent.store(getppid());
+    signals.owner.store(kForkedChild);
 }
 
 void signals_clear_latches() noexcept {
