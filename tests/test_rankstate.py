@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.cli.job import _since
+from hydroslurm.cli.job import _rank_line, _since
 from hydroslurm.dates import by_date_of_now, clocks
 from hydroslurm.events import Event, EventKind, EventLog
 from hydroslurm.pulse import Pulse
@@ -146,3 +146,15 @@ def test_whose_date_is_left_alone() -> None:
     assert by_date_of_now(7000 * s, 48_000 * s, here, now=now) == 48_000 * s
     assert _since(53_570 * s, now[1]) == "since a moment that is 3,570 s ahead of this host's date"
     assert _since(now[1] - 3 * s, now[1]) == "since 3.0 s"
+
+
+def test_saves_that_hold_the_training_up_are_said() -> None:
+    """`status` says so from the first save on that was not copied, until one is."""
+    installed = _event(EventKind.INSTALLED, 1)
+    not_copied = _event(EventKind.SAVE_NOT_COPIED, 2, reason="there is no memory")
+    held = fold([installed, not_copied])
+    assert held is not None
+    assert "saves hold the training up: there is no memory" in _rank_line(held, now_epoch_ns=5)
+    copied = fold([installed, not_copied, _event(EventKind.SAVE_STAGED, 3, reason="")])
+    assert copied is not None
+    assert "hold" not in _rank_line(copied, now_epoch_ns=5)
