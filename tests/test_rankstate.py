@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.cli.job import _since
+from hydroslurm.cli.job import _since, rank_line
 from hydroslurm.dates import by_date_of_now, clocks
 from hydroslurm.events import Event, EventKind, EventLog
 from hydroslurm.pulse import Pulse
@@ -163,3 +163,15 @@ def test_children_that_run_on_are_named() -> None:
     state = fold([*PAUSED, busy, _event(EventKind.RESUMED, 9, pause=1, causes=[])])
     assert state is not None
     assert (state.words, state.children_words) == ("running", "")
+
+
+def test_saves_that_hold_the_training_up_are_said() -> None:
+    """`status` says so from the first save on that was not copied, until one is."""
+    installed = _event(EventKind.INSTALLED, 1)
+    not_copied = _event(EventKind.SAVE_NOT_COPIED, 2, reason="there is no memory")
+    held = fold([installed, not_copied])
+    assert held is not None
+    assert "saves hold the training up: there is no memory" in rank_line(held, now_epoch_ns=5)
+    copied = fold([installed, not_copied, _event(EventKind.SAVE_STAGED, 3, reason="")])
+    assert copied is not None
+    assert "hold" not in rank_line(copied, now_epoch_ns=5)

@@ -51,8 +51,8 @@ class Stop:
         requeue_error: why it has not.
         state_bytes: size of the state that was committed.
         left: how it ended: a word of lives.jsonl, ``killed``, ``left`` or ``no more events``.
-        waited_s: from its last event to the first of the next life, by CLOCK_REALTIME. Slurm's wait
-            and the start of Python.
+        waited_s: from its last event to the first of the next life; by CLOCK_REALTIME where that
+            one has another host. Slurm's wait and the start of Python.
         first_step_s: from that first event to the end of the next life's first step: imports, the
             load, and one step.
         followed: another life of the rank came after it.
@@ -214,7 +214,7 @@ def _committed_ms(begin_ns: int | None, seen: Progress, commit_ns: int | None) -
 
 
 def _waited_s(life: Life, following: Life | None) -> float | None:
-    """None when the date was set back in between; by how much is not known."""
+    """None where the date of another host is further back."""
     if following is None:
         return None
     gap_ns = following.epoch_ns(following.first_mono_ns) - life.epoch_ns(life.last_mono_ns)

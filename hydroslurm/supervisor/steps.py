@@ -20,7 +20,10 @@ from hydroslurm import registry
 from hydroslurm.files import open_regular
 from hydroslurm.launch.images import Runtime, pyxis_options
 from hydroslurm.launch.plan import Plan
+from hydroslurm.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.runtime.autoload import PREEMPT_ENV
+from hydroslurm.runtime.ranks.secret import new_key
+from hydroslurm.runtime.world import KEY_ENV
 from hydroslurm.slurm.srun_text import step_launched, step_waits, task_ends
 from hydroslurm.spec.job import TrainingJob
 from hydroslurm.supervised import LIVES_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
@@ -199,6 +202,22 @@ def rank_variables(job: TrainingJob) -> dict[str, str]:
     if wanted.lives_without_progress is not None:
         made[LIVES_ENV] = str(wanted.lives_without_progress)
     return made
+
+
+def step_variables(
+    run: RunDir, job: TrainingJob, plan: Plan, *, nodes: Sequence[str], address: str
+) -> dict[str, str]:
+    """What srun and the ranks of one attempt are told beside the job's own environment; writes the
+    list of hosts into the run folder. ``address``: of the first node."""
+    hosts = run.root / "hosts"
+    hosts.write_text(host_list(plan, nodes), encoding="utf-8")
+    return {
+        **meeting_place(address),
+        **({} if plan.is_even else {"SLURM_HOSTFILE": str(hosts)}),
+        **rank_variables(job),
+        KEY_ENV: new_key(),
+        RUN_DIR_ENV: str(run.root),
+    }
 
 
 def start_step(command: Sequence[str], *, environ: Mapping[str, str], log: Path) -> RunningStep:

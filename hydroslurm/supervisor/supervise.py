@@ -18,10 +18,7 @@ from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.fence import process_began_epoch_s
 from hydroslurm.launch.plan import Plan
-from hydroslurm.rundir import RUN_DIR_ENV, RunDir
-from hydroslurm.runtime.ranks.address import meeting_place
-from hydroslurm.runtime.ranks.secret import new_key
-from hydroslurm.runtime.world import KEY_ENV
+from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.restarts import Start, check_newest, requeue
@@ -44,11 +41,10 @@ from hydroslurm.supervisor.steps import (
     Ends,
     RunningStep,
     after_srun,
-    host_list,
     python_of,
-    rank_variables,
     srun_command,
     start_step,
+    step_variables,
 )
 
 PEERS_S = 10.0
@@ -226,16 +222,8 @@ class Supervisor:
         address = nodes[0]
         with contextlib.suppress(SlurmError):  # most sites can look its name up
             address = self._client.node_address(nodes[0])
-        hosts = self._run.root / "hosts"
-        hosts.write_text(host_list(self._plan, nodes), encoding="utf-8")
-        return {
-            **self._environ,
-            **meeting_place(address),
-            **({} if self._plan.is_even else {"SLURM_HOSTFILE": str(hosts)}),
-            **rank_variables(self._job),
-            KEY_ENV: new_key(),
-            RUN_DIR_ENV: str(self._run.root),
-        }
+        made = step_variables(self._run, self._job, self._plan, nodes=nodes, address=address)
+        return {**self._environ, **made}
 
     def _watch(self, step: RunningStep, ends: Ends) -> Judgement:
         """Until something is decided, or there is nothing to wait for."""

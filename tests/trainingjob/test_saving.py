@@ -12,6 +12,7 @@ import pytest
 from trainingjob.scene import HERE, Scene
 
 from hydroslurm.events import EventKind, read_events
+from hydroslurm.report.history import read_history
 from hydroslurm.supervisor.ledger import Ending
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -32,6 +33,10 @@ def test_a_preempted_run_goes_on_where_it_was(scene: Scene, tmp_path: Path) -> N
         timeout=240,
     )
     assert json.loads(scene.printed(0).splitlines()[-1]) == json.loads(alone.stdout)
+    # pausable from the start, then by its Run: one attempt of a report each
+    lives = read_history(scene.run.root).lives
+    assert [one.restart_count for one in lives] == [0, 1]
+    assert all(one.progress is not None for one in lives)
 
 
 @pytest.mark.scene("asked")
