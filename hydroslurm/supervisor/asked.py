@@ -1,4 +1,5 @@
-"""Whether somebody asked a rank to stop where Slurm knows of nobody, and why: its events tell."""
+"""Whether an attempt was stopped by somebody: by Slurm, or by one of whom only the ranks' events
+tell."""
 
 from __future__ import annotations
 
@@ -14,6 +15,14 @@ _STOPS = frozenset({
     EventKind.REQUEUE_ASKED,
     EventKind.REQUEUED,
 })  # fmt: skip
+
+
+def is_slurms(stop: Stop) -> bool:
+    """A job that runs on, without a preemption in progress, was not stopped by Slurm: a time limit
+    that is near ends nothing yet."""
+    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
+        return False
+    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)
 
 
 def was_asked_to_stop(events: Path, *, since_epoch_ns: int) -> bool:
@@ -54,14 +63,6 @@ def why_asked(events: Path, attempt: Attempt) -> tuple[StopReason, str] | None:
 def one_word(reason: StopReason | None) -> str:
     """For a condition; None where Slurm has only said that the job goes on later."""
     return (reason or StopReason.REQUEUED).value.title().replace("_", "")
-
-
-def is_slurms(stop: Stop) -> bool:
-    """Whether Slurm itself stops the job: one that runs on, without a preemption in progress, it
-    does not stop, and a time limit that is near ends nothing yet."""
-    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
-        return False
-    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)
 
 
 _REASONS = frozenset(one.value for one in StopReason) - {"unknown", "cancelled"}
