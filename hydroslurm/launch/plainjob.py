@@ -81,11 +81,6 @@ class PlainJob(Found):
         told = {one.life + 1 for one in self.conditions if one.type == "Preempted"}
         return len(told | {one.number for one in self.attempts if one.words[:9] == "preempted"})
 
-    @property
-    def rank_names(self) -> tuple[str, ...]:
-        """What takes the place of a spec's replicas."""
-        return tuple(f"rank-{one.rank}" for one in self.ranks)
-
 
 def job_of(client: SlurmClient, which: str) -> Overview | PlainJob:
     """The job of an id or a run folder, with a spec or without.

@@ -22,6 +22,7 @@ from hydroslurm.launch.images import Runtime, pyxis_options
 from hydroslurm.launch.plan import Plan
 from hydroslurm.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.runtime.autoload import PREEMPT_ENV
+from hydroslurm.runtime.ranks.address import meeting_place
 from hydroslurm.runtime.ranks.secret import new_key
 from hydroslurm.runtime.world import KEY_ENV
 from hydroslurm.slurm.srun_text import step_launched, step_waits, task_ends

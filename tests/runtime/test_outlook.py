@@ -1,0 +1,35 @@
+"""Who is told at the start that nobody saves; the telling: tests/trainingjob/test_plain_jobs.py."""
+
+from __future__ import annotations
+
+import signal
+
+from submitit.core.job_environment import SignalHandler
+
+from hydroslurm.runtime.outlook import handles_sigterm, what_is_lost
+from hydroslurm.slurm.policy import PreemptAction, SitePolicy
+
+
+def test_only_where_a_preemption_stops_the_job() -> None:
+    """One that pauses, or never comes, costs nothing."""
+    said = {one: what_is_lost(SitePolicy(action=one, action_why="X"), 7) for one in PreemptAction}
+    assert said[PreemptAction.NEVER] is said[PreemptAction.PAUSE] is None
+    assert str(said[PreemptAction.CANCEL]).startswith("a preemption ends this job for good (X), ")
+    assert "requeues it (X)" in str(said[PreemptAction.REQUEUE])
+    assert all("\n" not in str(words) for words in said.values())
+
+
+def test_a_script_with_a_handler_of_its_own_is_left_alone() -> None:
+    """It may save there; submitit's handler does nothing of the kind."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for handler, handles in (
+            (signal.SIG_DFL, False),
+            (signal.SIG_IGN, False),
+            (SignalHandler.bypass, False),
+            (lambda *_: None, True),
+        ):
+            signal.signal(signal.SIGTERM, handler)
+            assert handles_sigterm() is handles
+    finally:
+        signal.signal(signal.SIGTERM, before)
