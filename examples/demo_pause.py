@@ -29,7 +29,8 @@ from rich.table import Table
 from hydroslurm import client
 from hydroslurm.errors import HydroslurmError
 from hydroslurm.launch.control import pause_job, resume_job
-from hydroslurm.launch.executor import Executor, PausableJob
+from hydroslurm.launch.executor import Executor
+from hydroslurm.launch.handle import PausableJob
 from hydroslurm.report.figures import figures_of, write_figures
 from hydroslurm.report.history import read_history
 from hydroslurm.report.table import pauses_table

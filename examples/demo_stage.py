@@ -16,7 +16,8 @@ from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.spec import Profile
 from hydroslurm.errors import HydroslurmError
 from hydroslurm.launch.control import JobAnswer
-from hydroslurm.launch.executor import Executor, PausableJob
+from hydroslurm.launch.executor import Executor
+from hydroslurm.launch.handle import PausableJob
 from hydroslurm.rankstate import latest
 from hydroslurm.rundir import RunDir
 

@@ -34,7 +34,8 @@ from rich.table import Table
 from hydroslurm.errors import HydroslurmError
 from hydroslurm.exitcodes import RUN_AGAIN
 from hydroslurm.launch.control import pause_job, requeue_job, resume_job
-from hydroslurm.launch.executor import Executor, PausableJob
+from hydroslurm.launch.executor import Executor
+from hydroslurm.launch.handle import PausableJob
 from hydroslurm.report.figures import figures_of, write_figures
 from hydroslurm.report.history import History, read_history
 from hydroslurm.report.stops_table import stop_sentences, stops_table

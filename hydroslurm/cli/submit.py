@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.launch.executor import PausableJob
+    from hydroslurm.launch.handle import PausableJob
 
 CONTEXT = {
     "allow_extra_args": True,

@@ -19,7 +19,6 @@ import os
 import secrets
 import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -31,12 +30,13 @@ import submitit
 from submitit.core import utils as submitit_utils
 from submitit.core.core import PicklingExecutor
 from submitit.core.utils import JobPaths
-from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
+from submitit.slurm.slurm import SlurmExecutor
 
 from hydroslurm import rundir
 from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
 from hydroslurm.launch import submission
 from hydroslurm.launch.batchscript import in_option_line, requeue_lines
+from hydroslurm.launch.handle import PausableJob
 from hydroslurm.launch.local import Cluster, WithoutSlurm
 from hydroslurm.launch.rank import SUBMITIT_SIGNAL, InRank, Script
 from hydroslurm.launch.refusals import ask_sbatch, unmaking
@@ -166,7 +166,9 @@ class Executor(SlurmExecutor):
             ),
         )
         shutil.copyfile(jobs[0].paths.submission_file, run.job_sbatch)
-        found: list[submitit.Job[Any]] = [_pausable(job, run, is_array=is_array) for job in jobs]
+        found: list[submitit.Job[Any]] = [
+            PausableJob(run.logs, job.job_id, list(range(job.num_tasks))) for job in jobs
+        ]
         self._lead_to(found)
         return found
 
@@ -236,58 +238,6 @@ def _set_by_us(given: Mapping[str, Any]) -> list[str]:
         "signal": given.get("signal") == signal,
     }
     return [name for name, same in is_ours.items() if name in given and not same]
-
-
-class _Watcher(SlurmInfoWatcher):
-    """submitit's poll of sacct. submitit itself takes a suspended job for one that has ended.
-
-    Each asks the Slurm that its jobs were submitted to, whatever ``SLURM_CONF`` says by then: job
-    ids of two clusters are the same numbers.
-    """
-
-    def __init__(self, slurm_conf: str | None) -> None:
-        super().__init__(delay_s=600)
-        self._slurm_conf = slurm_conf
-
-    def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        suspended = self.get_state(job_id, mode=mode).upper().startswith("SUSPENDED")
-        return not suspended and super().is_done(job_id, mode="cache")
-
-    def _make_command(self) -> list[str] | None:
-        command: list[str] | None = super()._make_command()
-        if command is None or self._slurm_conf is None:
-            return command
-        return ["env", f"SLURM_CONF={self._slurm_conf}", *command]
-
-
-class PausableJob(SlurmJob[Any]):
-    """submitit's job handle, which knows the run folder and waits through suspensions."""
-
-    watcher = _Watcher(None)
-    run_dir: RunDir
-
-    def _interrupt(self, timeout: bool = False) -> None:
-        """As submitit's, by the signals that mean it here: SIGUSR2, which submitit sends, resumes a
-        pause."""
-        for name in (SUBMITIT_SIGNAL,) if timeout else ("TERM", SUBMITIT_SIGNAL):
-            subprocess.check_call(["scancel", self.job_id, "--signal", name])
-
-    def _register_in_watcher(self) -> None:
-        """Called once, by submitit's constructor."""
-        conf = os.environ.get("SLURM_CONF")
-        if conf is not None:
-            self.watcher = _WATCHERS.setdefault(conf, _Watcher(conf))
-        super()._register_in_watcher()
-
-
-_WATCHERS: dict[str, _Watcher] = {}
-"""SLURM_CONF -> the watcher of that Slurm, shared by its jobs as submitit's is."""
-
-
-def _pausable(job: submitit.Job[Any], run: RunDir, *, is_array: bool) -> PausableJob:
-    handle = PausableJob(folder=run.logs, job_id=job.job_id, tasks=list(range(job.num_tasks)))
-    handle.run_dir = RunDir(run.root / job.job_id.partition("_")[2]) if is_array else run
-    return handle
 
 
 def new_run(base: Path, name: str) -> RunDir:

@@ -181,7 +181,8 @@ class _Life:
     def _resume(self, retrieved: int | None) -> bool:
         """Whether there was something to load, and it is."""
         if retrieved is None and self._run.newest_committed() is None:
-            return self._run.resume()  # which may leave: the run has finished, or must not go on
+            self._load()  # which may leave: the run has finished, or must not go on
+            return self._has_just_loaded
         self._init_manager(retrieved)
         TaskGroup("load" if retrieved is None else f"load({retrieved})").run_by(
             self._client, self._load

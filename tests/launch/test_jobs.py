@@ -18,7 +18,8 @@ from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.events import EventKind, read_events
 from hydroslurm.launch import submission
 from hydroslurm.launch.control import job_status, pause_job, requeue_job, resume_job
-from hydroslurm.launch.executor import Executor, PausableJob
+from hydroslurm.launch.executor import Executor
+from hydroslurm.launch.handle import PausableJob
 from hydroslurm.rankstate import latest
 from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
@@ -77,6 +78,7 @@ def submit(on_cluster: None, slurm: SlurmClient, folder: Path):
         executor.update_parameters(**{"partition": "low", "timeout_min": 5, **parameters})
         job = executor.submit_script(str(folder / "train.py"), str(folder / "stop"), *arguments)
         jobs.append(job)
+        assert PausableJob(folder / "runs", job.job_id).run_dir == job.run_dir
         return job
 
     yield start

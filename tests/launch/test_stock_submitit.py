@@ -24,7 +24,8 @@ import hydroslurm
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import UsageError
 from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.launch.executor import Executor, PausableJob
+from hydroslurm.launch.executor import Executor
+from hydroslurm.launch.handle import PausableJob
 from hydroslurm.rundir import RunDir
 from hydroslurm.session.lives import Ledger
 
@@ -121,6 +122,7 @@ def _with_hydroslurm(folder: Path, node: str) -> Submitted:
     job = executor.submit(submitted.train, folder)
     assert isinstance(job, PausableJob)
     assert (folder / job.job_id).resolve() == job.run_dir.logs
+    assert PausableJob(folder / "%j", job.job_id).run_dir == job.run_dir
     return Submitted(job, job.run_dir, folder, node)
 
 

@@ -17,7 +17,8 @@ from processes import wait_until
 import hydroslurm
 from hydroslurm.errors import UsageError
 from hydroslurm.events import EventKind, read_events
-from hydroslurm.launch.executor import Executor, PausableJob
+from hydroslurm.launch.executor import Executor
+from hydroslurm.launch.handle import PausableJob
 from hydroslurm.rundir import RUN_DIR_ENV, RunDir
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -125,12 +125,12 @@ def test_what_ends_a_job() -> None:
     what is neither true nor false is refused."""
     with Job(epoch_group=TaskGroup("mine")) as job:
         limit = epoch_limiter(2)
-        assert job.add_stop_signal(limit) is limit
         epochs: list[int] = []
         Task(step=lambda: epochs.append(job.run.epoch))
     assert job.epoch_group.name == "mine"
     assert JobRunner(job)(LocalSession()) == 2
     assert epochs == [0, 1]
+    assert job.add_stop_signal(limit) is limit
     for wrong in ([False], torch.zeros(2), "no"):
         with pytest.raises(UsageError, match=r"add_stop_signal.*wanted a function, the output"):
             job.add_stop_signal(wrong)
