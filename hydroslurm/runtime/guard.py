@@ -91,11 +91,12 @@ class Guard:
                 self._gate.take_back(signo)
             except InstallError:  # uninstalled a moment ago
                 return None
+        last = self._last.get(signo)
         if owner.kind is not OwnerKind.OURS and not helps_only:
             self._say(_words(found, rule, owner, self._names.get(signo, "")))
-        elif self._last.get(signo, found).taken_back:
-            return None
-        if self._last.get(signo) == found:
+        elif last is None or (last.taken_back and not last.still_called):
+            return None  # it was ours all the time, for all that was told
+        if last == found:
             return None
         self._last[signo] = found
         return found
@@ -136,7 +137,10 @@ def _words(found: Replaced, rule: SignalRule, owner: Owner, name: str) -> str:
         )
     taken = f"{signal} was given to {found.by}. Taken back: it {does}"
     if found.still_called:
-        return f"{taken}, then that is called. To part them: {SIGNALS_ENV}={name}=RTMIN+1"
+        return (
+            f"{taken}, then that is called as well. To keep them apart, choose another signal: "
+            f"{SIGNALS_ENV}={name}=RTMIN+1"
+        )
     if owner.kind is OwnerKind.NATIVE:
         return (
             f"{taken}, and that is not called any more. Registered before hydroslurm is installed "

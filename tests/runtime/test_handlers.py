@@ -185,6 +185,11 @@ def test_signals_that_others_take_pause_all_the_same(rank: Rank) -> None:
         rank.process.expect("on purpose")
         assert rank.events("handler_replaced")[-1]["taken_back"] is False
         rank.do("passes_on = True")
+        rank.pauses()
+        rank.do("signal.signal(signal.SIGUSR1, before)")
+        rank.do("controller.gate.check_handlers()")
+        wait_until(lambda: rank.events("handler_replaced")[-1]["taken_back"], "it is back")
+        rank.do("signal.signal(signal.SIGUSR1, on_purpose)")
     else:
         rank.hears("SIGUSR1 was given to on_purpose()")
     rank.pauses()
