@@ -83,7 +83,7 @@ def test_the_shield_is_what_saves_it(tmp_path) -> None:
 
 
 FAMILY = """
-    import ctypes, json, multiprocessing, os, subprocess, sys
+    import json, multiprocessing, subprocess, sys, time
     import torch
 
     COUNTS = torch.from_file(sys.argv[1], shared=True, size=2, dtype=torch.int64)
@@ -111,8 +111,10 @@ FAMILY = """
             multiprocessing.get_context(method).Process(target=train, args=(which,))
             for which, method in enumerate(("spawn", "fork"))
         ]
-        for one in trainers:
-            one.start()
+        trainers[0].start()
+        while not COUNTS[0]:  # so that what is forked has its connection, too
+            time.sleep(0.05)
+        trainers[1].start()
         sleeps = subprocess.Popen(["sleep", "600"])
         busy = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
         busy.stdout.readline()
