@@ -158,16 +158,8 @@ class Saver:
         call = self._accord.call(step)
         try:
             held = call.hold(state)
-            order = Order(
-                step,
-                kind,
-                epoch,
-                dict(meta),
-                state_bytes(held),
-                call.topic,
-                state=self._new_state(),
-                again=again,
-            )
+            size, number = state_bytes(held), self._new_state()
+            order = Order(step, kind, epoch, dict(meta), size, call.topic, number, again)
         except BaseException as error:
             call.decline(error)
             raise
@@ -218,9 +210,7 @@ class Saver:
         try:
             held = call.hold(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
-            order = Order(
-                step, kind, epoch, dict(meta), state_bytes(held), call.topic, state=number
-            )
+            order = Order(step, kind, epoch, dict(meta), state_bytes(held), call.topic, number)
         except BaseException as error:
             self._flights.wait(deadline_mono_s - time.monotonic())
             call.situation(None, problem=error)
