@@ -49,8 +49,7 @@ class InFlight:
     Attributes:
         step: whose state it writes.
         remaining_s: how long it still needs, as expected (see :func:`remaining_s`).
-        is_this: it writes the very state that is to be saved. Another one of the same step is an
-            older state.
+        is_this: it writes the very state that is to be saved, not an older one of its step.
     """
 
     step: int
@@ -96,8 +95,7 @@ class Choice:
         patience_s: with ``WAIT``, how long; after that it is given up if ``give_up``, else the stop
             goes on being late.
         give_up: the save in flight is given up when patience ends.
-        steps_at_risk: what is lost if the durable tier gets no more than is expected to be in time;
-            0 also where only what was changed since another save of this step is.
+        steps_at_risk: what is lost if the durable tier gets no more than is expected to be in time.
         reason: one sentence for people.
     """
 

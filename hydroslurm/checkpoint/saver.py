@@ -165,16 +165,8 @@ class Saver:
         call = self._accord.call(step)
         try:
             held = call.hold(state)
-            order = Order(
-                step,
-                kind,
-                epoch,
-                {**self._meta(), **meta},
-                state_bytes(held),
-                call.topic,
-                state=self._new_state(),
-                again=again,
-            )
+            size, number, about = state_bytes(held), self._new_state(), {**self._meta(), **meta}
+            order = Order(step, kind, epoch, about, size, call.topic, number, again)
         except BaseException as error:
             call.decline(error)
             raise
@@ -225,15 +217,8 @@ class Saver:
         try:
             held = call.hold(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
-            order = Order(
-                step,
-                kind,
-                epoch,
-                {**self._meta(), **meta},
-                state_bytes(held),
-                call.topic,
-                state=number,
-            )
+            size, about = state_bytes(held), {**self._meta(), **meta}
+            order = Order(step, kind, epoch, about, size, call.topic, number)
         except BaseException as error:
             self._flights.wait(deadline_mono_s - time.monotonic())
             call.situation(None, problem=error)

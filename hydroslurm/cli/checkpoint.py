@@ -49,7 +49,7 @@ def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = Fals
     for row in rows:
         typer.echo(
             form.format(
-                Path(row["path"]).name.removeprefix("step-").lstrip("0") or "0",
+                f"{row['step']}{Path(row['path']).suffix}",  # .2: the second save of this step
                 _or_dash(row.get("epoch")),
                 clean(str(_or_dash(row.get("kind")))),
                 _age(row["age_s"]) if "age_s" in row else "-",

@@ -148,3 +148,24 @@ def test_safetensors_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     done = store.write(State({"model": {}}, {}), step=1, kind="manual")
     with pytest.raises(UsageError, match="pip install safetensors"):
         export(done, tmp_path / "m.safetensors")
+
+
+def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
+    """Both are listed, verified and kept apart; the later one is the newest, whatever asks, and
+    retention lets the earlier one go."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for _ in range(11):
+        store.write(state_of(1), step=7, kind="manual", again=True)
+    last = store.write(state_of(3), step=7, kind="manual", again=True)
+    assert last.path.name == "step-000000007.12"
+    found = store.newest_good()
+    assert found is not None
+    assert found.path == last.path
+    rows = json.loads(call("ls", tmp_path, "--json", "--verify"))
+    assert [row["step"] for row in rows] == [7] * 12
+    assert rows[-1]["path"] == str(last.path)
+    assert "7.12 " in call("ls", tmp_path)
+    assert "step-000000007.12: whole" in call("verify", last.path)
+    assert str(last.path) in call("export", tmp_path, "--out", tmp_path / "model.pt")
+    store.prune(keep=2)
+    assert [one.key for one in store.committed()] == [(7, 11), (7, 12)]

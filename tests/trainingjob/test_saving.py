@@ -62,4 +62,4 @@ def test_the_spec_decides_where_and_how_often_it_saves(scene: Scene) -> None:
     kept = scene.folder / "kept here"
     assert list(kept.glob("step-*"))
     listed = scene.hydroslurm("checkpoint", "ls", str(scene.run.root))
-    assert all(str(int(path.name[5:])) in listed.stdout for path in kept.glob("step-*"))
+    assert all(str(int(path.stem[5:])) in listed.stdout for path in kept.glob("step-*"))
