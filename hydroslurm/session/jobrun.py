@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hydroslurm.checkpoint import folders
@@ -17,38 +16,11 @@ from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
-from hydroslurm.session.manager import PROGRESS, CheckpointManager
+from hydroslurm.session.manager import CheckpointManager
+from hydroslurm.session.progress import PROGRESS, Progress
 from hydroslurm.session.reading import age
 from hydroslurm.session.recording import SaveRecorder
 from hydroslurm.session.run import Run
-
-
-@dataclass
-class Progress:
-    """How far a job is within an epoch; saved with its objects.
-
-    Attributes:
-        begun: within an epoch. False: between two.
-        done: functions of the epoch group that are behind.
-        first_step: at which the epoch began.
-        ended: a stop signal was true after the last epoch.
-        outputs: place of a function of the epoch that is behind -> whether what it returned, a
-            stop signal, is true.
-    """
-
-    begun: bool = False
-    done: int = 0
-    first_step: int = 0
-    ended: bool = False
-    outputs: dict[str, bool] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.outputs = {}  # which older checkpoints have not
-        for name, value in state.items():
-            setattr(self, name, value)
 
 
 class JobRun(Run):

@@ -24,14 +24,12 @@ from hydroslurm.session.cursor import Cursor
 from hydroslurm.session.job import Job, innermost_job
 from hydroslurm.session.lives import Limits
 from hydroslurm.session.objects import Objects
+from hydroslurm.session.progress import PROGRESS, Progress
 from hydroslurm.session.reading import CheckpointReader
 from hydroslurm.session.tasks import Task, TaskGroup
 
 if TYPE_CHECKING:
     from hydroslurm.session.run import Run
-
-PROGRESS = "hydroslurm.job"
-"""The name under which a job's progress is saved beside its objects."""
 
 
 class CheckpointManager(CheckpointReader):
@@ -170,7 +168,7 @@ class CheckpointManager(CheckpointReader):
         named = Objects()
         for name, thing in self.objects().items():
             named.add(name, thing)
-        between = {"begun": False, "done": 0, "first_step": epoch, "ended": False, "outputs": {}}
+        between = Progress(first_step=epoch).state_dict()
         state = State(
             shared={PROGRESS: between, **named.states()},
             own=Cursor().state(step=epoch, epoch=epoch),
