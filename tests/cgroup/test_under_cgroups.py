@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from manyranks import acts
 from manyranks.conftest import trained_alone as ranks_trained_alone
 from processes import is_stopped, wait_until
 from session.training import ALONE_LIMIT_S, Training, steps_lost, trained_alone
+from stories import Stories
+from stories import stories as all_under_way
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.events import EventKind
@@ -54,35 +55,30 @@ class Large(Training):
         return self
 
 
-Stories = dict[str, "Future[Any]"]
-
-
 @pytest.fixture(scope="module")
 def stories(
     cgroup_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stories]:
+) -> Iterator[Stories[Any]]:
     """All of them, under way."""
     base = tmp_path_factory.mktemp("cgroup")
     nodes = cgroup_cluster.spec.node_names
-    told: dict[str, Callable[[], Any]] = {
-        "agent": lambda: acts.agent(cgroup_cluster, base / "agent", nodes=",".join(nodes[1:])),
-        "paused": lambda: _paused_and_preempted(cgroup_cluster, base / "paused", node=nodes[0]),
-        "large": lambda: _stopped_with_little_memory(cgroup_cluster, base, node=nodes[2]),
+    here = cgroup_cluster
+    told: dict[str, Callable[[Path], Any]] = {
+        "agent": lambda folder: acts.agent(here, folder, nodes=",".join(nodes[1:])),
+        "paused": lambda folder: _paused_and_preempted(here, folder, node=nodes[0]),
+        "large": lambda folder: _stopped_with_little_memory(here, folder, node=nodes[2]),
     }
-    pool = ThreadPoolExecutor(len(told))
-    try:
-        yield {name: pool.submit(story) for name, story in told.items()}
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with all_under_way(told, base, clusters=(here,), at_a_time=len(told)) as under_way:
+        yield under_way
 
 
 def test_paused_in_place_and_preempted_it_ends_with_the_same_bits(
-    stories: Stories, tmp_path: Path
+    stories: Stories[Any], tmp_path: Path
 ) -> None:
     """Frozen by a suspend and resumed, paused and resumed by scancel --signal, all in one process;
     then preempted by an urgent job, requeued and continued: as if nobody had touched it."""
     alone = trained_alone(tmp_path, epochs=EPOCHS)
-    training = stories["paused"].result(LIMIT_S)
+    training = stories.result("paused", LIMIT_S)
     lives = training.lives()
     assert [life.ending for life in lives] == ["preempted", "finished"], training.log()
     assert steps_lost(lives) == 0
@@ -92,10 +88,10 @@ def test_paused_in_place_and_preempted_it_ends_with_the_same_bits(
     assert sum(event.kind is EventKind.RESUMED for event in first) == 2
 
 
-def test_below_agents_it_ends_with_the_same_bits(stories: Stories, tmp_path: Path) -> None:
+def test_below_agents_it_ends_with_the_same_bits(stories: Stories[Any], tmp_path: Path) -> None:
     """Two agents with two ranks each, of which Slurm signals the agents only: frozen and resumed in
     the same processes, then requeued."""
-    training = stories["agent"].result(LIMIT_S).training
+    training = stories.result("agent", LIMIT_S).training
     lives = training.lives()
     assert [life.ending for life in lives] == ["requeued", "finished"], training.log()
     assert steps_lost(lives) == 0
@@ -106,11 +102,11 @@ def test_below_agents_it_ends_with_the_same_bits(stories: Stories, tmp_path: Pat
     assert training.result == ranks_trained_alone(tmp_path, "train_ddp.py")
 
 
-def test_a_stop_is_not_killed_for_memory(stories: Stories) -> None:
+def test_a_stop_is_not_killed_for_memory(stories: Stories[Any]) -> None:
     """With half as much memory again as it uses by itself, a training whose state is most of that
     saves periodically, stops, is requeued and goes on, with the same bits; it says once in each
     life that it cannot copy its state."""
-    training, alone = stories["large"].result(LIMIT_S)
+    training, alone = stories.result("large", LIMIT_S)
     lives = training.lives()
     assert [life.ending for life in lives] == ["requeued", "finished"], training.log()
     assert steps_lost(lives) == 0
@@ -139,10 +135,10 @@ def _paused_and_preempted(cluster: DevCluster, folder: Path, *, node: str) -> Tr
 
 
 def _stopped_with_little_memory(
-    cluster: DevCluster, base: Path, *, node: str
+    cluster: DevCluster, folder: Path, *, node: str
 ) -> tuple[Training, dict[str, Any]]:
-    alone = _large_alone(base / "large-alone")
-    training = Large(cluster, base / "large", 1, own_bytes=alone["own_bytes"])
+    alone = _large_alone(folder.with_name(f"{folder.name}-alone"))
+    training = Large(cluster, folder, 1, own_bytes=alone["own_bytes"])
     training.submit(f"--nodelist={node}")
     training.wait_for_step(10)  # beyond the first periodic save
     training.slurm("scontrol", "requeue", training.job_id)

@@ -6,11 +6,11 @@ all of their time is Slurm's own waiting and the import of torch. Only those tha
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import pytest
 from manyranks.acts import ACTS, COMPARABLE, Story
 from manyranks.rankstraining import CURTAIN, EPOCHS, script_options
 from session.training import ALONE_LIMIT_S, ROOT
+from stories import Stories, stories
 
 from hydroslurm.devcluster import DevCluster
 
 AT_A_TIME = 3
 ENDS_WITHIN_S = 900.0
-Stage = dict[str, "Future[Story]"]
+Stage = Stories[Story]
 
 
 @pytest.fixture(scope="session")
@@ -35,51 +36,51 @@ def stage(
     """The trainings that the tests of this session look at, all under way."""
     base = tmp_path_factory.mktemp("ranks")
     wanted = {name for item in request.session.items for name in _fixtures_of(item)}
-    pool = ThreadPoolExecutor(AT_A_TIME)
-    try:
-        yield {
-            name: pool.submit(act, ranks_cluster, base / name)
-            for name, act in ACTS.items()
-            if f"{name}_story" in wanted
-        }
-    finally:
-        CURTAIN.set()  # whoever has failed, or was interrupted, does not wait for the rest
-        pool.shutdown(cancel_futures=True)
+    told = {
+        name: functools.partial(act, ranks_cluster)
+        for name, act in ACTS.items()
+        if f"{name}_story" in wanted
+    }
+    with stories(told, base, clusters=(ranks_cluster,), at_a_time=AT_A_TIME) as stage:
+        try:
+            yield stage
+        finally:
+            CURTAIN.set()  # whoever has failed, or was interrupted, does not wait for the rest
 
 
 @pytest.fixture(scope="session")
 def ddp_story(stage: Stage) -> Story:
-    return stage["ddp"].result(ENDS_WITHIN_S)
+    return stage.result("ddp", ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")
 def fsdp_story(stage: Stage) -> Story:
-    return stage["fsdp"].result(ENDS_WITHIN_S)
+    return stage.result("fsdp", ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")
 def worlds_story(stage: Stage) -> Story:
-    return stage["worlds"].result(ENDS_WITHIN_S)
+    return stage.result("worlds", ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")
 def long_ddp_story(stage: Stage) -> Story:
-    return stage["long_ddp"].result(ENDS_WITHIN_S)
+    return stage.result("long_ddp", ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")
 def long_fsdp_story(stage: Stage) -> Story:
-    return stage["long_fsdp"].result(ENDS_WITHIN_S)
+    return stage.result("long_fsdp", ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")
 def mixed_story(stage: Stage) -> Story:
-    return stage["mixed"].result(ENDS_WITHIN_S)
+    return stage.result("mixed", ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")
 def agent_story(stage: Stage) -> Story:
-    return stage["agent"].result(ENDS_WITHIN_S)
+    return stage.result("agent", ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")

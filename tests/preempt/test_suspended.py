@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from processes import wait_until
+from stories import Stories, stories
 
 from hydroslurm import client
 from hydroslurm.devcluster import DevCluster
@@ -24,6 +25,7 @@ SCRIPT = Path(__file__).with_name("another_style.py")
 TRAIN = [sys.executable, "-u", str(SCRIPT), "--epochs", "12"]
 SHORT = [*TRAIN[:-1], "5"]
 LIMIT_S = 120.0
+ENDS_WITHIN_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -182,53 +184,54 @@ WAYS = {"left-alone": _left_alone, "srun": _under_srun, "sbatch": _under_sbatch}
 @pytest.fixture(scope="module")
 def endings(
     pause_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Future[Ending]]]:
+) -> Iterator[Stories[Ending]]:
     """All ways at once: most of their time Slurm waits."""
     folder = tmp_path_factory.mktemp("suspended")
-    with ThreadPoolExecutor() as pool:
-        yield {name: pool.submit(way, pause_cluster, folder / name) for name, way in WAYS.items()}
+    told = {name: functools.partial(way, pause_cluster) for name, way in WAYS.items()}
+    with stories(told, folder, clusters=(pause_cluster,), at_a_time=len(told)) as under_way:
+        yield under_way
 
 
-def test_suspended_ten_times_under_srun(endings: Mapping[str, Future[Ending]]) -> None:
+def test_suspended_ten_times_under_srun(endings: Stories[Ending]) -> None:
     """It parks between operators ten times, and learns bit for bit what it learns left alone. No
     other process of it is a rank: DataLoader workers are not."""
-    ending = endings["srun"].result()
+    ending = endings.result("srun", ENDS_WITHIN_S)
     assert ending.held() == 10
     assert ending.pids == ending.trained_pids
     assert len(ending.learnt[0]) == 12
-    assert ending.learnt == endings["left-alone"].result().learnt
+    assert ending.learnt == endings.result("left-alone", ENDS_WITHIN_S).learnt
 
 
 def test_the_option_of_sbatch_reaches_the_sruns_inside(
-    endings: Mapping[str, Future[Ending]],
+    endings: Stories[Ending],
 ) -> None:
     """Each rank of both job steps parks, and learns the same."""
-    ending = endings["sbatch"].result()
+    ending = endings.result("sbatch", ENDS_WITHIN_S)
     assert ending.held() == 4
     assert ending.held(rank=1) == 2
     assert len(ending.trained_pids) == 3
     assert ending.pids == ending.trained_pids
-    alone = endings["left-alone"].result().learnt[0]
+    alone = endings.result("left-alone", ENDS_WITHIN_S).learnt[0]
     assert ending.learnt == [alone[:5]] * 3
 
 
 def test_without_the_option_there_is_nothing_of_ours(
-    endings: Mapping[str, Future[Ending]],
+    endings: Stories[Ending],
 ) -> None:
     """A job that does not ask for it imports no module of ours."""
-    errors = endings["left-alone"].result().errors
+    errors = endings.result("left-alone", ENDS_WITHIN_S).errors
     assert "torch.autograd" in errors
     assert "hydroslurm" not in errors
 
 
-def test_nobody_is_told_anything(endings: Mapping[str, Future[Ending]]) -> None:
+def test_nobody_is_told_anything(endings: Stories[Ending]) -> None:
     """Where all is well, nothing of ours is printed."""
     for name in ("srun", "sbatch"):
-        assert "hydroslurm" not in endings[name].result().errors
+        assert "hydroslurm" not in endings.result(name, ENDS_WITHIN_S).errors
 
 
 def test_hydroslurm_run_does_the_same_without_slurm(
-    endings: Mapping[str, Future[Ending]], tmp_path: Path
+    endings: Stories[Ending], tmp_path: Path
 ) -> None:
     """Paused and resumed by its pid, which is that of the command, it learns the same."""
     argv = [sys.executable, "-m", "hydroslurm.cli", "run", "--", *SHORT]
@@ -242,4 +245,4 @@ def test_hydroslurm_run_does_the_same_without_slurm(
             assert client.resume(training.pid, timeout_s=LIMIT_S).done
         epochs.append(training.stdout.read())
     assert training.returncode == 0
-    assert _epochs("".join(epochs)) == endings["left-alone"].result().learnt[0][:5]
+    assert _epochs("".join(epochs)) == endings.result("left-alone", ENDS_WITHIN_S).learnt[0][:5]

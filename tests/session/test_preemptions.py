@@ -11,11 +11,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from session.training import Training, steps_lost, trained_alone
+from stories import Stories, stories
 
 from hydroslurm.devcluster import DevCluster
 
@@ -31,40 +32,32 @@ def trainings(
     requeue_cluster: DevCluster,
     gang_requeue_cluster: DevCluster,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, Future[Training]]]:
+) -> Iterator[Stories[Training]]:
     """Way -> the training that was stopped so, done."""
-    base = tmp_path_factory.mktemp("preempted")
 
-    def start(
-        way: str,
-        cluster: DevCluster,
-        drive: Callable[[Training], None],
-        *opts: str,
-        think_s: float = 0.02,
-    ) -> Future[Training]:
-        def whole() -> Training:
-            training = Training(cluster, base / way, EPOCHS, think_s).submit(*opts)
+    def told(
+        cluster: DevCluster, drive: Callable[[Training], None], *opts: str, think_s: float = 0.02
+    ) -> Callable[[Path], Training]:
+        def tell(folder: Path) -> Training:
+            training = Training(cluster, folder, EPOCHS, think_s).submit(*opts)
             drive(training)
             training.wait_for_end()
             return training
 
-        return pool.submit(whole)
+        return tell
 
-    with ThreadPoolExecutor(4) as pool:
-        yield {
-            "grace": start("grace", requeue_cluster, preempt, "--nodelist=n1"),
-            "gang": start("gang", gang_requeue_cluster, preempt, "--nodelist=n1"),
-            "requeue": start("requeue", requeue_cluster, requeue_by_hand, "--nodelist=n2"),
-            "limit": start(
-                "limit",
-                requeue_cluster,
-                wait_for_warnings,
-                "--nodelist=n2",
-                "--time=1",
-                "--signal=URG@40",
-                think_s=0.12,  # so that five lives of up to half a minute do not finish it
-            ),
-        }
+    limit = ("--nodelist=n2", "--time=1", "--signal=URG@40")
+    ways = {
+        "grace": told(requeue_cluster, preempt, "--nodelist=n1"),
+        "gang": told(gang_requeue_cluster, preempt, "--nodelist=n1"),
+        "requeue": told(requeue_cluster, requeue_by_hand, "--nodelist=n2"),
+        # so slow that five lives of up to half a minute do not finish it
+        "limit": told(requeue_cluster, wait_for_warnings, *limit, think_s=0.12),
+    }
+    base = tmp_path_factory.mktemp("preempted")
+    clusters = (requeue_cluster, gang_requeue_cluster)
+    with stories(ways, base, clusters=clusters, at_a_time=len(ways)) as under_way:
+        yield under_way
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +114,11 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_stopped_again_and_again_it_ends_with_the_same_bits(
-    way: str, trainings: dict[str, Future[Training]], alone: dict[str, Any]
+    way: str, trainings: Stories[Training], alone: dict[str, Any]
 ) -> None:
     """Weights, optimizer state and the loss of every step are those of the run left alone; every
     sample of every epoch was seen exactly once; no step was lost or trained twice."""
-    training = trainings[way].result(timeout=600)
+    training = trainings.result(way, 600.0)
     lives = training.lives()
     endings = Counter(life.ending for life in lives)
     assert sum(endings[ending] for ending in WAYS[way]) >= STOPS, training.log()

@@ -6,10 +6,11 @@ that are asked for run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from stories import Stories, stories
 from trainingjob.scene import Scene
 from trainingjob.stage import NODES, SCENES
 
@@ -34,23 +35,19 @@ def scenes(
     request: pytest.FixtureRequest,
     jobs_cluster: DevCluster,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, Future[Scene]]]:
+) -> Iterator[Stories[Scene]]:
     """All that the tests of this session look at, under way."""
     base = tmp_path_factory.mktemp("jobs")
     wanted = {mark.args[0] for item in request.session.items for mark in item.iter_markers("scene")}
-    pool = ThreadPoolExecutor(AT_A_TIME)
-    try:
-        yield {
-            name: pool.submit(act, jobs_cluster, base / name)
-            for name, act in SCENES.items()
-            if name in wanted
-        }
-    finally:
-        pool.shutdown(cancel_futures=True)
+    told = {
+        name: functools.partial(act, jobs_cluster) for name, act in SCENES.items() if name in wanted
+    }
+    with stories(told, base, clusters=(jobs_cluster,), at_a_time=AT_A_TIME) as scenes:
+        yield scenes
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest, scenes: dict[str, Future[Scene]]) -> Scene:
+def scene(request: pytest.FixtureRequest, scenes: Stories[Scene]) -> Scene:
     """The job that the test's mark names, ended."""
     mark = request.node.get_closest_marker("scene")
-    return scenes[mark.args[0]].result(ENDS_WITHIN_S)
+    return scenes.result(mark.args[0], ENDS_WITHIN_S)

@@ -1,0 +1,101 @@
+"""Long stories on a real Slurm that several tests look at, told side by side.
+
+A story that has failed is told again when it is asked for again: a test that is run again would
+else look at the same failure. Its jobs are ended before, for they may hold the nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from processes import wait_until
+
+from hydroslurm.devcluster import DevCluster
+
+T = TypeVar("T")
+
+
+class Stories(Generic[T]):
+    """All under way.
+
+    Args:
+        told: tells each story in a folder that is not there yet.
+        clusters: where their jobs run.
+    """
+
+    def __init__(
+        self,
+        told: Mapping[str, Callable[[Path], T]],
+        base: Path,
+        *,
+        clusters: tuple[DevCluster, ...],
+        at_a_time: int,
+    ) -> None:
+        self._told = told
+        self._base = base
+        self._clusters = clusters
+        self._pool = ThreadPoolExecutor(at_a_time)
+        self._folders = {name: base / name for name in told}
+        self._running: dict[str, Future[T]] = {}
+        self._times = dict.fromkeys(told, 0)
+        for name in told:
+            self._tell(name)
+
+    def result(self, name: str, limit_s: float) -> T:
+        """What came of it; raises what it has raised, and then tells it again the next time."""
+        if name not in self._running:
+            _end_jobs(self._clusters, self._folders[name])
+            self._tell(name)
+        story = self._running[name]
+        try:
+            return story.result(limit_s)
+        except BaseException:
+            if story.done():
+                del self._running[name]
+            raise
+
+    def end(self) -> None:
+        """Begin no other one, and wait for those that are under way."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _tell(self, name: str) -> None:
+        self._times[name] += 1
+        if self._times[name] > 1:
+            self._folders[name] = self._base / f"{name}-{self._times[name]}"
+        self._running[name] = self._pool.submit(self._told[name], self._folders[name])
+
+
+@contextlib.contextmanager
+def stories(
+    told: Mapping[str, Callable[[Path], T]],
+    base: Path,
+    *,
+    clusters: tuple[DevCluster, ...],
+    at_a_time: int,
+) -> Iterator[Stories[T]]:
+    """Those, until the tests have looked at them."""
+    all_of_them = Stories(told, base, clusters=clusters, at_a_time=at_a_time)
+    try:
+        yield all_of_them
+    finally:
+        all_of_them.end()
+
+
+def _end_jobs(clusters: tuple[DevCluster, ...], folder: Path) -> None:
+    """Of all jobs that were submitted in this folder, or in one that is in it."""
+
+    def gone() -> bool:
+        left = 0
+        for cluster in clusters:
+            for line in cluster.run(["squeue", "-h", "-o", "%i %Z"]).stdout.splitlines():
+                job, _, submitted_in = line.partition(" ")
+                if Path(submitted_in).is_relative_to(folder):
+                    cluster.run(["scancel", job], check=False)
+                    left += 1
+        return left == 0
+
+    wait_until(gone, f"the end of the jobs of {folder}")
