@@ -19,7 +19,8 @@ from hydroslurm.launch.control import JobAnswer
 from hydroslurm.launch.executor import Executor
 from hydroslurm.launch.handle import PausableJob
 from hydroslurm.rankstate import latest
-from hydroslurm.rundir import RunDir
+from hydroslurm.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 EXAMPLES = Path(__file__).resolve().parent
 console = Console(highlight=False)
@@ -93,12 +94,8 @@ def submit_urgent(runs: Path, *, partition: str, nodes: Sequence[str], seconds: 
 
 
 def start_process(run: RunDir, script: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """A training script as a plain process, as hydroslurm runs it in a rank; its log is appended
-    to."""
-    code = (
-        "import sys; from pathlib import Path; from hydroslurm.launch.rank import InRank, Script; "
-        "InRank(Script(sys.argv[2], tuple(sys.argv[3:])), Path(sys.argv[1]))()"
-    )
-    command = [sys.executable, "-u", "-c", code, str(run.root), str(script), *arguments]
+    """A training script as a plain process that is preemptible; its log is appended to."""
+    command = [sys.executable, "-u", str(script), *arguments]
+    environ = {**os.environ, PREEMPT_ENV: "requeue", RUN_DIR_ENV: str(run.root)}
     with (run.logs / "out.txt").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)

@@ -82,13 +82,27 @@ class Child:
         self._queue.put(None)
 
     def close(self) -> None:
+        below = descendants(self.pid) if self.process.poll() is None else []
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
+        for pid in below:  # one that lives on holds our end of its output open for ever
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, at any depth."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for one in map(int, path.read_text().split()):
+                found += [one, *descendants(one)]
+    return found
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.followers import Children
 from hydroslurm.runtime.gate.protocol import (
+    NO_CAUSE,
     Action,
     Cause,
     Gate,
@@ -137,6 +138,7 @@ class Controller:
         self._stop_of_peer: tuple[int, str] | None = None
         self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
+        self.causes_at_stop = NO_CAUSE
         self._thread = threading.Thread(
             target=self._loop, name="hydroslurm-controller", daemon=True
         )
@@ -207,6 +209,7 @@ class Controller:
         self.guarding = False
         if self.ranks is not None:
             self.ranks.leave()
+        self.causes_at_stop = self.gate.status().causes
         replaced = self.gate.stop()
         self.marks.stop()
         self._leaving = True

@@ -27,6 +27,7 @@ from hydroslurm.rundir import RunDir
 from hydroslurm.runtime import autoload, below, following
 from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
+from hydroslurm.runtime.gate.protocol import Action
 from hydroslurm.runtime.jobstep import jobstep_of
 from hydroslurm.runtime.marks import Emit
 from hydroslurm.runtime.outlook import Outlook
@@ -110,9 +111,7 @@ def install(
     following.leave()
     autoload.take_rank()
     over_unasked = gives_way()
-    if over_unasked:
-        _take_out()
-    with _lock:
+    with _handover() if over_unasked else contextlib.nullcontext(), _lock:
         if _installed is not None and _installed.pid == os.getpid():
             raise AlreadyInstalled(
                 "hydroslurm is installed in this process already; use hydroslurm.controller(), or "
@@ -204,14 +203,33 @@ def uninstall() -> int:
         NotInstalled: nothing is installed in this process.
     """
     ours = _require_installed()
-    replaced = _take_out()
-    if ours.over_unasked:
-        try:
+    if not ours.over_unasked:
+        return _take_out()
+    replaced = 0
+    try:
+        with _handover() as replaced:
             install(alone=True).step = ours.controller.step
             _require_installed().unasked = True
-        except Exception as error:  # what has ended well stays so
-            _warn(f"this process cannot be paused any more: {error}")
+    except Exception as error:  # what has ended well stays so
+        _warn(f"this process cannot be paused any more: {error}")
     return replaced
+
+
+@contextlib.contextmanager
+def _handover() -> Iterator[int]:
+    """One installation goes and another comes: a pause that is on, and one that is asked for just
+    then, hold for the new one. Yields how many handlers others had replaced."""
+    before = controller()
+    came: list[int] = []
+    autoload.came = came
+    try:
+        yield _take_out()
+    finally:
+        autoload.came = None
+    if before.causes_at_stop:
+        controller().gate.request(Action.PAUSE, before.causes_at_stop)
+    for signo in came:
+        signal.raise_signal(signo)
 
 
 def _take_out() -> int:

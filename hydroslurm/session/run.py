@@ -507,6 +507,11 @@ class Run(Beginning):
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; what came of it, in words."""
+        if self._saves.behind_batches:
+            return (
+                f"step {self._step} is committed as it was behind its last batch, and what follows "
+                "the loop over batches() is done anew"
+            )
         step = self._completed_step()
         try:
             return self._saver.save_by(

@@ -275,7 +275,7 @@ def test_a_folder_of_anything(tmp_path: Path) -> None:
     (tmp_path / f"step-{'9' * 240}").mkdir()
     (tmp_path / "step-٠٠٠٠٠٠٠٠٤").mkdir()
     found = look(tmp_path, storage=LocalStorage())
-    assert [one.step for one in found] == [1, 2, 3]
+    assert [one.key for one in found] == [(1, 1), (2, 1), (3, 1)]
     assert not any(isinstance(one, Checkpoint) for one in found)
 
 

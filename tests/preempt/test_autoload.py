@@ -277,6 +277,37 @@ while True:
 """
 
 
+HANDOVER = """
+import os, signal, time
+import torch, hydroslurm
+from hydroslurm.runtime import install as place
+
+def causes():
+    time.sleep(0.2)
+    return hydroslurm.controller().status().causes.names()
+
+def asked_in_between(*arguments):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return set_up(*arguments)
+
+set_up, place._set_up = place._set_up, asked_in_between
+hydroslurm.install()
+place._set_up = set_up
+print(hydroslurm.is_installed(), *causes())
+hydroslurm.uninstall()
+print(hydroslurm.is_installed(), *causes())
+os.kill(os.getpid(), signal.SIGUSR2)
+print("then", *causes())
+"""
+
+
+def test_a_pause_while_a_call_takes_the_place_of_the_option() -> None:
+    """A SIGUSR1 between the two installations is not lost, and a pause that is on stays on, when
+    the script's own call takes over and when it gives back."""
+    done = python("-c", HANDOVER, **ASKED)
+    assert done.stdout.splitlines() == ["True user", "True user", "then"], done.stderr
+
+
 @pytest.mark.parametrize("mode", ["pause", "requeue"])
 def test_who_cannot_save_ends_by_sigterm(mode: str, tmp_path: Path) -> None:
     """In both modes the script parks and goes on; SIGTERM ends it as it would without us, paused

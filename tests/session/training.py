@@ -129,11 +129,15 @@ class Training:
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
 
     def wait_for_life(self, number: int) -> None:
-        """Until so many lives have begun and the newest has made a step."""
+        """Until so many lives have begun and the newest has made a step, or was stopped before: a
+        warning may come while it still imports."""
 
         def begun() -> bool:
-            steps = [e for e in self.events() if e.kind is EventKind.FIRST_STEP]
-            return any(event.data["life"] == number for event in steps)
+            made = [
+                e for e in self.events() if e.kind in (EventKind.FIRST_STEP, EventKind.LIFE_BEGAN)
+            ]
+            first = any(e.data["life"] == number for e in made if e.kind is EventKind.FIRST_STEP)
+            return first or any(e.data["life"] > number for e in made)
 
         wait_until(begun, f"life {number}\n{self.log()}", limit_s=LIMIT_S)
 
