@@ -199,9 +199,14 @@ class Controller:
         self.ranks = ranks
         ranks.start()
 
-    def stop(self) -> int:
+    def stop(self, *, hands_over: bool = False) -> int:
         """Resume, restore the handlers and end the thread. Returns how many handlers others had
-        replaced."""
+        replaced.
+
+        Args:
+            hands_over: another one takes its place at once. So no event says that this rank is no
+                longer preemptible: who waits for its answer gets that of the next one.
+        """
         if os.getpid() != self._owner_pid:
             raise InstallError(
                 "this process was forked from the one that was installed; nothing is installed here"
@@ -218,7 +223,8 @@ class Controller:
             self._thread.join(timeout=DRAIN_LIMIT_S)
         self._children.stop()
         self._handle(self.gate.wait_events(0))
-        self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
+        if not hands_over:
+            self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
         self._log.close()
         self._pulse.close()
         return replaced

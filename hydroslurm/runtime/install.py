@@ -223,7 +223,7 @@ def _handover() -> Iterator[int]:
     came: list[int] = []
     autoload.came = came
     try:
-        yield _take_out()
+        yield _take_out(hands_over=True)
     finally:
         autoload.came = None
     if before.causes_at_stop:
@@ -232,14 +232,14 @@ def _handover() -> Iterator[int]:
         signal.raise_signal(signo)
 
 
-def _take_out() -> int:
+def _take_out(*, hands_over: bool = False) -> int:
     global _installed
     with _lock:
         ours = _require_installed()
         _installed = None
         atexit.unregister(_uninstall_at_exit)
         try:
-            return ours.controller.stop()
+            return ours.controller.stop(hands_over=hands_over)
         finally:
             ours.beside.close()
             if ours.registry_base is not None:
