@@ -26,7 +26,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hydroslurm import registry
-from hydroslurm.runtime import autoload, below
+from hydroslurm.runtime import autoload, below, workers
 from hydroslurm.runtime.followers import WORD, address, heard, peer_of, unshared
 from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from hydroslurm.runtime.gate.native_gate import NativeGate
 
 _RETRY_S = 1.0
+_OF_DATA_LOADERS = ("torch.utils.data.", "torchdata.", workers.__name__)
+"""Modules of what a DataLoader worker runs: its loop, or our guard around that."""
 
 
 class _Bootstrap:
@@ -43,7 +45,7 @@ class _Bootstrap:
 
     def run(self) -> None:
         target = getattr(multiprocessing.current_process(), "_target", None)
-        if getattr(target, "__module__", "").startswith(("torch.utils.data.", "torchdata.")):
+        if getattr(target, "__module__", "").startswith(_OF_DATA_LOADERS):
             return
         if "torch" in sys.modules:
             follow()
