@@ -26,16 +26,16 @@ from demo_stage import (
 )
 from rich.table import Table
 
-from hydroslurm import client
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import HydroslurmError
-from hydroslurm.launch.control import pause_job, resume_job
-from hydroslurm.launch.executor import Executor
-from hydroslurm.launch.handle import PausableJob
+from hydroslurm.jobs.launch.control import pause_job, resume_job
+from hydroslurm.jobs.launch.executor import Executor
+from hydroslurm.jobs.launch.handle import PausableJob
 from hydroslurm.report.figures import figures_of, write_figures
 from hydroslurm.report.history import read_history
 from hydroslurm.report.table import pauses_table
 from hydroslurm.report.timeline import write_timeline
-from hydroslurm.rundir import RunDir
+from hydroslurm.runtime import client
 from hydroslurm.slurm.client import JobState, open_client
 
 TRAIN = EXAMPLES / "train.py"

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hydroslurm.core.rankstate import latest
+from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.spec import Profile
 from hydroslurm.errors import HydroslurmError
-from hydroslurm.launch.control import JobAnswer
-from hydroslurm.launch.executor import Executor
-from hydroslurm.launch.handle import PausableJob
-from hydroslurm.rankstate import latest
-from hydroslurm.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.jobs.launch.control import JobAnswer
+from hydroslurm.jobs.launch.executor import Executor
+from hydroslurm.jobs.launch.handle import PausableJob
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 EXAMPLES = Path(__file__).resolve().parent

@@ -31,16 +31,16 @@ from demo_watch import tell_stop, wait_for_life, wait_for_step
 from rich import box
 from rich.table import Table
 
+from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import HydroslurmError
-from hydroslurm.exitcodes import RUN_AGAIN
-from hydroslurm.launch.control import pause_job, requeue_job, resume_job
-from hydroslurm.launch.executor import Executor
-from hydroslurm.launch.handle import PausableJob
+from hydroslurm.jobs.launch.control import pause_job, requeue_job, resume_job
+from hydroslurm.jobs.launch.executor import Executor
+from hydroslurm.jobs.launch.handle import PausableJob
 from hydroslurm.report.figures import figures_of, write_figures
 from hydroslurm.report.history import History, read_history
 from hydroslurm.report.stops_table import stop_sentences, stops_table
 from hydroslurm.report.timeline import write_timeline
-from hydroslurm.rundir import RunDir
 from hydroslurm.slurm.client import open_client
 
 TRAIN = EXAMPLES / "train_run.py"

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from demo_stage import log_lines, say, wait_for
 
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import HydroslurmError
 from hydroslurm.report.history import History, read_history
 from hydroslurm.report.pauses import Life
 from hydroslurm.report.stops import Stop
-from hydroslurm.rundir import RunDir
 
 LIFE_LIMIT_S = 400.0
 """How long the next life may take to begin: at a site with default settings over two minutes."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hydroslurm import client
+from hydroslurm.runtime import client
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 

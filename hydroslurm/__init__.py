@@ -18,10 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hydroslurm import data
-    from hydroslurm.client import send_signal
+    from hydroslurm.compat.job import Job
+    from hydroslurm.compat.jobrunner import JobRunner
+    from hydroslurm.compat.manager import CheckpointManager
+    from hydroslurm.compat.multinode import MultiNodeCheckpointManager
+    from hydroslurm.compat.parts import LocalSession, epoch_limiter
+    from hydroslurm.compat.suspend import go_suspend, receive_suspend_command
+    from hydroslurm.compat.tasks import Task, TaskGroup
+    from hydroslurm.coordination.rendezvous import set_torch_environment
     from hydroslurm.errors import HydroslurmError, UsageError
-    from hydroslurm.launch.executor import Executor
-    from hydroslurm.launch.preemptible import preemptible
+    from hydroslurm.gate.signals import SignalPlan
+    from hydroslurm.jobs.launch.executor import Executor
+    from hydroslurm.jobs.launch.preemptible import preemptible
+    from hydroslurm.runtime.client import send_signal
     from hydroslurm.runtime.controller import Controller
     from hydroslurm.runtime.engine import Engine, od_execution_wrapper
     from hydroslurm.runtime.install import (
@@ -32,18 +41,9 @@ if TYPE_CHECKING:
         set_step,
         uninstall,
     )
-    from hydroslurm.runtime.rendezvous import set_torch_environment
-    from hydroslurm.runtime.signals import SignalPlan
-    from hydroslurm.session.buckets import settle_buckets
-    from hydroslurm.session.job import Job
-    from hydroslurm.session.jobrunner import JobRunner
-    from hydroslurm.session.lives import Limits
-    from hydroslurm.session.manager import CheckpointManager
-    from hydroslurm.session.multinode import MultiNodeCheckpointManager
-    from hydroslurm.session.parts import LocalSession, epoch_limiter
-    from hydroslurm.session.run import Run
-    from hydroslurm.session.suspend import go_suspend, receive_suspend_command
-    from hydroslurm.session.tasks import Task, TaskGroup
+    from hydroslurm.training.ddp_buckets import warm_up_ddp_buckets
+    from hydroslurm.training.lives import Limits
+    from hydroslurm.training.run import Run
 
 __version__ = "0.1.0"
 
@@ -76,16 +76,16 @@ __all__ = [
     "send_signal",
     "set_step",
     "set_torch_environment",
-    "settle_buckets",
     "uninstall",
+    "warm_up_ddp_buckets",
 ]
 
 _HOME = {
-    "send_signal": "hydroslurm.client",
+    "send_signal": "hydroslurm.runtime.client",
     "HydroslurmError": "hydroslurm.errors",
     "UsageError": "hydroslurm.errors",
-    "Executor": "hydroslurm.launch.executor",
-    "preemptible": "hydroslurm.launch.preemptible",
+    "Executor": "hydroslurm.jobs.launch.executor",
+    "preemptible": "hydroslurm.jobs.launch.preemptible",
     "Controller": "hydroslurm.runtime.controller",
     "Engine": "hydroslurm.runtime.engine",
     "od_execution_wrapper": "hydroslurm.runtime.engine",
@@ -95,21 +95,21 @@ _HOME = {
     "is_installed": "hydroslurm.runtime.install",
     "set_step": "hydroslurm.runtime.install",
     "uninstall": "hydroslurm.runtime.install",
-    "SignalPlan": "hydroslurm.runtime.signals",
-    "set_torch_environment": "hydroslurm.runtime.rendezvous",
-    "settle_buckets": "hydroslurm.session.buckets",
-    "Limits": "hydroslurm.session.lives",
-    "Job": "hydroslurm.session.job",
-    "JobRunner": "hydroslurm.session.jobrunner",
-    "CheckpointManager": "hydroslurm.session.manager",
-    "MultiNodeCheckpointManager": "hydroslurm.session.multinode",
-    "LocalSession": "hydroslurm.session.parts",
-    "epoch_limiter": "hydroslurm.session.parts",
-    "Task": "hydroslurm.session.tasks",
-    "TaskGroup": "hydroslurm.session.tasks",
-    "Run": "hydroslurm.session.run",
-    "go_suspend": "hydroslurm.session.suspend",
-    "receive_suspend_command": "hydroslurm.session.suspend",
+    "SignalPlan": "hydroslurm.gate.signals",
+    "set_torch_environment": "hydroslurm.coordination.rendezvous",
+    "warm_up_ddp_buckets": "hydroslurm.training.ddp_buckets",
+    "Limits": "hydroslurm.training.lives",
+    "Job": "hydroslurm.compat.job",
+    "JobRunner": "hydroslurm.compat.jobrunner",
+    "CheckpointManager": "hydroslurm.compat.manager",
+    "MultiNodeCheckpointManager": "hydroslurm.compat.multinode",
+    "LocalSession": "hydroslurm.compat.parts",
+    "epoch_limiter": "hydroslurm.compat.parts",
+    "Task": "hydroslurm.compat.tasks",
+    "TaskGroup": "hydroslurm.compat.tasks",
+    "Run": "hydroslurm.training.run",
+    "go_suspend": "hydroslurm.compat.suspend",
+    "receive_suspend_command": "hydroslurm.compat.suspend",
 }
 
 

@@ -20,12 +20,12 @@ from collections.abc import Callable
 
 from harness import finish, options
 
-from hydroslurm.runtime.ranks.frames import Sealer, Unsealer, pack
-from hydroslurm.runtime.ranks.greeting import HubGreeting, RankGreeting
-from hydroslurm.runtime.ranks.host import start_hub
-from hydroslurm.runtime.ranks.search import find_hub, join_hub
-from hydroslurm.runtime.ranks.secret import Secret
-from hydroslurm.runtime.world import World
+from hydroslurm.coordination.frames import Sealer, Unsealer, pack
+from hydroslurm.coordination.greeting import HubGreeting, RankGreeting
+from hydroslurm.coordination.host import start_hub
+from hydroslurm.coordination.search import find_hub, join_hub
+from hydroslurm.coordination.secret import Secret
+from hydroslurm.coordination.world import World
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 
 RANKS = 64

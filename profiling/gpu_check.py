@@ -31,8 +31,8 @@ from harness import EventTail, finish, median_ratio, options, p50_p99, time_inte
 from torch import nn
 
 import hydroslurm
-from hydroslurm.events import EventKind
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.rundir import RunDir
 
 LIMIT_S = 60.0
 PAUSING_S = 75.0
@@ -297,8 +297,8 @@ def memory() -> dict[str, float]:
 
 def check(folder: Path, *, quick: bool) -> dict[str, Any]:
     """The whole check, on a machine that has a GPU."""
-    from hydroslurm.runtime.gate import build
-    from hydroslurm.runtime.gate.native_gate import NativeGate
+    from hydroslurm.gate import build
+    from hydroslurm.gate.native_gate import NativeGate
 
     begin = time.monotonic()
     gate = NativeGate()

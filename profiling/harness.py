@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.events import Event, EventKind
+from hydroslurm.core.events import Event, EventKind
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from typing import Any
 from harness import finish, options, percentile
 from progress import read_progress
 
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.rundir import RunDir
 
 JOB = Path(__file__).with_name("suspended_ranks.py")
 LIMIT_S = 120.0

@@ -23,8 +23,8 @@ from harness import Options, finish, median_ratio, options, time_interleaved
 from incumbent import Incumbent
 
 import hydroslurm
-from hydroslurm.runtime.gate import GateKind, open_gate
-from hydroslurm.runtime.marks import NVTX_ENV
+from hydroslurm.gate import GateKind, open_gate
+from hydroslurm.gate.marks import NVTX_ENV
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ from typing import Any
 
 from harness import EventTail, Options, finish, options, p50_p99
 
-from hydroslurm.events import Event, EventKind
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.rundir import RunDir
 
 TURN = 10
 LIMIT_S = 120.0

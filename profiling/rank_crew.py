@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hydroslurm
-import hydroslurm.session.run  # loaded before the fork
+import hydroslurm.training.run  # loaded before the fork
 
 BATCH = 8
 LENGTH = 32
@@ -62,7 +62,7 @@ def train(folder: Path, *, state_bytes: int) -> None:
     )
     torch.manual_seed(FIRST_DATA_SEED + dist.get_rank())
     data = torch.randint(1000, (BATCH, LENGTH))
-    hydroslurm.settle_buckets(model, data)
+    hydroslurm.warm_up_ddp_buckets(model, data)
     run = hydroslurm.Run(
         model=model,
         optimizer=optimizer,

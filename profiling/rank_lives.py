@@ -14,8 +14,8 @@ from typing import Any
 
 from harness import EventTail
 
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 
 CREW = Path(__file__).with_name("rank_crew.py")
 LIMIT_S = 120.0

@@ -29,8 +29,8 @@ from typing import Any
 from harness import finish, median_ratio, options, p50_p99
 from rank_lives import Crew, Life, crew_in
 
-from hydroslurm.events import Event, EventKind
-from hydroslurm.exitcodes import RUN_AGAIN
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
 
 WORLDS = (2, 4)
 SEED = 4

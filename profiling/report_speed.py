@@ -25,8 +25,8 @@ from typing import Any
 
 from harness import Options, finish, options
 
-from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.rundir import RunDir
 
 LIMIT_S = 300.0
 EPOCH_NS = 1_700_000_000 * 10**9
@@ -72,7 +72,7 @@ class Rank:
         life = self._life + 1
         self._tell("installed", at_s, gate="native", granularity="every operator")
         self._tell("ranks_joined", at_s + 0.4, world_size=self._plan.ranks, joined_s=0.4)
-        self._tell("life_began", at_s + 3.0, life=life, step=self._step)
+        self._tell("attempt_began", at_s + 3.0, life=life, step=self._step)
         self._step += 1
         self._tell("first_step", at_s + 3.5, life=life)
         at_s += 4.0
@@ -86,7 +86,7 @@ class Rank:
         at_s += 5.0
         if last:
             self._tell("run_finished", at_s, life=life)
-            self._tell("life_ended", at_s, life=life, ending="finished")
+            self._tell("attempt_ended", at_s, life=life, ending="finished")
         else:
             self._stop(at_s, life)
         self._tell("uninstalled", at_s + 0.4)
@@ -144,7 +144,7 @@ class Rank:
         if self._rank == 0:
             self._tell("requeue_asked", at_s + 0.3, job_id=7)
             self._tell("requeued", at_s + 0.32, job_id=7, requeue_us=2e4)
-        self._tell("life_ended", at_s + 0.33, life=life, ending="preempted")
+        self._tell("attempt_ended", at_s + 0.33, life=life, ending="preempted")
 
     def _tell(self, kind: str, at_s: float, **data: Any) -> None:
         mono_ns = self._mono_ns(at_s)

@@ -17,10 +17,10 @@ from typing import Literal
 
 from progress import LifeSpan, read_progress
 
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.launch.batchscript import RequeueScript, requeue_script
-from hydroslurm.rundir import RunDir
+from hydroslurm.jobs.launch.batchscript import RequeueScript, requeue_script
 
 JOB = Path(__file__).with_name("requeued_job.py")
 LIMIT_S = 180.0
@@ -108,7 +108,7 @@ class RequeuedTraining:
     def _seen(self) -> Stop:
         """What the two lives around the last stop wrote."""
         events = list(read_events(self.run.rank_events(0)))
-        began = [at for at, e in enumerate(events) if e.kind is EventKind.LIFE_BEGAN]
+        began = [at for at, e in enumerate(events) if e.kind is EventKind.ATTEMPT_BEGAN]
         before, after = events[began[-2] : began[-1]], events[began[-1] :]
         stop = _first(before, EventKind.STOP_REQUESTED)
         safe = _first(before, EventKind.SAFE_POINT)

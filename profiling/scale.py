@@ -34,11 +34,11 @@ from typing import Any
 
 from harness import Options, finish, options
 
-from hydroslurm.dates import clocks
+from hydroslurm.core.dates import clocks
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.heartbeat import Heartbeat
+from hydroslurm.core.rundir import RunDir, of_job
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.pulse import Pulse
-from hydroslurm.rundir import RunDir, of_job
 
 HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
 EVERY_S = 1.0
@@ -70,7 +70,7 @@ class Writers:
     def _begin(self, job_id: int, run: RunDir, log: EventLog) -> None:
         run.create()
         self._event(log, job_id, EventKind.INSTALLED)
-        self._event(log, job_id, EventKind.LIFE_BEGAN, life=1, step=0)
+        self._event(log, job_id, EventKind.ATTEMPT_BEGAN, life=1, step=0)
         for pause in range(1, PAUSES + 1):
             stamps = {"pause": pause, "requested_mono_ns": time.monotonic_ns()}
             self._event(log, job_id, EventKind.SIGNAL_RECEIVED, signal="SIGUSR1", count=1)
@@ -88,7 +88,7 @@ class Writers:
                 data = {"tier": "durable", "checkpoint_step": self._step, "seconds": 0.5}
                 self._event(log, job_id, EventKind.SAVE_COMMITTED, **data)
                 now_ns = time.time_ns()
-                pulse = Pulse(self._step, now_ns, now_ns, 1.0, 1.0, 0, os.getpid())
+                pulse = Heartbeat(self._step, now_ns, now_ns, 1.0, 1.0, 0, os.getpid())
                 run.pulse_json.write_text(json.dumps(vars(pulse)))
                 if self._end.wait(1.0 / len(self._ranks)):
                     return

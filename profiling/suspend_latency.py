@@ -20,9 +20,9 @@ from pathlib import Path
 
 from harness import EventTail, finish, options, p50_p99
 
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.events import EventKind
-from hydroslurm.rundir import RunDir
 
 LIMIT_S = 60.0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydroslurm.ack import (
+from hydroslurm.core.ack import (
     Answer,
     EventTail,
     Judge,
@@ -16,7 +16,7 @@ from hydroslurm.ack import (
     JudgeStop,
     wait_for_answers,
 )
-from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.core.events import Event, EventKind, EventLog
 
 MS = 1_000_000
 CLOSED = ("gate_closed", 10, {"pause": 1, "causes": ["user"], "requested_mono_ns": 10 * MS})
@@ -178,7 +178,7 @@ def test_one_rank_of_several_is_requeued(tmp_path: Path) -> None:
         log.close()
     asked: Line = ("stop_requested", 40, {"requested_mono_ns": 40 * MS})
     saved: Line = ("save_committed", 50, {"tier": "durable", "checkpoint_step": 7})
-    ended: Line = ("life_ended", 60, {"ending": "asked"})
+    ended: Line = ("attempt_ended", 60, {"ending": "asked"})
     follower = judged(JudgeStop(paths[1]), asked, saved, ended)
     assert follower is not None
     assert follower.done

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydroslurm import agentstate
-from hydroslurm.agentstate import fold
-from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.launch.control import job_status
-from hydroslurm.rundir import RunDir, comment_for
+from hydroslurm.core import agentstate
+from hydroslurm.core.agentstate import fold
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.rundir import RunDir, comment_for
+from hydroslurm.jobs.launch.control import job_status
 from hydroslurm.slurm.client import Job, JobState
 
 

@@ -13,125 +13,25 @@ import hydroslurm
 
 PACKAGE = Path(hydroslurm.__file__).parent
 
-# a room -> the rooms it may import. Rooms that are missing here may import nothing but themselves.
-BASE = {"errors", "files", "dates"}
+# a room -> the rooms it may import. Nothing but the command line and tests imports `devcluster`.
+BASE = {"errors", "core"}
+COORDINATION = BASE | {"slurm", "gate", "coordination"}
+TRAINING = COORDINATION | {"runtime", "checkpoint", "data"}
 MAY_IMPORT = {
     "errors": set(),
-    "dates": set(),
-    "files": {"errors"},
-    "fence": BASE,
-    "exitcodes": set(),
-    "rundir": BASE,
-    "jobfolder": BASE | {"rundir", "slurm"},
-    "supervised": set(),
-    "spare": BASE,
-    "events": BASE | {"spare"},
-    "registry": BASE,
-    "rankstate": BASE | {"events"},
-    "pulse": BASE,
-    "agentstate": BASE | {"events"},
-    "ack": BASE | {"events", "rankstate", "spare"},
-    "client": BASE | {"ack", "events", "registry", "runtime.signals"},
-    "runtime": BASE
-    | {
-        "events",
-        "rundir",
-        "jobfolder",
-        "registry",
-        "pulse",
-        "slurm.allocation",
-        "slurm.client",
-        "slurm.munge",
-        "slurm.patience",
-        "slurm.policy",
-    },
-    "slurm": BASE | {"exitcodes"},
+    "core": BASE,
+    "slurm": BASE,
+    "gate": BASE,
+    "coordination": COORDINATION,
+    "runtime": COORDINATION,
+    "checkpoint": BASE,
     "data": BASE | {"checkpoint.rng", "runtime.workers"},
-    "checkpoint": BASE | {"rundir", "fence"},
-    "session": BASE
-    | {
-        "fence",
-        "checkpoint",
-        "data",
-        "runtime",
-        "events",
-        "rundir",
-        "jobfolder",
-        "exitcodes",
-        "slurm",
-        "supervised",
-    },
-    "doctor": BASE | {"slurm", "rundir", "events", "launch.control"},
-    "agent": BASE
-    | {
-        "events",
-        "rundir",
-        "jobfolder",
-        "registry",
-        "rankstate",
-        "exitcodes",
-        "runtime.ranks.address",
-        "runtime.ranks.greeting",
-        "runtime.ranks.secret",
-        "runtime.rendezvous",
-        "runtime.autoload",
-        "runtime.signals",
-        "runtime.world",
-        "slurm.allocation",
-    },
+    "training": TRAINING,
+    "compat": TRAINING | {"training"},
+    "jobs": COORDINATION | {"runtime"},
+    "report": BASE | {"slurm"},
+    "observe": BASE | {"slurm", "checkpoint", "training.lives", "jobs"},
     "devcluster": BASE | {"slurm"},
-    "report": BASE | {"events", "rundir", "rankstate", "slurm", "spare"},
-    # jobs that run now: Slurm's answer beside what is appended to their run folders
-    "watch": BASE
-    | {
-        "events",
-        "rundir",
-        "rankstate",
-        "pulse",
-        "slurm",
-        "checkpoint.deadline",
-        "checkpoint.folders",
-        "launch.control",
-        "session.lives",
-    },
-    "launch": BASE
-    | {
-        "slurm",
-        "rundir",
-        "jobfolder",
-        "events",
-        "rankstate",
-        "agentstate",
-        "ack",
-        "exitcodes",
-        "runtime.autoload",
-        "runtime.install",
-        "runtime.rendezvous",
-        "runtime.signals",
-        "runtime.world",
-        "spec",
-        "supervisor",
-    },
-    "spec": BASE,
-    # inside the batch script: the plan is read, and carried out
-    "supervisor": BASE
-    | {
-        "events",
-        "fence",
-        "spec",
-        "slurm",
-        "rundir",
-        "registry",
-        "exitcodes",
-        "supervised",
-        "launch.images",
-        "launch.plan",
-        "launch.submission",
-        "runtime.autoload",
-        "runtime.ranks.address",
-        "runtime.ranks.secret",
-        "runtime.world",
-    },
     "cli": {""},  # everything
     "__init__": {""},
 }
@@ -179,11 +79,11 @@ def _run(code: str) -> str:
     [
         "hydroslurm",
         "hydroslurm.cli",
-        "hydroslurm.client",
-        "hydroslurm.launch.task",
+        "hydroslurm.runtime.client",
+        "hydroslurm.jobs.launch.task",
         "hydroslurm.runtime.autoload",
-        "hydroslurm.runtime.ranks.hub",
-        "hydroslurm.supervisor.main",
+        "hydroslurm.coordination.coordinator",
+        "hydroslurm.jobs.supervisor.main",
     ],
 )
 def test_import_is_light(module: str) -> None:
@@ -206,7 +106,12 @@ def test_every_public_name_exists() -> None:
 
 def test_only_the_command_line_prints() -> None:
     """No module outside cli/ calls print, except those that are programs themselves."""
-    programs = {"client.py", "launch/beside.py", "launch/task.py", "supervisor/main.py"}
+    programs = {
+        "runtime/client.py",
+        "jobs/launch/beside.py",
+        "jobs/launch/task.py",
+        "jobs/supervisor/main.py",
+    }
     for path in PACKAGE.rglob("*.py"):
         inner = path.relative_to(PACKAGE)
         if inner.parts[0] == "cli" or inner.as_posix() in programs:

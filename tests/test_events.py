@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydroslurm import agentstate, events
-from hydroslurm.ack import EventTail, JudgePause, JudgeResume, JudgeStop
-from hydroslurm.events import Event, EventKind, EventLog, read_events
-from hydroslurm.files import clean
-from hydroslurm.rankstate import after, latest
-from hydroslurm.spare import SPARE_BYTES, read_spare, spare_of
-from hydroslurm.watch.rankfile import RankFacts
+from hydroslurm.core import agentstate, events
+from hydroslurm.core.ack import EventTail, JudgePause, JudgeResume, JudgeStop
+from hydroslurm.core.events import Event, EventKind, EventLog, read_events
+from hydroslurm.core.files import clean
+from hydroslurm.core.rankstate import after, latest
+from hydroslurm.core.spare import SPARE_BYTES, read_spare, spare_of
+from hydroslurm.observe.rankfile import RankFacts
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),

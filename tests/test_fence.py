@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hydroslurm import fence as fencing
+from hydroslurm.core import fence as fencing
+from hydroslurm.core.fence import Claim, Fence, process_began_epoch_s
 from hydroslurm.errors import RunFolderError, StaleAttempt
-from hydroslurm.fence import Claim, Fence, process_began_epoch_s
 
 
 def attempt(folder: Path, restart: int = 0, *, job: int = 7, began_s: float = 0.0) -> Fence:

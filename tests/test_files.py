@@ -1,4 +1,4 @@
-"""hydroslurm.files: what may be obeyed, and what may be shown."""
+"""hydroslurm.core.files: what may be obeyed, and what may be shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm import files
+from hydroslurm.core import files
 from hydroslurm.errors import UntrustedFile
 
 ME = os.getuid()
@@ -211,7 +211,7 @@ def _as_seen_from_a_container(*paths: Path) -> str:
     code = """
 import ctypes, os, sys
 from pathlib import Path
-from hydroslurm import files
+from hydroslurm.core import files
 if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):
     sys.exit(os.strerror(ctypes.get_errno()))
 print("ready", flush=True)

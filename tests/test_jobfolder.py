@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm import jobfolder
-from hydroslurm.rundir import RunDir, comment_for
+from hydroslurm.core.rundir import RunDir, comment_for
+from hydroslurm.slurm import jobfolder
 from hydroslurm.slurm.values import Job, JobState
 
 

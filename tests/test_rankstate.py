@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.cli.job import _since, rank_line
-from hydroslurm.dates import by_date_of_now, clocks
-from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.pulse import Pulse
-from hydroslurm.rankstate import fold, latest
+from hydroslurm.core.dates import by_date_of_now, clocks
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.heartbeat import Heartbeat
+from hydroslurm.core.rankstate import fold, latest
 
 
 def _event(kind: EventKind, at: int, **data: object) -> Event:
@@ -130,7 +130,7 @@ def test_a_date_that_was_set_makes_nothing_older(tmp_path: Path, set_s: float) -
     state = latest(log.path)
     assert state is not None
     assert abs(state.since_epoch_ns - epoch_ns) < 10**9
-    pulse = Pulse(7, told_ns, told_ns - 3 * 10**9, 1.0, 10.0, 0, 1, mono_ns).dated_now(host)
+    pulse = Heartbeat(7, told_ns, told_ns - 3 * 10**9, 1.0, 10.0, 0, 1, mono_ns).dated_now(host)
     assert abs(pulse.epoch_ns - epoch_ns) < 10**9
     assert pulse.epoch_ns - pulse.since_epoch_ns == 3 * 10**9
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm import registry
+from hydroslurm.core import registry
 from hydroslurm.errors import RunFolderError
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm import rundir
+from hydroslurm.core import rundir
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.rundir import RunDir
 
 
 def test_rank_files_come_back_in_order(tmp_path: Path) -> None:

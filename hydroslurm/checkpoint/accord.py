@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
-from hydroslurm.checkpoint.committer import Order
+from hydroslurm.checkpoint.commit_vote import CommitVote, checked, decline, failed
 from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.deadline import InFlight, Situation
-from hydroslurm.checkpoint.meeting import Meeting, checked, decline, failed
 from hydroslurm.checkpoint.peers import Peers
-from hydroslurm.checkpoint.portion import Portion, divide
 from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.tiered_writer import SaveRequest
+from hydroslurm.checkpoint.write_plan import WritePlan, divide
 from hydroslurm.errors import CheckpointError, RanksError, SaveFailed, UsageError
 
 
@@ -34,11 +34,11 @@ class Accord:
         self._patience_s = patience_s
         self._count = 0
 
-    def hold(self, state: State) -> State | Portion:
+    def hold(self, state: State) -> State | WritePlan:
         """What this rank has to save of it; raises UnsavableState."""
         return Call(self._peers, "", step=0, patience_s=0.0).hold(state)
 
-    def decline(self, order: Order, error: BaseException) -> None:
+    def decline(self, order: SaveRequest, error: BaseException) -> None:
         """Tell the ranks that begin a save that this one cannot. Never raises."""
         topic = order.topic or ""
         Call(self._peers, topic, step=order.step, patience_s=self._patience_s).decline(error)
@@ -59,13 +59,13 @@ class Call:
     step: int
     patience_s: float
 
-    def hold(self, state: State) -> State | Portion:
+    def hold(self, state: State) -> State | WritePlan:
         """What this rank has to save of it; raises UnsavableState."""
         if self.peers is None:
             return state
         return divide(state, rank=self.peers.rank, world_size=self.peers.world_size)
 
-    def try_hold(self, state: State) -> tuple[State | Portion, BaseException | None]:
+    def try_hold(self, state: State) -> tuple[State | WritePlan, BaseException | None]:
         """The same, or why not, which the others must hear of first."""
         try:
             return self.hold(state), None
@@ -128,9 +128,9 @@ class Call:
         meeting = self._meeting(min(self.patience_s, max(0.0, left_s)))
         return meeting.agree_before_commit(what, dict(answer))
 
-    def _meeting(self, timeout_s: float) -> Meeting:
+    def _meeting(self, timeout_s: float) -> CommitVote:
         assert self.peers is not None
-        return Meeting(self.peers, self.topic, step=self.step, timeout_s=timeout_s)
+        return CommitVote(self.peers, self.topic, step=self.step, timeout_s=timeout_s)
 
 
 def check_peers(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.checkpoint import folders, manifest
+from hydroslurm.checkpoint.checksummed_file import read_whole
 from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.parts import read_whole
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
 

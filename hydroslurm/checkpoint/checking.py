@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, read_manifest
-from hydroslurm.checkpoint.parts import check_file
+from hydroslurm.checkpoint.checksummed_file import check_file
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem
+from hydroslurm.checkpoint.commit_vote import checked
 from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.meeting import checked
 from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.tiers import newest_over

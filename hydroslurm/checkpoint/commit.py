@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hydroslurm.checkpoint import folders, manifest
+from hydroslurm.checkpoint.checksummed_file import hashing, write_whole
 from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.parts import hashing, write_whole
 from hydroslurm.checkpoint.storage import Storage
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST)

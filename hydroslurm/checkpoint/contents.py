@@ -21,14 +21,20 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint import reshard
+from hydroslurm.checkpoint.checksummed_file import (
+    CHUNK_BYTES,
+    ChecksummedFile,
+    chunks,
+    read_whole,
+    write_whole,
+)
 from hydroslurm.checkpoint.manifest import FileEntry
-from hydroslurm.checkpoint.parts import CHUNK_BYTES, PartFile, chunks, read_whole, write_whole
 from hydroslurm.checkpoint.reader import read_tensors
 from hydroslurm.checkpoint.skeleton import JsonValue, join, split, tensor_keys
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.writer import PartsWriter, write_tensors
+from hydroslurm.core.files import check_depth
 from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing, UsageError
-from hydroslurm.files import check_depth
 
 SHARED_JSON = "shared.json"
 
@@ -124,7 +130,9 @@ def copy_file(
     Raises:
         CheckpointCorrupt: the source cannot be read. OSError: the target cannot be written.
     """
-    part = PartFile(target, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes)
+    part = ChecksummedFile(
+        target, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
+    )
     try:
         pieces = chunks(source, storage=storage, chunk_bytes=chunk_bytes)
         while True:

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 
 from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.memory import Room
-from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.staging import NoMemory, Staging
+from hydroslurm.checkpoint.write_plan import WritePlan
 
 
 class Copies:
@@ -48,7 +48,7 @@ class Copies:
         """Why there is no memory for copies, in words; empty where there is."""
         return self._refused
 
-    def reserve(self, held: State | Portion) -> None:
+    def reserve(self, held: State | WritePlan) -> None:
         """Have the memory for copies of a state like this, in the background; once. Nothing where
         it would be too much."""
         # asked before the thread begins to take any: the ranks of a node come here together, and
@@ -69,8 +69,8 @@ class Copies:
             self._reserving.join()
 
     def copy(
-        self, held: State | Portion, *, being_read: bool
-    ) -> tuple[State | Portion, float] | None:
+        self, held: State | WritePlan, *, being_read: bool
+    ) -> tuple[State | WritePlan, float] | None:
         """A copy, and how long it took, in seconds; None where there is no memory for one.
 
         Args:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from hydroslurm.checkpoint import commit, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, read_manifest
+from hydroslurm.checkpoint.checksummed_file import compare, hashing, read_whole, write_whole
 from hydroslurm.checkpoint.index import PartIndex, metadata_of, part_json, pickled
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
-from hydroslurm.checkpoint.parts import compare, hashing, read_whole, write_whole
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.writer import METADATA
 from hydroslurm.errors import CheckpointError

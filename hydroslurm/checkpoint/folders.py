@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from hydroslurm.dates import boot_id
+from hydroslurm.core.dates import boot_id
 
 STALE_S = 3600.0
 """After so long without a write, a save of another node is dead. A live one writes a chunk every

@@ -19,15 +19,15 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
+from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.contents import SHARED_JSON, own_json
 from hydroslurm.checkpoint.manifest import FileEntry, file_entries
-from hydroslurm.checkpoint.parts import CHUNK_BYTES, PartFile, write_whole
-from hydroslurm.checkpoint.portion import Piece, Portion
 from hydroslurm.checkpoint.skeleton import JsonValue
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.write_plan import Shard, WritePlan
 from hydroslurm.checkpoint.writer import compact, without_zip_crc
+from hydroslurm.core.files import parse_json
 from hydroslurm.errors import CheckpointCorrupt
-from hydroslurm.files import parse_json
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def tensors_file(rank: int) -> str:
 
 def write_part(
     folder: Path,
-    portion: Portion,
+    portion: WritePlan,
     *,
     storage: Storage,
     hasher: ThreadPoolExecutor,
@@ -131,7 +131,7 @@ def write_part(
     """
     files: dict[str, FileEntry] = {}
     name = tensors_file(portion.rank)
-    part = PartFile(
+    part = ChecksummedFile(
         folder / name, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
     )
     try:
@@ -188,7 +188,7 @@ def pickled(metadata: dcp.Metadata) -> bytes:
     return pickle.dumps(metadata)
 
 
-def _write_piece(part: PartFile, piece: Piece) -> Chunk:
+def _write_piece(part: ChecksummedFile, piece: Shard) -> Chunk:
     at_bytes = part.tell()
     torch.save(compact(piece.tensor), cast("IO[bytes]", part))
     part.check()

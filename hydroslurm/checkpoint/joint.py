@@ -21,13 +21,10 @@ from typing import Any
 from hydroslurm.checkpoint import commit, finishing, folders
 from hydroslurm.checkpoint.catalog import Checkpoint
 from hydroslurm.checkpoint.checking import Checker
-from hydroslurm.checkpoint.contents import State
-from hydroslurm.checkpoint.finishing import Acknowledged
-from hydroslurm.checkpoint.index import write_part
-from hydroslurm.checkpoint.manifest import FileEntry, Manifest
-from hydroslurm.checkpoint.meeting import (
+from hydroslurm.checkpoint.checksummed_file import hashing
+from hydroslurm.checkpoint.commit_vote import (
     KEPT,
-    Meeting,
+    CommitVote,
     checked,
     decline,
     failed,
@@ -35,9 +32,12 @@ from hydroslurm.checkpoint.meeting import (
     raise_failures,
     why,
 )
-from hydroslurm.checkpoint.parts import hashing
-from hydroslurm.checkpoint.portion import Portion, held_by
+from hydroslurm.checkpoint.contents import State
+from hydroslurm.checkpoint.finishing import Acknowledged
+from hydroslurm.checkpoint.index import write_part
+from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.write_plan import WritePlan, held_by
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
 
@@ -47,7 +47,7 @@ class JointSave:
     def __init__(
         self,
         directory: Path,
-        meeting: Meeting,
+        meeting: CommitVote,
         *,
         storage: Storage,
         checker: Checker,
@@ -66,7 +66,7 @@ class JointSave:
         self._rank = meeting.peers.rank
         self._again = again
 
-    def run(self, state: State | Portion, header: Manifest) -> Checkpoint:
+    def run(self, state: State | WritePlan, header: Manifest) -> Checkpoint:
         """Save; the committed checkpoint, or one of this step that was there before, where that
         will do.
 
@@ -97,7 +97,7 @@ class JointSave:
         )
         return self._checkpoint(target, self._commit(acknowledged))
 
-    def _open(self, portion: Portion, header: Manifest) -> Mapping[str, Any]:
+    def _open(self, portion: WritePlan, header: Manifest) -> Mapping[str, Any]:
         answer: dict[str, Any] = {"layout": portion.layout}
         folder = None
         if self._rank == 0:
@@ -164,7 +164,7 @@ class JointSave:
         self._storage.fsync_dir(self._directory)
         return {"there": found.manifest.to_json(), "name": found.path.name}
 
-    def _write(self, folder: Path, portion: Portion, *, begun_s: float) -> Mapping[int, Any]:
+    def _write(self, folder: Path, portion: WritePlan, *, begun_s: float) -> Mapping[int, Any]:
         """Write this rank's part, and hear of the others'."""
         stray: BaseException | None = None
         try:

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.core.files import check_depth, clean
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, UsageError
-from hydroslurm.files import check_depth, clean
 
 SCHEMA = 1
 """Of the manifest and of everything that it names."""

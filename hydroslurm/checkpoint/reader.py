@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from hydroslurm.checkpoint.parts import read_whole
+from hydroslurm.checkpoint.checksummed_file import read_whole
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.writer import METADATA
 from hydroslurm.errors import CheckpointCorrupt

@@ -10,19 +10,19 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hydroslurm.checkpoint.accord import Accord, Call, check_peers
-from hydroslurm.checkpoint.committer import Committer, Order
+from hydroslurm.checkpoint.async_save import AsyncSave, Flights
+from hydroslurm.checkpoint.commit_vote import PATIENCE_S
 from hydroslurm.checkpoint.copies import Copies
+from hydroslurm.checkpoint.deadline_save import DeadlineSave
 from hydroslurm.checkpoint.estimate import Estimate
-from hydroslurm.checkpoint.flight import Flight, Flights
-from hydroslurm.checkpoint.meeting import PATIENCE_S
 from hydroslurm.checkpoint.memory import Room, room
 from hydroslurm.checkpoint.outcome import Saved, SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.peers import Peers
-from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.reporting import as_checkpoint_error, report
 from hydroslurm.checkpoint.staging import state_bytes
-from hydroslurm.checkpoint.stop import Stop
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
+from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
 
 _NO_META: Mapping[str, Any] = {}
@@ -71,7 +71,7 @@ class Saver:
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
         check_peers(peers, durable=durable, fast=fast)
         self._accord = Accord(durable.peers, topic=topic, patience_s=patience_s)
-        self._committer = Committer(
+        self._committer = TieredWriter(
             durable, fast=fast, keep=keep, keep_stop=keep_stop, tell=tell, room=room
         )
         self._on_save_error = on_save_error
@@ -121,7 +121,7 @@ class Saver:
         self._check_ours()
         begin_s = time.monotonic()
         call = self._accord.call(step)
-        order = Order(step, kind, epoch, {**self._meta(), **meta}, topic=call.topic)
+        order = SaveRequest(step, kind, epoch, {**self._meta(), **meta}, topic=call.topic)
         try:
             held = self._begin(call, state)
         except SaveFailed as error:
@@ -166,7 +166,7 @@ class Saver:
         try:
             held = call.hold(state)
             size, number, about = state_bytes(held), self._new_state(), {**self._meta(), **meta}
-            order = Order(step, kind, epoch, about, size, call.topic, number, again)
+            order = SaveRequest(step, kind, epoch, about, size, call.topic, number, again)
         except BaseException as error:
             call.decline(error)
             raise
@@ -218,12 +218,12 @@ class Saver:
             held = call.hold(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
             size, about = state_bytes(held), {**self._meta(), **meta}
-            order = Order(step, kind, epoch, about, size, call.topic, number)
+            order = SaveRequest(step, kind, epoch, about, size, call.topic, number)
         except BaseException as error:
             self._flights.wait(deadline_mono_s - time.monotonic())
             call.situation(None, problem=error)
             raise
-        stop = Stop(
+        stop = DeadlineSave(
             self._committer,
             self._flights,
             stage=self._stage,
@@ -313,14 +313,14 @@ class Saver:
         self._state += 1
         return self._state
 
-    def _begin(self, call: Call, state: State) -> State | Portion | str:
+    def _begin(self, call: Call, state: State) -> State | WritePlan | str:
         """What is to be saved now; in words why not, while a save is under way."""
         under_way = self._flights.current()
         held, problem = call.try_hold(state)
         why = call.busy(None if under_way is None else under_way.step, problem=problem)
         return held if why is None else why
 
-    def _stage(self, held: State | Portion, order: Order) -> State | Portion:
+    def _stage(self, held: State | WritePlan, order: SaveRequest) -> State | WritePlan:
         """A copy; ``held`` itself where there is no memory for one."""
         try:
             copied = self._copies.copy(held, being_read=self._flights.current() is not None)
@@ -335,7 +335,7 @@ class Saver:
         self._committer.tell(SaveEventKind.STAGED, order, seconds=seconds)
         return staged
 
-    def _launch(self, state: State | Portion, order: Order) -> Flight:
+    def _launch(self, state: State | WritePlan, order: SaveRequest) -> AsyncSave:
         estimate = self._committer.estimate(order.state_bytes)
         return self._flights.launch(
             lambda cancel: self._committer.to_all(state, order, cancel=cancel),

@@ -15,9 +15,9 @@ from typing import overload
 
 import torch
 
-from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.skeleton import join, split
 from hydroslurm.checkpoint.store import State
+from hydroslurm.checkpoint.write_plan import WritePlan
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one piece of staging memory. A power of two: torch rounds pinned memory up to the next
@@ -56,7 +56,7 @@ class Staging:
         """Host memory that is held."""
         return self._pageable.capacity_bytes + self._pinned.capacity_bytes
 
-    def may_hold(self, state: State | Portion) -> bool:
+    def may_hold(self, state: State | WritePlan) -> bool:
         """Whether a copy of this state has its place, or may take it.
 
         Raises:
@@ -68,9 +68,9 @@ class Staging:
     def copy(self, state: State) -> State: ...
 
     @overload
-    def copy(self, state: State | Portion) -> State | Portion: ...
+    def copy(self, state: State | WritePlan) -> State | WritePlan: ...
 
-    def copy(self, state: State | Portion) -> State | Portion:
+    def copy(self, state: State | WritePlan) -> State | WritePlan:
         """The state as it is now, in host memory of our own: the caller may change theirs at once.
         Of a portion only what this rank writes.
 
@@ -81,7 +81,7 @@ class Staging:
             UnsavableState: the state holds what cannot be saved; nothing was copied.
             NoMemory: there is not enough.
         """
-        if isinstance(state, Portion):
+        if isinstance(state, WritePlan):
             return self._portion(state)
         shared, shared_tensors = split(dict(state.shared), prefix="shared")
         own, own_tensors = split(dict(state.own), prefix="own")
@@ -92,7 +92,7 @@ class Staging:
             torch.cuda.synchronize(device)
         return State(shared=tree[0], own=tree[1])
 
-    def reserve(self, state: State | Portion) -> None:
+    def reserve(self, state: State | WritePlan) -> None:
         """Have the memory for a state like this, so that the first copy is as fast as the others.
 
         Reads sizes only, no tensor's content; may run in a thread beside the training. Does not ask
@@ -104,7 +104,7 @@ class Staging:
             self._arena(tensor).like(tensor)
         self._pageable.touch()
 
-    def _portion(self, portion: Portion) -> Portion:
+    def _portion(self, portion: WritePlan) -> WritePlan:
         tensors = [piece.tensor for piece in portion.pieces]
         self._ask_for(tensors)
         copies = self._copies({str(at): tensor for at, tensor in enumerate(tensors)})
@@ -143,14 +143,14 @@ class Staging:
         return self._pinned if tensor.is_cuda else self._pageable
 
 
-def state_bytes(state: State | Portion) -> int:
+def state_bytes(state: State | WritePlan) -> int:
     """The size of all tensors of a state; memory that is seen twice counts once. Of a portion the
     size of the whole.
 
     Raises:
         UnsavableState: the state holds what cannot be saved.
     """
-    if isinstance(state, Portion):
+    if isinstance(state, WritePlan):
         return state.state_bytes
     return sum(map(size_bytes, _tensors(state)))
 
@@ -168,8 +168,8 @@ def _sizes(tensors: Iterable[torch.Tensor]) -> dict[bool, int]:
     return sizes
 
 
-def _tensors(state: State | Portion) -> list[torch.Tensor]:
-    if isinstance(state, Portion):
+def _tensors(state: State | WritePlan) -> list[torch.Tensor]:
+    if isinstance(state, WritePlan):
         return [piece.tensor for piece in state.pieces]
     parts = ((state.shared, "shared"), (state.own, "own"))
     return [

@@ -16,17 +16,17 @@ import torch
 from hydroslurm.checkpoint import commit, contents, fallback, folders, manifest, retention
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_manifest
 from hydroslurm.checkpoint.checking import Checker
+from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, compare
+from hydroslurm.checkpoint.commit_vote import PATIENCE_S, CommitVote
 from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.joint import JointSave
 from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.meeting import PATIENCE_S, Meeting
-from hydroslurm.checkpoint.parts import CHUNK_BYTES, compare
 from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.pins import Pins
-from hydroslurm.checkpoint.portion import Portion
 from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs
+from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.core.fence import Fence
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
-from hydroslurm.fence import Fence
 
 __all__ = ["Checkpoint", "CheckpointStore", "State"]
 
@@ -70,7 +70,7 @@ class CheckpointStore:
 
     def write(
         self,
-        state: State | Portion,
+        state: State | WritePlan,
         *,
         step: int,
         epoch: int = 0,
@@ -114,7 +114,7 @@ class CheckpointStore:
             step=step, epoch=epoch, kind=kind, meta=meta or {}, torch_version=torch.__version__
         )
         if self._peers is not None:
-            meeting = Meeting(
+            meeting = CommitVote(
                 self._peers,
                 topic=f"save/{step}/{kind}" if topic is None else topic,
                 step=step,

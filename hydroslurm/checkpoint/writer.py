@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.manifest import FileEntry
-from hydroslurm.checkpoint.parts import CHUNK_BYTES, PartFile, write_whole
 from hydroslurm.checkpoint.storage import Storage
 
 METADATA = ".metadata"
@@ -76,7 +76,7 @@ class PartsWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and fsync all items of a plan."""
-        part = PartFile(
+        part = ChecksummedFile(
             self._folder / self._name,
             storage=self._storage,
             hasher=self._hasher,
@@ -93,7 +93,9 @@ class PartsWriter(StorageWriter):
         done.set_result(results)
         return done
 
-    def _write_item(self, part: PartFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    def _write_item(
+        self, part: ChecksummedFile, item: WriteItem, planner: SavePlanner
+    ) -> WriteResult:
         data = planner.resolve_data(item)
         assert isinstance(data, torch.Tensor), f"{item.index.fqn} is no tensor"
         offset = part.tell()

@@ -24,8 +24,8 @@ import hydroslurm.cli.spec as spec
 import hydroslurm.cli.submit as submit
 import hydroslurm.cli.top as top
 import hydroslurm.cli.trainingjob as trainingjob
+from hydroslurm.core.files import clean
 from hydroslurm.errors import HydroslurmError, UsageError
-from hydroslurm.files import clean
 
 app = typer.Typer(
     name="hydroslurm",

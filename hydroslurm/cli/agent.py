@@ -37,11 +37,11 @@ def agent(context: typer.Context) -> None:
             err=True,
         )
         raise typer.Exit(2)
-    from hydroslurm.agent.launch import run_agent
+    from hydroslurm.jobs.agent.launch import run_agent
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("hydroslurm agent: %(message)s"))
-    logger = logging.getLogger("hydroslurm.agent")
+    logger = logging.getLogger("hydroslurm.jobs.agent")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hydroslurm.files import clean
+from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
     from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
-    from hydroslurm.rundir import RunDir
+    from hydroslurm.core.rundir import RunDir
 
 checkpoint_app = typer.Typer(no_args_is_help=True)
 
@@ -102,8 +102,8 @@ def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
     from hydroslurm.checkpoint import folders
     from hydroslurm.checkpoint.storage import AnyonesStorage, LocalStorage
     from hydroslurm.checkpoint.store import CheckpointStore
+    from hydroslurm.core.rundir import RunDir
     from hydroslurm.errors import CheckpointMissing
-    from hydroslurm.rundir import RunDir
 
     where = where.absolute()
     if not where.is_dir():

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.doctor.facts import Facts, SaveFacts
-    from hydroslurm.doctor.finding import Finding, Severity
+    from hydroslurm.observe.doctor.facts import Facts, SaveFacts
+    from hydroslurm.observe.doctor.finding import Finding, Severity
 
 JobId = Annotated[int | None, typer.Argument(metavar="[JOBID]", help="One job; default: a plan.")]
 PartitionName = Annotated[
@@ -51,9 +51,9 @@ def doctor(
 ) -> None:
     """Say in plain words what a preemption does here, how long each stop leaves, what is risky and
     which line would change it. Exit status 1: work would be lost; 2: Slurm could not be asked."""
-    from hydroslurm.doctor import answer, findings
-    from hydroslurm.doctor.gather import gather, read_file, why_no_munge
     from hydroslurm.errors import HydroslurmError, UsageError
+    from hydroslurm.observe.doctor import answer, findings
+    from hydroslurm.observe.doctor.gather import gather, read_file, why_no_munge
     from hydroslurm.slurm.client import open_client
 
     try:
@@ -83,9 +83,9 @@ def doctor(
 
 
 def _save(run: Path | None, save_s: float | None, state_bytes: int | None) -> SaveFacts | None:
-    from hydroslurm.doctor.facts import SaveFacts
-    from hydroslurm.doctor.gather import last_save
     from hydroslurm.errors import UsageError
+    from hydroslurm.observe.doctor.facts import SaveFacts
+    from hydroslurm.observe.doctor.gather import last_save
 
     if run is not None and save_s is not None:
         raise UsageError("give either --run or --save-s, not both")
@@ -104,7 +104,7 @@ def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hydroslurm.doctor.findings import label
+    from hydroslurm.observe.doctor.findings import label
 
     console = Console(highlight=False)
     console.print(_headline(facts), markup=False)

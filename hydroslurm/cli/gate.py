@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.runtime.gate.protocol import Trace
+    from hydroslurm.gate.protocol import Trace
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -34,7 +34,7 @@ Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...")]
 def build_gate(out: Out = None, force: Force = False) -> None:
     """Build the gate for the installed torch and test it. Needs a C++ compiler; ten seconds."""
     from hydroslurm.errors import GateError
-    from hydroslurm.runtime.gate import build, compiler
+    from hydroslurm.gate import build, compiler
 
     torch = compiler.installed_torch()
     try:
@@ -55,7 +55,7 @@ def build_gate(out: Out = None, force: Force = False) -> None:
 def info(as_json: AsJson = False) -> None:
     """Say which gate a job here would get, without building one. Exit status 1: it cannot work."""
     from hydroslurm.errors import NoCompiler
-    from hydroslurm.runtime.gate import build, compiler
+    from hydroslurm.gate import build, compiler
 
     torch = compiler.installed_torch()
     found = build.find(os.environ, torch=torch)
@@ -72,7 +72,7 @@ def info(as_json: AsJson = False) -> None:
         facts["compiler"] = None
     usable = bool(found or facts["compiler"])
     if found:
-        from hydroslurm.runtime.gate.native_gate import NativeGate
+        from hydroslurm.gate.native_gate import NativeGate
 
         facts["granularity"] = NativeGate(found.path).granularity
     facts["gate"] = "native" if found else "native, built on first use" if usable else "hooks"
@@ -91,7 +91,7 @@ def trace(
     script: Script, arguments: Arguments = None, keep: Keep = 50, as_json: AsJson = False
 ) -> None:
     """Run a script and print the operators at which it could be held: name, phase, thread."""
-    from hydroslurm.runtime.gate.native_gate import NativeGate
+    from hydroslurm.gate.native_gate import NativeGate
 
     gate = NativeGate()
     sys.argv = [str(script), *(arguments or [])]

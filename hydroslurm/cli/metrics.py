@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.watch.metrics import JobCollector
+    from hydroslurm.observe.metrics import JobCollector
 
 EVERY_S = 15.0
 LEAST_EVERY_S = 1.0
@@ -44,11 +44,11 @@ def metrics(
     import getpass
 
     from hydroslurm.errors import UsageError
+    from hydroslurm.observe.watcher import Watcher
     from hydroslurm.slurm.client import Patience, open_client
-    from hydroslurm.watch.watcher import Watcher
 
     try:
-        from hydroslurm.watch.metrics import JobCollector
+        from hydroslurm.observe.metrics import JobCollector
     except ImportError as error:
         raise UsageError(
             f"hydroslurm metrics needs the package prometheus-client ({error}); "

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from hydroslurm.files import clean
+from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
-    from hydroslurm.launch.overview import Found
-    from hydroslurm.launch.plainjob import PlainAttempt, PlainJob
+    from hydroslurm.jobs.launch.overview import Found
+    from hydroslurm.jobs.launch.plainjob import PlainAttempt, PlainJob
 
 _MANY = 16
 """So many ranks and attempts are listed; more are counted."""
@@ -75,9 +75,9 @@ def moment(epoch_ns: int) -> str:
 
 
 def _saver(found: PlainJob) -> str:
-    from hydroslurm.events import EventKind
+    from hydroslurm.core.events import EventKind
 
-    if found.saver is EventKind.LIFE_BEGAN:
+    if found.saver is EventKind.ATTEMPT_BEGAN:
         return "its hydroslurm.Run saves"
     if found.saver is EventKind.STOPS_TAKEN:
         return "the script saves in its own way (receive_suspend_command)"

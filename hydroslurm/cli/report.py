@@ -97,9 +97,9 @@ def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
 def _report_run(
     folder: Path, given: Sequence[Path], as_json: bool, no_picture: bool, no_slurm: bool
 ) -> None:
+    from hydroslurm.core.rundir import RunDir
     from hydroslurm.report.drawing import Drawing
     from hydroslurm.report.history import read_history
-    from hydroslurm.rundir import RunDir
 
     run = RunDir(folder)
     history = read_history(folder)

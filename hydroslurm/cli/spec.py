@@ -14,7 +14,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A job spec.")]
 def validate(files: Files) -> None:
     """Check job specs, ours or T9k's; exit status 1 when one has a problem. Asks Slurm nothing."""
     from hydroslurm.errors import SpecError
-    from hydroslurm.spec.reading import load
+    from hydroslurm.jobs.spec.reading import load
 
     wrong = 0
     for file in files:
@@ -45,14 +45,14 @@ def render(
     """Print the batch script that submit would hand to sbatch; nothing is submitted or written."""
     import os
 
-    from hydroslurm.spec.reading import dumps, load
+    from hydroslurm.jobs.spec.reading import dumps, load
 
     spec = load(file)
     if as_yaml:
         typer.echo(dumps(spec.job), nl=False)
         return
-    from hydroslurm.launch.trainingjob import plan_for
-    from hydroslurm.launch.trainingjob import render as script_of
+    from hydroslurm.jobs.launch.trainingjob import plan_for
+    from hydroslurm.jobs.launch.trainingjob import render as script_of
 
     plan, notes = plan_for(spec, environ=os.environ)
     for note in notes:
@@ -66,6 +66,6 @@ def schema(
     ] = False,
 ) -> None:
     """Print the JSON Schema of a job spec, for editors and other tools."""
-    from hydroslurm.spec.reference import reference, schema_text
+    from hydroslurm.jobs.spec.reference import reference, schema_text
 
     typer.echo(reference() if markdown else schema_text(), nl=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.launch.handle import PausableJob
+    from hydroslurm.jobs.launch.handle import PausableJob
 
 CONTEXT = {
     "allow_extra_args": True,
@@ -59,7 +59,7 @@ def submit(
     if not module and Path(script).suffix in (".yaml", ".yml"):
         _submit_spec(context, Path(script), folder, wait=wait)
         return
-    from hydroslurm.launch.executor import Executor
+    from hydroslurm.jobs.launch.executor import Executor
 
     executor = Executor(folder)
     wishes = {
@@ -88,8 +88,8 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
     import os
 
     from hydroslurm.errors import UsageError
-    from hydroslurm.launch.trainingjob import submit_job, wait_for_verdict
-    from hydroslurm.spec.reading import load
+    from hydroslurm.jobs.launch.trainingjob import submit_job, wait_for_verdict
+    from hydroslurm.jobs.spec.reading import load
 
     beside = [
         f"--{name.replace('_', '-')}"
@@ -116,7 +116,7 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
 
 
 def _warn_of_a_vain_wait(job_id: int, nodes: int) -> None:
-    from hydroslurm.launch.refusals import never_starts
+    from hydroslurm.jobs.launch.refusals import never_starts
     from hydroslurm.slurm.client import Patience, open_client
 
     patience = Patience(call_timeout_s=5.0, give_up_after_s=0.0)

@@ -19,7 +19,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from hydroslurm.watch.watcher import View, Watcher
+    from hydroslurm.observe.watcher import View, Watcher
 
 EVERY_S = 5.0
 LEAST_EVERY_S = 0.2
@@ -54,8 +54,8 @@ def top(
     import getpass
 
     from hydroslurm.errors import UsageError
+    from hydroslurm.observe.watcher import Watcher
     from hydroslurm.slurm.client import Patience, open_client
-    from hydroslurm.watch.watcher import Watcher
 
     if interval_s is not None and not interval_s >= LEAST_EVERY_S:
         raise UsageError(f"--interval {interval_s:g}: wanted {LEAST_EVERY_S:g} or more seconds")
@@ -96,8 +96,8 @@ def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> N
 
 
 def _print_view(view: View, *, as_json: bool) -> None:
-    from hydroslurm.files import clean
-    from hydroslurm.watch.table import FIELDS, for_programs, layout
+    from hydroslurm.core.files import clean
+    from hydroslurm.observe.table import FIELDS, for_programs, layout
 
     if view.error is not None:
         typer.echo(f"hydroslurm: Slurm does not answer: {clean(view.error)}", err=True)
@@ -158,7 +158,7 @@ class _Screen:
             raise self._error
 
     def _shown(self, width: int, height: int) -> Group:
-        from hydroslurm.watch.screen import page_rows, screen
+        from hydroslurm.observe.screen import page_rows, screen
 
         count = len(self._view.rows) if self._view else 0
         self._first = max(0, min(self._first, count - page_rows(height)))
@@ -173,7 +173,7 @@ class _Screen:
 
     def _wait(self, height: int) -> bool:
         """Until there is something new to show; True to leave."""
-        from hydroslurm.watch.screen import page_rows
+        from hydroslurm.observe.screen import page_rows
 
         late_s = self._due_mono_s + _SLOW_S - time.monotonic()
         poller = select.poll()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hydroslurm.files import clean
+from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
-    from hydroslurm.launch.overview import Overview
-    from hydroslurm.launch.plainjob import PlainJob
-    from hydroslurm.spec.replicas import ReplicaSpec
-    from hydroslurm.supervisor.ledger import Attempt
+    from hydroslurm.jobs.launch.overview import Overview
+    from hydroslurm.jobs.launch.plainjob import PlainJob
+    from hydroslurm.jobs.spec.replicas import ReplicaSpec
+    from hydroslurm.jobs.supervisor.attempts import Attempt
 
 Which = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or a run folder.")]
 Replica = Annotated[
@@ -35,7 +35,7 @@ _MANY = 8
 def describe(which: Which) -> None:
     """Show a job: what was asked for, what became of it and when, and where to look."""
     from hydroslurm.cli.plainjob import description
-    from hydroslurm.launch.plainjob import PlainJob, job_of
+    from hydroslurm.jobs.launch.plainjob import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
     found = job_of(open_client(), which)
@@ -48,7 +48,7 @@ def list_jobs() -> None:
     replicas are the ranks that have announced themselves."""
     import getpass
 
-    from hydroslurm.launch.plainjob import my_jobs
+    from hydroslurm.jobs.launch.plainjob import my_jobs
     from hydroslurm.slurm.client import open_client
 
     rows = [_row(one) for one in my_jobs(open_client(), getpass.getuser())]
@@ -65,7 +65,7 @@ def list_jobs() -> None:
 def cancel(which: Which) -> None:
     """End a job for good. Ranks that can save do so; it is not started again."""
     from hydroslurm.errors import NotPermitted, WrongJobState
-    from hydroslurm.launch.plainjob import job_of
+    from hydroslurm.jobs.launch.plainjob import job_of
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
@@ -98,8 +98,8 @@ def logs(
 ) -> None:
     """Print what a replica, or a job without a spec, has printed, all its lives in one."""
     from hydroslurm.errors import UsageError
-    from hydroslurm.launch.follow import follow_files, output_logs, supervisor_logs, task_logs
-    from hydroslurm.launch.plainjob import PlainJob, job_of
+    from hydroslurm.jobs.launch.follow import follow_files, output_logs, supervisor_logs, task_logs
+    from hydroslurm.jobs.launch.plainjob import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
     found = job_of(open_client(), which)
@@ -122,8 +122,8 @@ def attach(
     replica: Replica = None,
 ) -> None:
     """Get a shell, or run a command, where a replica runs: on its node, with its environment."""
-    from hydroslurm.launch.attach import attach_command
-    from hydroslurm.launch.plainjob import job_of
+    from hydroslurm.jobs.launch.attach import attach_command
+    from hydroslurm.jobs.launch.plainjob import job_of
     from hydroslurm.slurm.client import open_client
 
     words = attach_command(
@@ -145,10 +145,10 @@ class _Ended:
 
     def __call__(self) -> bool:
         from hydroslurm.errors import HydroslurmError, NoSuchJob
-        from hydroslurm.launch.overview import Overview
-        from hydroslurm.launch.plainjob import job_of
+        from hydroslurm.jobs.launch.overview import Overview
+        from hydroslurm.jobs.launch.plainjob import job_of
+        from hydroslurm.jobs.supervisor.conditions import read_conditions, verdict
         from hydroslurm.slurm.client import open_client
-        from hydroslurm.supervisor.conditions import read_conditions, verdict
 
         if self._found.is_over or verdict(read_conditions(self._found.run.conditions_jsonl)):
             return True
@@ -167,7 +167,7 @@ class _Ended:
 
 def _row(found: Overview | PlainJob) -> tuple[str, ...]:
     from hydroslurm.cli.plainjob import moment
-    from hydroslurm.launch.overview import Overview
+    from hydroslurm.jobs.launch.overview import Overview
 
     assert found.slurm is not None
     condition = found.condition
@@ -194,7 +194,7 @@ def _row(found: Overview | PlainJob) -> tuple[str, ...]:
 
 def _description(found: Overview) -> list[str]:
     from hydroslurm.cli.plainjob import condition_lines, of_slurm
-    from hydroslurm.supervisor.deadline import ActiveTime
+    from hydroslurm.jobs.supervisor.deadline import ActiveTime
 
     job, policy = found.job, found.job.run_policy
     lines = of_slurm(found, job.name)
@@ -220,7 +220,7 @@ def _description(found: Overview) -> list[str]:
 
 
 def _replica_lines(found: Overview) -> list[str]:
-    from hydroslurm.launch.replicas import replica_states
+    from hydroslurm.jobs.launch.replicas import replica_states
 
     states = replica_states(found)
     lines = []
@@ -263,7 +263,7 @@ def _tensorboard_lines(found: Overview) -> list[str]:
 
 def _attempt_line(one: Attempt) -> str:
     from hydroslurm.cli.plainjob import moment
-    from hydroslurm.supervisor.judge import status_words
+    from hydroslurm.jobs.supervisor.exit_policy import status_words
 
     until = "" if one.ended_epoch_ns is None else f" to {moment(one.ended_epoch_ns)}"
     how = "no end is written down" if one.ending is None else one.ending.value

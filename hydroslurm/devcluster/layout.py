@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydroslurm.core.files import check_trusted, is_trusted
 from hydroslurm.devcluster.config import WARNING
 from hydroslurm.errors import ClusterError
-from hydroslurm.files import check_trusted, is_trusted
 
 _MARKER = "THIS-IS-FOR-TESTING-ONLY"
 _LINK = "c"

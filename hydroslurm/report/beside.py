@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hydroslurm.files import clean
+from hydroslurm.core.files import clean
 from hydroslurm.report.accounting import Accounting, SlurmLife
 from hydroslurm.report.history import History
 from hydroslurm.report.nsys.profile import Profile

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hydroslurm.events import EventKind
-from hydroslurm.files import clean
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.files import clean
 from hydroslurm.report.fields import (
     data_of,
     first_integer,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.report.aside import Aside
 from hydroslurm.report.history import History
-from hydroslurm.rundir import RunDir
 
 MANY_PAUSES = 20_000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hydroslurm.files import clean
+from hydroslurm.core.files import clean
 from hydroslurm.report.lines import Line
 
 _MOST_INTEGER = 1 << 63

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from hydroslurm.core.files import clean
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.files import clean
 from hydroslurm.report.clocks import Alignment, align
 from hydroslurm.report.crowd import in_shares
 from hydroslurm.report.lines import Line, Unread, read_lines
 from hydroslurm.report.lives import lives_in
 from hydroslurm.report.pauses import Life, Pause, StopRequest
 from hydroslurm.report.stops import Stop, Stopped, stops_of
-from hydroslurm.rundir import RunDir
 
 _MOST_RANKS = 100_000
 """A number beyond is damage."""

@@ -1,9 +1,9 @@
 """A rank's event file, line by line, for reports of millions of lines.
 
-What :func:`hydroslurm.events.read_events` reads, in a third of its time: a line that was written by
-:meth:`hydroslurm.events.Event.to_json` is taken apart by one expression, and only its fields are
-parsed as JSON. Any other line is parsed as a whole; fields that an older writer did not have are
-None. Nothing is kept.
+What :func:`hydroslurm.core.events.read_events` reads, in a third of its time: a line written by
+:meth:`hydroslurm.core.events.Event.to_json` is taken apart by one expression, and only its fields
+are parsed as JSON. Any other line is parsed as a whole; fields that an older writer did not have
+are None. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from json.scanner import make_scanner
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydroslurm.events import MOST_LINE_BYTES, MOST_RANK, SCHEMA, Event, EventKind
-from hydroslurm.files import clean, open_regular, parse_json
-from hydroslurm.spare import read_spare, spare_of
+from hydroslurm.core.events import MOST_LINE_BYTES, MOST_RANK, SCHEMA, Event, EventKind
+from hydroslurm.core.files import clean, open_regular, parse_json
+from hydroslurm.core.spare import read_spare, spare_of
 
 _MOST_CHARACTERS = 1 << 30
 """Of one file: three million events."""

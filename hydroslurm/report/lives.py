@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from hydroslurm.events import Event, EventKind
+from hydroslurm.core.events import Event, EventKind
 from hydroslurm.report.datewatch import DateWatch
 from hydroslurm.report.drafts import OF_PAUSES, Pauses
 from hydroslurm.report.fields import data_of, integer, text

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 from hydroslurm.report.fields import data_of, integer, stamp_of, step_of, text
 from hydroslurm.report.lines import Line
 
 OF_A_RUN = frozenset(
     {
-        EventKind.LIFE_BEGAN,
+        EventKind.ATTEMPT_BEGAN,
         EventKind.FIRST_STEP,
         EventKind.SAFE_POINT,
         EventKind.STOP_REASON,
@@ -25,7 +25,7 @@ OF_A_RUN = frozenset(
         EventKind.REQUEUED,
         EventKind.REQUEUE_FAILED,
         EventKind.RUN_FINISHED,
-        EventKind.LIFE_ENDED,
+        EventKind.ATTEMPT_ENDED,
     }
 )
 """The kinds that only a ``Run`` writes."""
@@ -89,7 +89,7 @@ class Progress:
     Stamps are CLOCK_MONOTONIC nanoseconds of the life's own machine.
 
     Attributes:
-        life: number of the life in lives.jsonl, from 1.
+        life: number of the life in attempts.jsonl, from 1.
         began_step: the step that it began with.
         first_step_mono_ns: its first step was complete.
         last_step: the highest step that any line names; the life may have come further.
@@ -106,7 +106,7 @@ class Progress:
         requeue_error: why it has not, in Slurm's words.
         stop_of_rank: whose signal it was that the ranks agreed to stop for; None where that is not
             told, or the rank was alone.
-        ending: how it ended, in the word of lives.jsonl.
+        ending: how it ended, in the word of attempts.jsonl.
         ended_mono_ns: that was written down.
         samples_per_step: of all ranks together; None where the loader did not tell.
         saves: all of them, in the order in which they began.
@@ -185,8 +185,8 @@ class Follower:
         first = self._first
         if not self.has_run:
             return None
-        began, safe = first.get(EventKind.LIFE_BEGAN), first.get(EventKind.SAFE_POINT)
-        reason, ended = first.get(EventKind.STOP_REASON), first.get(EventKind.LIFE_ENDED)
+        began, safe = first.get(EventKind.ATTEMPT_BEGAN), first.get(EventKind.SAFE_POINT)
+        reason, ended = first.get(EventKind.STOP_REASON), first.get(EventKind.ATTEMPT_ENDED)
         stepped = first.get(EventKind.FIRST_STEP)
         safe_step = step_of(safe)
         # whatever it was made for; where the step is lost, the one that was made for the stop

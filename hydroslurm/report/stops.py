@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 from hydroslurm.report.pauses import Life
 from hydroslurm.report.progress import Progress
 
@@ -32,7 +32,7 @@ class Stop:
     Attributes:
         rank: global rank.
         restart_count: how often the job had been requeued before the life that was stopped.
-        life: its number in lives.jsonl, from 1; None when its first lines are lost.
+        life: its number in attempts.jsonl, from 1; None when its first lines are lost.
         signal: the first that asked it to stop; None when it was killed, asked by its program, or
             told by another rank.
         of_rank: that other rank.
@@ -50,7 +50,7 @@ class Stop:
         requeued_ms: from the request until Slurm had the job in its queue again.
         requeue_error: why it has not.
         state_bytes: size of the state that was committed.
-        left: how it ended: a word of lives.jsonl, ``killed``, ``left`` or ``no more events``.
+        left: how it ended: a word of attempts.jsonl, ``killed``, ``left`` or ``no more events``.
         waited_s: from its last event to the first of the next life; by CLOCK_REALTIME where that
             one has another host. Slurm's wait and the start of Python.
         first_step_s: from that first event to the end of the next life's first step: imports, the
@@ -252,10 +252,10 @@ def _missing(life: Life, following: Life | None, left: str) -> Iterator[EventKin
         wanted[EventKind.SAVE_COMMITTED] = _first(seen.durable_mono_ns, seen.fast_mono_ns)
         if asks and left in _REQUEUES:
             wanted[EventKind.REQUEUED] = _first(seen.requeued_mono_ns, seen.requeue_error)
-        wanted[EventKind.LIFE_ENDED] = seen.ending
+        wanted[EventKind.ATTEMPT_ENDED] = seen.ending
         if following is not None:
             after = following.progress or Progress()
-            wanted[EventKind.LIFE_BEGAN] = after.began_step
+            wanted[EventKind.ATTEMPT_BEGAN] = after.began_step
             wanted[EventKind.FIRST_STEP] = after.first_step_mono_ns
     yield from (kind for kind, value in wanted.items() if value is None)
 

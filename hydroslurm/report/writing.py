@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.report.beside import Beside
 from hydroslurm.report.drawing import Drawing
 from hydroslurm.report.figures import write_figures
@@ -13,7 +14,6 @@ from hydroslurm.report.history import History
 from hydroslurm.report.page import write_page
 from hydroslurm.report.rows import Rows
 from hydroslurm.report.trace import write_trace
-from hydroslurm.rundir import RunDir
 
 
 def write_all(

@@ -104,7 +104,7 @@ def killing(environ: Mapping[str, str]) -> frozenset[int]:
     """The pause signals whose default action would kill."""
     if environ.get(_SIGNALS_ENV):  # few have it, and it costs an import
         from hydroslurm.errors import UsageError
-        from hydroslurm.runtime.signals import SignalPlan
+        from hydroslurm.gate.signals import SignalPlan
 
         try:
             return SignalPlan().with_environment(environ).killing()

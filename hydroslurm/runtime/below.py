@@ -35,7 +35,7 @@ def above(environ: Mapping[str, str]) -> Above | None:
     numbers = [pid, started, *filter(None, signals.split(","))]
     if not all(number.isdecimal() for number in numbers) or int(pid) == os.getpid():
         return None
-    from hydroslurm.registry import start_ticks
+    from hydroslurm.core.registry import start_ticks
 
     if start_ticks(int(pid)) != int(started):
         return None

@@ -32,7 +32,7 @@ import subprocess
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hydroslurm import registry
+from hydroslurm.core import registry
 from hydroslurm.runtime.below import BELOW_ENV, Above
 
 

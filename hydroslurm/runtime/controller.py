@@ -20,14 +20,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from hydroslurm.dates import boot_id, clocks
+from hydroslurm.coordination.client import CoordinatorClient
+from hydroslurm.coordination.secret import Secret
+from hydroslurm.coordination.world import World
+from hydroslurm.core.dates import boot_id, clocks
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.heartbeat import PulseWriter
 from hydroslurm.errors import AckTimeout, InstallError
-from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.pulse import PulseWriter
-from hydroslurm.runtime import device
-from hydroslurm.runtime.device import Drain
-from hydroslurm.runtime.followers import Children
-from hydroslurm.runtime.gate.protocol import (
+from hydroslurm.gate.marks import Emit, Range
+from hydroslurm.gate.protocol import (
     NO_CAUSE,
     Action,
     Cause,
@@ -38,13 +39,12 @@ from hydroslurm.runtime.gate.protocol import (
     GateStatus,
     SignalOutcome,
 )
+from hydroslurm.gate.signals import SignalPlan, signal_name
+from hydroslurm.runtime import device
+from hydroslurm.runtime.device import Drain
+from hydroslurm.runtime.followers import Children
 from hydroslurm.runtime.guard import LOOK_S, Guard
-from hydroslurm.runtime.marks import Emit, Range
-from hydroslurm.runtime.ranks.secret import Secret
-from hydroslurm.runtime.ranks.team import Ranks
 from hydroslurm.runtime.recorder import Recorder
-from hydroslurm.runtime.signals import SignalPlan, signal_name
-from hydroslurm.runtime.world import World
 
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
@@ -120,7 +120,7 @@ class Controller:
         self.stop_request: StopRequest | None = None
         self.skipped: dict[str, str] = {}
         self.guarding = True
-        self.ranks: Ranks | None = None
+        self.ranks: CoordinatorClient | None = None
         self._log = log
         self._identity = identity
         self._pulse = pulse
@@ -188,7 +188,7 @@ class Controller:
             secret: how this rank proves itself to them.
             warn: tells a person that they cannot be reached (any more).
         """
-        ranks = Ranks(
+        ranks = CoordinatorClient(
             world,
             self.gate,
             secret=secret,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hydroslurm import registry
+from hydroslurm.core import registry
 
 WORD = struct.Struct("<Q")
 """A message between a rank and a child of it: the number of the pause to be in, or that is kept; 0

@@ -25,13 +25,13 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from hydroslurm import registry
+from hydroslurm.core import registry
+from hydroslurm.gate.protocol import Action, Cause, GateEventKind
 from hydroslurm.runtime import autoload, below, workers
 from hydroslurm.runtime.followers import WORD, address, heard, peer_of, unshared
-from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind
 
 if TYPE_CHECKING:
-    from hydroslurm.runtime.gate.native_gate import NativeGate
+    from hydroslurm.gate.native_gate import NativeGate
 
 _RETRY_S = 1.0
 _OF_DATA_LOADERS = ("torch.utils.data.", "torchdata.", workers.__name__)
@@ -96,7 +96,7 @@ class Following:
 
     def __init__(self, above: below.Above, link: socket.socket) -> None:
         """Raises GateError or InstallError where this process can have no gate."""
-        from hydroslurm.runtime.gate.native_gate import NativeGate
+        from hydroslurm.gate.native_gate import NativeGate
 
         self.pid = os.getpid()
         self._above = above

@@ -19,23 +19,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hydroslurm import jobfolder, registry
+from hydroslurm.coordination.rendezvous import key_folder
+from hydroslurm.coordination.secret import find_secret
+from hydroslurm.coordination.world import World
+from hydroslurm.core import registry
+from hydroslurm.core.events import EventLog
+from hydroslurm.core.heartbeat import PulseWriter, interval_s
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
-from hydroslurm.events import EventLog
-from hydroslurm.pulse import PulseWriter, interval_s
-from hydroslurm.rundir import RunDir
+from hydroslurm.gate.marks import Emit
+from hydroslurm.gate.protocol import Action
+from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import autoload, below, following
 from hydroslurm.runtime.children import SpawnShield
 from hydroslurm.runtime.controller import Controller, Identity
-from hydroslurm.runtime.gate.protocol import Action
 from hydroslurm.runtime.jobstep import jobstep_of
-from hydroslurm.runtime.marks import Emit
 from hydroslurm.runtime.outlook import Outlook
-from hydroslurm.runtime.ranks.secret import find_secret
-from hydroslurm.runtime.rendezvous import key_folder
-from hydroslurm.runtime.signals import SignalPlan
 from hydroslurm.runtime.workers import WorkerShield
-from hydroslurm.runtime.world import World
+from hydroslurm.slurm import jobfolder
 from hydroslurm.slurm.allocation import Allocation
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _set_up(
     environ: Mapping[str, str],
 ) -> _Installed:
     """Everything that :func:`install` puts in place, or nothing of it."""
-    from hydroslurm.runtime.gate import open_gate
+    from hydroslurm.gate import open_gate
 
     identity = _identity(environ, plan)
     base = _registry_base(environ)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from hydroslurm.errors import HydroslurmError, UsageError
 
 if TYPE_CHECKING:
-    from hydroslurm.rundir import RunDir
+    from hydroslurm.core.rundir import RunDir
     from hydroslurm.runtime.controller import Controller
     from hydroslurm.slurm.policy import SitePolicy
 
@@ -72,8 +72,8 @@ class Outlook:
 
     def _policy(self) -> SitePolicy:
         from hydroslurm.slurm.client import open_client  # every start would pay for it
-        from hydroslurm.slurm.patience import Patience
         from hydroslurm.slurm.policy import read_policy
+        from hydroslurm.slurm.retry import Patience
 
         patience = Patience(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
         return read_policy(open_client(environ=self._environ, patience=patience), self._job_id)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
+from hydroslurm.gate.protocol import GateEvent, GateEventKind
+from hydroslurm.gate.signals import signal_name
 from hydroslurm.runtime.device import Drain
-from hydroslurm.runtime.gate.protocol import GateEvent, GateEventKind
-from hydroslurm.runtime.signals import signal_name
 
 
 @dataclass(frozen=True)

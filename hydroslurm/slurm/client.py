@@ -19,7 +19,7 @@ from typing import Protocol
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm.commands import CommandClient
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.patience import Patience
+from hydroslurm.slurm.retry import Patience
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 __all__ = [

@@ -18,8 +18,8 @@ from hydroslurm.errors import (
 )
 from hydroslurm.slurm import refusals, sacct_text, sacctmgr_text, scontrol_text, squeue_json
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.patience import Patience
 from hydroslurm.slurm.programs import Programs
+from hydroslurm.slurm.retry import Patience
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 Result = TypeVar("Result")

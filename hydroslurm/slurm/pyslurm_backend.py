@@ -40,8 +40,8 @@ from hydroslurm.slurm.commands import (
     signal_number,
 )
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.patience import Patience
 from hydroslurm.slurm.pyslurm_values import config_of_pyslurm, job_of_pyslurm, partition_of_pyslurm
+from hydroslurm.slurm.retry import Patience
 from hydroslurm.slurm.values import Job, Partition, Qos
 
 Result = TypeVar("Result")

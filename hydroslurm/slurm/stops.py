@@ -18,11 +18,11 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 
+from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import SlurmError
-from hydroslurm.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.patience import Patience
 from hydroslurm.slurm.policy import WARNING_EARLY_S, StopCase, StopKind
+from hydroslurm.slurm.retry import Patience
 from hydroslurm.slurm.values import Job, JobState
 
 IN_GRACE = Patience(call_timeout_s=5.0, give_up_after_s=1.5, first_delay_s=0.1, longest_delay_s=0.5)

@@ -12,14 +12,14 @@ from typing import Any
 
 from processes import Child, child, wait_until
 
-from hydroslurm.events import Event, read_events
+from hydroslurm.core.events import Event, read_events
 
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from hydroslurm import registry
-from hydroslurm.dates import clocks
-from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.core import registry
+from hydroslurm.core.dates import clocks
+from hydroslurm.core.events import Event, EventKind, EventLog
 
 # A rank as an agent sees it, without the seconds that torch takes to import: it announces itself,
 # listens, answers with events, and leaves as the files in the test's folder say.

@@ -11,7 +11,7 @@ import pytest
 from agent.agentworkers import Scene, free_port, one_node
 from processes import wait_until
 
-from hydroslurm.agent import workers
+from hydroslurm.jobs.agent import workers
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_a_program_that_does_not_listen(
     """A script that knows nothing of hydroslurm is not killed by a pause; a stop ends it, late."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
-        "import hydroslurm.agent.workers as w\nw.PATIENCE_S = 0.5\n"
+        "import hydroslurm.jobs.agent.workers as w\nw.PATIENCE_S = 0.5\n"
     )
     assert workers.PATIENCE_S > 5
     plain = tmp_path / "plain.py"

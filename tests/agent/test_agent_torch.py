@@ -9,8 +9,8 @@ import pytest
 from agent.agentworkers import Scene, one_node
 from processes import wait_until
 
-from hydroslurm.events import EventKind, read_events
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 
 TRAIN = """
 import os, signal, sys

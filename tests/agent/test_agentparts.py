@@ -13,14 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hydroslurm.agent import nodestate, patience
-from hydroslurm.agent.defaults import Meeting, fill_in, meeting
-from hydroslurm.agent.mailbox import Interrupted, Mailbox
-from hydroslurm.agent.patience import Patience
-from hydroslurm.agent.script import what_is_missing
-from hydroslurm.agent.status import Decision, decide, failure_status, node_status
-from hydroslurm.agent.workers import Worker
-from hydroslurm.rankstate import RankState
+from hydroslurm.core.rankstate import RankState
+from hydroslurm.jobs.agent import nodestate
+from hydroslurm.jobs.agent import rendezvous_keepalive as patience
+from hydroslurm.jobs.agent.defaults import Rendezvous, fill_in, meeting
+from hydroslurm.jobs.agent.rendezvous_keepalive import Patience
+from hydroslurm.jobs.agent.script import what_is_missing
+from hydroslurm.jobs.agent.signal_pipe import Interrupted, Mailbox
+from hydroslurm.jobs.agent.status import Decision, decide, failure_status, node_status
+from hydroslurm.jobs.agent.workers import Worker
 
 TERM = -int(signal.SIGTERM)
 
@@ -146,20 +147,20 @@ def _arguments(**values: object) -> argparse.Namespace:
 def test_what_was_said_stays(given: dict[str, object]) -> None:
     """One word of the user's about the rendezvous, and none of it is changed."""
     chosen = _arguments(**given)
-    assert not fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 0), untouched=_arguments())
+    assert not fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 0), untouched=_arguments())
     assert chosen == _arguments(**given)
 
 
 def test_what_was_not_said_is_filled_in() -> None:
     """Without a word the tasks meet in torch's c10d store, which the first of them has."""
     chosen = _arguments()
-    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 0), untouched=_arguments())
+    assert fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 0), untouched=_arguments())
     assert vars(chosen) == {
         "nnodes": "3", "rdzv_backend": "c10d", "rdzv_endpoint": "n1:2", "rdzv_id": "12.0.0",
         "rdzv_conf": "is_host=1", "standalone": False,
     }  # fmt: skip
     chosen = _arguments(rdzv_conf="join_timeout=9")
-    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 1), untouched=_arguments())
+    assert fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 1), untouched=_arguments())
     assert (chosen.nnodes, chosen.rdzv_conf) == ("3", "join_timeout=9,is_host=0")
 
 
@@ -167,7 +168,7 @@ def test_what_was_not_said_is_filled_in() -> None:
 def test_nodes_alone_say_not_where(nodes: str, backend: str) -> None:
     """How many nodes there may be is the user's; where they meet is filled in."""
     chosen = _arguments(nnodes=nodes, rdzv_backend=backend)
-    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 1), untouched=_arguments())
+    assert fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 1), untouched=_arguments())
     assert (chosen.nnodes, chosen.rdzv_backend) == (nodes, "c10d")
     assert (chosen.rdzv_endpoint, chosen.rdzv_conf) == ("n1:2", "is_host=0")
 
@@ -175,14 +176,14 @@ def test_nodes_alone_say_not_where(nodes: str, backend: str) -> None:
 def test_a_server_of_etcd_serves_many_jobs() -> None:
     """Where it is the user says; jobs are told apart by their names there."""
     chosen = _arguments(nnodes="3", rdzv_backend="etcd-v2", rdzv_endpoint="h:1")
-    assert not fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 1), untouched=_arguments())
+    assert not fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 1), untouched=_arguments())
     assert (chosen.rdzv_endpoint, chosen.rdzv_id) == ("h:1", "12.0.0")
 
 
 def test_a_static_meeting() -> None:
     """With the static backend and a fixed number of nodes each has the node rank of its task."""
     chosen = _arguments(nnodes="3")
-    assert fill_in(chosen, Meeting(3, "n1:2", "12.0.0", 1), untouched=_arguments())
+    assert fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 1), untouched=_arguments())
     assert (chosen.rdzv_backend, chosen.node_rank) == ("static", 1)
     assert (chosen.master_addr, chosen.master_port) == ("n1", 2)
 

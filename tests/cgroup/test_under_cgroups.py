@@ -25,9 +25,9 @@ from session.training import ALONE_LIMIT_S, Training, steps_lost, trained_alone
 from stories import Stories
 from stories import stories as all_under_way
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.events import EventKind
-from hydroslurm.launch.batchscript import RequeueScript, requeue_script
+from hydroslurm.jobs.launch.batchscript import RequeueScript, requeue_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -37,6 +37,7 @@ from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.core.fence import Fence
 from hydroslurm.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -44,7 +45,6 @@ from hydroslurm.errors import (
     SaveFailed,
     StaleAttempt,
 )
-from hydroslurm.fence import Fence
 
 
 def two_deaths(folder: Path) -> int:

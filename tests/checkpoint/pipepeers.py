@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hydroslurm.coordination.agreements import Agreements
 from hydroslurm.errors import AgreementFailed, HubLost
-from hydroslurm.runtime.ranks.agreements import Agreements
 
 LIMIT_S = 60.0
 

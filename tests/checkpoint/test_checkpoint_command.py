@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from hydroslurm.checkpoint.export import export
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.cli.checkpoint import checkpoint_app
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointMissing, UsageError
-from hydroslurm.rundir import RunDir
 
 
 @pytest.fixture

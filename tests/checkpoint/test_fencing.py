@@ -17,8 +17,8 @@ from hydroslurm.checkpoint.fallback import newest_good
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.tiers import newest_over
+from hydroslurm.core.fence import Fence
 from hydroslurm.errors import StaleAttempt
-from hydroslurm.fence import Fence
 
 
 def fenced(folder: Path, storage: LocalStorage | None = None) -> tuple[CheckpointStore, Fence]:

@@ -14,9 +14,9 @@ from processes import wait_until
 from typer.testing import CliRunner
 
 from hydroslurm.cli.doctor import doctor
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.rundir import RunDir
 
 # typer.testing.Result: click itself is not always there to import it from
 Result = Any
@@ -110,9 +110,9 @@ def test_requeue_with_a_running_job(
         assert answer["saver"] == "nobody"
         _rank(tmp_path, job_id, EventKind.INSTALLED)
         assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "no_run"
-        _rank(tmp_path, "999999", EventKind.LIFE_BEGAN, folder=job_id)
+        _rank(tmp_path, "999999", EventKind.ATTEMPT_BEGAN, folder=job_id)
         assert _json(run(requeue_cluster, job_id, "--json"))["saver"] == "no_run"
-        _rank(tmp_path, job_id, EventKind.LIFE_BEGAN)
+        _rank(tmp_path, job_id, EventKind.ATTEMPT_BEGAN)
         answer = _json(run(requeue_cluster, job_id, "--json", "--save-s", "1"))
         assert (answer["saver"], _severities(answer)["preemption"]) == ("run", "ok")
         long = run(requeue_cluster, job_id, "--save-s", "100")

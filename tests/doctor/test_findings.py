@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.doctor.answer import as_json
-from hydroslurm.doctor.facts import Facts, SaveFacts, Saver
-from hydroslurm.doctor.finding import Finding, Severity
-from hydroslurm.doctor.findings import diagnose, work_would_be_lost
-from hydroslurm.doctor.gather import last_save, why_untrusted
-from hydroslurm.doctor.script import ScriptOptions, read_script
+from hydroslurm.observe.doctor.answer import as_json
+from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver
+from hydroslurm.observe.doctor.finding import Finding, Severity
+from hydroslurm.observe.doctor.findings import diagnose, work_would_be_lost
+from hydroslurm.observe.doctor.gather import last_save, why_untrusted
+from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.policy import site_policy
 from hydroslurm.slurm.values import Job, JobState, Partition

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.doctor.facts import Facts
-from hydroslurm.doctor.finding import Finding, Severity
-from hydroslurm.doctor.findings import diagnose
-from hydroslurm.doctor.gather import read_file
-from hydroslurm.doctor.script import ScriptOptions, read_script
 from hydroslurm.errors import UsageError
+from hydroslurm.observe.doctor.facts import Facts
+from hydroslurm.observe.doctor.finding import Finding, Severity
+from hydroslurm.observe.doctor.findings import diagnose
+from hydroslurm.observe.doctor.gather import read_file
+from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.policy import site_policy
 from hydroslurm.slurm.values import Partition

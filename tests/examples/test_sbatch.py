@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.report.history import read_history
-from hydroslurm.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 

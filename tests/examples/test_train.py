@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from processes import wait_until
 
-from hydroslurm import client
 from hydroslurm.report.history import read_history
+from hydroslurm.runtime import client
 
 STEPS = "240"
 

@@ -27,7 +27,7 @@ AT_JOIN = (
     "agreed run/finished",
     "agree resume",
     "agreed run/life",
-    "event life_began",
+    "event attempt_began",
 )
 IN_A_SAVE = (
     "event save_started",

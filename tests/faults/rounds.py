@@ -21,7 +21,7 @@ from faults.plans import Fault, Plan
 from faults.verdicts import Complaint, LifeSeen, check_last, check_life
 from processes import Child, child
 
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.rundir import RunDir
 
 EPOCHS = 5
 TIMEOUT_S = 60

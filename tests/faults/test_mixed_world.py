@@ -16,8 +16,8 @@ from faults.plans import Fault, Plan
 from faults.rounds import Player
 from faults.verdicts import LifeSeen
 
-from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import RUN_AGAIN
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
 
 WORLD = 3
 THINK_S = 0.03
@@ -138,7 +138,7 @@ def test_a_stop_while_ranks_choose_what_to_load(play: Play) -> None:
 
 def test_a_stop_before_the_first_step(play: Play) -> None:
     """A stop before the first safe point: one step at the most is trained, and saved."""
-    life = play(Fault(0, "event life_began", 1, "term"), Fault(1, "step", 1, "delay", 0.5))
+    life = play(Fault(0, "event attempt_began", 1, "term"), Fault(1, "step", 1, "delay", 0.5))
     assert stopped_together(life) <= 1
 
 

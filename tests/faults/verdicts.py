@@ -11,11 +11,11 @@ from typing import Any
 from faults.plans import Fault
 
 from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.exitcodes import RUN_AGAIN
-from hydroslurm.rundir import RunDir
-from hydroslurm.session.lives import Ledger
+from hydroslurm.training.lives import Ledger
 
 KEPT_BY_ALL = 50
 """A run that keeps so many checkpoints removes none of them in a round."""
@@ -87,7 +87,7 @@ class LifeSeen:
         return {
             rank: int(event.data["step"])
             for rank in range(self.world)
-            for event in self.of(rank, EventKind.LIFE_BEGAN)
+            for event in self.of(rank, EventKind.ATTEMPT_BEGAN)
         }
 
     def of(self, rank: int, *kinds: EventKind) -> list[Event]:
@@ -221,7 +221,7 @@ def _end_step(run: RunDir, events: Mapping[int, Sequence[Event]]) -> int | None:
         event.data["life"]
         for one in events.values()
         for event in one
-        if event.kind is EventKind.LIFE_BEGAN
+        if event.kind is EventKind.ATTEMPT_BEGAN
     }
     lives = [life for life in Ledger(run.lives_jsonl).lives() if life.number in numbers]
     return lives[-1].end_step if lives else None

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.runtime import collectives
-from hydroslurm.runtime.gate.native_gate import NativeGate
-from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind, GateState
+from hydroslurm.coordination import collectives
+from hydroslurm.gate.native_gate import NativeGate
+from hydroslurm.gate.protocol import Action, Cause, GateEventKind, GateState
 
 WORLD = 2
 ROUNDS = 8

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import GateError, GateSelfTestFailed, NoCompiler
-from hydroslurm.runtime.gate import build
-from hydroslurm.runtime.gate.compiler import (
+from hydroslurm.gate import build
+from hydroslurm.gate.compiler import (
     SITE_DIR_ENV,
     STANDARDS,
     find_compiler,
     installed_torch,
 )
-from hydroslurm.runtime.gate.native_gate import NativeGate
+from hydroslurm.gate.native_gate import NativeGate
 
 TORCH = installed_torch()
 
@@ -89,7 +89,7 @@ def test_two_processes_build_once(environ: dict[str, str], compiler: FakeCompile
     """Several processes that need the gate at once: one builds, all get it."""
     code = """
         import os
-        from hydroslurm.runtime.gate.native_gate import NativeGate
+        from hydroslurm.gate.native_gate import NativeGate
         print(NativeGate().path)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]

@@ -18,8 +18,8 @@ from processes import child, wait_until
 from torch import nn
 
 from hydroslurm.errors import AlreadyInstalled, GateError, InstallError
-from hydroslurm.runtime.gate.hooks import HooksGate
-from hydroslurm.runtime.gate.protocol import (
+from hydroslurm.gate.hooks import HooksGate
+from hydroslurm.gate.protocol import (
     Action,
     Cause,
     Gate,
@@ -183,8 +183,8 @@ def test_a_sleeping_main_thread_is_quiet_and_late_when_it_comes(tmp_path: Path) 
     code = """
         import os, signal, sys, threading
         import torch
-        from hydroslurm.runtime.gate.hooks import HooksGate
-        from hydroslurm.runtime.gate.protocol import *
+        from hydroslurm.gate.hooks import HooksGate
+        from hydroslurm.gate.protocol import *
         gate = HooksGate()
         def watch():
             while True:
@@ -346,8 +346,8 @@ def test_a_suspend_and_a_resume_within_one_operator_end_in_running(tmp_path: Pat
     """
     code = """
         import ctypes, functools, os, signal, torch
-        from hydroslurm.runtime.gate.hooks import HooksGate
-        from hydroslurm.runtime.gate.protocol import *
+        from hydroslurm.gate.hooks import HooksGate
+        from hydroslurm.gate.protocol import *
         gate = HooksGate()
         gate.start([SignalRule(signo=signal.SIGTSTP, action=Action.PAUSE, causes=Cause.SLURM),
                     SignalRule(signo=signal.SIGCONT, action=Action.RESUME, causes=Cause.SLURM)])
@@ -370,8 +370,8 @@ def test_ten_thousand_signals_in_a_row(tmp_path: Path) -> None:
     """After a storm of pause and resume one resume is enough for training to go on."""
     code = """
         import os, signal, threading, torch
-        from hydroslurm.runtime.gate.hooks import HooksGate
-        from hydroslurm.runtime.gate.protocol import *
+        from hydroslurm.gate.hooks import HooksGate
+        from hydroslurm.gate.protocol import *
         torch.set_num_threads(1)
         gate = HooksGate()
         gate.start([SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER),
@@ -408,8 +408,8 @@ def test_a_forked_child_neither_pauses_nor_dies_nor_disturbs_its_parent(tmp_path
     start a gate of its own."""
     code = """
         import os, signal, sys, torch
-        from hydroslurm.runtime.gate.hooks import HooksGate
-        from hydroslurm.runtime.gate.protocol import *
+        from hydroslurm.gate.hooks import HooksGate
+        from hydroslurm.gate.protocol import *
         rules = [SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER)]
         gate = HooksGate()
         gate.start(rules)
@@ -528,8 +528,8 @@ def test_ctrl_z_stops_the_process_and_fg_continues_it(tmp_path: Path) -> None:
     """In the foreground of a terminal SIGTSTP parks and then really stops; SIGCONT goes on."""
     code = """
         import os, signal, sys, threading, torch
-        from hydroslurm.runtime.gate.hooks import HooksGate
-        from hydroslurm.runtime.gate.protocol import *
+        from hydroslurm.gate.hooks import HooksGate
+        from hydroslurm.gate.protocol import *
         torch.set_num_threads(1)
         gate = HooksGate()
         gate.start([SignalRule(signo=signal.SIGTSTP, action=Action.PAUSE, causes=Cause.SLURM),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import NoCompiler, UsageError
-from hydroslurm.runtime.gate import GATE_ENV, open_gate
+from hydroslurm.gate import GATE_ENV, open_gate
 
 
 @pytest.fixture

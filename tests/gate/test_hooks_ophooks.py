@@ -10,12 +10,12 @@ import torch
 from processes import wait_until
 from torch import nn
 
-from hydroslurm.runtime.gate.hooks import (
+from hydroslurm.gate.hooks import (
     BaseOpHook,
     ExecutionOpHook,
     register_ophooks_recursively,
 )
-from hydroslurm.runtime.gate.ophooks import register_global_ophooks
+from hydroslurm.gate.ophooks import register_global_ophooks
 
 
 class Recorder(BaseOpHook):

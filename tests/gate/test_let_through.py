@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import InstallError
-from hydroslurm.runtime.gate.hooks import HooksGate
-from hydroslurm.runtime.gate.native_gate import NativeGate
-from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind
+from hydroslurm.gate.hooks import HooksGate
+from hydroslurm.gate.native_gate import NativeGate
+from hydroslurm.gate.protocol import Action, Cause, GateEventKind
 from tests.processes import Child, child
 
 PROGRAM = Path(__file__).parent / "ranks_at_collectives.py"

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hydroslurm.errors import AlreadyInstalled, GateError, InstallError
-from hydroslurm.runtime.gate.native_gate import NativeGate
-from hydroslurm.runtime.gate.protocol import (
+from hydroslurm.gate.native_gate import NativeGate
+from hydroslurm.gate.protocol import (
     Action,
     Cause,
     GateEvent,

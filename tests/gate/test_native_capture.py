@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from processes import child
 
-from hydroslurm.runtime.gate.compiler import find_compiler, installed_torch
-from hydroslurm.runtime.gate.native_gate import NativeGate
+from hydroslurm.gate.compiler import find_compiler, installed_torch
+from hydroslurm.gate.native_gate import NativeGate
 
 DRIVER = r"""
 #include <atomic>
@@ -67,8 +67,8 @@ PROGRAM = """
     import torch
     torch.set_num_threads(1)
     driver, guard = (ctypes.CDLL(path) for path in sys.argv[1:])
-    from hydroslurm.runtime.gate.native_gate import NativeGate
-    from hydroslurm.runtime.gate.protocol import Action, Cause, GateState
+    from hydroslurm.gate.native_gate import NativeGate
+    from hydroslurm.gate.protocol import Action, Cause, GateState
     gate = NativeGate()
     gate.start(())
     done = False

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from processes import Child, child, wait_until
 
-from hydroslurm.runtime.gate.native_gate import NativeGate
+from hydroslurm.gate.native_gate import NativeGate
 
 PRELUDE = """
 import os, signal, sys, threading, time
 import torch
-from hydroslurm.runtime.gate.native_gate import NativeGate
-from hydroslurm.runtime.gate.protocol import Action, Cause, GateEventKind as K, SignalRule
+from hydroslurm.gate.native_gate import NativeGate
+from hydroslurm.gate.protocol import Action, Cause, GateEventKind as K, SignalRule
 
 def print(*words):  # whole lines, from several threads
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from hydroslurm.runtime.gate.native_gate import NativeGate
+from hydroslurm.gate.native_gate import NativeGate
 
 LIMIT_S = 60.0
 
 PROGRAM = """
 import os, signal, threading
 import torch
-from hydroslurm.runtime.gate.native_gate import NativeGate
-from hydroslurm.runtime.gate.protocol import Action, Cause, SignalRule
+from hydroslurm.gate.native_gate import NativeGate
+from hydroslurm.gate.protocol import Action, Cause, SignalRule
 
 torch.set_num_threads(1)
 gate = NativeGate()

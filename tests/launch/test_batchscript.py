@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.launch.batchscript import (
+from hydroslurm.jobs.launch.batchscript import (
     MULTI_NODE,
     TORCHRUN,
     RequeueScript,

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.rankstate import latest
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
-from hydroslurm.events import EventKind, read_events
-from hydroslurm.launch import submission
-from hydroslurm.launch.control import job_status, pause_job, requeue_job, resume_job
-from hydroslurm.launch.executor import Executor
-from hydroslurm.launch.handle import PausableJob
-from hydroslurm.rankstate import latest
-from hydroslurm.rundir import RunDir
+from hydroslurm.jobs.launch import submission
+from hydroslurm.jobs.launch.control import job_status, pause_job, requeue_job, resume_job
+from hydroslurm.jobs.launch.executor import Executor
+from hydroslurm.jobs.launch.handle import PausableJob
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
 pytestmark = pytest.mark.slurm

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.launch.layout import plan_job
-from hydroslurm.launch.plan import Plan
-from hydroslurm.spec.reading import loads
+from hydroslurm.jobs.launch.layout import plan_job
+from hydroslurm.jobs.launch.plan import Plan
+from hydroslurm.jobs.spec.reading import loads
 
 PYTHON = "/opt/python"
 

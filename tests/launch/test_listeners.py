@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.launch.listeners import Listeners, listeners
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.jobs.launch.listeners import Listeners, listeners
 
 USR1, USR2, RTMIN3 = 10, 12, 37
 TOLD: dict[str, object] = {

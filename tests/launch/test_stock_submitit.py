@@ -21,13 +21,13 @@ from processes import wait_until
 from submitit.slurm.slurm import SlurmJob
 
 import hydroslurm
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import UsageError
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.launch.executor import Executor
-from hydroslurm.launch.handle import PausableJob
-from hydroslurm.rundir import RunDir
-from hydroslurm.session.lives import Ledger
+from hydroslurm.jobs.launch.executor import Executor
+from hydroslurm.jobs.launch.handle import PausableJob
+from hydroslurm.training.lives import Ledger
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -15,11 +15,11 @@ import submitit
 from processes import wait_until
 
 import hydroslurm
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.errors import UsageError
-from hydroslurm.events import EventKind, read_events
-from hydroslurm.launch.executor import Executor
-from hydroslurm.launch.handle import PausableJob
-from hydroslurm.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.jobs.launch.executor import Executor
+from hydroslurm.jobs.launch.handle import PausableJob
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -101,7 +101,7 @@ def test_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(lambda: lives() == 2, "second life", limit_s=100)
     (tmp_path / "hurry").touch()
     assert job.result()["steps"] == 1000
-    told = (tmp_path / "run" / "lives.jsonl").read_text().splitlines()
+    told = (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()
     ended = [json.loads(line) for line in told]
     assert [one["ended"] for one in ended if "ended" in one] == ["asked", "finished"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from manyranks.rankstraining import AGENT, FSDP, RanksTraining
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.events import EventKind
 
 PREEMPTIONS = {"ddp": 5, "fsdp": 5 if os.environ.get("HYDROSLURM_ALL_STOPS") else 3}
 """How often each is suspended and preempted. Loading torch for a life of four ranks takes a machine

@@ -17,8 +17,8 @@ from typing import Any
 from processes import is_stopped
 from session.training import LIMIT_S, ROOT, Training
 
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.launch.batchscript import MULTI_NODE, requeue_script
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.jobs.launch.batchscript import MULTI_NODE, requeue_script
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 """The nodes of a dev cluster have no names that could be looked up."""
@@ -203,6 +203,6 @@ def _of_life(events: list[Event], life: int) -> list[Event]:
     pids = {
         event.pid
         for event in events
-        if event.kind is EventKind.LIFE_BEGAN and event.data["life"] == life
+        if event.kind is EventKind.ATTEMPT_BEGAN and event.data["life"] == life
     }
     return [event for event in events if event.pid in pids]

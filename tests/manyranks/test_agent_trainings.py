@@ -8,7 +8,7 @@ import pytest
 from manyranks.acts import Story
 from session.training import steps_lost
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from manyranks.acts import SUSPENDED_S, Story
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import pytest
 from manyranks.acts import Story
 from manyranks.rankstraining import EVERY_STEPS
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

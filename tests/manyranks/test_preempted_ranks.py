@@ -10,7 +10,7 @@ import pytest
 from manyranks.acts import PREEMPTIONS, Story
 from session.training import steps_lost
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import NoCompiler
-from hydroslurm.runtime.gate import binding
-from hydroslurm.runtime.gate.compiler import SOURCES, find_compiler, source_files
+from hydroslurm.gate import binding
+from hydroslurm.gate.compiler import SOURCES, find_compiler, source_files
 
 HERE = Path(__file__).parent
 BUILDS = {

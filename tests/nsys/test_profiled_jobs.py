@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
-from hydroslurm.events import Event, EventKind, read_events
 from hydroslurm.report.nsys.export import profiles_in
 from hydroslurm.report.nsys.profile import Profile, ProfiledPause, read_profile
-from hydroslurm.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 
@@ -147,7 +147,7 @@ def job(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for number in range(1, SUSPENDS + SIGNALLED + 1):
             job.pause(number, by_slurm=number <= SUSPENDS)
         job.slurm("scancel", "--signal=URG", job.job_id)
-        job.wait_for(EventKind.LIFE_ENDED)
+        job.wait_for(EventKind.ATTEMPT_ENDED)
         yield job
     finally:
         job.cancel()

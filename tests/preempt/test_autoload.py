@@ -312,7 +312,7 @@ def test_a_pause_while_a_call_takes_the_place_of_the_option() -> None:
 def test_who_cannot_save_ends_by_sigterm(mode: str, tmp_path: Path) -> None:
     """In both modes the script parks and goes on; SIGTERM ends it as it would without us, paused
     or not."""
-    from hydroslurm import client
+    from hydroslurm.runtime import client
 
     with child(LOOP, tmp_path, environ={"HYDROSLURM_PREEMPT": mode}) as program:
         program.expect("imported")

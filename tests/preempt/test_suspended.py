@@ -14,10 +14,10 @@ import pytest
 from processes import wait_until
 from stories import Stories, stories
 
-from hydroslurm import client
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.rundir import RunDir
+from hydroslurm.runtime import client
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

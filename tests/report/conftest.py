@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.rundir import RunDir
 
 
 @pytest.fixture

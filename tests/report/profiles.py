@@ -6,7 +6,7 @@ from pathlib import Path
 
 from report.ranklog import RankLog
 
-from hydroslurm.events import Event, EventKind
+from hydroslurm.core.events import Event, EventKind
 from hydroslurm.report.nsys.profile import Profile
 from hydroslurm.report.nsys.profiled import ProfiledPause, ProfiledStop
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.events import Event, EventKind
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.rundir import RunDir
 
 _SIGNAL = {"slurm": "SIGTSTP", "user": "SIGUSR1", "terminal": "SIGTSTP"}
 
@@ -100,7 +100,7 @@ class RankLog:
         """A Run begins with ``step`` 2 s after ``at_s``, and makes its first step 0.5 s later."""
         self.installed(at_s)
         self.step = step
-        self._line("life_began", at_s + 2, life=life, step=step)
+        self._line("attempt_began", at_s + 2, life=life, step=step)
         self.step = step + 1
         self._line("first_step", at_s + 2.5, life=life)
         return self
@@ -131,7 +131,7 @@ class RankLog:
             ("save_staged", at_s + 0.03, step, {**save, "tier": None}),
             ("save_written", at_s + 0.045, step, {**save, "tier": "durable"}),
             ("save_committed", at_s + 0.05, step, {**save, "tier": "durable"}),
-            ("life_ended", at_s + 0.055, step, {"life": life, "ending": reason}),
+            ("attempt_ended", at_s + 0.055, step, {"life": life, "ending": reason}),
             ("requeue_asked", at_s + 0.056, step, {"job_id": self.job_id}),
             ("requeued", at_s + 0.06, step, {"job_id": self.job_id, "requeue_us": 4e3}),
             # Slurm signals again while the process leaves

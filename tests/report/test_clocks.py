@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from report.ranklog import RankLog
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 from hydroslurm.report.accounting import Accounting, SlurmLife
 from hydroslurm.report.beside import Beside
 from hydroslurm.report.clocks import Alignment, align

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from report.ranklog import RankLog
 
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.figures import figures_of, percentile, summary, write_figures
 from hydroslurm.report.history import read_history
-from hydroslurm.rundir import RunDir
 
 
 def test_nearest_rank() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from report.ranklog import RankLog
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 from hydroslurm.report.accounting import Accounting, SlurmLife
 from hydroslurm.report.beside import Beside
 from hydroslurm.report.goodput import Goodput, goodput_of

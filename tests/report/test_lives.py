@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report.ranklog import RankLog
 
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.events import Event, EventKind
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History, read_history
 from hydroslurm.report.lives import lives_of
 from hydroslurm.report.pauses import Pause
-from hydroslurm.rundir import RunDir
 
 
 def only_pause(log: RankLog) -> Pause:
@@ -160,7 +160,7 @@ def test_installed_twice_in_one_process() -> None:
     pauses are counted through. A second Run of the process begins another."""
     unasked = RankLog().installed().pause(1).uninstalled(3)
     run = RankLog().trains(4, life=1).pause(8, cause="user")
-    run.add(EventKind.LIFE_ENDED, 10, life=1, ending="finished").uninstalled(10.1)
+    run.add(EventKind.ATTEMPT_ENDED, 10, life=1, ending="finished").uninstalled(10.1)
     behind = RankLog().installed(10.2).pause(11, cause="api").uninstalled(13)
     events = [event for log in (unasked, run, behind) for event in log.events]
     (life,) = lives_of(events)

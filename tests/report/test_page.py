@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 from report.ranklog import RankLog
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 from hydroslurm.report.beside import Beside
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from report.ranklog import RankLog
 
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.events import EventKind, read_events
 from hydroslurm.report import crowd
 from hydroslurm.report.aside import Aside
 from hydroslurm.report.figures import MOST_ROWS, figures_of
 from hydroslurm.report.histograms import Latency, histograms, latencies, write_histograms
 from hydroslurm.report.history import read_history
 from hydroslurm.report.lines import Line, Unread, lines_of, read_lines
-from hydroslurm.rundir import RunDir
 
 
 def read(path: Path) -> tuple[list[Line], Unread]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from report.ranklog import RankLog
 
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.rundir import RunDir
 
 
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:

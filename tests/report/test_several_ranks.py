@@ -9,7 +9,7 @@ import pytest
 from report.ranklog import RankLog
 from rich.console import Console
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.lives import lives_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report.ranklog import RankLog
 
-from hydroslurm.events import Event, EventKind
+from hydroslurm.core.events import Event, EventKind
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.lives import lives_of
@@ -51,7 +51,7 @@ def test_several_in_a_row() -> None:
     """Each stop lies between its own two lives, and a run that finished was not stopped again."""
     last = RankLog(pid=3, restart_count=2).trains(40, life=3, step=70)
     last.add(EventKind.RUN_FINISHED, 50, life=3)
-    last.add(EventKind.LIFE_ENDED, 50, life=3, ending="finished").uninstalled(51)
+    last.add(EventKind.ATTEMPT_ENDED, 50, life=3, ending="finished").uninstalled(51)
     history = history_of(
         first().stop(10, step=40),
         second().trains(20, life=2, step=40).stop(30, step=75, life=2, reason="time_limit"),
@@ -72,18 +72,18 @@ def test_several_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("until", "missing"),
     [
-        ("stop_requested", ("stop_reason", "safe_point", "save_committed", "life_ended")),
-        ("safe_point", ("save_committed", "life_ended")),
-        ("save_staged", ("save_committed", "life_ended")),
-        ("save_committed", ("life_ended",)),
-        ("life_ended", ("requeued",)),
+        ("stop_requested", ("stop_reason", "safe_point", "save_committed", "attempt_ended")),
+        ("safe_point", ("save_committed", "attempt_ended")),
+        ("save_staged", ("save_committed", "attempt_ended")),
+        ("save_committed", ("attempt_ended",)),
+        ("attempt_ended", ("requeued",)),
     ],
 )
 def test_killed_on_the_way(until: str, missing: tuple[str, ...]) -> None:
     """A life that was killed while it saved says what is missing; what it lost is counted."""
     stop = only_stop(first().stop(10, step=40, until=until), second().trains(20, life=2, step=30))
     assert stop.missing == missing
-    assert stop.left == ("preempted" if until == "life_ended" else "killed")
+    assert stop.left == ("preempted" if until == "attempt_ended" else "killed")
     assert stop.steps_lost == (9 if until == "stop_requested" else 10)
     assert stop.steps_lost_exactly == (until != "stop_requested")
 
@@ -129,7 +129,7 @@ def test_an_error_that_was_run_again() -> None:
     """A life that ended by an exception counts when another one went on; it had no request."""
     log = first()
     log.step = 60
-    log.add(EventKind.LIFE_ENDED, 9, life=1, ending="error").uninstalled(9.1)
+    log.add(EventKind.ATTEMPT_ENDED, 9, life=1, ending="error").uninstalled(9.1)
     assert history_of(log).stops == ()
     stop = only_stop(log, second().trains(20, life=2, step=50))
     assert (stop.left, stop.missing, stop.steps_lost) == ("error", (), 10)
@@ -148,7 +148,7 @@ def test_finished_inside_the_grace() -> None:
     """Asked to stop, it came to its end: nothing is lost, also if Slurm starts it once more."""
     log = first()
     log.add(EventKind.STOP_REQUESTED, 10, signal="SIGTERM", requested_mono_ns=log.mono_ns(10))
-    log.add(EventKind.LIFE_ENDED, 11, life=1, ending="finished").uninstalled(11.1)
+    log.add(EventKind.ATTEMPT_ENDED, 11, life=1, ending="finished").uninstalled(11.1)
     stop = only_stop(log, second().installed(20).uninstalled(21))
     assert (stop.left, stop.missing, stop.steps_lost) == ("finished", (), 0)
 

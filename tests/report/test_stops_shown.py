@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from report.ranklog import RankLog
 from rich.console import Console
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 from hydroslurm.report.history import History
 from hydroslurm.report.lives import lives_of
 from hydroslurm.report.table import report_view

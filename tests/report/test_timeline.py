@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from report.ranklog import RankLog
 from rich.console import Console
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.report.history import History, read_history
 from hydroslurm.report.lives import lives_of
 from hydroslurm.report.table import report_view
 from hydroslurm.report.timeline import timeline, write_timeline
-from hydroslurm.rundir import RunDir
 
 
 def pixels(path: Path) -> tuple[int, int]:

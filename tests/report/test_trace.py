@@ -9,7 +9,7 @@ from typing import Any
 
 from report.ranklog import RankLog
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
 from hydroslurm.report.history import History
 from hydroslurm.report.lives import lives_of
 from hydroslurm.report.trace import MOST_EVENTS, trace_of, write_trace

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hydroslurm.coordination import address
+from hydroslurm.coordination.address import located, meeting_place, settle_address
+from hydroslurm.coordination.world import World
 from hydroslurm.errors import HubLost
-from hydroslurm.runtime.ranks import address
-from hydroslurm.runtime.ranks.address import located, meeting_place, settle_address
-from hydroslurm.runtime.world import World
 
 NOWHERE = World(rank=1, world_size=2, host="no-such-node.invalid")
 

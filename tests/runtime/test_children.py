@@ -14,8 +14,8 @@ import numpy
 import pytest
 from processes import child, wait_until
 
-from hydroslurm import client
-from hydroslurm.rankstate import RankState, latest
+from hydroslurm.core.rankstate import RankState, latest
+from hydroslurm.runtime import client
 
 CHILD = textwrap.dedent(
     """

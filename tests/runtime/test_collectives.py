@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.runtime import collectives
+from hydroslurm.coordination import collectives
 from tests.processes import child
 
 ENVIRON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -19,7 +19,7 @@ JOB = """
     warnings.simplefilter("ignore")
     import torch
     import torch.distributed as dist
-    from hydroslurm.runtime import collectives
+    from hydroslurm.coordination import collectives
 
     WORLD = 3
 
@@ -227,7 +227,7 @@ def test_torch_has_the_private_names() -> None:
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     """In a process without torch every answer is there at once, and torch is still not."""
     code = (
-        "import sys; from hydroslurm.runtime import collectives as c; "
+        "import sys; from hydroslurm.coordination import collectives as c; "
         "assert (c.groups(), c.issued(), c.issued_exact(), c.in_flight()) == ({}, {}, {}, 0); "
         "assert 'torch' not in sys.modules"
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import Child, child, wait_until
 
-from hydroslurm import client
 from hydroslurm.errors import TargetError
+from hydroslurm.runtime import client
 
 LIBRARY = """
 import os, signal
@@ -209,7 +209,7 @@ def test_signals_that_others_take_pause_all_the_same(rank: Rank) -> None:
 AFTER = """
 import os, signal, sys
 import hydroslurm
-from hydroslurm.runtime.gate.shown import ShownHandler
+from hydroslurm.gate.shown import ShownHandler
 
 def mine(signo, frame):
     print("mine", signal.Signals(signo).name, flush=True)

@@ -13,7 +13,7 @@ import torch
 from processes import child
 
 import hydroslurm
-from hydroslurm import registry
+from hydroslurm.core import registry
 from hydroslurm.errors import (
     AckTimeout,
     AlreadyInstalled,
@@ -22,7 +22,7 @@ from hydroslurm.errors import (
     TorchMissing,
     UsageError,
 )
-from hydroslurm.runtime.gate.protocol import GateState
+from hydroslurm.gate.protocol import GateState
 
 
 def _caught() -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.runtime.gate.compiler import NVTX_HEADER, installed_torch, nvtx_headers
-from hydroslurm.runtime.marks import NO_RANGE, Emit, Marks, Range
+from hydroslurm.gate.compiler import NVTX_HEADER, installed_torch, nvtx_headers
+from hydroslurm.gate.marks import NO_RANGE, Emit, Marks, Range
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_headers_come_with_the_package(tmp_path: Path) -> None:
 NO_TOOL = """
 import torch
 import hydroslurm
-from hydroslurm.runtime.marks import Emit, NO_RANGE, Range
+from hydroslurm.gate.marks import Emit, NO_RANGE, Range
 controller = hydroslurm.install(gate="native", alone=True)
 assert controller.marks.emitting is Emit.NOTHING, controller.marks.emitting
 assert controller.marks.begin(Range.SAVING, 7) == NO_RANGE

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from processes import Child, child, wait_until
 
-from hydroslurm import client
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rankstate import latest
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import TargetError
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.rankstate import latest
-from hydroslurm.rundir import RunDir
+from hydroslurm.runtime import client
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import TRAIN
@@ -242,7 +242,7 @@ def test_a_process_that_is_gone_is_an_error(tmp_path: Path) -> None:
 def test_the_module_speaks_as_its_users_know_it(
     rank: Child, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """python -m hydroslurm.client --pid N --action pause|resume answers with the latency."""
+    """The module as a program pauses and resumes a process, and answers with the latency."""
     assert client.main(["--pid", str(rank.pid), "--action", "pause"]) == 0
     assert "parked after" in capsys.readouterr().out
     assert client.main(["--pid", str(rank.pid), "--action", "resume"]) == 0

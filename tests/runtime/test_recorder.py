@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hydroslurm.events import EventKind
+from hydroslurm.core.events import EventKind
+from hydroslurm.gate.protocol import Cause, GateEvent, GateEventKind, Phase
 from hydroslurm.runtime.device import Drain
-from hydroslurm.runtime.gate.protocol import Cause, GateEvent, GateEventKind, Phase
 from hydroslurm.runtime.recorder import Recorder
 
 

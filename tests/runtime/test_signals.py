@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.runtime.gate.protocol import Action, Cause
-from hydroslurm.runtime.signals import SignalPlan, signal_name, signal_number
+from hydroslurm.gate.protocol import Action, Cause
+from hydroslurm.gate.signals import SignalPlan, signal_name, signal_number
 
 
 def test_default_table_means_what_the_documentation_says() -> None:

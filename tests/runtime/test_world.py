@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from hydroslurm.coordination.rendezvous import set_torch_environment
+from hydroslurm.coordination.world import FIRST_PORT, HUB_TRIES, KEY_ENV, PORTS, World
 from hydroslurm.errors import UsageError
-from hydroslurm.runtime.rendezvous import set_torch_environment
-from hydroslurm.runtime.world import FIRST_PORT, HUB_TRIES, KEY_ENV, PORTS, World
 
 SRUN = {
     "SLURM_JOB_ID": "31",

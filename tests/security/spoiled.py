@@ -15,7 +15,7 @@ SPOIL = r"""
     NASTY = ("\x1b[2J\x1b]0;owned\x07\u202e$\\frac{$ <script>alert(1)</script> [bold] \ud800 "
              "\0\n\x9b")
     FILES = ["events/rank-00000.jsonl", "events/rank-00001.jsonl", "events/rank-00000.spare",
-             "events/agent-00000.jsonl", "events/pulse.json", "lives.jsonl", "conditions.jsonl",
+             "events/agent-00000.jsonl", "events/pulse.json", "attempts.jsonl", "conditions.jsonl",
              "submission.json", "plan.json", "job.yaml", "finished.json", "tensorboard.json",
              "active.json", "attempts/000001.began.json", "logs/task-0.log",
              "profile/rank-0-life-0.sqlite",
@@ -51,7 +51,7 @@ SPOIL = r"""
           for kind in ("installed", "parked", "save_committed", "node_state", "all_parked")
           for key in EVENT for value in (BIG, "-" + BIG, "1e999", "NaN", '"text"', "[]", "{}")),
         *(line(kind=kind, data={key: "@"}).replace('"@"', value)
-          for kind in ("parked", "resumed", "life_began", "save_committed", "ranks_joined",
+          for kind in ("parked", "resumed", "attempt_began", "save_committed", "ranks_joined",
                        "workers_started", "node_state", "causes_changed", "stop_requested")
           for key in ("park_us", "pause", "world_size", "causes", "checkpoint_step", "step",
                       "seconds", "tier", "pids", "state", "counts", "requested_mono_ns", "held")
@@ -63,14 +63,14 @@ SPOIL = r"""
     (home / "numbers/events/pulse.json").write_text(json.dumps(pulse))
     words = lines(
         line(kind="installed", host=NASTY),
-        line(kind="life_began", host=NASTY, data={"life": 1, "step": 0}),
+        line(kind="attempt_began", host=NASTY, data={"life": 1, "step": 0}),
         line(kind="gate_closed", host=NASTY, data={"pause": 1, "causes": [NASTY]}),
         line(kind="first_operator_held", host=NASTY, data={"pause": 1, "operator": NASTY}),
         line(kind="parked", host=NASTY,
              data={"pause": 1, "park_us": 1.0, "causes": [NASTY], "world_size": 1}),
         line(kind="stop_requested", host=NASTY, data={"signal": NASTY}),
         line(kind="stop_reason", host=NASTY, data={"reason": NASTY, "words": NASTY}),
-        line(kind="life_ended", host=NASTY, data={"ending": NASTY}),
+        line(kind="attempt_ended", host=NASTY, data={"ending": NASTY}),
         line(kind="installed", host=NASTY, pid=8, mono_ns=9),
         line(kind="gate_closed", host=NASTY, pid=8, mono_ns=10,
              data={"pause": 1, "causes": [NASTY]}),

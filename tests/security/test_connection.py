@@ -20,15 +20,15 @@ from processes import wait_until
 import hydroslurm
 from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.coordination.client import CoordinatorClient
+from hydroslurm.coordination.greeting import GreetingFailed, HubGreeting, RankGreeting
+from hydroslurm.coordination.host import start_hub
+from hydroslurm.coordination.search import find_hub, join_hub
+from hydroslurm.coordination.secret import KEYS, Secret, find_secret
+from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import NoSecret, SaveFailed, UntrustedFile, UsageError
-from hydroslurm.runtime.gate.protocol import Action, Cause, GateState, GateStatus
-from hydroslurm.runtime.ranks.greeting import GreetingFailed, HubGreeting, RankGreeting
-from hydroslurm.runtime.ranks.host import start_hub
-from hydroslurm.runtime.ranks.search import find_hub, join_hub
-from hydroslurm.runtime.ranks.secret import KEYS, Secret, find_secret
-from hydroslurm.runtime.ranks.team import Ranks
-from hydroslurm.runtime.world import KEY_ENV, World
+from hydroslurm.gate.protocol import Action, Cause, GateState, GateStatus
 from hydroslurm.slurm.munge import Munge, MungeError
 
 PACKAGE = Path(hydroslurm.__file__).parent
@@ -76,11 +76,11 @@ class OpenGate:
         assert action is Action.RESUME, "somebody has paused this rank"
 
 
-def ranks_of(life: str, world_size: int = 2) -> list[Ranks]:
+def ranks_of(life: str, world_size: int = 2) -> list[CoordinatorClient]:
     """The ranks of one attempt, all in this process."""
     secret = Secret("environment", secrets.token_bytes(32))
     made = [
-        Ranks(
+        CoordinatorClient(
             World(rank=rank, world_size=world_size, local_rank=rank, life=life),
             OpenGate(),  # type: ignore[arg-type]
             secret=lambda: secret,
@@ -97,7 +97,7 @@ def ranks_of(life: str, world_size: int = 2) -> list[Ranks]:
     return made
 
 
-def agree(ranks: list[Ranks], topic: str) -> list[Mapping[int, Any]]:
+def agree(ranks: list[CoordinatorClient], topic: str) -> list[Mapping[int, Any]]:
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(lambda one: one.agree(topic, one.rank), ranks))
 
@@ -235,9 +235,9 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
     tried = stranger.python(
         """
         import sys
-        from hydroslurm.runtime.ranks.search import find_hub
-        from hydroslurm.runtime.ranks.secret import find_secret
-        from hydroslurm.runtime.world import World
+        from hydroslurm.coordination.search import find_hub
+        from hydroslurm.coordination.secret import find_secret
+        from hydroslurm.coordination.world import World
         world = World(rank=1, world_size=2, local_rank=1, life=sys.argv[3])
         secret = find_secret(world, {"HYDROSLURM_MUNGE_SOCKET": sys.argv[1]}, folder=None)
         try:

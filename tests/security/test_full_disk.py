@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from processes import child, wait_until
 
-from hydroslurm import client
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.pulse import read_pulse
-from hydroslurm.rankstate import latest
-from hydroslurm.rundir import RunDir
-from hydroslurm.spare import read_spare, spare_of
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.heartbeat import read_pulse
+from hydroslurm.core.rankstate import latest
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.spare import read_spare, spare_of
+from hydroslurm.runtime import client
 
 TRAIN = """
     import sys, torch, hydroslurm

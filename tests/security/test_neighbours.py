@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from security.conftest import Stranger
 from security.spoiled import KINDS, SHOWN_NASTY, SPOIL, folder_of
 
+from hydroslurm.core.heartbeat import read_pulse
+from hydroslurm.core.rankstate import latest
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.pulse import read_pulse
-from hydroslurm.rankstate import latest
-from hydroslurm.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 

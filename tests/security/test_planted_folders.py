@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hydroslurm import client, registry
+from hydroslurm.core import registry
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.cluster import end_cluster
 from hydroslurm.devcluster.layout import Layout, make_link, remove_link
@@ -22,6 +22,7 @@ from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.devcluster.running import Running
 from hydroslurm.errors import NsysMissing, RunFolderError, TargetError, UntrustedFile
 from hydroslurm.report.nsys import export
+from hydroslurm.runtime import client
 
 if TYPE_CHECKING:
     from tests.security.conftest import Stranger

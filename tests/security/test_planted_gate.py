@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hydroslurm.errors import UntrustedFile
-from hydroslurm.runtime.gate import build
-from hydroslurm.runtime.gate.compiler import SITE_DIR_ENV, find_compiler, installed_torch
-from hydroslurm.runtime.gate.native_gate import NativeGate
+from hydroslurm.gate import build
+from hydroslurm.gate.compiler import SITE_DIR_ENV, find_compiler, installed_torch
+from hydroslurm.gate.native_gate import NativeGate
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planting import python
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TORCH = installed_torch()
 LOAD = """
-    from hydroslurm.runtime.gate.native_gate import NativeGate
+    from hydroslurm.gate.native_gate import NativeGate
     print("loaded", NativeGate().granularity)
 """
 EVIL = """
@@ -167,8 +167,8 @@ def test_a_sites_own_account_is_believed(tmp_path: Path, good_library: Path) -> 
     code = """
         import os, sys
         from pathlib import Path
-        from hydroslurm.runtime.gate import build
-        from hydroslurm.runtime.gate.compiler import installed_torch
+        from hydroslurm.gate import build
+        from hydroslurm.gate.compiler import installed_torch
         real = Path.stat
         class Owned:
             st_uid = 4711

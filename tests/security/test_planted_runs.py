@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.fence import Fence
+from hydroslurm.core.heartbeat import PulseWriter
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.events import Event, EventKind, EventLog
-from hydroslurm.fence import Fence
-from hydroslurm.pulse import PulseWriter
-from hydroslurm.rundir import RunDir
-from hydroslurm.session import finished
-from hydroslurm.session.arguments import fast_store
-from hydroslurm.session.lives import Ledger
-from hydroslurm.supervisor.conditions import add_condition
-from hydroslurm.supervisor.ledger import Attempts
-from hydroslurm.supervisor.steps import start_step
+from hydroslurm.jobs.supervisor.attempts import Attempts
+from hydroslurm.jobs.supervisor.conditions import add_condition
+from hydroslurm.jobs.supervisor.steps import start_step
+from hydroslurm.training import finished
+from hydroslurm.training.arguments import fast_store
+from hydroslurm.training.lives import Ledger
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planting import job, python, train
@@ -72,7 +72,7 @@ def test_pausing_works_beside_a_planted_run_folder(scratch: Path, stranger: Stra
         stranger.run("ln", "-s", str(victim), str(planted / "events" / name))
     code = """
         import os, torch, hydroslurm
-        from hydroslurm import client
+        from hydroslurm.runtime import client
         controller = hydroslurm.install()
         import threading
         said = []
@@ -148,9 +148,9 @@ def test_a_planted_marker_counts_for_nothing(open_run: Path, stranger: Stranger)
 
 
 def test_planted_lives_do_not_end_a_run(open_run: Path, stranger: Stranger) -> None:
-    """A lives.jsonl of somebody else's, which says that the run has failed too often, is set aside
-    with a warning."""
-    lives = open_run / "lives.jsonl"
+    """An attempts.jsonl of somebody else's, which says that the run has failed too often, is set
+    aside with a warning."""
+    lives = open_run / "attempts.jsonl"
     lives.unlink()
     stranger.python(
         """
@@ -170,11 +170,11 @@ def test_planted_lives_do_not_end_a_run(open_run: Path, stranger: Stranger) -> N
 
 
 def test_links_in_the_place_of_lives_are_not_followed(open_run: Path, stranger: Stranger) -> None:
-    """A link at lives.jsonl to a file of the owner's is set aside, and that file is not changed."""
+    """A link at attempts.jsonl to a file of the owner's is set aside, and that file is unchanged."""
     victim = open_run.parent / "diary.txt"
     victim.write_text("ours")
-    (open_run / "lives.jsonl").unlink()
-    stranger.run("ln", "-s", str(victim), str(open_run / "lives.jsonl"))
+    (open_run / "attempts.jsonl").unlink()
+    stranger.run("ln", "-s", str(victim), str(open_run / "attempts.jsonl"))
     assert "at step 3 with 2.0" in (said := train(open_run).stdout), said
     assert victim.read_text() == "ours"
 

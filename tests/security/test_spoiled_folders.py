@@ -15,17 +15,23 @@ import pytest
 from rich.console import Console
 from security.spoiled import KINDS, SPOIL, folder_of
 
-from hydroslurm import agentstate, rundir
-from hydroslurm.ack import EventTail, JudgePause, wait_for_answers
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.cli.plainjob import description
+from hydroslurm.core import agentstate, rundir
+from hydroslurm.core.ack import EventTail, JudgePause, wait_for_answers
+from hydroslurm.core.files import clean
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
-from hydroslurm.files import clean
-from hydroslurm.launch import submission
-from hydroslurm.launch.control import job_status, pause_job
-from hydroslurm.launch.follow import follow_files
-from hydroslurm.launch.overview import conditions_of
-from hydroslurm.launch.plainjob import PlainJob, my_jobs
+from hydroslurm.jobs.launch import submission
+from hydroslurm.jobs.launch.control import job_status, pause_job
+from hydroslurm.jobs.launch.follow import follow_files
+from hydroslurm.jobs.launch.overview import conditions_of
+from hydroslurm.jobs.launch.plainjob import PlainJob, my_jobs
+from hydroslurm.jobs.supervisor.attempts import Attempts
+from hydroslurm.jobs.supervisor.tensorboard import read_address
+from hydroslurm.observe.metrics import JobCollector
+from hydroslurm.observe.table import for_programs
+from hydroslurm.observe.watcher import Watcher
 from hydroslurm.report.beside import Beside
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import read_history
@@ -34,14 +40,8 @@ from hydroslurm.report.rows import Rows
 from hydroslurm.report.table import report_view
 from hydroslurm.report.timeline import write_timeline
 from hydroslurm.report.trace import trace_of
-from hydroslurm.rundir import RunDir
-from hydroslurm.session.lives import Ledger
 from hydroslurm.slurm.values import Job, JobState
-from hydroslurm.supervisor.ledger import Attempts
-from hydroslurm.supervisor.tensorboard import read_address
-from hydroslurm.watch.metrics import JobCollector
-from hydroslurm.watch.table import for_programs
-from hydroslurm.watch.watcher import Watcher
+from hydroslurm.training.lives import Ledger
 
 NO_FILES = ("fifos", "devices", "folders")
 """Kinds that have something else in the place of every file."""

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import hydroslurm.session.run  # noqa: F401 - loaded before the fork
+import hydroslurm.training.run  # noqa: F401 - loaded before the fork
+from hydroslurm.compat.job import Job
+from hydroslurm.compat.jobrunner import JobRunner
+from hydroslurm.compat.manager import CheckpointManager
+from hydroslurm.compat.parts import epoch_limiter
 from hydroslurm.data import ResumableSampler
-from hydroslurm.session.job import Job
-from hydroslurm.session.jobrunner import JobRunner
-from hydroslurm.session.manager import CheckpointManager
-from hydroslurm.session.parts import epoch_limiter
 
 
 class Story:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.session.buckets import is_settled, settle_buckets
+from hydroslurm.training.ddp_buckets import is_settled, warm_up_ddp_buckets
 
 
 def build() -> nn.Sequential:
@@ -84,11 +84,11 @@ def settle(model: DistributedDataParallel, how: str | None) -> None:
         return
     before = str((model.module.state_dict(), rng.capture()))
     batch = torch.ones(3, 20)
-    settle_buckets(model, batch if how == "batch" else lambda: model(batch).pow(2).sum())
+    warm_up_ddp_buckets(model, batch if how == "batch" else lambda: model(batch).pow(2).sum())
     assert is_settled(model) is True
     assert str((model.module.state_dict(), rng.capture())) == before
     assert all(parameter.grad is None for parameter in model.parameters())
-    settle_buckets(model, "is not used any more")
+    warm_up_ddp_buckets(model, "is not used any more")
 
 
 def life(options: dict[str, Any]) -> list[int]:

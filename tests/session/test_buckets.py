@@ -14,8 +14,8 @@ from processes import Child, child
 from torch import nn
 
 from hydroslurm.errors import UsageError
-from hydroslurm.session import buckets
-from hydroslurm.session.buckets import is_settled, settle_buckets
+from hydroslurm.training import ddp_buckets as buckets
+from hydroslurm.training.ddp_buckets import is_settled, warm_up_ddp_buckets
 
 PROGRAM = Path(__file__).with_name("ranks_with_buckets.py")
 STEPS = 6
@@ -76,7 +76,7 @@ def test_other_models_are_left_alone() -> None:
     """Without DDP there are no buckets, and the batch is not used."""
     model = nn.Linear(2, 2)
     assert is_settled(model) is None
-    settle_buckets(model, None)
+    warm_up_ddp_buckets(model, None)
     assert is_settled(None) is None
 
 
@@ -102,10 +102,10 @@ def test_what_a_batch_may_be(
         parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
     ]
     if words is None:
-        settle_buckets(model, batch)
+        warm_up_ddp_buckets(model, batch)
     else:
         with pytest.raises(UsageError, match=words):
-            settle_buckets(model, batch)
+            warm_up_ddp_buckets(model, batch)
     after = [parameter.grad for parameter in model.parameters()]
     assert all(map(torch.equal, before, after))
     assert len(before) == 2

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from processes import child
 
-from hydroslurm.exitcodes import RUN_AGAIN
-from hydroslurm.rundir import RunDir
-from hydroslurm.session.lives import Ledger
+from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.training.lives import Ledger
 
 PROGRAM = Path(__file__).with_name("ends_of_a_run.py")
 Attempt = Callable[[str], tuple[int, list[str]]]

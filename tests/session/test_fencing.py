@@ -15,14 +15,14 @@ from processes import Child, child, wait_until
 from session.training import ROOT, Training
 
 from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import StaleAttempt
-from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
-from hydroslurm.rundir import RunDir
-from hydroslurm.session.lives import Ledger
 from hydroslurm.slurm.client import JobState, open_client
 from hydroslurm.slurm.restarts import Start, check_newest
 from hydroslurm.slurm.values import Job
+from hydroslurm.training.lives import Ledger
 
 ATTEMPT = f"""
 import os, sys, time

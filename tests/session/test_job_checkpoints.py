@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from hydroslurm.compat.job import Job
+from hydroslurm.compat.jobrunner import JobRunner
+from hydroslurm.compat.manager import CheckpointManager
+from hydroslurm.compat.parts import epoch_limiter
 from hydroslurm.errors import CheckpointMissing, StateMismatch, UsageError
-from hydroslurm.session.job import Job
-from hydroslurm.session.jobrunner import JobRunner
-from hydroslurm.session.manager import CheckpointManager
-from hydroslurm.session.parts import epoch_limiter
-from hydroslurm.session.reading import TensorInfo
-from hydroslurm.session.run import Run
+from hydroslurm.training.reading import TensorInfo
+from hydroslurm.training.run import Run
 
 
 @pytest.fixture(scope="module")

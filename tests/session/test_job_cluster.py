@@ -13,11 +13,11 @@ import pytest
 import torch
 from processes import child, wait_until
 
-from hydroslurm.launch.executor import Executor
-from hydroslurm.session.job import Job
-from hydroslurm.session.jobrunner import JobRunner
-from hydroslurm.session.manager import CheckpointManager
-from hydroslurm.session.parts import epoch_limiter
+from hydroslurm.compat.job import Job
+from hydroslurm.compat.jobrunner import JobRunner
+from hydroslurm.compat.manager import CheckpointManager
+from hydroslurm.compat.parts import epoch_limiter
+from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.slurm.client import open_client
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ def test_requeued_in_the_middle_of_an_epoch(
     assert manager.epochs() == (0, 1, 2, 3)
     stopped = manager.find(step=6).checkpoint
     assert (stopped.kind, stopped.epoch) == ("stop", 1)
-    lives = (submitted.run_dir.root / "lives.jsonl").read_text().splitlines()
+    lives = (submitted.run_dir.root / "attempts.jsonl").read_text().splitlines()
     began = [json.loads(line) for line in lives if "began_epoch_ns" in line]
     assert [(row["step"], row["restart_count"]) for row in began] == [(0, 0), (6, 1)]
     assert (there / "inits").read_text() == "init\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from session.jobs import WHOLE, Story, since, until
 
-from hydroslurm.session.manager import CheckpointManager
+from hydroslurm.compat.manager import CheckpointManager
 
 SETUP = ["download", "build"]
 GOES_ON = (

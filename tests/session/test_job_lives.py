@@ -8,7 +8,7 @@ import signal
 import pytest
 from session.jobs import WHOLE, Story, since, until
 
-from hydroslurm.session.manager import CheckpointManager
+from hydroslurm.compat.manager import CheckpointManager
 
 SETUP = ["download", "build"]
 
@@ -136,10 +136,12 @@ def test_a_stop_signal_ends_the_job_after_its_checkpoint(story: Story) -> None:
 
 
 def test_lives_are_written_down(story: Story) -> None:
-    """lives.jsonl has a line for the beginning and the end of each life that got so far."""
+    """attempts.jsonl has a line for the beginning and the end of each life that got so far."""
     story.live(hold="train 0.1")
     story.live()
-    rows = [json.loads(line) for line in (story.directory / "lives.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (story.directory / "attempts.jsonl").read_text().splitlines()
+    ]
     assert [row.get("ended", row["step"]) for row in rows] == [0, "asked", 2, "finished"]
 
 

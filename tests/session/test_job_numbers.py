@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm import jobfolder
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
-from hydroslurm.launch.control import find_job, run_dir_of
+from hydroslurm.jobs.launch.control import find_job, run_dir_of
+from hydroslurm.slurm import jobfolder
 from hydroslurm.slurm.client import open_client
 
 LIFE = """
@@ -30,7 +30,7 @@ run.close()
 
 FOLDER = """
 import os
-from hydroslurm import jobfolder
+from hydroslurm.slurm import jobfolder
 print("rank in", jobfolder.from_environment(os.environ).root.name)
 """
 

@@ -13,11 +13,11 @@ import cloudpickle
 import pytest
 import torch
 
+from hydroslurm.compat.job import Job
+from hydroslurm.compat.jobrunner import JobRunner
+from hydroslurm.compat.manager import CheckpointManager
+from hydroslurm.compat.parts import Group, epoch_limiter
 from hydroslurm.errors import UsageError
-from hydroslurm.session.job import Job
-from hydroslurm.session.jobrunner import JobRunner
-from hydroslurm.session.manager import CheckpointManager
-from hydroslurm.session.parts import Group, epoch_limiter
 
 
 def nothing() -> None:
@@ -129,9 +129,9 @@ def test_pickle_of_a_job_with_importable_functions() -> None:
 
 WITH_CLOSURES = """
 import sys, cloudpickle, hydroslurm
-from hydroslurm.session.job import Job
-from hydroslurm.session.jobrunner import JobRunner
-from hydroslurm.session.parts import epoch_limiter
+from hydroslurm.compat.job import Job
+from hydroslurm.compat.jobrunner import JobRunner
+from hydroslurm.compat.parts import epoch_limiter
 
 with Job("closures") as job:
     seen = []

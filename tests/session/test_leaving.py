@@ -15,16 +15,16 @@ from processes import wait_until
 from session.training import ROOT, Training
 
 import hydroslurm
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import TargetError, WrongJobState
-from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import CANCELLED, RUN_AGAIN
-from hydroslurm.launch.control import requeue_job
+from hydroslurm.jobs.launch.control import requeue_job
 from hydroslurm.runtime.controller import StopRequest
-from hydroslurm.session import leaving
-from hydroslurm.session.leaving import Leaver, Orders
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import BACKEND_ENV, JobState, open_client
+from hydroslurm.training import requeue as leaving
+from hydroslurm.training.requeue import StopHandler, StopPlan
 
 pytestmark = pytest.mark.slurm
 
@@ -85,10 +85,10 @@ def test_a_job_cancelled_during_its_save_is_not_requeued(
     wait_until(lambda: plain.slurm("squeue", "-hs", "-j", str(job_id)), "its step")
     plain.slurm("scancel", str(job_id))
     with hydroslurm.installed(run_dir=tmp_path) as controller:
-        leaver = Leaver(
+        leaver = StopHandler(
             Allocation(job_id=job_id), controller, environ=requeue_cluster.child_environ()
         )
-        departure = leaver.depart(Orders("preempted", math.inf, True, RUN_AGAIN, "preempted"))
+        departure = leaver.depart(StopPlan("preempted", math.inf, True, RUN_AGAIN, "preempted"))
     assert departure.code == CANCELLED
     assert client.job(job_id).restart_count == 0
 
@@ -105,7 +105,7 @@ def test_slurm_that_is_slow_is_not_waited_for(
         program.chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", BACKEND_ENV: "commands"}
     with hydroslurm.installed(run_dir=tmp_path) as controller:
-        leaver = Leaver(Allocation(job_id=1), controller, environ=environ)
+        leaver = StopHandler(Allocation(job_id=1), controller, environ=environ)
         leaver.hear(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
         orders = leaver.orders()
     assert orders.requeue

@@ -1,4 +1,4 @@
-"""lives.jsonl: what is written, what a kill may tear, and when a run must not go on."""
+"""attempts.jsonl: what is written, what a kill may tear, and when a run must not go on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from hydroslurm.core.supervised import LIVES_ENV, SUPERVISED_ENV
 from hydroslurm.errors import RunEnded, RunFolderError, UsageError
-from hydroslurm.session.lives import Ledger, LifeRecord, Limits, check_limits, limits_of
-from hydroslurm.supervised import LIVES_ENV, SUPERVISED_ENV
+from hydroslurm.training.lives import Ledger, LifeRecord, Limits, check_limits, limits_of
 
 
 def _lives(*endings: tuple[int, str | None]) -> tuple[LifeRecord, ...]:
@@ -22,7 +22,7 @@ def _lives(*endings: tuple[int, str | None]) -> tuple[LifeRecord, ...]:
 
 def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
     """A life without an end stays one that died."""
-    ledger = Ledger(tmp_path / "lives.jsonl")
+    ledger = Ledger(tmp_path / "attempts.jsonl")
     assert ledger.lives() == ()
     first = ledger.begin(0, now_epoch_ns=5, job_id=7, restart_count=0)
     ledger.end(first, "preempted", step=12, now_epoch_ns=6)
@@ -36,7 +36,7 @@ def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", range(2, 60, 7))
 def test_a_torn_line_costs_that_line_only(cut: int, tmp_path: Path) -> None:
     """A kill in the middle of a write: the line before is read, and the next one is whole."""
-    path = tmp_path / "lives.jsonl"
+    path = tmp_path / "attempts.jsonl"
     ledger = Ledger(path)
     ledger.begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
     ledger.begin(3, now_epoch_ns=2, job_id=None, restart_count=0)
@@ -48,8 +48,8 @@ def test_a_torn_line_costs_that_line_only(cut: int, tmp_path: Path) -> None:
 
 def test_a_folder_in_its_place_is_told(tmp_path: Path) -> None:
     """What cannot be written or read is an error that names the file."""
-    (tmp_path / "lives.jsonl").mkdir()
-    ledger = Ledger(tmp_path / "lives.jsonl")
+    (tmp_path / "attempts.jsonl").mkdir()
+    ledger = Ledger(tmp_path / "attempts.jsonl")
     with pytest.raises(RunFolderError, match=r"lives\.jsonl"):
         ledger.lives()
 
@@ -61,7 +61,7 @@ def test_a_folder_in_its_place_is_told(tmp_path: Path) -> None:
         (Limits(time_limits=0), _lives((0, "time_limit"), (5, None)), "1 time limits"),
         (Limits(failures=1), _lives((0, None), (5, "error")), "2 failures"),
         (
-            Limits(lives_without_progress=2),
+            Limits(attempts_without_progress=2),
             _lives((0, "preempted"), (9, None), (9, None)),
             "step 9",
         ),
@@ -80,8 +80,8 @@ def test_a_spent_limit_ends_the_run(
     [
         (Limits(failures=1), _lives((0, "preempted"), (5, "requeued"), (7, None))),
         (Limits(preemptions=1), _lives((0, "time_limit"), (5, "preempted"), (7, None))),
-        (Limits(lives_without_progress=2), _lives((9, None), (0, None), (9, None))),
-        (Limits(lives_without_progress=1), _lives((9, "cancelled"))),
+        (Limits(attempts_without_progress=2), _lives((9, None), (0, None), (9, None))),
+        (Limits(attempts_without_progress=1), _lives((9, "cancelled"))),
         (Limits(), _lives(*[(n, "preempted") for n in range(9)])),
     ],
 )
@@ -90,7 +90,7 @@ def test_what_is_within_its_limits_goes_on(limits: Limits, lives: tuple[LifeReco
     check_limits(lives, limits, step=9)
 
 
-@pytest.mark.parametrize("options", [{"failures": -1}, {"lives_without_progress": 0}])
+@pytest.mark.parametrize("options", [{"failures": -1}, {"attempts_without_progress": 0}])
 def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     """No life at all is not a limit."""
     with pytest.raises(UsageError, match="wanted a whole number"):
@@ -98,12 +98,12 @@ def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_the_environment_has_its_say_about_limits() -> None:
-    """A spec's livesWithoutProgress counts above the script's; a supervised run counts no failures
-    unless its script says so."""
+    """A spec's attemptsWithoutProgress counts above the script's; a supervised run counts no
+    failures unless its script says so."""
     assert limits_of(None, {}) == Limits()
     assert limits_of(None, {SUPERVISED_ENV: "1"}) == Limits(failures=None)
     assert limits_of(Limits(failures=3), {SUPERVISED_ENV: "1", LIVES_ENV: "9"}) == Limits(
-        failures=3, lives_without_progress=9
+        failures=3, attempts_without_progress=9
     )
-    with pytest.raises(UsageError, match="HYDROSLURM_LIVES_WITHOUT_PROGRESS='many'"):
+    with pytest.raises(UsageError, match="HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS='many'"):
         limits_of(None, {LIVES_ENV: "many"})

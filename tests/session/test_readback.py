@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydroslurm
 from hydroslurm.checkpoint import manifest
+from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.data import ResumableSampler
 from hydroslurm.errors import StateMismatch
-from hydroslurm.exitcodes import RUN_AGAIN
-from hydroslurm.session.composition import Composition, Loading, changes
+from hydroslurm.training.composition import Composition, Loading, changes
 
 # what torch's load_state_dict recasts to bfloat16, makes anew from a generator, or fails at
 ODD: dict[str, Any] = {

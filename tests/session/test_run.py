@@ -15,10 +15,10 @@ from torch import nn
 
 import hydroslurm
 from hydroslurm.checkpoint import folders
+from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
 from hydroslurm.errors import SaveFailed, StateMismatch, UnsavableState, UsageError
-from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
-from hydroslurm.session import ending
-from hydroslurm.session.lives import Ledger, Limits
+from hydroslurm.training import ending
+from hydroslurm.training.lives import Ledger, Limits
 
 EPOCHS = 3
 
@@ -271,7 +271,7 @@ def test_no_progress_in_five_lives_ends_with_93(
 
 def test_a_spent_budget_ends_with_93(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Failures have a budget of their own; stops do not count against it."""
-    limits = Limits(failures=1, lives_without_progress=None)
+    limits = Limits(failures=1, attempts_without_progress=None)
     stopped(Training(tmp_path, limits=limits), after=2)
     for _ in range(2):
         fail(Training(tmp_path, limits=limits).run)
@@ -403,7 +403,7 @@ def test_what_a_life_leaves_in_the_run_folder(tmp_path: Path) -> None:
         json.loads(line)["kind"]
         for line in (tmp_path / "events/rank-00000.jsonl").read_text().splitlines()
     ]
-    wanted = ["life_began", "first_step", "stop_requested", "safe_point", "save_committed"]
+    wanted = ["attempt_began", "first_step", "stop_requested", "safe_point", "save_committed"]
     assert [kind for kind in kinds if kind in wanted] == wanted
 
 

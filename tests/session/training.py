@@ -14,10 +14,10 @@ from typing import Any
 
 from processes import wait_until
 
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.rundir import RunDir
-from hydroslurm.session.lives import Ledger, LifeRecord
+from hydroslurm.training.lives import Ledger, LifeRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_run.py"
@@ -134,7 +134,9 @@ class Training:
 
         def begun() -> bool:
             made = [
-                e for e in self.events() if e.kind in (EventKind.FIRST_STEP, EventKind.LIFE_BEGAN)
+                e
+                for e in self.events()
+                if e.kind in (EventKind.FIRST_STEP, EventKind.ATTEMPT_BEGAN)
             ]
             first = any(e.data["life"] == number for e in made if e.kind is EventKind.FIRST_STEP)
             return first or any(e.data["life"] > number for e in made)

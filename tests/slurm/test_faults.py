@@ -27,7 +27,7 @@ from hydroslurm.errors import (
     WrongJobState,
 )
 from hydroslurm.slurm.commands import CommandClient
-from hydroslurm.slurm.patience import Patience
+from hydroslurm.slurm.retry import Patience
 
 RECORDED = Path(__file__).parent / "recorded"
 AWAY = "Unable to contact slurm controller (connect failure)"

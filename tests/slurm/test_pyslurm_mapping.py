@@ -24,8 +24,8 @@ from hydroslurm.errors import (
     WrongJobState,
 )
 from hydroslurm.slurm import squeue_json
-from hydroslurm.slurm.patience import Patience
 from hydroslurm.slurm.pyslurm_backend import PyslurmClient
+from hydroslurm.slurm.retry import Patience
 from hydroslurm.slurm.values import JobState
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import ControllerUnreachable, NoSuchJob
-from hydroslurm.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.slurm import scontrol_text
 from hydroslurm.slurm.commands import CommandClient
 from hydroslurm.slurm.policy import StopKind

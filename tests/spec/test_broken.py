@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import SpecError
-from hydroslurm.spec.reading import load
+from hydroslurm.jobs.spec.reading import load
 
 FOLDER = Path(__file__).with_name("broken")
 SPECS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hydroslurm.cli import app
-from hydroslurm.spec.reading import load, loads
+from hydroslurm.jobs.spec.reading import load, loads
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 BROKEN = Path(__file__).with_name("broken")

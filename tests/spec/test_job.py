@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hydroslurm.errors import SpecError
-from hydroslurm.spec.job import TrainingJob
-from hydroslurm.spec.reading import dumps, load, loads
+from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.reading import dumps, load, loads
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 MINIMAL = """
@@ -171,7 +171,7 @@ jobs = st.fixed_dictionaries(
                 "warningSeconds": st.integers(1, 65535),
                 "checkpointDirectory": text,
                 "saveEverySeconds": count,
-                "livesWithoutProgress": count,
+                "attemptsWithoutProgress": count,
             },
         ),
     },

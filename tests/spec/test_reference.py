@@ -12,8 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from hydroslurm.cli import app
-from hydroslurm.spec.reading import dumps, load
-from hydroslurm.spec.reference import reference, schema, schema_text
+from hydroslurm.jobs.spec.reading import dumps, load
+from hydroslurm.jobs.spec.reference import reference, schema, schema_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCHEMA = schema()

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydroslurm.errors import SpecError
-from hydroslurm.spec.reading import JobSpec, load, loads
-from hydroslurm.spec.source import MOST_BYTES, OF_A_FILE
+from hydroslurm.jobs.spec.reading import JobSpec, load, loads
+from hydroslurm.jobs.spec.source import MOST_BYTES, OF_A_FILE
 
 SPEC = "replicaSpecs:\n- template: {command: [python, train.py]}\n"
 LIMIT_S = 60.0

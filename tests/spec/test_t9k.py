@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import SpecError, UntrustedFile
-from hydroslurm.spec.priorities import read_priorities
-from hydroslurm.spec.reading import load, loads
+from hydroslurm.jobs.spec.priorities import read_priorities
+from hydroslurm.jobs.spec.reading import load, loads
 
 MANIFEST = Path(__file__).resolve().parent.parent.parent / "examples/t9k-manifest.yaml"
 

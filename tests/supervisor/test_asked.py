@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.events import Event, EventKind, EventLog
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.jobs.supervisor.asked import was_asked_to_stop, why_asked
+from hydroslurm.jobs.supervisor.attempts import Attempt
 from hydroslurm.slurm.stops import StopReason
-from hydroslurm.supervisor.asked import was_asked_to_stop, why_asked
-from hydroslurm.supervisor.ledger import Attempt
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hydroslurm.spec.policies import RunPolicy
-from hydroslurm.supervisor.decision import DEADLINE_EXCEEDED, decide
-from hydroslurm.supervisor.judge import Judgement, Next
+from hydroslurm.jobs.spec.policies import RunPolicy
+from hydroslurm.jobs.supervisor.decision import DEADLINE_EXCEEDED, decide
+from hydroslurm.jobs.supervisor.exit_policy import Judgement, Next
 
 FAILURE = Judgement(Next.RESTART, "worker-1", 3, True, "ReplicaFailed", "worker-1 failed")
 SUCCESS = Judgement(Next.SUCCEED, "worker-0", 0, reason="MasterSucceeded", words="it has ended")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.launch.layout import plan_job
-from hydroslurm.launch.plan import Plan
-from hydroslurm.spec.reading import loads
-from hydroslurm.supervisor.judge import Judgement, Next, judge, restarts, unasked
+from hydroslurm.jobs.launch.layout import plan_job
+from hydroslurm.jobs.launch.plan import Plan
+from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor.exit_policy import Judgement, Next, judge, restarts, unasked
 
 PYTHON = "/usr/bin/python3"
 

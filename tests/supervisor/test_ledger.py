@@ -9,7 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from hydroslurm.supervisor.ledger import Attempts, Ending
+from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 
 
 def test_attempts_are_numbered_over_lives(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         """
         import sys
         from pathlib import Path
-        from hydroslurm.supervisor.ledger import Attempts, Ending
+        from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
         ledger = Attempts(Path(sys.argv[1]))
         print("ready", flush=True)
         while True:

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob
-from hydroslurm.exitcodes import RUN_AGAIN
-from hydroslurm.launch.layout import plan_job
-from hydroslurm.rundir import RunDir
+from hydroslurm.jobs.launch.layout import plan_job
+from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor import supervise
+from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
+from hydroslurm.jobs.supervisor.conditions import read_conditions
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.values import Job, JobState
-from hydroslurm.spec.reading import loads
-from hydroslurm.supervisor import supervise
-from hydroslurm.supervisor.conditions import read_conditions
-from hydroslurm.supervisor.ledger import Attempts, Ending
 
 SRUN = """#!/bin/bash
 # Fake srun, with the words of 22.05.8: the first one starts its task and is killed, the second one

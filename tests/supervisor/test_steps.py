@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm import registry
-from hydroslurm.launch.layout import plan_job
-from hydroslurm.launch.plan import Plan
-from hydroslurm.spec.reading import loads
-from hydroslurm.supervisor.steps import (
+from hydroslurm.core import registry
+from hydroslurm.jobs.launch.layout import plan_job
+from hydroslurm.jobs.launch.plan import Plan
+from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor.steps import (
     Ends,
     RunningStep,
     host_list,

@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN
-from hydroslurm.launch.layout import plan_job
-from hydroslurm.rundir import RunDir
+from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.jobs.launch.layout import plan_job
+from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor.conditions import read_conditions
+from hydroslurm.jobs.supervisor.supervise import Supervisor
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.values import Job, JobState
-from hydroslurm.spec.reading import loads
-from hydroslurm.supervisor.conditions import read_conditions
-from hydroslurm.supervisor.supervise import Supervisor
 
 SRUN = """#!/bin/bash
 # Fake srun: writes down that it was called, and starts no task, as one whose nodes are gone.

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydroslurm
-import hydroslurm.session.run  # loaded before the fork
+import hydroslurm.training.run  # loaded before the fork
 from hydroslurm.data import ResumableSampler
 
 
@@ -75,7 +75,7 @@ class Parts:
         self.model = distributed(model, options.get("model", "ddp"), world)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
         if options.get("settle", True):
-            hydroslurm.settle_buckets(self.model, torch.zeros(2, 6))
+            hydroslurm.warm_up_ddp_buckets(self.model, torch.zeros(2, 6))
         self.diary = Diary(Path(options["directory"]) / f"diary-{rank}")
 
     def step(self, number: int, inputs: torch.Tensor, samples: torch.Tensor) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from processes import Child, wait_until
 
-from hydroslurm.events import Event, EventKind, read_events
-from hydroslurm.rundir import RunDir
-from hydroslurm.session.lives import Ledger, LifeRecord
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.training.lives import Ledger, LifeRecord
 
 PROGRAM = Path(__file__).with_name("crew.py")
 _numbers = itertools.count()

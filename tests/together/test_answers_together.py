@@ -9,12 +9,12 @@ from pathlib import Path
 from processes import wait_until
 from together.lives import Life, Story
 
-from hydroslurm import client
-from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import RUN_AGAIN
-from hydroslurm.rankstate import RankState, latest
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.core.rankstate import RankState, latest
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import read_history
+from hydroslurm.runtime import client
 
 WORLD = 3
 

@@ -23,17 +23,17 @@ from typing import Any
 import pytest
 from processes import wait_until
 
+from hydroslurm.coordination import client as team
+from hydroslurm.coordination.client import CoordinatorClient
+from hydroslurm.coordination.frames import MAC_BYTES, Sealer, Unsealer, pack
+from hydroslurm.coordination.greeting import RankGreeting
+from hydroslurm.coordination.host import start_hub
+from hydroslurm.coordination.messages import check_from_hub
+from hydroslurm.coordination.secret import Secret
+from hydroslurm.coordination.world import World
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import AgreementFailed, HubLost, UsageError
-from hydroslurm.events import EventKind
-from hydroslurm.runtime.gate.protocol import Action, Cause, GateState, GateStatus
-from hydroslurm.runtime.ranks import team
-from hydroslurm.runtime.ranks.frames import MAC_BYTES, Sealer, Unsealer, pack
-from hydroslurm.runtime.ranks.greeting import RankGreeting
-from hydroslurm.runtime.ranks.host import start_hub
-from hydroslurm.runtime.ranks.messages import check_from_hub
-from hydroslurm.runtime.ranks.secret import Secret
-from hydroslurm.runtime.ranks.team import Ranks
-from hydroslurm.runtime.world import World
+from hydroslurm.gate.protocol import Action, Cause, GateState, GateStatus
 
 
 class OpenGate:
@@ -57,11 +57,11 @@ class Team:
 
     def __init__(self) -> None:
         self.life = f"test {uuid.uuid4()}"
-        self.ranks: list[Ranks] = []
+        self.ranks: list[CoordinatorClient] = []
         self.told: list[tuple[int, EventKind]] = []
         self.warned: list[str] = []
 
-    def join(self, world_size: int, *ranks: int) -> list[Ranks]:
+    def join(self, world_size: int, *ranks: int) -> list[CoordinatorClient]:
         """Some ranks of a life of so many come, and are waited for when all are there."""
         new = [self._make(rank, world_size) for rank in ranks or range(world_size)]
         self.ranks += new
@@ -72,8 +72,8 @@ class Team:
                 assert one.wait_for_all(timeout_s=60)
         return new
 
-    def _make(self, rank: int, world_size: int) -> Ranks:
-        return Ranks(
+    def _make(self, rank: int, world_size: int) -> CoordinatorClient:
+        return CoordinatorClient(
             World(rank=rank, world_size=world_size, local_rank=rank, life=self.life),
             OpenGate(),  # type: ignore[arg-type]
             secret=lambda: SECRET,
@@ -208,7 +208,7 @@ def test_a_rank_that_is_gone_is_missed_by_all(crew_of_threads: Team) -> None:
     assert first.gone == {2: True}
 
 
-def cut_off(rank: Ranks, when: Callable[[], bool]) -> None:
+def cut_off(rank: CoordinatorClient, when: Callable[[], bool]) -> None:
     """As if its process had been killed."""
     wait_until(when, "the moment")
     rank._leaving = True
@@ -276,7 +276,7 @@ def test_without_all_ranks_there_is_no_other_hub(crew_of_threads: Team) -> None:
         first.agree("y", 1)
 
 
-def port_of(rank: Ranks) -> int:
+def port_of(rank: CoordinatorClient) -> int:
     """Of the hub that it is connected with."""
     assert rank._link is not None
     return int(rank._link._connection.getpeername()[1])
@@ -299,7 +299,7 @@ def hubs_at(port: int) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            is_hub = b"ranks.hub" in (process / "cmdline").read_bytes()
+            is_hub = b"coordination.coordinator" in (process / "cmdline").read_bytes()
             if is_hub and any(str(fd.readlink()) in sockets for fd in (process / "fd").iterdir()):
                 found.append(int(process.name))
     return found
@@ -518,7 +518,7 @@ def test_a_hub_without_descriptors_waits_and_does_not_spin() -> None:
     processor time stays that of a sleeper."""
     code = """
         import resource, sys
-        from hydroslurm.runtime.ranks import hub
+        from hydroslurm.coordination import coordinator as hub
         hub.GREETING_MOST = 10_000  # so that the descriptors are what runs out
         hub.GREETING_S = 600.0
         hub.make_room = lambda wanted: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
@@ -570,9 +570,9 @@ def test_too_few_descriptors_for_the_ranks_are_said() -> None:
     """A hard limit below the number of ranks: what it is, and where it is raised."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300)); "
-        "from hydroslurm.runtime.world import World; "
-        "from hydroslurm.runtime.ranks.host import start_hub; "
-        "from hydroslurm.runtime.ranks.secret import Secret; "
+        "from hydroslurm.coordination.world import World; "
+        "from hydroslurm.coordination.host import start_hub; "
+        "from hydroslurm.coordination.secret import Secret; "
         "start_hub(World(rank=0, world_size=4096, life='many'), Secret('environment', bytes(32)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -686,9 +686,9 @@ def test_the_hub_ends_when_all_have_left(crew_of_threads: Team) -> None:
 def test_a_hub_that_nobody_joined_ends_after_its_parent() -> None:
     """Rank 0 starts the hub and ends at once, as a short program does: no process stays behind."""
     code = (
-        "import os; from hydroslurm.runtime.world import World; "
-        "from hydroslurm.runtime.ranks.host import start_hub; "
-        "from hydroslurm.runtime.ranks.secret import Secret; "
+        "import os; from hydroslurm.coordination.world import World; "
+        "from hydroslurm.coordination.host import start_hub; "
+        "from hydroslurm.coordination.secret import Secret; "
         f"print(start_hub(World(rank=0, world_size=2, life='{uuid.uuid4()}'), "
         "Secret('environment', bytes(32))))"
     )
@@ -700,7 +700,7 @@ def test_a_hub_that_nobody_joined_ends_after_its_parent() -> None:
 
 def test_the_hub_needs_no_torch() -> None:
     """It starts in a tenth of a second, and takes the memory of a bare Python."""
-    code = "import sys, hydroslurm.runtime.ranks.hub; print([m for m in sys.modules])"
+    code = "import sys, hydroslurm.coordination.coordinator; print([m for m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = json.loads(done.stdout.replace("'", '"'))
     assert not {"torch", "numpy", "submitit"} & set(loaded)

@@ -11,8 +11,8 @@ import pytest
 from processes import wait_until
 from together.lives import Life, Story
 
-from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import RUN_AGAIN
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
 
 WORLD = 3
 LONG = {"epochs": 400, "settle": False}
@@ -178,6 +178,6 @@ def _hub_of(pid: int) -> int:
     """The hub is a child of rank 0."""
     found = " ".join(one.read_text() for one in Path(f"/proc/{pid}/task").glob("*/children"))
     for child in map(int, found.split()):
-        if "ranks.hub" in Path(f"/proc/{child}/cmdline").read_text():
+        if "coordination.coordinator" in Path(f"/proc/{child}/cmdline").read_text():
             return child
     raise AssertionError(f"rank 0, {pid}, has no hub among {found}")

@@ -7,9 +7,9 @@ from processes import Child
 from together.lives import Story
 
 import hydroslurm
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.errors import CheckpointMissing
-from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import RUN_AGAIN
 
 WORLD = 2
 

@@ -9,9 +9,9 @@ import pytest
 from processes import Child, wait_until
 from together.lives import Story
 
-from hydroslurm.events import EventKind
-from hydroslurm.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
-from hydroslurm.fence import Fence
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.core.fence import Fence
 
 WORLD = 3
 

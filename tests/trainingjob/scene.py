@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.rundir import RunDir
-from hydroslurm.supervisor.conditions import Condition, read_conditions, verdict
-from hydroslurm.supervisor.ledger import Attempt, Attempts
+from hydroslurm.jobs.supervisor.attempts import Attempt, Attempts
+from hydroslurm.jobs.supervisor.conditions import Condition, read_conditions, verdict
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from trainingjob.scene import HERE, Scene, lives
 
+from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.events import EventKind, read_events
-from hydroslurm.supervisor.ledger import Ending
-from hydroslurm.supervisor.supervise import PEERS_S
+from hydroslurm.jobs.supervisor.attempts import Ending
+from hydroslurm.jobs.supervisor.supervise import PEERS_S
 
 ENDINGS: list[int | str] = [1, 130, 137, 138, 140, 143, "kill SIGKILL", "kill SIGTERM"]
 """Statuses of a master, and the signals that end it."""
@@ -164,7 +164,7 @@ name: saved
 replicaSpecs: [{{template: {{command: [python, slowly.py]}}}}]
 scheduler: {{options: {{{where}}}}}
 runPolicy: {{backoffLimit: 0}}
-preemption: {{checkpointDirectory: kept here, saveEverySeconds: 1, livesWithoutProgress: 7}}
+preemption: {{checkpointDirectory: kept here, saveEverySeconds: 1, attemptsWithoutProgress: 7}}
 """
     )
     scene = Scene(cluster, folder).submit_file(file)

@@ -7,7 +7,7 @@ import re
 import pytest
 from trainingjob.scene import Scene
 
-from hydroslurm.events import EventKind, read_events
+from hydroslurm.core.events import EventKind, read_events
 
 pytestmark = pytest.mark.slurm
 

@@ -8,7 +8,7 @@ import pytest
 from trainingjob.scene import Scene
 from trainingjob.stage import ENDINGS, PREEMPTIONS
 
-from hydroslurm.supervisor.ledger import Ending
+from hydroslurm.jobs.supervisor.attempts import Ending
 
 pytestmark = pytest.mark.slurm
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from trainingjob.scene import HERE, Scene
 
-from hydroslurm.events import EventKind, read_events
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.jobs.supervisor.attempts import Ending
 from hydroslurm.report.history import read_history
-from hydroslurm.supervisor.ledger import Ending
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

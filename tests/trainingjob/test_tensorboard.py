@@ -15,10 +15,10 @@ import pytest
 from processes import child, wait_until
 from trainingjob.scene import Scene, lives
 
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.rundir import RunDir
-from hydroslurm.spec.tensorboard import TensorBoard
-from hydroslurm.supervisor.tensorboard import Address, read_address, tensorboard
+from hydroslurm.jobs.spec.tensorboard import TensorBoard
+from hydroslurm.jobs.supervisor.tensorboard import Address, read_address, tensorboard
 
 WRITER = """
 import os, pathlib, time
@@ -126,9 +126,9 @@ def test_it_ends_with_a_killed_parent(tmp_path: Path) -> None:
     """Whatever kills the process that started it, also before it answers."""
     code = """
     import os, pathlib, signal, sys
-    from hydroslurm.rundir import RunDir
-    from hydroslurm.spec.tensorboard import TensorBoard
-    from hydroslurm.supervisor.tensorboard import tensorboard
+    from hydroslurm.core.rundir import RunDir
+    from hydroslurm.jobs.spec.tensorboard import TensorBoard
+    from hydroslurm.jobs.supervisor.tensorboard import tensorboard
     with tensorboard(TensorBoard(), RunDir(pathlib.Path(sys.argv[1])).create(), say=print):
         print("child", pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text())
         signal.pause()

@@ -20,9 +20,9 @@ from processes import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from watch.conftest import Terminal
 
+from hydroslurm.core.heartbeat import read_pulse
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.pulse import read_pulse
-from hydroslurm.rundir import RunDir
 
 pytestmark = pytest.mark.slurm
 

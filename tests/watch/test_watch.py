@@ -14,21 +14,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.cells import cell_len
 
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.heartbeat import PULSE_ENV, Heartbeat, PulseWriter, interval_s, read_pulse
+from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.errors import ControllerUnreachable
-from hydroslurm.events import Event, EventKind
-from hydroslurm.pulse import PULSE_ENV, Pulse, PulseWriter, interval_s, read_pulse
-from hydroslurm.rundir import RunDir, comment_for
+from hydroslurm.observe.folder import FollowedRun, RunFacts
+from hydroslurm.observe.metrics import JobCollector
+from hydroslurm.observe.rankfile import MOST_BYTES, TAIL_BYTES, RankFile
+from hydroslurm.observe.row import in_order, row_of
+from hydroslurm.observe.screen import screen
+from hydroslurm.observe.table import COLUMNS, FIELDS, duration, for_programs, layout, lost
+from hydroslurm.observe.watcher import View, Watcher
+from hydroslurm.observe.work_at_risk import loss_now
 from hydroslurm.slurm.policy import SitePolicy
 from hydroslurm.slurm.preemption import PreemptAction
 from hydroslurm.slurm.values import Job, JobState
-from hydroslurm.watch.folder import FollowedRun, RunFacts
-from hydroslurm.watch.loss import loss_now
-from hydroslurm.watch.metrics import JobCollector
-from hydroslurm.watch.rankfile import MOST_BYTES, TAIL_BYTES, RankFile
-from hydroslurm.watch.row import in_order, row_of
-from hydroslurm.watch.screen import screen
-from hydroslurm.watch.table import COLUMNS, FIELDS, duration, for_programs, layout, lost
-from hydroslurm.watch.watcher import View, Watcher
 
 NOW_S = 1_800_000_000.0
 HOSTILE = "\x1b[31mred\x07\t\n\r\u202e\u0301日本語" * 3
@@ -44,7 +44,7 @@ def event(kind: EventKind, *, at_s: float = 0.0, **values: Any) -> Event:
 
 
 def began(step: int = 0, *, at_s: float = -100.0, **values: Any) -> Event:
-    return replace(event(EventKind.LIFE_BEGAN, at_s=at_s, **values), data={"step": step})
+    return replace(event(EventKind.ATTEMPT_BEGAN, at_s=at_s, **values), data={"step": step})
 
 
 def committed(saved: int, *, at_s: float, **values: Any) -> Event:
@@ -147,7 +147,7 @@ def test_what_is_no_event_file_harms_nothing(tmp_path: Path) -> None:
 
 
 def test_facts_older_than_what_is_read(tmp_path: Path) -> None:
-    """Where the end of a huge file tells neither the life nor a checkpoint, lives.jsonl and the
+    """Where the end of a huge file tells neither the life nor a checkpoint, attempts.jsonl and the
     folder of the checkpoints do."""
     run = RunDir(tmp_path)
     write(run.rank_events(0), began(30), *[event(EventKind.CAUSES_CHANGED, causes=[])] * 3000)
@@ -173,7 +173,7 @@ def test_the_newest_step_counts(tmp_path: Path) -> None:
 
     def told(at_s: float, restart_count: int = 0) -> tuple[int | None, float | None]:
         epoch_ns = int((NOW_S + at_s) * 1e9)
-        pulse = Pulse(30, epoch_ns, epoch_ns, 5.0, 10.0, restart_count, 1)
+        pulse = Heartbeat(30, epoch_ns, epoch_ns, 5.0, 10.0, restart_count, 1)
         run.pulse_json.write_text(json.dumps(vars(pulse)))
         os.utime(run.pulse_json, (epoch_ns / 1e9, epoch_ns / 1e9))
         followed.read(budget_bytes=MOST_BYTES)

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.core.files import clean
 from hydroslurm.errors import ProfileError
-from hydroslurm.files import clean
 
 TID_BITS = 24
 """globalTid = ... pid << 24 | tid; globalPid the same with a tid of 0."""

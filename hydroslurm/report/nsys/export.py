@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hydroslurm.core.files import is_trusted
 from hydroslurm.errors import NsysMissing, ProfileError
-from hydroslurm.files import is_trusted
 
 EXPORT_TIMEOUT_S = 1800
 """Minutes are usual for a report of gigabytes."""

@@ -1,8 +1,8 @@
 """A pause and a stop as an nsys report tells them, in the job's own clock.
 
 Every moment is CLOCK_MONOTONIC of the profiled host, in nanoseconds: the clock of the event log
-(:mod:`hydroslurm.events`). So a pause here and one of the log are the same one when their ``pid``
-and ``requested_mono_ns`` are equal, which they are to the nanosecond: the mark carries the
+(:mod:`hydroslurm.core.events`). So a pause here and one of the log are the same one when their
+``pid`` and ``requested_mono_ns`` are equal, which they are to the nanosecond: the mark carries the
 handler's own stamp. What nsys timed itself is known to ``error_ns``.
 """
 

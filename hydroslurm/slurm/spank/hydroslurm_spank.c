@@ -10,7 +10,7 @@
  *   srun, sbatch, salloc   check the value; set the variable in their own environment, which they
  *                          hand to the job. So the sruns inside a batch script inherit it. srun also
  *                          sets HYDROSLURM_STEP_KEY, random and anew for each job step, by which its
- *                          ranks know each other (hydroslurm/runtime/ranks/secret.py); without it,
+ *                          ranks know each other (hydroslurm/coordination/secret.py); without it,
  *                          as with --export=NONE, they ask MUNGE.
  *   slurmstepd             set it in each task, the batch script included, for those who submit with
  *                          --export=NONE: that environment is not handed on, the option is. In the

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from hydroslurm.runtime.ranks.book import Book
+from hydroslurm.coordination.state import CoordinatorState
 
 Letters = tuple[tuple[int, tuple[Any, ...]], ...]
 Event = tuple[Any, ...]
@@ -28,19 +28,19 @@ class Books:
 
     def __init__(
         self,
-        make: Callable[[], Book],
+        make: Callable[[], CoordinatorState],
         *,
         write: Callable[[tuple[Any, ...]], dict[str, Any]],
         read: Callable[[dict[str, Any]], tuple[Any, ...] | None],
-        tidy: Callable[[Book], None] = lambda _: None,
+        tidy: Callable[[CoordinatorState], None] = lambda _: None,
     ) -> None:
         self._write, self._read, self._tidy = write, read, tidy
-        self._books: list[Book] = []
+        self._books: list[CoordinatorState] = []
         self._numbers: dict[Any, int] = {}
         self._known: dict[tuple[int, Event], tuple[int, Letters]] = {}
         self.new = self._keep(make())
 
-    def __getitem__(self, number: int) -> Book:
+    def __getitem__(self, number: int) -> CoordinatorState:
         return self._books[number]
 
     def after(self, number: int, event: Event) -> tuple[int, Letters]:
@@ -72,7 +72,7 @@ class Books:
         read = ((to, self._read(letter)) for to, letter in letters)
         return self._keep(book), tuple((to, letter) for to, letter in read if letter is not None)
 
-    def _keep(self, book: Book) -> int:
+    def _keep(self, book: CoordinatorState) -> int:
         self._tidy(book)
         number = self._numbers.setdefault(_frozen(book), len(self._books))
         if number == len(self._books):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hydroslurm.coordination.stop_barrier import Meetings, StopBarrier
 from hydroslurm.errors import AgreementFailed
-from hydroslurm.runtime.ranks.meeting import Meeting, Meetings
 
 RANKS = 3
 LIVING = ("training", "in collective", "arriving", "raising", "waiting", "saving")
@@ -96,10 +96,10 @@ class RealMeetings:
 _CHANGES = ("call", "meet_at", "fail")
 
 
-def _meeting(row: tuple[Any, ...]) -> Meeting:
+def _meeting(row: tuple[Any, ...]) -> StopBarrier:
     number, kind, promise, place, failed, off = row
     failure = AgreementFailed("gone", missing=(0,)) if failed else None
-    return Meeting(number, kind, 0, promise, place=place, failure=failure, off=off)
+    return StopBarrier(number, kind, 0, promise, place=place, failure=failure, off=off)
 
 
 def _rows(meetings: Meetings) -> Called:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hydroslurm.runtime.ranks.book import Book
+from hydroslurm.coordination.state import CoordinatorState
 
 Message = tuple[Any, ...]
 
@@ -58,7 +58,7 @@ def send(state: State, number: int, *message: Any) -> State:
     return put(state, number, rank._replace(up=(*rank.up, message)))
 
 
-def tidy(book: Book) -> None:
+def tidy(book: CoordinatorState) -> None:
     """Take out the number of the round, and how many of them brought nothing new.
 
     A round begins when all have reported in the one before, so that no rank is ever in another; and

@@ -12,8 +12,8 @@ from runtime.model.parked import State, read, tidy, write
 from runtime.model.parking import Parking
 from runtime.model.stories import FOUR, GROUPS, Groups, programs_of, stories
 
-from hydroslurm.runtime.ranks.book import Book
-from hydroslurm.runtime.ranks.pausing import Pausing
+from hydroslurm.coordination.pause_state import Pausing
+from hydroslurm.coordination.state import CoordinatorState
 
 TWO = {"w": (0, 1)}
 
@@ -23,7 +23,7 @@ def look(
     *,
     ranks: int = 3,
     groups: Groups = GROUPS,
-    make: Callable[[int], Book] = Book,
+    make: Callable[[int], CoordinatorState] = CoordinatorState,
     **bounds: Any,
 ) -> tuple[Counterexample | None, list[State]]:
     """What can go wrong in these collectives, and the ends."""
@@ -127,9 +127,9 @@ class ParksAtOnce(Pausing):
         return self._tell(present, in_flight=0, behind=0) if self._counts else []
 
 
-def book_with(pausing: type[Pausing]) -> Callable[[int], Book]:
-    def make(ranks: int) -> Book:
-        book = Book(ranks)
+def book_with(pausing: type[Pausing]) -> Callable[[int], CoordinatorState]:
+    def make(ranks: int) -> CoordinatorState:
+        book = CoordinatorState(ranks)
         book._pausing = pausing()
         return book
 

@@ -12,8 +12,8 @@ from runtime.model.members import Habits, Rank
 from runtime.model.stopped import State, read, write
 from runtime.model.stopping import Stopping
 
-from hydroslurm.runtime.ranks.book import Book
-from hydroslurm.runtime.ranks.meeting import Meetings
+from hydroslurm.coordination.state import CoordinatorState
+from hydroslurm.coordination.stop_barrier import Meetings
 
 HERE, LATE = True, False
 TWO = (HERE, HERE)
@@ -23,7 +23,10 @@ BY_ACCESS = {"by_access": True, "joined": TWO}
 
 
 def look(
-    *, make: Callable[[int], Book] = Book, joined: tuple[bool, ...] = (HERE,) * 3, **bounds: Any
+    *,
+    make: Callable[[int], CoordinatorState] = CoordinatorState,
+    joined: tuple[bool, ...] = (HERE,) * 3,
+    **bounds: Any,
 ) -> tuple[Counterexample | None, list[State]]:
     """What can go wrong, and the ends."""
     books = Books(lambda: make(len(joined)), write=write, read=read)
@@ -123,7 +126,7 @@ class PromisesThisPlace(Meetings):
         return self.place
 
 
-class MeetsAtTheSmallest(Book):
+class MeetsAtTheSmallest(CoordinatorState):
     """Takes the smallest promise for the common place."""
 
     def _judge(self, number: int) -> Any:
@@ -133,7 +136,7 @@ class MeetsAtTheSmallest(Book):
         return super()._judge(number)
 
 
-class DecidesByRankZero(Book):
+class DecidesByRankZero(CoordinatorState):
     """Takes the promise of rank 0 for everybody's."""
 
     def _judge(self, number: int) -> Any:
@@ -143,7 +146,7 @@ class DecidesByRankZero(Book):
         return super()._judge(number)
 
 
-class ForgetsTheDead(Book):
+class ForgetsTheDead(CoordinatorState):
     """Waits for the promise of a rank that is gone."""
 
     def gone(self, rank: int, *, died: bool = True) -> Any:
@@ -153,7 +156,7 @@ class ForgetsTheDead(Book):
         return letters
 
 
-class CallsTheAbsent(Book):
+class CallsTheAbsent(CoordinatorState):
     """Does not wait with a call until everybody has joined."""
 
     def join(self, rank: int, who: Any) -> Any:

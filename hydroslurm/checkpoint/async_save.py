@@ -1,0 +1,203 @@
+"""Saves under way, each in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+
+from hydroslurm.checkpoint.deadline import InFlight, remaining_s
+from hydroslurm.errors import AgreementFailed
+
+_under_way: weakref.WeakSet[AsyncSave] = weakref.WeakSet()
+
+
+class AsyncSave:
+    """Runs one save beside the training, and keeps how it ended.
+
+    An interpreter that shuts down waits for it, so that a process which simply ends has its last
+    save committed. The thread lives as long as the save: none is left idle in a process that forks.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[threading.Event], None],
+        *,
+        step: int,
+        state: int,
+        expected_s: float,
+        exempt: Callable[[], AbstractContextManager[None]],
+        after: Callable[[], None],
+    ) -> None:
+        """Begin at once.
+
+        Args:
+            work: does the save; is given the event that asks it to end early.
+            step: whose state it writes. state: the number of that state (``Order.state``).
+            expected_s: how long it should take.
+            exempt: makes the context in which no pause holds the thread.
+            after: tidies up once the save has succeeded. Nobody waits for it but :meth:`join` and
+                the shutdown of Python: removing an old checkpoint of some GB takes longer than
+                a stop may have.
+        """
+        self.step = step
+        self.state = state
+        self.failure: BaseException | None = None
+        self._exempt = exempt
+        self._after = after
+        self._ended = threading.Event()
+        self._expected_s = expected_s
+        self._begin_s = time.monotonic()
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name=f"hydroslurm-save-{step}", daemon=False
+        )
+        _wait_before_shutdown()
+        _under_way.add(self)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended, after waiting so long at the most."""
+        return self._ended.wait(_bounded(timeout_s))
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended and tidied up, after waiting so long at the most."""
+        self._thread.join(_bounded(timeout_s))
+        return not self._thread.is_alive()
+
+    def see_through(self) -> None:
+        """Wait until it has ended and tidied up. If a signal handler raises meanwhile, it is given
+        up and waited for: before that the state that it writes is not the caller's own."""
+        try:
+            self.join()
+        except BaseException:
+            self.give_up()
+            self.join()
+            raise
+
+    @property
+    def given_up(self) -> bool:
+        return self._given_up.is_set()
+
+    def give_up(self) -> None:
+        """Ask it to end early; a write or fsync that the kernel is busy with is not interrupted."""
+        self._given_up.set()
+
+    def status(self, state: int) -> InFlight:
+        """Its step, what it still needs, and whether it writes the state of this number."""
+        elapsed_s = time.monotonic() - self._begin_s
+        rest_s = remaining_s(expected_s=self._expected_s, elapsed_s=elapsed_s)
+        return InFlight(self.step, rest_s, is_this=self.state == state)
+
+    def _run(self, work: Callable[[threading.Event], None]) -> None:
+        try:
+            with self._exempt():
+                work(self._given_up)
+                self._ended.set()
+                self._after()
+        except BaseException as error:  # kept for the training thread, which reports it
+            self.failure = error
+        finally:
+            self._ended.set()
+
+
+class Flights:
+    """The saves of one rank that are under way, and those that ended and were not reported yet.
+
+    For one thread. More than one is under way only around a stop.
+    """
+
+    def __init__(
+        self,
+        *,
+        exempt: Callable[[], AbstractContextManager[None]],
+        after: Callable[[], None],
+    ) -> None:
+        """Both are for every :class:`AsyncSave`."""
+        self._exempt = exempt
+        self._after = after
+        self._all: list[AsyncSave] = []
+
+    def launch(
+        self, work: Callable[[threading.Event], None], *, step: int, state: int, expected_s: float
+    ) -> AsyncSave:
+        """Begin a save (see :class:`AsyncSave`)."""
+        self._all = [one for one in self._all if not one.join(0) or one.failure is not None]
+        flight = AsyncSave(
+            work,
+            step=step,
+            state=state,
+            expected_s=expected_s,
+            exempt=self._exempt,
+            after=self._after,
+        )
+        self._all.append(flight)
+        return flight
+
+    def current(self) -> AsyncSave | None:
+        """The youngest one that is under way."""
+        return next((flight for flight in reversed(self._all) if flight.running), None)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether all have ended and tidied up, after waiting so long at the most."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        ended = [
+            flight.join(None if end_s is None else end_s - time.monotonic()) for flight in self._all
+        ]
+        return all(ended)
+
+    def give_up(self) -> None:
+        """Ask all of them to end early, those of which nobody has heard yet how they ended too."""
+        for flight in self._all:
+            flight.give_up()
+
+    def forget(self, flight: AsyncSave) -> None:
+        """Its failure is reported by other means."""
+        self._all.remove(flight)
+
+    def failures(self) -> list[BaseException]:
+        """Of those that ended; each is given once. One that was given up may have failed because
+        another rank was quicker to give it up: that is none."""
+        ended = [flight for flight in self._all if flight.join(0)]
+        self._all = [flight for flight in self._all if flight not in ended]
+        return [
+            flight.failure
+            for flight in ended
+            if flight.failure is not None
+            and not (flight.given_up and isinstance(flight.failure.__cause__, AgreementFailed))
+        ]
+
+
+def _bounded(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
+
+
+def _wait_before_shutdown() -> None:
+    """Have :func:`_wait_for_all` called when the interpreter begins to shut down.
+
+    That the threads are no daemons is not enough: Python closes all executors before it waits for
+    threads, and a save that needs one would fail then. What concurrent.futures uses itself is
+    called last registered first, and has no public name; without it such a save is lost, which is a
+    failed save like any other.
+    """
+    global _registered
+    register = getattr(threading, "_register_atexit", None)
+    if _registered or register is None:
+        return
+    with suppress(RuntimeError):  # it is shutting down already
+        register(_wait_for_all)
+        _registered = True
+
+
+def _wait_for_all() -> None:
+    for flight in tuple(_under_way):
+        flight.join()
+
+
+_registered = False

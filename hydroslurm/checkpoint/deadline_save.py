@@ -1,0 +1,175 @@
+"""One save before a deadline: carries out what ``deadline`` chose."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from hydroslurm.checkpoint.accord import Call
+from hydroslurm.checkpoint.async_save import AsyncSave, Flights
+from hydroslurm.checkpoint.deadline import Action, Before, Choice, Situation, choose
+from hydroslurm.checkpoint.outcome import Saved
+from hydroslurm.checkpoint.store import Checkpoint, State
+from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
+from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.errors import SaveFailed
+
+GIVEN_UP_S = 1.0
+"""How long a save that was given up is waited for before the next one begins beside it, at most.
+It ends between two writes; a disk that hangs, or a long fsync, keeps it."""
+
+
+class DeadlineSave:
+    """The save of one stop.
+
+    The calling thread does the waiting and the copying, and lets a background thread write: it has
+    to come back at the deadline also from a disk that hangs, while the attempt goes on. A save that
+    is killed later costs nothing, because a checkpoint is committed as a whole or not at all.
+    """
+
+    def __init__(
+        self,
+        committer: TieredWriter,
+        flights: Flights,
+        *,
+        stage: Callable[[State | WritePlan, SaveRequest], State | WritePlan],
+        call: Call,
+        order: SaveRequest,
+        deadline_mono_s: float,
+    ) -> None:
+        """
+        Args:
+            stage: copies a state into memory that no save under way is reading; without memory
+                for that it gives the state itself, which is not to be changed then as long as the
+                save is under way.
+            call: asks the other ranks, if there are any.
+        """
+        self._committer = committer
+        self._flights = flights
+        self._stage = stage
+        self._call = call
+        self._order = order
+        self._deadline_s = deadline_mono_s
+        self._begin_s = time.monotonic()
+        self._stall_s = 0.0
+
+    def choose(self) -> Choice:
+        """What to do, by what is known now; with several ranks, to all of them.
+
+        Raises:
+            SaveFailed: the ranks could not agree. UnsavableState: one cannot save its state.
+        """
+        flight = self._flights.current()
+        estimate = self._committer.estimate(self._order.state_bytes)
+        here = Situation(
+            step=self._order.step,
+            left_s=self._left_s(),
+            durable_s=estimate.durable.seconds,
+            fast_s=None if estimate.fast is None else estimate.fast.seconds,
+            in_flight=None if flight is None else flight.status(self._order.state),
+            committed_step=self._committer.durable_step(),
+            is_committed=self._is_durable(),
+        )
+        return choose(self._call.situation(here) or here)
+
+    def failed(self, failure: SaveFailed) -> Saved:
+        """What it has come to when the ranks could not agree on what to do."""
+        self._flights.wait(self._left_s())
+        return self._saved(None, None, failure=failure)
+
+    def carry_out(self, choice: Choice, state: State | WritePlan) -> Saved:
+        """Do it, until the deadline."""
+        if choice.action is Action.NOTHING:
+            return self._saved(choice, None)
+        source = self._committer.to_fast(state, self._order) if choice.fast_first else None
+        before = self._make_way(choice)
+        done = self._is_durable() or (before is not None and before.state == self._order.state)
+        try:
+            if self._call.all_done(done, left_s=self._left_s()):
+                return self._saved(choice, before)
+        except SaveFailed as error:
+            return self._saved(choice, before, failure=error)
+        last = self._launch(state, source, before)
+        last.wait(self._left_s())
+        return self._saved(choice, last)
+
+    def _make_way(self, choice: Choice) -> AsyncSave | None:
+        """Wait for the save in flight, or give it up; it, when the next save has to wait for it."""
+        flight = self._flights.current()
+        if choice.before is Before.ABANDON:
+            self._flights.give_up()
+        if flight is None or choice.before is Before.NONE:
+            return None
+        if choice.before is Before.WAIT and flight.wait(choice.patience_s):
+            return None
+        if choice.before is Before.WAIT and not choice.give_up:
+            return flight
+        flight.give_up()
+        flight.wait(min(GIVEN_UP_S, self._left_s() / 10))
+        return None
+
+    def _launch(
+        self, state: State | WritePlan, source: Checkpoint | None, before: AsyncSave | None
+    ) -> AsyncSave:
+        """Write durably, after the save in flight where that is not given up."""
+        if source is None:
+            begin_s = time.monotonic()
+            state = self._stage(state, self._order)
+            self._stall_s = time.monotonic() - begin_s
+
+        def work(cancel: threading.Event) -> None:
+            if before is not None:
+                before.wait()
+            if source is None:
+                self._committer.to_durable(state, self._order, cancel=cancel)
+            elif not self._committer.adopt(source, self._order, cancel=cancel):
+                raise SaveFailed(f"step {self._order.step} is on the fast tier only")
+
+        estimate = self._committer.estimate(self._order.state_bytes)
+        return self._flights.launch(
+            work,
+            step=self._order.step,
+            state=self._order.state,
+            expected_s=estimate.durable.seconds,
+        )
+
+    def _saved(
+        self, choice: Choice | None, last: AsyncSave | None, *, failure: BaseException | None = None
+    ) -> Saved:
+        """What it has come to; a failure of the last save is told here and not by ``poll``."""
+        if last is not None and not last.running and last.failure is not None:
+            failure = failure or last.failure
+            self._flights.forget(last)
+        writing = last is not None and last.running
+        standing = self._committer.standing(self._order)
+        came = _what_came(standing.tier, self._order.step, failure)
+        if standing.tier is None and standing.steps_at_risk == 0 and standing.checkpoint:
+            came += f"; what is kept is an earlier save of this step ({standing.checkpoint.path})"
+        return Saved(
+            step=self._order.step,
+            tier=standing.tier,
+            checkpoint=standing.checkpoint,
+            steps_at_risk=standing.steps_at_risk,
+            reason=came if choice is None else f"{came}; {choice.reason}",
+            choice=None if choice is None else choice.action,
+            stall_s=self._stall_s,
+            took_s=time.monotonic() - self._begin_s,
+            still_writing=writing,
+        )
+
+    def _is_durable(self) -> bool:
+        return self._committer.is_durable(self._order.state)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline_s - time.monotonic())
+
+
+def _what_came(tier: Tier | None, step: int, failure: BaseException | None) -> str:
+    if tier is Tier.DURABLE:
+        return f"step {step} is committed"
+    why = "the save is still under way" if failure is None else f"the save failed ({failure})"
+    if tier is Tier.FAST:
+        return f"step {step} is committed on the fast tier, which {tier.promise}; beyond it, {why}"
+    return f"step {step} is not committed: {why}"

@@ -1,0 +1,167 @@
+"""Who writes what of a state that several ranks save together. Pure: nothing is communicated.
+
+    a tensor of ``own``               its rank
+    a plain tensor of ``shared``      one rank: large ones are divided by size, others rank 0
+    a DTensor of ``shared``           every rank its shard; of replicas the first one
+
+Every rank computes this for itself from keys, shapes and types, which are the same everywhere;
+``layout`` is what the ranks compare to be sure of that.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+from hydroslurm.checkpoint.contents import State, split_state
+from hydroslurm.checkpoint.reshard import is_dtensor
+from hydroslurm.checkpoint.skeleton import JsonValue
+from hydroslurm.errors import UnsavableState
+
+LEAST_DIVIDED_BYTES = 64 * 1024
+"""A plain tensor of this size or more is taken to be a replica, bit for bit the same on all ranks,
+as DDP keeps parameters and optimizers. Smaller ones are rank 0's: DDP's BatchNorm statistics differ
+between the ranks, and rank 0's are the ones that torch.save would have kept."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a tensor: a box inside the whole.
+
+    Attributes:
+        key: of the whole tensor. shape: of the whole tensor.
+        offsets: where the box begins.
+        tensor: the values of the box; the caller's own memory, not a copy.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What one rank has to write of a state.
+
+    Attributes:
+        shared: the state that ranks have in common, without tensors; only rank 0 writes it.
+        own: this rank's own, without tensors.
+        pieces: the tensors, or parts of them, that are this rank's to write.
+        state_bytes: of the whole state of all ranks, where the others' own is as large as this
+            rank's.
+        layout: equal on all ranks when they divide the same tensors.
+    """
+
+    rank: int
+    world_size: int
+    shared: dict[str, JsonValue]
+    own: dict[str, JsonValue]
+    pieces: tuple[Shard, ...]
+    state_bytes: int
+    layout: str
+
+
+def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
+    """What is this rank's to write.
+
+    Raises:
+        UnsavableState: the state holds what cannot be saved.
+        UsageError: a name that is not one.
+    """
+    parts = split_state(state, rank=rank)
+    shared = {key: one for key, one in parts.tensors.items() if key.startswith("shared/")}
+    own = {key: one for key, one in parts.tensors.items() if key not in shared}
+    writers = owners(
+        {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}, world_size
+    )
+    pieces = []
+    for key, one in parts.tensors.items():
+        piece = _piece(key, one, mine=key in own or writers.get(key) == rank)
+        if piece is not None:
+            pieces.append(piece)
+    return WritePlan(
+        rank=rank,
+        world_size=world_size,
+        shared=parts.shared,
+        own=parts.own,
+        pieces=tuple(pieces),
+        state_bytes=_bytes(shared) + world_size * _bytes(own),
+        layout=_layout(shared),
+    )
+
+
+def held_by(state: State | WritePlan, *, rank: int, world_size: int) -> WritePlan:
+    """What is this rank's to write, of a state or of what was divided before."""
+    if isinstance(state, WritePlan):
+        return state
+    return divide(state, rank=rank, world_size=world_size)
+
+
+def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Key -> the rank that writes this plain tensor. The largest first, each to the rank that has
+    least so far."""
+    small = [key for key, size_bytes in sizes_bytes.items() if size_bytes < LEAST_DIVIDED_BYTES]
+    found = dict.fromkeys(small, 0)
+    load_bytes = [sum(sizes_bytes[key] for key in small)] + [0] * (world_size - 1)
+    large = [key for key in sizes_bytes if key not in found]
+    for key in sorted(large, key=lambda key: (-sizes_bytes[key], key)):
+        rank = min(range(world_size), key=lambda one: (load_bytes[one], one))
+        found[key] = rank
+        load_bytes[rank] += sizes_bytes[key]
+    return found
+
+
+def _piece(key: str, tensor: torch.Tensor, *, mine: bool) -> Shard | None:
+    """The part that this rank writes, None for none."""
+    if not is_dtensor(tensor):
+        whole = (0,) * tensor.dim()
+        return Shard(key, tuple(tensor.shape), whole, tensor) if mine else None
+    if not key.startswith("shared/"):
+        raise UnsavableState(
+            f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "
+            "the state that they have in common: register the object that holds it"
+        )
+    return _shard(key, tensor)
+
+
+def _shard(key: str, tensor: Any) -> Shard | None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsavableState(
+            f"{key} is a DTensor with the placements {tensor.placements}: its values are sums that "
+            "nobody has computed yet. Call redistribute() or full_tensor() before it is saved"
+        )
+    place = tensor.device_mesh.get_coordinate()
+    if place is None:
+        return None
+    replicas = [
+        where
+        for where, placement in zip(place, tensor.placements, strict=True)
+        if placement.is_replicate() or tensor.numel() == 0
+    ]
+    local = tensor.to_local().detach()
+    if any(replicas) or (local.numel() == 0 and tensor.numel() != 0):
+        return None
+    (item,) = _create_write_items(key, tensor)
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    if tensor.numel() == 0:  # its shards are all alike: one stands for the whole
+        return Shard(key, tuple(tensor.shape), (0,) * tensor.dim(), local.new_empty(tensor.shape))
+    assert tuple(chunk.sizes) == tuple(local.shape), f"{key}: {chunk.sizes}, {local.shape}"
+    return Shard(key, tuple(tensor.shape), tuple(chunk.offsets), local)
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> str:
+    lines = sorted(
+        f"{key} {tuple(one.shape)} {one.dtype} {is_dtensor(one)}" for key, one in tensors.items()
+    )
+    return f"{len(lines)} tensors, {zlib.crc32(chr(10).join(lines).encode()):08x}"

@@ -1,0 +1,272 @@
+"""``Job``: a training written down as groups of functions, for a JobRunner to carry out.
+
+    with hydroslurm.Job("digits") as job:
+
+        @job.build
+        def objects(job):                       # in every life
+            model = make_model()
+            job.save("model", model)
+            job.save("optimizer", torch.optim.AdamW(model.parameters()))
+            job.loader = make_loader()
+
+        @job.epoch
+        def train(job):                         # until a stop signal says that it is enough
+            for images, labels in job.run.epoch_batches():
+                ...
+
+        job.add_stop_signal(hydroslurm.epoch_limiter(10))
+
+After Caffe2's class of the same name, with one group more. There the state is blobs, which come out
+of the checkpoint by themselves, so that ``init`` can make them and be skipped on a resume. Here an
+object has to exist before its state can be loaded into it: ``build`` makes the objects, always, and
+``init`` is what has to be done only once. Caffe2's own spelling works as well:
+
+    with Job() as job:                          # tasks made here belong to the epoch group
+        model = job.save("model", make_model())
+        with Job.current().init_group:
+            Task(step=pretrain)
+        Task(step=train)
+        epoch_limiter(10)                       # adds itself
+    job.compile(LocalSession)
+    JobRunner(job, CheckpointManager("runs/a"))(LocalSession())
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from hydroslurm.compat.groups import Groups
+from hydroslurm.compat.parts import Group
+from hydroslurm.compat.tasks import TaskGroup
+from hydroslurm.errors import UsageError
+
+if TYPE_CHECKING:
+    from hydroslurm.compat.jobrun import JobRun
+
+
+class Job(Groups):
+    """Groups of functions, each called in the order in which it was registered.
+
+    =========  ====================================================================================
+    download   in every life, first, on rank 0: fetches data. Finds by itself what is there already
+    build      in every life: makes the objects, names those to be saved, sets the loader
+    init       once per run, after ``build``: pretrained weights, a first evaluation. A life that
+               is cut within it leaves nothing behind, and the next one runs it from its beginning
+    epoch      again and again, until a stop signal is true after an epoch
+    exit       after the last epoch. Cut, it runs again from its beginning in the next life; done,
+               never again
+    =========  ====================================================================================
+
+    A function takes the job, or nothing. A job is registered in and run by one thread; it can be
+    pickled as long as it does not run, with the functions that the pickler can.
+
+    Functions that are to run in another process use the job that they are given: one that their
+    module holds as a global may be another object there.
+    """
+
+    def __init__(
+        self,
+        name: str | TaskGroup | None = "job",
+        epoch_group: TaskGroup | None = None,
+        exit_group: TaskGroup | None = None,
+        stop_signals: Iterable[Any] | None = None,
+        nodes_to_checkpoint: Iterable[str] | None = None,
+        *,
+        init_group: TaskGroup | None = None,
+    ) -> None:
+        """The groups: made elsewhere, else empty ones. ``name`` may be the ``init_group``, which is
+        Caffe2's first argument. ``nodes_to_checkpoint``: for :meth:`nodes_to_checkpoint`."""
+        if isinstance(name, TaskGroup):
+            init_group = name
+        self.name = name if isinstance(name, str) else "job"
+        super().__init__(init_group, epoch_group, exit_group, nodes_to_checkpoint)
+        self._saved: dict[str, Any] = {}
+        self._loader: Any = None
+        self._run: JobRun | None = None
+        self._sealed = False
+        self._take(stop_signals or ())
+
+    # --- registering
+    # --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def current(cls) -> Job:
+        """The job of the innermost ``with`` of this thread; while one runs, that one.
+
+        Raises:
+            UsageError: there is none.
+        """
+        job = innermost_job()
+        if job is None:
+            raise UsageError("there is no current job here; use this inside `with Job() as job:`")
+        return job
+
+    def __enter__(self) -> Job:
+        """Within it this is the current job, and tasks belong to its epoch group."""
+        _stack().append(self)
+        self.epoch_group.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.epoch_group.__exit__()
+        _stack().pop()
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Within it this is the current job; tasks that are made belong to no group of it."""
+        _stack().append(self)
+        try:
+            yield
+        finally:
+            _stack().pop()
+
+    def save(self, name: str, thing: Any) -> Any:
+        """Have an object saved under this name; returns it. In ``build``, or before the job runs.
+
+        Raises:
+            UsageError: too late, the name is taken, or it lacks ``state_dict`` or
+                ``load_state_dict``.
+        """
+        self.check_open(f"save({name!r})")
+        if name in self._saved:
+            raise UsageError(f"{name!r} is registered already; give the second object its own name")
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f"{name!r} is a {type(thing).__name__} without state_dict() and load_state_dict(); "
+                "only objects that have both can be saved. Wrap it in one that has"
+            )
+        self._saved[name] = thing
+        return thing
+
+    @property
+    def loader(self) -> Any:
+        """What ``job.run.epoch_batches()`` goes over; set it in ``build``, or before the job runs.
+        None when there is none."""
+        return self._loader
+
+    @loader.setter
+    def loader(self, loader: Any) -> None:
+        self.check_open("setting the loader")
+        self._loader = loader
+
+    # --- looking
+    # --------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Any:
+        """An object that was registered with :meth:`save`."""
+        if name not in self._saved:
+            has = ", ".join(self._saved) or "nothing yet"
+            raise UsageError(f"nothing is registered as {name!r} in {self!r}; it has {has}")
+        return self._saved[name]
+
+    def names(self) -> tuple[str, ...]:
+        """What is saved, by name. Complete after ``build``."""
+        return tuple(self._saved)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a JobRunner runs it now."""
+        return self._run is not None
+
+    @property
+    def run(self) -> JobRun:
+        """The Run of this life: steps, the batches of the epoch, safe points.
+
+        Raises:
+            UsageError: the job does not run.
+        """
+        if self._run is None:
+            raise UsageError(f"{self!r} does not run; JobRunner(job).run() runs it")
+        return self._run
+
+    def __repr__(self) -> str:
+        return f"Job({self.name!r})"
+
+    # --- for the runner
+    # --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See that it can be run.
+
+        Raises:
+            UsageError: it runs already, has no epoch, or would never end.
+        """
+        if self._run is not None:
+            raise UsageError(f"{self!r} runs already")
+        if not self.parts(Group.EPOCH):
+            raise UsageError(
+                f"{self!r} has no function in its epoch group; add one with @job.epoch"
+            )
+        if not self._signals:
+            raise UsageError(
+                f"{self!r} has no stop signal and would never end; "
+                "job.add_stop_signal(hydroslurm.epoch_limiter(10)) ends it after ten epochs"
+            )
+
+    @contextmanager
+    def running(self, run: JobRun) -> Iterator[None]:
+        """Within it the job has this Run and is the current one; what ``build`` made is forgotten
+        after it."""
+        saved, loader = dict(self._saved), self._loader
+        self._run = run
+        try:
+            with self.as_current():
+                yield
+        finally:
+            self._run, self._saved, self._loader = None, saved, loader
+            self._sealed = False
+
+    def seal(self) -> None:
+        """``build`` is over: nothing can be registered any more."""
+        self._sealed = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A compiled job travels as one piece, by cloudpickle, which takes closures, too: within it
+        the job and its functions mean each other."""
+        if not self._is_compiled or getattr(_local, "is_packing", False):
+            return super().__reduce_ex__(protocol)
+        _local.is_packing = True
+        try:
+            return cloudpickle.loads, (cloudpickle.dumps(self),)
+        finally:
+            _local.is_packing = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._run is not None:
+            raise UsageError(
+                f"{self!r} runs, and a running job cannot be pickled: pickle it before it runs. "
+                "Its state is in its checkpoints"
+            )
+        return dict(vars(self))
+
+    def check_open(self, what: str) -> None:
+        """See that something can still be added.
+
+        Raises:
+            UsageError: the objects are built and loaded.
+        """
+        if self._sealed:
+            raise UsageError(
+                f"{what} comes too late: the objects of {self!r} have been built and its state is "
+                "loaded. Do it in a function of the build group, or before the job runs"
+            )
+
+
+_local = threading.local()
+
+
+def innermost_job() -> Job | None:
+    """The job of the innermost ``with`` of this thread; while one runs, that one."""
+    return _stack()[-1] if _stack() else None
+
+
+def _stack() -> list[Job]:
+    if not hasattr(_local, "stack"):
+        _local.stack = []
+    stack: list[Job] = _local.stack
+    return stack

@@ -1,0 +1,315 @@
+"""The Run of a job: the same safe points, with epochs that a JobRunner counts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.outcome import Saved
+from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
+from hydroslurm.compat.manager import CheckpointManager
+from hydroslurm.compat.progress import PROGRESS, Progress
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
+from hydroslurm.training.reading import age
+from hydroslurm.training.recording import SaveRecorder
+from hydroslurm.training.run import Run
+
+
+class JobRun(Run):
+    """What ``job.run`` is. Made by a JobRunner, which calls :meth:`resume` and :meth:`finish`.
+
+    Functions of a job use ``step``, ``epoch``, :meth:`epoch_batches`, :meth:`safe_point`,
+    :meth:`check_stop`, :meth:`save`, ``stop_requested`` and :meth:`request_stop`.
+
+    Attributes:
+        epoch: the epoch that is being trained, from 0; between two, how many are done.
+        saves: there is a manager. fails_on_save_error: what it wants for epochs.
+        begins_at_origin: this life, the first of its folder, goes back to an epoch of another.
+    """
+
+    _rest_is_redone = False
+    """The exit group is within the run."""
+
+    def __init__(
+        self,
+        manager: CheckpointManager | None,
+        *,
+        directory: str | os.PathLike[str] | None,
+        origin: Found | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """``manager``: None when nothing is to be saved. ``origin``: to begin from when the run has
+        no checkpoint of its own."""
+        options = manager or CheckpointManager(every_steps=0, every_s=0)
+        super().__init__(
+            directory=directory,
+            every_steps=options.every_steps,
+            every_s=options.every_s,
+            fast_directory=options.fast_directory,
+            on_save_error=options.on_save_error,
+            limits=options.limits,
+            environ=environ,
+        )
+        self.progress = Progress()
+        self._objects.add(PROGRESS, self.progress)
+        self.saves = manager is not None
+        self.fails_on_save_error = options.on_save_error == "fail"
+        self._origin = origin
+        self.begins_at_origin = False
+        self._epochs: CheckpointStore | None = None
+        self._epoch_saver: Saver | None = None
+        self._unsaved: str | None = None
+        if manager is None:
+            self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
+            return
+        peers = self._company.peers
+        self._epochs = manager.epoch_store(peers=peers, fence=self._fence)
+        self._epoch_saver = Saver(
+            self._epochs,
+            keep=manager.keep or sys.maxsize,
+            on_save_error=manager.on_save_error,
+            exempt=self._controller.exempt,
+            tell=SaveRecorder(self._controller),
+            peers=peers,
+            topic="epoch",
+            room=self._room,
+            meta=self._made_of,
+        )
+
+    # --- for the functions of a job
+    # --------------------------------------------------------------------------------------------
+
+    def epoch_batches(self, *, accumulate: int = 1) -> Iterator[Any]:
+        """Yield the batches that are left of this epoch; one is one step, with a safe point behind.
+
+        Once in a function; the function is over with it or leaves it early, as it likes. In a life
+        that goes on in the middle of an epoch the random numbers are put back here.
+
+        Args:
+            accumulate: as of :meth:`Run.batches`.
+
+        Raises:
+            UsageError: the job has no loader; the second call in one function.
+        """
+        if self._cursor.position is None:
+            raise UsageError("epoch_batches() needs a loader; set job.loader in the build group")
+        if accumulate < 1:
+            raise UsageError(f"epoch_batches(accumulate={accumulate}): wanted 1 or more")
+        if self._cursor.in_epoch:
+            raise UsageError(
+                "this function went over its batches already, and a stop in a second pass could "
+                "not be resumed; make the second pass a function of its own in the epoch group"
+            )
+        yield from self._left_of_epoch(accumulate)
+
+    def batches(self, *, epochs: int, accumulate: int = 1) -> Iterator[Any]:  # noqa: ARG002 - Run's
+        """Not in a job, which counts its epochs itself.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "run.batches() counts epochs, and so does a job; use job.run.epoch_batches(), and "
+            "epoch_limiter() for how many"
+        )
+
+    def save(self, *, kind: str = "manual") -> Saved:
+        """As :meth:`Run.save`; refused where the state is none to go on from.
+
+        Raises:
+            UsageError: in ``download``, ``build``, ``init`` and ``exit``, and without a manager.
+        """
+        if self._unsaved is not None:
+            raise UsageError(f"save() has no use here: {self._unsaved}")
+        return super().save(kind=kind)
+
+    # --- for the runner
+    # --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def unsaved(self, why: str) -> Iterator[None]:
+        """Within it a stop leaves without saving, and says so in these words; nothing is saved from
+        time to time either. For when the state is none to go on from, or is saved already."""
+        before = self._unsaved
+        self._unsaved = before or why
+        try:
+            yield
+        finally:
+            self._unsaved = before
+
+    def take(self, objects: Mapping[str, Any], loader: Any) -> None:
+        """What is to be saved, and what the batches come from; before :meth:`resume`."""
+        for name, thing in objects.items():
+            self._objects.add(name, thing)
+        if loader is not None:
+            self._use(loader)
+
+    def begin_epoch(self) -> None:
+        """An epoch begins."""
+        self.progress.begun, self.progress.done, self.progress.outputs = True, 0, {}
+        self.progress.first_step = self.step
+
+    def end_part(self) -> None:
+        """One function of the epoch group is done; the next one may go over the data anew."""
+        self._cursor.restore_rng()
+        if self._cursor.step_has_begun:  # it left its loop; what it was given it has trained
+            self._cursor.count_step()
+            self.step += 1
+        self._cursor.in_epoch = False
+        self.progress.done += 1
+
+    def end_epoch(self) -> None:
+        """All functions of the epoch group are done. An epoch without a step counts as one, because
+        a checkpoint is known by its step."""
+        if self.step == self.progress.first_step:
+            self.step += 1
+            self._controller.step = self.step
+        self.epoch += 1
+        self.progress.begun, self.progress.done = False, 0
+
+    def agree_to_end(self, ended: bool) -> None:
+        """Whether a stop signal was true: the first rank's answer is everybody's."""
+        told = self._company.exchange("stop signals", ended)
+        self.progress.ended = bool(told[min(told)])
+
+    def save_epoch(self, epoch: int) -> None:
+        """Commit the checkpoint of the epoch that is done; one that is there and whole stays.
+
+        Raises:
+            SaveFailed, UnsavableState: as :meth:`Run.save`.
+            UsageError: another epoch than the one that is done.
+        """
+        if epoch != self.epoch or self.progress.begun:
+            within = f"within epoch {self.epoch}" if self.progress.begun else f"epoch {self.epoch}"
+            raise UsageError(
+                f"save({epoch}): the run is at {within}; between two saves of its JobRunner, "
+                "job.run.save() saves what there is"
+            )
+        if self._epoch_saver is not None:
+            with self._leaving_when_stale():
+                self._epoch_saver.save(
+                    self._state(), step=self.step, epoch=self.epoch, kind="epoch", again=False
+                )
+                self._last_save_s = time.monotonic()
+                self._epoch_saver.poll()
+
+    def newest_committed(self) -> Checkpoint | None:
+        """By its manifest, once the save in flight has ended."""
+        self._saver.wait()
+        if self._epochs is None:
+            return None
+        try:
+            fast = () if self._fast is None else self._fast.committed()
+            found = (*self._epochs.committed(), *self._durable.committed(), *fast)
+            return max(found, key=age, default=None)
+        except CheckpointError:  # asked for in a message about another error
+            return None
+
+    # --- Run's seams
+    # --------------------------------------------------------------------------------------------
+
+    def _newest(self) -> Found | None:
+        if self._epochs is None:
+            return None
+        epochs = self._epochs
+        seen = self._company.decide("newest", lambda: self._name_of(self._newest_own(epochs)))
+        found = None if seen is None else self._found_by(*seen)
+        if found is None and self._origin is not None:
+            self.begins_at_origin = True
+            return self._origin
+        return found
+
+    def _written_stores(self) -> list[CheckpointStore]:
+        return [*super()._written_stores(), *([] if self._epochs is None else [self._epochs])]
+
+    def _stores(self) -> dict[str, tuple[Tier, CheckpointStore]]:
+        assert self._epochs is not None
+        stores = {"run": (Tier.DURABLE, self._durable), "epochs": (Tier.DURABLE, self._epochs)}
+        return stores if self._fast is None else {**stores, "fast": (Tier.FAST, self._fast)}
+
+    def _name_of(self, found: Found | None) -> list[str] | None:
+        """Which one it is, in words that every rank understands."""
+        if found is None:
+            return None
+        names = {store.directory: name for name, (_, store) in self._stores().items()}
+        return [names[found.store.directory], found.checkpoint.path.name]
+
+    def _found_by(self, where: str, name: str) -> Found:
+        tier, store = self._stores()[where]
+        checkpoint = next(one for one in store.committed() if one.path.name == name)
+        return Found(tier, store, checkpoint)
+
+    def _newest_own(self, epochs: CheckpointStore) -> Found | None:
+        """The newest of the Run's and of the epochs'. Verifying reads a whole checkpoint, so that
+        the older one of the two is looked at only when the newer one was no good."""
+        own = [self._durable] if self._fast is None else [self._durable, self._fast]
+
+        def of_run() -> Found | None:
+            return newest_over(durable=self._durable, fast=self._fast)
+
+        def of_epochs() -> Found | None:
+            return newest_over(durable=epochs)
+
+        looks = [
+            (max(_newest_name(store) for store in own), of_run),
+            (_newest_name(epochs), of_epochs),
+        ]
+        best: Found | None = None
+        broken: CheckpointCorrupt | None = None
+        for newest, look in sorted(looks, key=lambda one: one[0], reverse=True):
+            if best is not None and age(best.checkpoint) >= newest:
+                break
+            try:
+                found = look()
+            except CheckpointCorrupt as error:
+                broken = error
+                continue
+            if found and (best is None or age(found.checkpoint) > age(best.checkpoint)):
+                best = found
+        if broken is not None:
+            _go_back(broken, best)
+        return best
+
+    def _apply(self, state: State, *, source: str) -> None:
+        super()._apply(state, source=source)
+        if "data" not in state.own:
+            # between two functions of a job: there is no iterator to wait for
+            self._cursor.restore_rng()
+
+    def _is_due(self) -> bool:
+        return self._unsaved is None and super()._is_due()
+
+    def _save_by(self, deadline_mono_s: float) -> str:
+        return super()._save_by(deadline_mono_s) if self._unsaved is None else self._unsaved
+
+    def _save_nothing(self, deadline_s: float) -> str:
+        return super()._save_nothing(deadline_s) if self._unsaved is None else self._unsaved
+
+
+def _newest_name(store: CheckpointStore) -> tuple[int, int, int]:
+    """The age of the newest in a store, by name where its manifest cannot be read: that one has to
+    be looked at, and warned of."""
+    try:
+        ages = [*map(age, store.committed())]
+        ages += [(folders.step_of(path.name) or 0, sys.maxsize, 0) for path in store.problems()]
+    except (CheckpointError, OSError):  # looking at it tells what that means
+        return (sys.maxsize, 0, 0)
+    return max(ages, default=(-1, 0, 0))
+
+
+def _go_back(broken: CheckpointCorrupt, best: Found | None) -> None:
+    if best is None:
+        raise broken
+    warnings.warn(
+        f"hydroslurm: {broken}; the run continues from {best.checkpoint.path}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,190 @@
+"""``CheckpointManager``: where a job's checkpoints are, and what is in them.
+
+<directory>/checkpoints/           of the Run: periodic ones and those of stops, few of them
+<directory>/epochs/                one per epoch, 0 is the one after ``init``; all of them stay
+<directory>/from-epoch-000000003/  the same again, of a job that went back to epoch 3
+
+The two kinds have folders of their own because a step can have one of each: the periodic save
+behind the last step of an epoch still belongs within it, and resumes there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hydroslurm.checkpoint.store import State
+from hydroslurm.compat.job import Job, innermost_job
+from hydroslurm.compat.progress import PROGRESS, Progress
+from hydroslurm.compat.tasks import Task, TaskGroup
+from hydroslurm.coordination.world import World
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import UsageError
+from hydroslurm.slurm import jobfolder
+from hydroslurm.training.cursor import Cursor
+from hydroslurm.training.lives import Limits
+from hydroslurm.training.objects import Objects
+from hydroslurm.training.reading import CheckpointReader
+
+if TYPE_CHECKING:
+    from hydroslurm.training.run import Run
+
+
+class CheckpointManager(CheckpointReader):
+    """The checkpoints of one run: how a JobRunner makes them, and how anybody reads them.
+
+    Touches no disk before it is asked for something, and can be pickled. Where a checkpoint has to
+    be chosen, it is by ``epoch``, the one made after so many epochs (0: after ``init``), or by
+    ``step``, of any kind; the newest when neither is given.
+
+    Args:
+        directory: of the run, on a file system that all nodes share, or a Run; default: the run
+            folder of the job in which it is used.
+        db_type: Caffe2's kind of database, of any name: a checkpoint is a folder here.
+        keep: how many epochs stay; all of them when None.
+        every_steps, every_s, fast_directory, limits: as of :class:`hydroslurm.Run`.
+        on_save_error: ``warn`` goes on when the checkpoint of an epoch cannot be written, ``fail``
+            raises SaveFailed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Run | None = None,
+        db_type: str | None = None,  # noqa: ARG002 - Caffe2's second argument
+        *,
+        keep: int | None = None,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        fast_directory: str | os.PathLike[str] | None = None,
+        on_save_error: Literal["warn", "fail"] = "warn",
+        limits: Limits | None = None,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise UsageError(f"keep={keep}: wanted 1 or more epochs, or None for all")
+        if on_save_error not in ("warn", "fail"):
+            raise UsageError(f'on_save_error={on_save_error!r}: wanted "warn" or "fail"')
+        self._root = _root_of(directory)
+        self.keep = keep
+        self.every_steps = every_steps
+        self.every_s = every_s
+        self.fast_directory = None if fast_directory is None else Path(fast_directory).absolute()
+        self.on_save_error: Literal["warn", "fail"] = on_save_error
+        self.limits = limits
+        self._objects: Mapping[str, Any] = {}
+        self._blobs: tuple[str, ...] | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Of the run.
+
+        Raises:
+            UsageError: none was given, and this is no Slurm job.
+        """
+        if self._root is not None:
+            return self._root
+        found = jobfolder.from_environment(os.environ)
+        if found is None:
+            raise UsageError(
+                "this process is in no Slurm job, so that there is no run folder; give one: "
+                'CheckpointManager("runs/my-run")'
+            )
+        return found.root.absolute()
+
+    def branch(self, epoch: int) -> CheckpointManager:
+        """The manager of a job that went back to an epoch of this one, in a folder of its own."""
+        root = RunDir(self.directory).from_epoch(epoch).root
+        fast = None if self.fast_directory is None else self.fast_directory / root.name
+        return type(self)(
+            root,
+            keep=self.keep,
+            every_steps=self.every_steps,
+            every_s=self.every_s,
+            fast_directory=fast,
+            on_save_error=self.on_save_error,
+            limits=self.limits,
+        )
+
+    # --- for a client to run, as Caffe2's
+    # --------------------------------------------------------------------------------------------
+
+    def init(
+        self, nodes: Collection[str] | None = None, retrieve_from_epoch: int | None = None
+    ) -> TaskGroup:
+        """What settles which objects are saved and loaded: all that the current job has named by
+        then. ``nodes``: as ``job.nodes_to_checkpoint()`` has them; all ranks take part.
+
+        Args:
+            retrieve_from_epoch: :meth:`blob_list` is that of this epoch's checkpoint.
+        """
+
+        def settle() -> None:
+            job = Job.current()
+            self._objects = {name: job[name] for name in job.names()}
+            again = retrieve_from_epoch is not None
+            names = self.names(epoch=retrieve_from_epoch) if again else job.names()
+            self._blobs = tuple(name for name in names if name != PROGRESS)
+
+        return _group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
+
+    def blob_list(self) -> tuple[str, ...]:
+        """The names of what is saved.
+
+        Raises:
+            UsageError: before :meth:`init` was run.
+        """
+        if self._blobs is None:
+            raise UsageError("blob_list() comes after client.run(manager.init(nodes))")
+        return self._blobs
+
+    def save(self, epoch: int) -> TaskGroup:
+        """What commits the checkpoint of an epoch. A JobRunner has it run after each; a loop of
+        your own does it in the same way, in one process, and a JobRunner can go on from there.
+
+        When it is run it raises what :meth:`Run.save` does, and UsageError: the epoch has a
+        checkpoint, or is not the one that is done.
+        """
+        return _group_of(lambda: self._save(epoch), f"save({epoch})")
+
+    def objects(self) -> Mapping[str, Any]:
+        """Those of :meth:`init`, by name."""
+        if not self._objects:
+            raise UsageError("nothing to save or load yet: first client.run(manager.init(nodes))")
+        return self._objects
+
+    def _save(self, epoch: int) -> None:
+        job = innermost_job()
+        if job is not None and job.is_running:
+            job.run.save_epoch(epoch)
+            return
+        if epoch in self.epochs():
+            raise UsageError(
+                f"epoch {epoch} has a checkpoint in {self.directory} already, and none is written "
+                "over; use another directory"
+            )
+        if World.from_environ(os.environ).world_size > 1:
+            raise UsageError("save() of several ranks needs a JobRunner, which makes it one save")
+        named = Objects()
+        for name, thing in self.objects().items():
+            named.add(name, thing)
+        between = Progress(first_step=epoch).state_dict()
+        state = State(
+            shared={PROGRESS: between, **named.states()},
+            own=Cursor().state(step=epoch, epoch=epoch),
+        )
+        self.epoch_store().write(state, step=epoch, epoch=epoch, kind="epoch")
+
+
+def _group_of(function: Callable[[], Any], name: str) -> TaskGroup:
+    group = TaskGroup(name)
+    Task(function, group=group, name=name)
+    return group
+
+
+def _root_of(directory: Any) -> Path | None:
+    if directory is None:
+        return None
+    if isinstance(found := getattr(directory, "dir", None), RunDir):
+        return found.root.absolute()
+    return Path(directory).absolute()

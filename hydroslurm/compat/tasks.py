@@ -1,0 +1,202 @@
+"""What a job's groups hold: functions, as tasks, and what they return."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hydroslurm.errors import UsageError
+
+if TYPE_CHECKING:
+    from hydroslurm.compat.job import Job
+
+
+class Client(Protocol):
+    """Runs what it is given by calling it. Caffe2's sessions are such."""
+
+    def run(self, runnable: Callable[[], Any], /) -> Any: ...
+
+
+class Task:
+    """One function of a job, in the group in whose ``with`` it is made.
+
+        with job.init_group:
+            Task(step=pretrain)
+
+    Attributes:
+        name: for messages.
+        function: called with the job, or with nothing.
+        takes_job: it has a parameter, which is given the job.
+        node: for whom Caffe2 would run it; here all ranks run all tasks. What
+            ``job.nodes_to_checkpoint()`` lists.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        group: TaskGroup | None = None,
+        node: str = "local",
+        name: str | None = None,
+    ) -> None:
+        """``group``: instead of that of the ``with``. Outside of all it is in none.
+
+        Raises:
+            UsageError: not callable, or it needs more than the job.
+        """
+        if not callable(step):
+            raise UsageError(f"a job consists of functions, not of {type(step).__name__}")
+        self.name = name or name_of(step)
+        self.function = step
+        self.takes_job = _takes_job(step, self.name)
+        self.node = node
+        self._output: TaskOutput | None = None
+        group = group or innermost_group()
+        if group is not None:
+            group.add(self)
+
+    def has_output(self, output: object) -> bool:
+        """Whether this is what the function returns."""
+        return output is not None and output is self._output
+
+    def outputs(self) -> tuple[TaskOutput, ...]:
+        """What the function returns, one value; kept from here on."""
+        self._output = self._output or TaskOutput(self.name)
+        return (self._output,)
+
+    def __call__(self, job: Job | None = None) -> Any:
+        value = self.function(job) if self.takes_job else self.function()
+        if self._output is not None:
+            self._output.set(value)
+        return value
+
+
+class TaskOutput:
+    """What a task has returned. As a stop signal it is looked at after each epoch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._value: tuple[Any, ...] = ()
+
+    def fetch(self) -> Any:
+        """The value of the last call.
+
+        Raises:
+            UsageError: there was none.
+        """
+        if not self._value:
+            raise UsageError(f"the task {self._name} has not run, so that it has no output")
+        return self._value[0]
+
+    def set(self, value: Any) -> None:
+        """The task has returned this, now or in the life before."""
+        self._value = (value,)
+
+    def __call__(self) -> bool:
+        """As a stop signal; before the first call it is not true."""
+        return bool(self._value and self._value[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_name": self._name, "_value": ()}
+
+
+class TaskGroup:
+    """Tasks that are run in order. A context: a :class:`Task` made within belongs to it.
+
+    It is called by the client that it is handed to, ``client.run(group)``. While a JobRunner runs
+    its job that one decides what is left to do; called by hand, it runs every task.
+    """
+
+    def __init__(self, name: str = "group") -> None:
+        self.name = name
+        self.job: Job | None = None
+        self._tasks: list[Task] = []
+        self._walk: Callable[[], None] | None = None
+
+    def add(self, task: Task) -> None:
+        """Append a task.
+
+        Raises:
+            UsageError: the job runs, and its state is loaded.
+        """
+        if self.job is not None:
+            self.job.check_open(f"{self.name}({task.name})")
+        self._tasks.append(task)
+
+    def tasks(self) -> tuple[Task, ...]:
+        """In order."""
+        return tuple(self._tasks)
+
+    def used_nodes(self) -> tuple[str, ...]:
+        """The nodes of its tasks, each once."""
+        return tuple(dict.fromkeys(task.node for task in self._tasks))
+
+    def run_by(self, client: Client, walk: Callable[[], None]) -> None:
+        """Hand it to a client, to whom a call of it means this."""
+        self._walk = walk
+        try:
+            client.run(self)
+        finally:
+            self._walk = None
+
+    def __enter__(self) -> TaskGroup:
+        _groups().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _groups().pop()
+
+    def __call__(self) -> None:
+        if self._walk is not None:
+            self._walk()
+            return
+        for task in self._tasks:
+            task(self.job)
+
+    def __repr__(self) -> str:
+        return f"TaskGroup({self.name!r})"
+
+
+def innermost_group() -> TaskGroup | None:
+    """That of the innermost ``with`` of this thread."""
+    return _groups()[-1] if _groups() else None
+
+
+def name_of(function: Any) -> str:
+    """What a function is called in messages."""
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def _takes_job(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # some builtins do not tell
+        return False
+    needed = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    by_keyword = any(
+        parameter.kind is parameter.KEYWORD_ONLY and parameter.name in needed
+        for parameter in parameters
+    )
+    if len(needed) > 1 or by_keyword:
+        raise UsageError(
+            f"{name} needs {', '.join(needed)}; a job calls its functions with itself, or with "
+            "nothing. Bind the rest with functools.partial"
+        )
+    return len(needed) == 1
+
+
+_local = threading.local()
+
+
+def _groups() -> list[TaskGroup]:
+    if not hasattr(_local, "groups"):
+        _local.groups = []
+    groups: list[TaskGroup] = _local.groups
+    return groups

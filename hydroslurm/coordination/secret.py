@@ -1,0 +1,171 @@
+"""What the ranks of one attempt know and nobody else does, and how it comes to each of them.
+
+The first of these that works:
+
+environment   ``HYDROSLURM_STEP_KEY``, which the supervisor, the agent and the plugin of
+              ``srun --preempt`` give to a job step. A process's environment can be read by its own
+              user only, its command line by everybody.
+munge         the first rank makes a key, and the hub gives it to each rank in a credential that
+              only the same user can read.
+file          the first rank writes it, mode 0600, below the run folder, which is looked at first.
+
+Without any of them several ranks stay apart. Nothing falls back to a connection without a key:
+whoever can pause, stop and save is as good as the owner of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.coordination.greeting import KEY_BYTES, RankGreeting
+from hydroslurm.coordination.world import KEY_ENV, World
+from hydroslurm.core.files import check_trusted, read_regular
+from hydroslurm.errors import NoSecret, UntrustedFile, UsageError
+from hydroslurm.slurm.munge import Munge, MungeError, socket_of
+
+KEYS = "keys"
+"""The folder of key files in a run folder."""
+
+
+@dataclass(frozen=True, eq=False)
+class Secret:
+    """How this rank proves itself.
+
+    Attributes:
+        source: ``environment``, ``munge`` or ``file``.
+        key: None on a rank that has yet to be given it.
+        munge_socket: for the hub: see :class:`hydroslurm.coordination.coordinator.Options`.
+    """
+
+    source: str
+    key: bytes | None
+    munge_socket: str | None = None
+    _munge: Munge | None = None
+    _path: Path | None = None
+
+    @property
+    def port_key(self) -> bytes | None:
+        """What the hub's ports follow from; None where not all ranks know it beforehand, so that
+        they can be guessed, and taken, by others."""
+        return self.key if self.source == "environment" else None
+
+    def greeting(self, attempt: str) -> RankGreeting | None:
+        """A new one for one connection; None while the key's file is not there yet.
+
+        Raises:
+            MungeError: munged does not answer any more.
+            UntrustedFile: the key's file is not ours alone.
+        """
+        key = self.key
+        if key is None and self._path is not None:
+            key = _read(self._path)
+            if key is None:
+                return None
+        return RankGreeting(attempt=attempt, key=key, munge=self._munge)
+
+    def forget(self) -> None:
+        """The attempt is over: take the key's file away. For the first rank."""
+        if self.key is not None and self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def find_secret(world: World, environ: Mapping[str, str], *, folder: Path | None) -> Secret:
+    """The first source that works here.
+
+    Args:
+        folder: the run folder; None where there is none.
+
+    Raises:
+        NoSecret: there is none; says what to set up.
+        UsageError: ``HYDROSLURM_STEP_KEY`` is no key.
+    """
+    socket = socket_of(environ)
+    if (key := key_from(environ)) is not None:
+        return Secret("environment", key, socket or "")
+    is_first = world.rank == 0
+    try:
+        munge = Munge(socket)
+        munge.encode(b"")
+        return Secret("munge", _own_key(world) if is_first else None, socket or "", munge)
+    except MungeError as error:
+        no_munge = str(error)
+    if folder is None:
+        raise _nothing(no_munge, "this process belongs to no run folder")
+    path = folder / KEYS / hashlib.sha256(world.life.encode()).hexdigest()[:32]
+    try:
+        key = _write(path, _own_key(world)) if is_first else None
+    except (OSError, UntrustedFile) as error:
+        raise _nothing(no_munge, str(error)) from error
+    return Secret("file", key, None, None, path)
+
+
+def key_from(environ: Mapping[str, str]) -> bytes | None:
+    """The key of ``HYDROSLURM_STEP_KEY``; None where it is not set.
+
+    Raises:
+        UsageError: it is no key.
+    """
+    text = environ.get(KEY_ENV, "")
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        key = bytes.fromhex(text)
+        if len(key) == KEY_BYTES:
+            return key
+    raise UsageError(
+        f"{KEY_ENV} has {len(text)} characters, and wants {2 * KEY_BYTES} hexadecimal digits, as "
+        f"`openssl rand -hex {KEY_BYTES}` prints them. Unset it to have the ranks find another way"
+    )
+
+
+def new_key() -> str:
+    """A value for ``HYDROSLURM_STEP_KEY``."""
+    return secrets.token_hex(KEY_BYTES)
+
+
+_own: dict[tuple[int, str], bytes] = {}
+
+
+def _own_key(world: World) -> bytes:
+    """That of the attempt whose first rank this process is: the same whenever it is asked for."""
+    return _own.setdefault((os.getpid(), world.life), secrets.token_bytes(KEY_BYTES))
+
+
+def _write(path: Path, key: bytes) -> bytes:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_trusted(path.parent, what="the folder of the ranks' key")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(key)
+    draft.replace(path)
+    return key
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        check_trusted(path, what="the ranks' key")
+        key = read_regular(path, limit_bytes=KEY_BYTES)
+    except FileNotFoundError:
+        return None
+    return key if len(key) == KEY_BYTES else None
+
+
+def _nothing(no_munge: str, no_file: str) -> NoSecret:
+    return NoSecret(
+        "the ranks of this job have no way to prove to each other who they are, so that they stay "
+        f"apart. {KEY_ENV} is not set; MUNGE: {no_munge}; a file in the run folder: {no_file}. "
+        "One of these is enough: start the job with `srun --preempt`, a job spec or `hydroslurm "
+        "agent`; have munged run on the nodes (Slurm's own with AuthType=auth/munge; "
+        "HYDROSLURM_MUNGE_SOCKET names another socket); or name a run folder of yours that all "
+        f"nodes see (HYDROSLURM_RUN_DIR); or export {KEY_ENV}=$(openssl rand -hex {KEY_BYTES}) "
+        "before srun"
+    )

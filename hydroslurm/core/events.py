@@ -1,0 +1,416 @@
+"""The typed events of a run, and their append-only JSONL log: one file per rank.
+
+One event is one line of JSON. Every line carries both clocks: ``mono_ns`` (CLOCK_MONOTONIC, for
+durations within one boot of one machine) and ``epoch_ns`` (CLOCK_REALTIME, for moments and for
+lining ranks up). A line is written with one ``write`` to a file opened with O_APPEND, so that a
+crash tears the last line at the most; :func:`read_events` passes over a torn one.
+
+On a disk that is full nothing can be appended. What could not be is written into a *spare* file
+beside the log, whose room was taken when the log was opened, until the disk has room again: what
+waits for a rank's answer reads both.
+
+    rank-00000.jsonl     the log
+    rank-00000.spare     16 KiB, written over in place; newlines as long as all is well
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.core.dates import by_date_of_now
+from hydroslurm.core.files import open_regular, parse_json
+from hydroslurm.core.spare import SPARE_BYTES, Spare, read_spare, spare_of
+
+SCHEMA = 1
+
+MOST_LINE_BYTES = 64 << 10
+"""No line of ours is so long."""
+
+MOST_READ_BYTES = 256 << 20
+"""Of one file, from its end: a million events."""
+
+MOST_RANK = 10**6
+"""A number beyond is damage."""
+
+
+class EventKind(str, Enum):
+    """What can happen to a rank. The value is the word in the file."""
+
+    # that of the word, which it is equal to; Enum's own is a Python call at each look into a dict
+    __hash__ = str.__hash__
+
+    INSTALLED = "installed"
+    UNINSTALLED = "uninstalled"
+    SIGNAL_RECEIVED = "signal_received"
+    GATE_CLOSED = "gate_closed"
+    FIRST_OPERATOR_HELD = "first_operator_held"
+    PARKED = "parked"
+    DRAINED = "drained"
+    NOT_DRAINED = "not_drained"
+    RESUMED = "resumed"
+    FIRST_OPERATOR_RELEASED = "first_operator_released"
+    LATE_OPERATOR_HELD = "late_operator_held"
+    CAUSES_CHANGED = "causes_changed"
+    CHILDREN = "children"
+    STOP_REQUESTED = "stop_requested"
+    TERMINAL_STOP = "terminal_stop"
+    TERMINAL_STOP_IGNORED = "terminal_stop_ignored"
+    CALLBACK_LOST = "callback_lost"
+    HANDLER_REPLACED = "handler_replaced"
+    EVENTS_DROPPED = "events_dropped"
+    # of several ranks: how they came together, and what they agreed on
+    RANKS_JOINED = "ranks_joined"
+    LET_THROUGH = "let_through"
+    ALL_PARKED = "all_parked"
+    RANK_GONE = "rank_gone"
+    HUB_LOST = "hub_lost"
+    STOP_AGREED = "stop_agreed"
+    AGREEMENT_FAILED = "agreement_failed"
+    # of the two calls: this rank saves in its own way, and leaves
+    STOPS_TAKEN = "stops_taken"
+    # of a Run: what was trained, saved, and why it left
+    ATTEMPT_BEGAN = "attempt_began"
+    FIRST_STEP = "first_step"
+    SAFE_POINT = "safe_point"
+    STOP_REASON = "stop_reason"
+    SAVE_STARTED = "save_started"
+    SAVE_STAGED = "save_staged"
+    SAVE_NOT_COPIED = "save_not_copied"
+    SAVE_WRITTEN = "save_written"
+    SAVE_COMMITTED = "save_committed"
+    SAVE_FAILED = "save_failed"
+    SAVE_SKIPPED = "save_skipped"
+    SAVE_ABANDONED = "save_abandoned"
+    REQUEUE_ASKED = "requeue_asked"
+    REQUEUED = "requeued"
+    REQUEUE_FAILED = "requeue_failed"
+    RUN_FINISHED = "run_finished"
+    ATTEMPT_ENDED = "attempt_ended"
+    # of a node's agent, in a file of its own: rank is the node's number there
+    WORKERS_STARTED = "workers_started"
+    SIGNAL_PASSED_ON = "signal_passed_on"
+    NODE_STATE = "node_state"
+    AGENT_LEFT = "agent_left"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened to one rank.
+
+    Attributes:
+        kind: what happened.
+        mono_ns: when, CLOCK_MONOTONIC, nanoseconds.
+        epoch_ns: when, CLOCK_REALTIME, nanoseconds.
+        rank: global rank; 0 outside of a job.
+        job_id: Slurm's, None outside of a job.
+        restart_count: how often the job had been requeued.
+        pid: of the rank.
+        host: of the rank.
+        step: training step, None when nobody told us (``controller.step = n``).
+        data: what only this kind has; units are in the names.
+    """
+
+    kind: EventKind
+    mono_ns: int
+    epoch_ns: int
+    rank: int = 0
+    job_id: int | None = None
+    restart_count: int = 0
+    pid: int = 0
+    host: str = ""
+    step: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def dated_now(self) -> Event:
+        """The same with the date that this host has now, for whoever compares it with now."""
+        return replace(self, epoch_ns=by_date_of_now(self.mono_ns, self.epoch_ns, self.host))
+
+    def to_json(self) -> str:
+        """One line, without the newline."""
+        row = {
+            "v": SCHEMA,
+            "kind": self.kind.value,
+            "mono_ns": self.mono_ns,
+            "epoch_ns": self.epoch_ns,
+            "rank": self.rank,
+            "job_id": self.job_id,
+            "restart_count": self.restart_count,
+            "pid": self.pid,
+            "host": self.host,
+            "step": self.step,
+            "data": dict(self.data),
+        }
+        return json.dumps(row, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Event:
+        """Read one line, which anybody may have written. Everything behind may trust the types of
+        what it returns, and the fields of ``data`` that :data:`_FIELDS` names where they are there.
+        Texts are what they are, lone surrogates included, which an error of our own may hold:
+        :func:`~hydroslurm.core.files.clean` them where they are shown.
+
+        Raises:
+            ValueError: not JSON, not an event, of a newer schema or of an unknown kind.
+        """
+        row = parse_json(line, printable=False)
+        if not isinstance(row, dict) or row.get("v") != SCHEMA:
+            raise ValueError(f"not an event of schema {SCHEMA}: {line[:80]!r}")
+        data = row.get("data")
+        if not isinstance(data, dict):
+            raise ValueError(f"an event without data: {line[:80]!r}")
+        for name in _FIELDS.keys() & data.keys():
+            if not _FIELDS[name](data[name]):
+                raise ValueError(f"{name} of an event is {str(data[name])[:80]!r}")
+        job_id, step, host = row.get("job_id"), row.get("step"), row.get("host")
+        return cls(
+            kind=EventKind(row.get("kind")),
+            mono_ns=_integer(row, "mono_ns", MOST_NS),
+            epoch_ns=_integer(row, "epoch_ns", MOST_NS),
+            rank=_integer(row, "rank", MOST_RANK),
+            job_id=job_id if type(job_id) is int else None,
+            restart_count=_integer(row, "restart_count", 1 << 31),
+            pid=_integer(row, "pid", 1 << 31),
+            host=host if isinstance(host, str) else "",
+            step=step if type(step) is int else None,
+            data=data,
+        )
+
+
+MOST_NS = (1 << 63) - 1
+
+
+def _integer(row: Mapping[str, Any], name: str, most: int) -> int:
+    value = row.get(name)
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name} of an event is {str(value)[:80]!r}; wanted 0 to {most}")
+    return value
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_count_or_none(value: object) -> bool:
+    return value is None or _is_count(value)
+
+
+def _is_duration(value: object) -> bool:
+    """One that can be calculated with: a million years are 3e19 us."""
+    return type(value) in (int, float) and -1e20 < value < 1e20  # type: ignore[operator]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_count(one) for one in value.values())
+
+
+def _are_pids(value: object) -> bool:
+    return isinstance(value, list) and all(_is_count(one) for one in value)
+
+
+_FIELDS: Mapping[str, Callable[[object], bool]] = {
+    "asked_by": _are_counts,
+    "answered": lambda value: value is None or isinstance(value, bool),
+    "causes": _are_texts,
+    "checkpoint_step": _is_count_or_none,
+    "children": _is_count,
+    "counts": _are_counts,
+    "deaf": _are_texts,
+    "held_for": _are_texts,
+    "meaning": _is_text,
+    "node_name": _is_text_or_none,
+    "park_us": _is_duration,
+    "parked_pids": _are_pids,
+    "pause": _is_count,
+    "pids": _are_counts,
+    "reason": _is_text_or_none,
+    "requested_mono_ns": _is_count_or_none,
+    "resume_us": _is_duration,
+    "running_pids": _are_pids,
+    "seconds": lambda value: value is None or _is_duration(value),
+    "state": _is_text,
+    "step_id": _is_count_or_none,
+    "step_tasks": _is_count,
+    "task": _is_count,
+    "status": lambda value: value is None or type(value) is int,
+    "tier": _is_text_or_none,
+    "what": _is_text,
+    "words": _is_text_or_none,
+    "world_size": lambda value: type(value) is int and 1 <= value <= MOST_RANK,
+}
+"""What those fields are that a reader calculates with. They mean the same in every kind of event;
+one that is absent was not told."""
+
+
+class EventLog:
+    """Appends events to one file; a disk that is full costs one warning and never the training.
+
+    Opened at the first event. What cannot be appended is kept, the newest :data:`SPARE_BYTES` of
+    it, and tried again with every event and by :meth:`retry`; what had to be let go is counted in
+    an ``events_dropped``. May be used from any thread: the lock is held for one write, never
+    across an operator of torch's, so that no thread is parked with it.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """``path=None`` makes a log that keeps nothing."""
+        self.path = path
+        self._fd: int | None = None
+        self._spare = Spare(spare_of(path)) if path is not None else None
+        self._held: deque[bytes] = deque()
+        self._dropped = 0
+        self._last: Event | None = None
+        self._fails = False
+        self._lock = threading.Lock()
+
+    @property
+    def working(self) -> bool:
+        """False while events cannot be written, or when there is no file."""
+        return self.path is not None and not self._held
+
+    @property
+    def retry_s(self) -> float | None:
+        """How soon :meth:`retry` is worth a call; None: nothing is held."""
+        return RETRY_S if self._held else None
+
+    def append(self, event: Event) -> None:
+        """Write one line, and those that could not be written before."""
+        if self.path is None:
+            return
+        with self._lock:
+            self._held.append(event.to_json().encode() + b"\n")
+            self._last = event
+            self._flush()
+
+    def retry(self) -> None:
+        """Write what is held, if there is room by now."""
+        with self._lock:
+            if self._held:
+                self._flush()
+
+    def close(self) -> None:
+        self.retry()
+        with self._lock:
+            self._close()
+            if self._spare is not None:
+                self._spare.close()
+
+    def _flush(self) -> None:
+        assert self._spare is not None
+        try:
+            if self._fd is None:
+                self._open()
+            while self._held:
+                self._write(self._dropped_line() + self._held[0])
+                self._held.popleft()
+                self._dropped = 0
+        except OSError as error:
+            self._close()  # the next try looks whether a line was torn
+            self._drop()
+            self._spare.fill(self._held)
+            if not self._fails:
+                self._fails = True
+                self._say(
+                    f"hydroslurm: events cannot be written to {self.path} ({error}); training goes "
+                    "on and pausing still works. The newest are kept, and written when there is "
+                    "room again"
+                )
+            return
+        self._spare.fill(())
+        if self._fails:
+            self._fails = False
+            self._say(f"hydroslurm: events are written to {self.path} again")
+
+    def _open(self) -> None:
+        assert self.path is not None
+        assert self._spare is not None
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        try:
+            size_bytes = os.fstat(fd).st_size
+            # glued to a line that a kill or a full disk tore, the next one would be lost with it
+            if size_bytes and os.pread(fd, 1, size_bytes - 1) != b"\n" and os.write(fd, b"\n") != 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        # of an attempt that ended while the disk was full
+        self._held.extendleft(reversed(self._spare.take_room()))
+
+    def _write(self, line: bytes) -> None:
+        assert self._fd is not None
+        if os.write(self._fd, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _dropped_line(self) -> bytes:
+        if not self._dropped or self._last is None:
+            return b""
+        told = replace(
+            self._last, kind=EventKind.EVENTS_DROPPED, step=None, data={"count": self._dropped}
+        )
+        return told.to_json().encode() + b"\n"
+
+    def _drop(self) -> None:
+        """Keep the newest that the spare file has room for."""
+        held_bytes = sum(map(len, self._held))
+        while held_bytes > SPARE_BYTES:
+            held_bytes -= len(self._held.popleft())
+            self._dropped += 1
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _say(self, words: str) -> None:
+        warnings.warn(words, RuntimeWarning, stacklevel=5)
+
+
+RETRY_S = 1.0
+
+
+def read_events(path: Path, *, most_bytes: int = MOST_READ_BYTES) -> Iterator[Event]:
+    """The events of one file in order, those in its last ``most_bytes``, and of the spare one
+    beside it; lines that are torn or foreign are passed over.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    spare = read_spare(spare_of(path))  # first: what leaves it is in the log by then
+    with os.fdopen(open_regular(path), "rb") as file:
+        # no further than it is now: somebody may write faster than we read
+        left = min(most_bytes, os.fstat(file.fileno()).st_size)
+        file.seek(-left, os.SEEK_END)
+        while left > 0 and (line := file.readline(min(left, MOST_LINE_BYTES))):
+            left -= len(line)
+            yield from _event_in(line)
+    for line in spare:
+        yield from _event_in(line)
+
+
+def _event_in(line: bytes) -> Iterator[Event]:
+    try:
+        yield Event.from_json(line)
+    except ValueError:
+        return

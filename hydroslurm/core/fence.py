@@ -1,0 +1,191 @@
+"""Which attempt holds a run folder: the newest, and no other one may write there.
+
+A requeued job can have ranks of its dead attempt alive: on a node that did not answer for a while,
+or stopped. ``claim.json`` in the run folder names the newest attempt. It is replaced as a whole,
+and an attempt looks, before whatever cannot be undone, whether the claim is still its own.
+
+There is no lock, because the process that holds one may be the very one that hangs, and locks of
+network file systems hang with their server. What a look leaves open, until the act that it allows,
+is closed by the new attempt where it matters: it takes the folders of unfinished saves away (see
+``checkpoint.commit.revoke``), so that their last rename fails, and it pins what it loads. A line in
+``attempts.jsonl`` or ``finished.json`` can still come in that moment; the second is true even so.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.errors import RunFolderError, StaleAttempt
+
+LIMIT_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One attempt, as it says of itself.
+
+    Attributes:
+        token: random; what makes it this very attempt.
+        since_epoch_ns: when it was claimed.
+        began_epoch_s: when the process that did so was started.
+        cluster, job_id, restart_count: Slurm's; "", 0 and 0 outside of a job.
+        host, pid: of that process.
+    """
+
+    token: str
+    since_epoch_ns: int
+    began_epoch_s: float
+    cluster: str
+    job_id: int
+    restart_count: int
+    host: str
+    pid: int
+
+    def is_earlier_than(self, other: Claim) -> bool:
+        """Whether both are of one job, and Slurm has started the other one later.
+
+        The count alone does not tell: SLURM_RESTART_COUNT is lost where an environment is emptied
+        (``srun --export=NONE``, containers) and where somebody adds a process by ``srun --jobid``.
+        """
+        one_job = self.job_id > 0 and (self.cluster, self.job_id) == (other.cluster, other.job_id)
+        return (
+            one_job
+            and self.restart_count < other.restart_count
+            and self.began_epoch_s < other.began_epoch_s
+        )
+
+    def __str__(self) -> str:
+        if not self.job_id:
+            return f"process {self.pid} on {self.host}"
+        which = f"job {self.job_id}, restart {self.restart_count}"
+        return f"{which} (process {self.pid} on {self.host})"
+
+
+class Fence:
+    """One attempt's view of the claim on its run folder. Safe to use from several threads."""
+
+    def __init__(
+        self, path: Path, *, cluster: str = "", job_id: int = 0, restart_count: int = 0
+    ) -> None:
+        """Touches no disk."""
+        self.path = path
+        self._me = Claim(
+            token=secrets.token_hex(16),
+            since_epoch_ns=0,
+            began_epoch_s=process_began_epoch_s(),
+            cluster=cluster,
+            job_id=job_id,
+            restart_count=restart_count,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        self._held: Claim | None = None
+
+    def claim(self) -> dict[str, Any]:
+        """Make this attempt the newest one; for one rank. What the others :meth:`hold`, plain JSON.
+
+        Raises:
+            StaleAttempt: Slurm has started this job again since this process began.
+            RunFolderError: the folder cannot be written.
+        """
+        mine = Claim(**{**asdict(self._me), "since_epoch_ns": time.time_ns()})
+        try:
+            found = self._read()
+        except OSError:  # a link, a FIFO ...: the rename replaces it
+            found = None
+        if found is not None and mine.is_earlier_than(found):
+            raise self._stale("the start", found)
+        try:
+            self._write(mine)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write {self.path}: {error.strerror}. The run's folder must be on a file "
+                "system that this node can write"
+            ) from error
+        self._held = mine
+        return asdict(mine)
+
+    def hold(self, claim: Mapping[str, Any]) -> None:
+        """This process is of the attempt that has claimed."""
+        self._held = Claim(**claim)
+
+    def check(self, what: str) -> None:
+        """Require that no newer attempt has claimed the folder. Reads one small file.
+
+        A folder without a claim, or with one that cannot be understood, is nobody else's. Without
+        a claim of its own a process gives way to a later start of its own job only.
+
+        Args:
+            what: is not done otherwise: "the save of step 5".
+
+        Raises:
+            StaleAttempt: says who has claimed it, and since when.
+            OSError: the claim cannot be read.
+        """
+        found = self._read()
+        if found is None:
+            return
+        if self._held is None:
+            if self._me.is_earlier_than(found):
+                raise self._stale(what, found)
+        elif found.token != self._held.token:
+            if not found.is_earlier_than(self._held):
+                raise self._stale(what, found)
+            # it had looked before we claimed, and wrote after it
+            self._write(self._held)
+
+    def _stale(self, what: str, found: Claim) -> StaleAttempt:
+        since = datetime.fromtimestamp(found.since_epoch_ns / 1e9, tz=timezone.utc)
+        return StaleAttempt(
+            f"{what} is not done: {found} holds {self.path.parent} since {since:%Y-%m-%d %H:%M:%S} "
+            f"UTC, and this is {self._held or self._me}. Only the newest attempt of a run may "
+            "write; two runs need two folders: Run(directory=...)"
+        )
+
+    def _read(self) -> Claim | None:
+        """The claim; None when there is none that can be understood."""
+        try:
+            row = parse_json(read_regular(self.path, limit_bytes=LIMIT_BYTES))
+            found = {one.name: row[one.name] for one in fields(Claim)}
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):  # by a later version, or damaged
+            return None
+        right = all(type(found[one.name]).__name__ == one.type for one in fields(Claim))
+        return Claim(**found) if right else None
+
+    def _write(self, claim: Claim) -> None:
+        """Killed anywhere, there is the old claim or the new one, and both can be replaced."""
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{self.path.name}.{claim.pid}-{secrets.token_hex(4)}"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, dumps({"v": 1, **asdict(claim)}).encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(self.path)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def process_began_epoch_s() -> float:
+    """When this process was started: before whatever it waits for, or hangs in."""
+    # field 22 of proc(5); the name in the second may hold anything
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s

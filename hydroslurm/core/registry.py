@@ -1,0 +1,128 @@
+"""Where a process can be found: one small file per pausable process of this user on this machine.
+
+A client that knows only a pid (``hydroslurm pause --pid N``) reads from it which signals the
+process listens to and where it writes its events, which carry the acknowledgement. The file says
+when the process started, so that a recycled pid is never taken for it.
+
+    $XDG_RUNTIME_DIR/hydroslurm/<pid>.json      or  <temporary folder>/hydroslurm-<uid>/<pid>.json
+    .../<pid>/events/rank-00000.jsonl           the events of a process that belongs to no run; gone
+    when it ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hydroslurm.core.files import check_trusted, is_trusted, parse_json, read_regular
+from hydroslurm.errors import RunFolderError, UntrustedFile
+
+_LIMIT_BYTES = 1 << 16
+"""Of an entry: a path, and some numbers."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pausable process.
+
+    Attributes:
+        pid: its process id, as seen in its own pid namespace.
+        started: when it started, in clock ticks since boot: tells it from a later process of the
+            same pid.
+        rank: global rank.
+        events: its event file.
+        signals: which signal it listens to for what; names of
+            :class:`~hydroslurm.gate.signals.SignalPlan`.
+    """
+
+    pid: int
+    started: int
+    rank: int
+    events: str
+    signals: Mapping[str, int]
+
+
+def folder(environ: Mapping[str, str]) -> Path:
+    """The registry's folder for this user; made when it is missing.
+
+    Raises:
+        RunFolderError: it cannot be made, or others can write there: whoever reads an entry sends
+            the signals that it names, and believes the events that it leads to.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    # below sudo it may be that of another user, who could exchange what root keeps there
+    if runtime and os.access(runtime, os.W_OK) and is_trusted(Path(runtime)):
+        path = Path(runtime) / "hydroslurm"
+    else:
+        path = Path(tempfile.gettempdir()) / f"hydroslurm-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        check_trusted(path, what="the registry")
+        owner = path.lstat().st_uid
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot make {path}: {error.strerror}; set XDG_RUNTIME_DIR to a folder of yours"
+        ) from error
+    except UntrustedFile as error:
+        raise RunFolderError(f"{error}; or set XDG_RUNTIME_DIR to a folder of yours") from error
+    if owner != os.getuid():
+        raise RunFolderError(
+            f"{path} belongs to uid {owner}, not to us; set XDG_RUNTIME_DIR to a folder of yours"
+        )
+    return path
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot (field 22 of /proc/PID/stat); None when
+    there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # the second field is the name in parentheses, and may itself hold spaces and parentheses
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def private_events(base: Path, pid: int) -> Path:
+    """The run folder of a process that belongs to no run."""
+    return base / str(pid)
+
+
+def announce(base: Path, entry: Entry) -> None:
+    """Write the entry, whole or not at all, and clear away what dead processes left."""
+    sweep(base)
+    temporary = base / f".{entry.pid}.tmp"
+    temporary.write_text(json.dumps(asdict(entry)))
+    temporary.replace(base / f"{entry.pid}.json")
+
+
+def withdraw(base: Path, pid: int) -> None:
+    """Take the entry of a process away, and its private events with it."""
+    (base / f"{pid}.json").unlink(missing_ok=True)
+    shutil.rmtree(private_events(base, pid), ignore_errors=True)
+
+
+def find(base: Path, pid: int) -> Entry | None:
+    """The entry of a living process; None when it never announced itself or is another process by
+    now, and for an entry that somebody else may have written."""
+    path = base / f"{pid}.json"
+    try:
+        entry = Entry(**parse_json(read_regular(path, limit_bytes=_LIMIT_BYTES)))
+    except (OSError, ValueError, TypeError):
+        return None
+    if entry.pid != pid or entry.started != start_ticks(pid):
+        return None
+    return entry if is_trusted(path) else None
+
+
+def sweep(base: Path) -> None:
+    """Remove the entries of processes that ended without withdrawing."""
+    for file in base.glob("[0-9]*.json"):
+        pid = int(file.stem) if file.stem.isdecimal() else 0
+        if pid and find(base, pid) is None:
+            withdraw(base, pid)

@@ -1,0 +1,301 @@
+"""The only place that spells a path inside a run folder.
+
+<run folder>/
+  job.sbatch, submission.json  what was submitted (an intent line before sbatch, the id after)
+  job.yaml, plan.json          of a TrainingJob: the resolved spec, and what each task runs
+  conditions.jsonl             what became of it, and when
+  attempts/                    each start of its replicas, and how it ended
+  active.json                  how long it has held its nodes
+  tensorboard.json             where its TensorBoard answers, while it does
+  scratch/worker-2/            a replica's own, removed by cleanPolicy All
+  events/rank-00000.jsonl      everything that happened, both clocks, in order
+  events/rank-00000.spare      room for what could not be appended to it on a full disk
+  events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
+  events/told-123              job 123 was told that nobody saves for it
+  events/pulse.json            the step that the first rank is at, written over every few seconds
+  checkpoints/step-000001234/  what was saved; there from its commit on, and not before
+  checkpoints/step-000001234.2/  the same step, saved again: the newer one
+  epochs/step-000001234/       the same of a JobRunner, after each epoch
+  job.jsonl                    of a default folder (jobfolder.py): whose it is, and which job steps
+  claim.json                   the newest attempt: no older one writes here any more
+  attempts.jsonl               one line when an attempt begins, one when it ends, and why
+  finished.json                the training is done, and its process ended well: a restart leaves
+  logs/                        submitit's files and stdout/stderr per task, appended over requeues
+  profile/                     nsys reports: rank-0-life-0.nsys-rep
+  report/                      figures.json, timeline.png, histograms.png, report.html, trace.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.core.files import check_trusted
+from hydroslurm.errors import RunFolderError, UntrustedFile
+
+RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
+"""Environment variable that names the run folder to a rank."""
+
+_NAMED = re.compile(r"(?:^|\s)hydroslurm:(/\S.*)$")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,7})\.jsonl")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run. Making the value touches no disk."""
+
+    root: Path
+
+    @property
+    def submission_json(self) -> Path:
+        return self.root / "submission.json"
+
+    @property
+    def job_sbatch(self) -> Path:
+        return self.root / "job.sbatch"
+
+    @property
+    def job_yaml(self) -> Path:
+        return self.root / "job.yaml"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def conditions_jsonl(self) -> Path:
+        return self.root / "conditions.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
+    @property
+    def active_json(self) -> Path:
+        return self.root / "active.json"
+
+    @property
+    def tensorboard_json(self) -> Path:
+        return self.root / "tensorboard.json"
+
+    @property
+    def tensorboard_log(self) -> Path:
+        return self.logs / "tensorboard.log"
+
+    @property
+    def scratch(self) -> Path:
+        return self.root / "scratch"
+
+    def srun_log(self, attempt: int) -> Path:
+        """What srun says of one attempt."""
+        return self.logs / f"srun-{attempt:06d}.log"
+
+    def task_log(self, task: int) -> Path:
+        """What one task of a TrainingJob prints, in all its lives."""
+        return self.logs / f"task-{task}.log"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def epochs(self) -> Path:
+        """A JobRunner's checkpoints, one per epoch."""
+        return self.root / "epochs"
+
+    def from_epoch(self, epoch: int) -> RunDir:
+        """The run of a job that went back to an epoch of this one."""
+        return RunDir(self.root / f"from-epoch-{epoch:09d}")
+
+    @property
+    def job_jsonl(self) -> Path:
+        """The job that a default folder belongs to."""
+        return self.root / "job.jsonl"
+
+    @property
+    def claim_json(self) -> Path:
+        """Which attempt holds the folder."""
+        return self.root / "claim.json"
+
+    @property
+    def lives_jsonl(self) -> Path:
+        return self.root / "attempts.jsonl"
+
+    @property
+    def finished_json(self) -> Path:
+        return self.root / "finished.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report"
+
+    @property
+    def profile(self) -> Path:
+        """Reports of nsys, one per rank and life."""
+        return self.root / "profile"
+
+    @property
+    def timeline_png(self) -> Path:
+        return self.report / "timeline.png"
+
+    @property
+    def histograms_png(self) -> Path:
+        return self.report / "histograms.png"
+
+    @property
+    def report_html(self) -> Path:
+        return self.report / "report.html"
+
+    @property
+    def trace_json(self) -> Path:
+        """For ui.perfetto.dev."""
+        return self.report / "trace.json"
+
+    @property
+    def figures_json(self) -> Path:
+        return self.report / "figures.json"
+
+    def rank_events(self, rank: int) -> Path:
+        return self.events / f"rank-{rank:05d}.jsonl"
+
+    def rank_event_files(self) -> dict[int, Path]:
+        """Rank -> event file, for those that exist, in order of rank.
+
+        Raises:
+            OSError: the folder is there, and cannot be listed.
+        """
+        try:
+            names = [path.name for path in self.events.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        found = {
+            int(match[1]): self.events / name
+            for name in names
+            if (match := _RANK_FILE.fullmatch(name))
+        }
+        return dict(sorted(found.items()))
+
+    @property
+    def pulse_json(self) -> Path:
+        return self.events / "pulse.json"
+
+    def told(self, job_id: int) -> Path:
+        """There when a job was told what a preemption would cost it."""
+        return self.events / f"told-{job_id}"
+
+    def agent_events(self, node: int) -> Path:
+        """Of ``hydroslurm agent`` on one node."""
+        return self.events / f"agent-{node:05d}.jsonl"
+
+    def create(self) -> RunDir:
+        """Make the folder and its parts, readable by the owner only (0700).
+
+        Raises:
+            RunFolderError: when one of them cannot be made, or is not ours: as :meth:`check`.
+        """
+        try:
+            _make_folder(self.root, mode=0o700)
+            for part in (self.events, self.logs):
+                part.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot make the run folder {self.root}: {error.strerror}. "
+                "Choose another with --run-dir, one that every node can write"
+            ) from error
+        self.check()
+        return self
+
+    def claim(self, *, mode: int = 0o700) -> RunDir:
+        """Make the folder alone if it can be made, before somebody else does; see that it is ours.
+
+        Args:
+            mode: 0o775 for one that the user has named, whose umask then says who may look.
+
+        Raises:
+            RunFolderError: as :meth:`check`.
+        """
+        with contextlib.suppress(OSError):  # who writes there first has the better message
+            _make_folder(self.root, mode=mode)
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Require that what is there of it is ours, so that a rank may obey it.
+
+        The name of a default folder can be guessed, and made beforehand where the working directory
+        is everybody's: with a ``finished.json`` that ends the job, checkpoints to resume, or links
+        that lead our writing elsewhere.
+
+        Raises:
+            RunFolderError: the folder or a part of it is somebody else's, or anybody could replace
+                it; a group's folders above it are taken (:func:`check_trusted`, ``shared``).
+        """
+        for part in (self.root, self.events, self.logs, self.checkpoints, self.epochs):
+            try:
+                check_trusted(part, what="the run folder", shared=True)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise RunFolderError(f"the run folder {part}: {error.strerror}") from error
+            except UntrustedFile as error:
+                raise RunFolderError(
+                    f"{error}. {RUN_DIR_ENV}, --run-dir or Run(directory=...) name another run "
+                    "folder"
+                ) from error
+
+
+def _make_folder(path: Path, *, mode: int) -> None:
+    """With those above it: a group's where the umask says so, and never everybody's."""
+    try:
+        path.mkdir(mode=mode, exist_ok=True)
+    except FileNotFoundError:
+        _make_folder(path.parent, mode=0o775)
+        path.mkdir(mode=mode, exist_ok=True)
+
+
+def of_job(job_id: int, *, work_dir: Path, comment: str = "") -> RunDir:
+    """The run folder of a Slurm job: the one its comment names, else the default below its working
+    directory.
+
+    ``hydroslurm submit`` writes the comment; a job started by srun alone uses the default.
+    """
+    named = _NAMED.search(comment)
+    if named:
+        return RunDir(Path(named[1]))
+    return RunDir(work_dir / "hydroslurm-runs" / str(job_id))
+
+
+def is_named(comment: str) -> bool:
+    """Whether a job's comment names its run folder."""
+    return _NAMED.search(comment) is not None
+
+
+def comment_for(run_dir: RunDir) -> str:
+    """The job comment from which :func:`of_job` finds the run folder again."""
+    return f"hydroslurm:{run_dir.root}"
+
+
+def from_environment(environ: Mapping[str, str]) -> RunDir | None:
+    """The run folder of this rank, or None when the process belongs to no run.
+
+    ``HYDROSLURM_RUN_DIR`` wins; in a Slurm job without it, the default of :func:`of_job`, which
+    another job of that number may hold: :func:`jobfolder.from_environment` looks.
+    """
+    named = environ.get(RUN_DIR_ENV)
+    if named:
+        return RunDir(Path(named))
+    job_id, submit_dir = environ.get("SLURM_JOB_ID"), environ.get("SLURM_SUBMIT_DIR")
+    if job_id and submit_dir and job_id.isdecimal():
+        return of_job(int(job_id), work_dir=Path(submit_dir))
+    return None

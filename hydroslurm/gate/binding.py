@@ -1,0 +1,181 @@
+"""The binding of ``native/gate.h`` and ``marks.h``: structures, signatures, and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.errors import GateError
+from hydroslurm.gate.compiler import abi_number
+from hydroslurm.gate.protocol import (
+    Cause,
+    GateEvent,
+    GateEventKind,
+    GateState,
+    GateStatus,
+    Operator,
+    Phase,
+    SignalRule,
+)
+
+_TEXT_BYTES = 64
+_EVEN_IF_IGNORED, _NO_CHAIN, _ONLY_IF_HANDLED = 1, 2, 4
+
+
+class Signal(ctypes.Structure):
+    _fields_ = [
+        ("signo", ctypes.c_int32),
+        ("action", ctypes.c_int32),
+        ("causes", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("result", ctypes.c_int32),
+    ]
+
+
+class Event(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("signo", ctypes.c_int32),
+        ("mono_ns", ctypes.c_int64),
+        ("epoch_ns", ctypes.c_int64),
+        ("value_ns", ctypes.c_int64),
+        ("causes", ctypes.c_uint32),
+        ("sender_pid", ctypes.c_int32),
+        ("tid", ctypes.c_int32),
+        ("phase", ctypes.c_int32),
+        ("held", ctypes.c_int32),
+        ("quiet", ctypes.c_int32),
+        ("count", ctypes.c_int64),
+        ("passed", ctypes.c_int64),
+        ("text", ctypes.c_char * _TEXT_BYTES),
+    ]
+
+
+class Status(ctypes.Structure):
+    _fields_ = [
+        ("state", ctypes.c_int32),
+        ("causes", ctypes.c_uint32),
+        ("held", ctypes.c_int32),
+        ("quiet", ctypes.c_int32),
+        ("armed", ctypes.c_int32),
+        ("capturing", ctypes.c_int32),
+        ("passing", ctypes.c_int32),
+        ("passed", ctypes.c_int64),
+        ("closes", ctypes.c_int64),
+        ("closed_mono_ns", ctypes.c_int64),
+        ("allowance", ctypes.c_int64),
+        ("let_through", ctypes.c_int64),
+    ]
+
+
+class Traced(ctypes.Structure):
+    _fields_ = [
+        ("mono_ns", ctypes.c_int64),
+        ("tid", ctypes.c_int32),
+        ("phase", ctypes.c_int32),
+        ("text", ctypes.c_char * _TEXT_BYTES),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "gate_start": (ctypes.c_int, [ctypes.POINTER(Signal), ctypes.c_int, ctypes.c_int]),
+    "gate_stop": (ctypes.c_int, []),
+    "gate_request": (ctypes.c_int, [ctypes.c_int, ctypes.c_uint32]),
+    "gate_let_through": (ctypes.c_int, [ctypes.c_int64]),
+    "gate_hold_here": (ctypes.c_int, []),
+    "gate_status": (ctypes.c_int, [ctypes.POINTER(Status)]),
+    "gate_read": (ctypes.c_int, [ctypes.POINTER(Event), ctypes.c_int]),
+    "gate_claim": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
+    "gate_exempt": (ctypes.c_int, [ctypes.c_int]),
+    "gate_check_handlers": (ctypes.c_int, []),
+    "gate_owns": (ctypes.c_int, [ctypes.c_int]),
+    "gate_retake": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
+    "gate_deliver": (ctypes.c_int, [ctypes.c_int]),
+    "gate_trace_start": (ctypes.c_int, [ctypes.c_int]),
+    "gate_trace_count": (ctypes.c_int64, []),
+    "gate_trace_stop": (ctypes.c_int, [ctypes.POINTER(Traced), ctypes.c_int]),
+    "marks_use": (ctypes.c_int, [ctypes.c_uint32]),
+    "marks_name_signal": (None, [ctypes.c_int, ctypes.c_char_p]),
+    "marks_begin": (ctypes.c_uint64, [ctypes.c_int, ctypes.c_uint64]),
+    "marks_end": (None, [ctypes.c_uint64]),
+}
+
+
+def bind(path: Path) -> ctypes.CDLL:
+    """Load a gate and give every function its signature. It stays loaded until the process ends.
+
+    Raises:
+        GateError: it cannot be loaded, or is of another ABI.
+    """
+    import torch  # noqa: F401 - the libraries that it needs are found because torch loaded them
+
+    try:
+        library = ctypes.CDLL(str(path))
+        library.hs_gate_abi.restype = ctypes.c_int
+        library.hs_gate_abi.argtypes = []
+        if library.hs_gate_abi() != abi_number():
+            raise GateError(
+                f"{path} has ABI {library.hs_gate_abi()}, wanted {abi_number()}; remove it "
+                "and let it be rebuilt"
+            )
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, f"hs_{name}")
+            function.restype = result
+            function.argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise GateError(f"the gate {path} cannot be loaded: {error}") from error
+    return library
+
+
+def signal_line(rule: SignalRule) -> Signal:
+    """One line of the signal table."""
+    flags = (
+        (_EVEN_IF_IGNORED if rule.even_if_ignored else 0)
+        | (0 if rule.chain else _NO_CHAIN)
+        | (_ONLY_IF_HANDLED if rule.only_if_handled else 0)
+    )
+    return Signal(signo=rule.signo, action=rule.action, causes=rule.causes, flags=flags)
+
+
+def gate_event(row: Event) -> GateEvent:
+    """One event as a value."""
+    return GateEvent(
+        kind=GateEventKind(row.kind),
+        mono_ns=row.mono_ns,
+        epoch_ns=row.epoch_ns,
+        signo=row.signo,
+        value_ns=row.value_ns,
+        causes=Cause(row.causes),
+        sender_pid=row.sender_pid,
+        tid=row.tid,
+        phase=Phase(row.phase),
+        held=row.held,
+        quiet=row.quiet,
+        count=row.count,
+        passed=row.passed,
+        text=row.text.decode(errors="replace"),
+    )
+
+
+def gate_status(now: Status) -> GateStatus:
+    """The status as a value."""
+    return GateStatus(
+        state=GateState(now.state),
+        causes=Cause(now.causes),
+        held=now.held,
+        quiet=now.quiet,
+        armed=bool(now.armed),
+        capturing=now.capturing,
+        passed=now.passed,
+        closes=now.closes,
+        closed_mono_ns=now.closed_mono_ns,
+        passing=bool(now.passing),
+        allowance=now.allowance,
+        let_through=now.let_through,
+    )
+
+
+def operator(one: Traced) -> Operator:
+    """One line of a trace as a value."""
+    return Operator(one.text.decode(errors="replace"), Phase(one.phase), one.tid, one.mono_ns)

@@ -1,0 +1,317 @@
+"""Find the native gate for the torch that is installed, or build it: once per user and torch.
+
+Looked for in this order; each folder holds one sub-folder per key:
+
+1. ``$HYDROSLURM_GATE_DIR``, which a site fills with ``hydroslurm gate build --out DIR``;
+2. ``$XDG_CACHE_HOME/hydroslurm/gate`` (default ``~/.cache``), where it is built when missing;
+3. a private temporary folder, when the cache cannot be written or others could have written it.
+
+The key covers all that the binary depends on: torch's version and C++ ABI, the machine and its C
+library, our sources and the flags. A library is believed only beside its manifest and with the
+checksum that is written there: the loader would die of a truncated one. It runs with all rights of
+its user, so that it is loaded only where nobody else can have put it: checked on the library and on
+every folder above it, so that nobody can replace it between the check and the loading either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.core.files import check_trusted, is_trusted, open_regular
+from hydroslurm.errors import GateError, GateSelfTestFailed, UntrustedFile
+from hydroslurm.gate.compiler import (
+    FLAGS,
+    SITE_DIR_ENV,
+    STANDARDS,
+    Torch,
+    abi_number,
+    compile_library,
+    find_compiler,
+    source_files,
+)
+
+LIBRARY = "hs_gate.so"
+MANIFEST = "hs_gate.json"
+LOCK_TIMEOUT_S = 900.0
+SELF_TEST_TIMEOUT_S = 180.0
+SELF_TEST = "hydroslurm.gate.self_test"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A gate on disk.
+
+    Attributes:
+        path: the shared library.
+        key: names all that it depends on.
+        origin: ``site``, ``cache`` or ``private``.
+        built_s: how long building it took just now; None when it was there.
+    """
+
+    path: Path
+    key: str
+    origin: str
+    built_s: float | None = None
+
+
+def key_of(torch: Torch) -> str:
+    """The name of the folder that a gate for this torch and this machine lies in."""
+    facts = hashlib.sha256()
+    for source in source_files():
+        facts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    libc = "-".join(platform.libc_ver())
+    has_nvtx = torch.nvtx is not None
+    facts.update(repr((FLAGS, STANDARDS, abi_number(), torch.cxx11_abi, libc, has_nvtx)).encode())
+    version = re.sub(r"[^0-9A-Za-z.+]", "_", torch.version)
+    return f"torch-{version}-{platform.machine()}-{facts.hexdigest()[:16]}"
+
+
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """Where this user's gates lie.
+
+    Raises:
+        OSError: there is neither ``XDG_CACHE_HOME`` nor a home folder.
+    """
+    named = environ.get("XDG_CACHE_HOME", "")
+    if named.startswith("/"):
+        return Path(named) / "hydroslurm" / "gate"
+    try:
+        return Path.home() / ".cache" / "hydroslurm" / "gate"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
+def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
+    """The gate that is there, whole and nobody else's, without building one.
+
+    A site's folder that is not used for what others could do there costs a warning: somebody has
+    set the variable. The cache is asked for silently, for it is built anew.
+    """
+    key = key_of(torch)
+    if site := environ.get(SITE_DIR_ENV):
+        try:
+            # who owns this very file decides already what runs here: a site's software account
+            if is_usable(Path(site) / key, owners={Path(__file__).stat().st_uid}):
+                return Library(Path(site) / key / LIBRARY, key, "site")
+        except UntrustedFile as error:
+            _warn_once(
+                f"hydroslurm: {error}. {SITE_DIR_ENV} is passed over; the gate of your own cache "
+                "is used, or built there"
+            )
+    with contextlib.suppress(OSError, UntrustedFile):
+        folder = cache_root(environ) / key
+        if is_usable(folder):
+            return Library(folder / LIBRARY, key, "cache")
+    return None
+
+
+def is_usable(folder: Path, *, owners: Collection[int] = ()) -> bool:
+    """Whether it has a whole library; raises UntrustedFile before anything in it is read.
+
+    Args:
+        owners: are believed besides this user and root.
+    """
+    try:
+        check_trusted(folder / LIBRARY, what="the gate library", owners=owners)
+    except OSError:
+        return False
+    return is_whole(folder)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
+    """The gate for this torch, built and self-tested when there is none yet.
+
+    Any number of processes may call this at once: one builds, the others wait for it. A library of
+    origin ``private`` lies in a temporary folder of its own, which the caller removes once it is
+    loaded.
+
+    Raises:
+        NoCompiler: it would have to be built, and there is no C++ compiler.
+        GateSelfTestFailed: what was built does not work with this torch.
+        GateError: the compiler failed; the message has its last lines. Or there is no folder where
+            nobody else could replace it.
+    """
+    found = find(environ, torch=torch)
+    if found:
+        return found
+    key = key_of(torch)
+    try:
+        root = cache_root(environ)
+        for folder in (root.parent.parent, root.parent, root):  # whatever the umask says
+            folder.mkdir(mode=0o700, parents=folder is root.parent.parent, exist_ok=True)
+        check_trusted(root, what="the gate's cache")
+        with _locked(root / f"{key}.lock"):
+            return find(environ, torch=torch) or build(root, environ=environ, torch=torch)
+    except (OSError, UntrustedFile) as error:
+        where = environ.get("XDG_CACHE_HOME") or "~/.cache"
+        warnings.warn(
+            f"hydroslurm: the gate cannot be kept in {where} ({error}); it is built again in every "
+            "process, which takes about ten seconds. Point XDG_CACHE_HOME at a folder that only "
+            "you can write, or let the site run `hydroslurm gate build --out DIR` and set "
+            f"{SITE_DIR_ENV}=DIR",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    private = _private_folder()
+    try:
+        built = build(private, environ=environ, torch=torch)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+    return Library(built.path, built.key, "private", built.built_s)
+
+
+def _private_folder() -> Path:
+    """A new folder that nobody else can replace; TMPDIR may be one where everybody can.
+
+    Raises:
+        GateError: there is none.
+    """
+    places = dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"])
+    for place in places:
+        with contextlib.suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="hydroslurm-gate-", dir=place))
+            if is_trusted(folder):
+                return folder
+            folder.rmdir()
+    raise GateError(
+        f"the gate can be built nowhere: others could replace it in each of {', '.join(places)}. "
+        "Point TMPDIR at a folder that you, and nobody else, can write"
+    )
+
+
+def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
+    """Build into ``root/<key>``, replacing what is there; self-tested before it is put in place.
+
+    Raises:
+        NoCompiler, GateSelfTestFailed, GateError: as for :func:`ensure`.
+        OSError: the folder cannot be written.
+        UntrustedFile: others can write it.
+    """
+    started = time.monotonic()
+    compiler = find_compiler(environ)
+    key = key_of(torch)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_trusted(root, what="the folder for the gate")  # a child of ours loads it there
+    workshop = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=root))
+    try:
+        library = workshop / LIBRARY
+        command = compile_library(compiler, library, torch=torch)
+        self_test_in_child(library)
+        built_s = time.monotonic() - started
+        manifest = {
+            "sha256": checksum(library),
+            "torch": torch.version,
+            "abi": abi_number(),
+            "command": command,
+            "built_s": round(built_s, 3),
+        }
+        (workshop / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        _put_in_place(workshop, root / key)
+        check_trusted(root / key / LIBRARY, what="the gate library")
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+    return Library(root / key / LIBRARY, key, "cache", built_s)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the library in the folder is the one that its manifest describes."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return bool(manifest["sha256"] == checksum(folder / LIBRARY))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def self_test_in_child(library: Path) -> None:
+    """Let a child process hold and release an operator with it, so that a crash is the child's.
+
+    Raises:
+        GateSelfTestFailed: it does not; the message has what the child said.
+    """
+    # `python -m` would first look for modules in the working directory, which may be anybody's
+    program = (
+        "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; import runpy; "
+        f"runpy.run_module({SELF_TEST!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parents[2]), str(library)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=SELF_TEST_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise GateSelfTestFailed(
+            f"the gate's self-test did not end in {SELF_TEST_TIMEOUT_S:.0f} s"
+        ) from error
+    if done.returncode != 0:
+        raise GateSelfTestFailed(
+            f"the gate was built, but its self-test ended with {done.returncode}: "
+            f"{(done.stderr or done.stdout).strip()[-1000:]}"
+        )
+
+
+def _put_in_place(workshop: Path, target: Path) -> None:
+    """The manifest becomes visible last: readers believe a library only with its manifest."""
+    target.mkdir(mode=0o755, exist_ok=True)
+    (workshop / LIBRARY).chmod(0o755)  # whatever the umask says: others must not write it
+    for name in (LIBRARY, MANIFEST):
+        with (workshop / name).open("rb") as file:
+            os.fsync(file.fileno())
+        (workshop / name).replace(target / name)
+    folder = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes, as far as the file system has locks.
+
+    Without them (some network file systems), or when the holder takes longer than any build, go
+    on: two builders are a waste, but each renames a whole library into place.
+    """
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(fd)

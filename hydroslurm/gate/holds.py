@@ -1,0 +1,186 @@
+"""The training threads' side of the module-hook gate: who is held, who may pass, who has gone
+quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from hydroslurm.errors import GateError
+from hydroslurm.gate.hook_events import EventQueue
+from hydroslurm.gate.ophooks import (
+    ExecutionOpHook,
+    HookHandles,
+    register_global_ophooks,
+    register_ophooks_recursively,
+)
+from hydroslurm.gate.protocol import GateEventKind, Operator, Phase, Trace
+from hydroslurm.gate.thread_watch import ThreadWatch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Holds:
+    """The hooks, and what threads do at them. The gate's watcher closes and opens.
+
+    Attributes:
+        parked: set by the watcher once all are held or quiet; who comes after that is late.
+        passed_exempt: how often exempt threads came by since the gate closed.
+        capturing: native ids of threads let through by a CUDA graph capture since then.
+        quiet: threads that sleep elsewhere, as of the last look.
+    """
+
+    def __init__(
+        self, *, model: torch.nn.Module | None, events: EventQueue, on_held: Callable[[], None]
+    ) -> None:
+        self.parked = False
+        self.passed_exempt = 0
+        self.capturing: set[int] = set()
+        self.quiet = 0
+        self._model = model
+        self._events = events
+        self._on_held = on_held
+        self._valve = ExecutionOpHook(self)
+        self._hooks: HookHandles | None = None
+        self._threads = ThreadWatch()
+        self._local = threading.local()
+        # keyed by native thread id; storing and removing one key is atomic
+        self._held: dict[int, None] = {}
+        self._exempt: dict[int, None] = {}
+        # next() is atomic too, and who gets 0 is the first
+        self._reports = itertools.count()
+        self._releases = itertools.count()
+        self._traced: list[Operator] | None = None
+        self._trace_count = itertools.count()
+        self._trace_keep = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._valve.closed
+
+    @property
+    def held_count(self) -> int:
+        return len(self._held)
+
+    def add_hooks(self) -> None:
+        """Register the hooks, once."""
+        if self._hooks is not None:
+            return
+        if self._model is None:
+            self._hooks = register_global_ophooks([self._valve])
+        else:
+            self._hooks = register_ophooks_recursively(self._model, [self._valve])
+
+    def remove_hooks(self) -> None:
+        """Take the hooks out; a trace that is on keeps them until it ends."""
+        if self._hooks is not None and self._traced is None:
+            self._hooks.remove()
+            self._hooks = None
+
+    def close(self) -> None:
+        """Begin to hold."""
+        self._reports, self._releases = itertools.count(), itertools.count()
+        self.parked, self.passed_exempt, self.quiet, self.capturing = False, 0, 0, set()
+        self._threads.begin()
+        self._valve.close()
+
+    def open(self) -> None:
+        """Let all go."""
+        self.parked = False
+        self._valve.open()
+
+    def look(self) -> bool:
+        """Whether the main thread and every other that runs modules is held or quiet.
+
+        To be asked again and again while the gate is closed: a thread is quiet only after a while.
+        """
+        quiet = self._threads.quiet(excluding=(*self._held, *self._exempt))
+        self.quiet = quiet or 0
+        return quiet is not None
+
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Within it the calling thread is never held."""
+        tid = threading.get_native_id()
+        before = tid in self._exempt
+        self._exempt[tid] = None
+        try:
+            yield
+        finally:
+            if not before:
+                self._exempt.pop(tid, None)
+
+    @contextlib.contextmanager
+    def trace(self, keep: int) -> Iterator[Trace]:
+        """Within it each module that begins is counted; an "operator" is a module's class name.
+
+        Raises:
+            GateError: a trace is on already.
+        """
+        if self._traced is not None:
+            raise GateError("a trace is on already; end it before the next one begins")
+        had_hooks = self._hooks is not None
+        trace, self._traced = Trace(), []
+        self._trace_count, self._trace_keep = itertools.count(), keep
+        self.add_hooks()
+        self._valve.trace(on=True)
+        try:
+            yield trace
+        finally:
+            self._valve.trace(on=False)
+            trace.count, trace.operators = next(self._trace_count), tuple(self._traced)
+            self._traced = None
+            if not had_hooks:
+                self.remove_hooks()
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: nothing is held, nothing is hooked."""
+        self._valve.reset_after_fork()
+        self._traced, self._held, self._exempt = None, {}, {}
+        self.parked = False
+        self.remove_hooks()
+
+    # --- called by the hook, in the thread that comes by --------------------------------------
+
+    def thread_seen(self) -> None:
+        self._threads.see()
+
+    def may_pass(self) -> bool:
+        """Exempt threads pass; so does a CUDA graph capture, which waiting would break."""
+        tid = threading.get_native_id()
+        if tid in self._exempt:
+            self.passed_exempt += 1
+            return True
+        torch = sys.modules["torch"]  # `import` could wait for a lock that a held thread has
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self.capturing.add(tid)
+            return True
+        return False
+
+    def held(self, name: str, phase: Phase) -> None:
+        tid = threading.get_native_id()
+        self._held[tid] = None
+        self._local.releases = self._releases  # of this pause: the next may begin before we wake
+        if self.parked:
+            self._events.emit(GateEventKind.LATE_HELD, tid=tid, text=name, phase=phase)
+        elif next(self._reports) == 0:
+            self._events.emit(GateEventKind.FIRST_HELD, tid=tid, text=name, phase=phase)
+        self._on_held()
+
+    def released(self) -> None:
+        tid = threading.get_native_id()
+        self._held.pop(tid, None)
+        if next(self._local.releases) == 0:
+            self._events.emit(GateEventKind.FIRST_RELEASED, tid=tid)
+
+    def passed(self, name: str, phase: Phase) -> None:
+        traced = self._traced
+        if traced is not None and next(self._trace_count) < self._trace_keep:
+            tid = threading.get_native_id()
+            traced.append(Operator(name, phase, tid, time.monotonic_ns()))

@@ -1,0 +1,122 @@
+"""NVTX marks and ranges of this process, in the domain ``hydroslurm``; what each means is written
+in ``gate/native/marks.h``, whose library emits them.
+
+``HYDROSLURM_NVTX`` chooses: nothing said, the marks and ranges of pauses, stops and saves;
+``steps`` and ``operators`` add a range per training step and per operator (``steps,operators``);
+``off`` emits nothing. While no tool listens a call ends at one comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from enum import IntEnum, IntFlag
+from typing import TypeVar
+
+from hydroslurm.errors import UsageError
+from hydroslurm.gate.signals import signal_name
+
+_Key = TypeVar("_Key")
+
+NVTX_ENV = "HYDROSLURM_NVTX"
+NO_RANGE = (1 << 64) - 1
+
+
+class Emit(IntFlag):
+    """What is emitted: bits of ``native/marks.h``."""
+
+    NOTHING = 0
+    EVENTS = 1
+    STEPS = 2
+    OPERATORS = 4
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Emit:
+        """What ``HYDROSLURM_NVTX`` asks for.
+
+        Raises:
+            UsageError: a word that means nothing.
+        """
+        words = environ.get(NVTX_ENV, "").lower().replace(",", " ").split()
+        known = {"on": cls.EVENTS, "steps": cls.STEPS, "operators": cls.OPERATORS}
+        if words == ["off"]:
+            return cls.NOTHING
+        wrong = [word for word in words if word not in known]
+        if wrong:
+            raise UsageError(
+                f"{NVTX_ENV}={environ[NVTX_ENV]!r}: {wrong[0]!r} means nothing here; wanted "
+                "`off`, or any of `steps` and `operators`, separated by commas"
+            )
+        return cls.EVENTS | cls(sum({known[word] for word in words} - {cls.EVENTS}))
+
+
+class Range(IntEnum):
+    """The ranges that are begun from Python; ``enum hs_range``."""
+
+    DRAINING = 3
+    SAVING = 4
+    COMMITTING = 5
+    REQUEUEING = 6
+    STEP = 7
+
+
+class Marks:
+    """The marks of one process. All methods may be called from any thread."""
+
+    def __init__(self, library: ctypes.CDLL | None = None) -> None:
+        """``library``: a gate's; without one nothing is ever emitted."""
+        self._library = library
+        self.emitting = Emit.NOTHING
+
+    def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:
+        """Look for a tool, and emit from now on if one listens.
+
+        Args:
+            signals: those whose names the tool shows.
+        """
+        if self._library is None:
+            return
+        result = int(self._library.hs_marks_use(wanted))
+        if result < 0:
+            warnings.warn(
+                f"hydroslurm: operators get no NVTX ranges: {os.strerror(-result)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            result = int(self._library.hs_marks_use(wanted & ~Emit.OPERATORS))
+        self.emitting = Emit(result)
+        for signo in signals if self.emitting else ():
+            self._library.hs_marks_name_signal(signo, signal_name(signo).encode())
+
+    def stop(self) -> None:
+        """Emit nothing any more."""
+        if self.emitting and self._library is not None:
+            self._library.hs_marks_use(0)
+        self.emitting = Emit.NOTHING
+
+    def begin(self, name: Range, payload: int) -> int:
+        """Begin a range that any thread may :meth:`end`; returns what that wants."""
+        if not self.emitting or self._library is None:
+            return NO_RANGE
+        return int(self._library.hs_marks_begin(name, payload))
+
+    def end(self, range_id: int) -> None:
+        """End a range; nothing for one that was not emitted."""
+        if range_id != NO_RANGE and self._library is not None:
+            self._library.hs_marks_end(range_id)
+
+    def end_once(self, ranges: dict[_Key, int], key: _Key) -> None:
+        """End a range that is kept under a key, if it is."""
+        self.end(ranges.pop(key, NO_RANGE))
+
+    @contextlib.contextmanager
+    def range(self, name: Range, payload: int) -> Iterator[None]:
+        """:meth:`begin` and :meth:`end` around a block."""
+        opened = self.begin(name, payload)
+        try:
+            yield
+        finally:
+            self.end(opened)

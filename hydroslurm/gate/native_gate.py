@@ -1,0 +1,294 @@
+"""The native gate as Python sees it: :class:`NativeGate`, on top of the binding."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hydroslurm.errors import AlreadyInstalled, GateError, GateSelfTestFailed, InstallError
+from hydroslurm.gate import binding, build, compiler
+from hydroslurm.gate.dispositions import NOBODY, Owner, OwnerKind, address_of
+from hydroslurm.gate.marks import Marks
+from hydroslurm.gate.protocol import (
+    Action,
+    Cause,
+    GateEvent,
+    GateStatus,
+    SignalOutcome,
+    SignalRule,
+    Trace,
+)
+from hydroslurm.gate.shown import VIEW
+
+_READ_AT_ONCE = 64
+
+
+class NativeGate:
+    """Every operator of every training thread is a point where the rank can be held.
+
+    There is one gate per process, whatever the number of these objects. All methods may be called
+    from any thread. The contract is that of ``native/gate.h``.
+    """
+
+    name = "native"
+    granularity = (
+        "every operator; one compiled region, or one replay of a CUDA graph, counts as one"
+    )
+    stops_at_collectives = True
+    hears_beside_others = False
+
+    def __init__(self, library: Path | None = None) -> None:
+        """Load the gate; build it when there is none for this torch yet (ten seconds, once).
+
+        Raises:
+            NoCompiler: it has to be built, and there is no C++ compiler.
+            GateSelfTestFailed: it does not see the operators of this torch.
+            GateError: it can neither be built nor loaded.
+        """
+        self.path, self._library = (library, binding.bind(library)) if library else _load()
+        self.marks = Marks(self._library)
+        self._event_fd = -1
+        self._started_by = 0
+        self._rules: tuple[SignalRule, ...] = ()
+        self._check_sees_operators()
+
+    def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
+        """Start the watcher and install the handlers; on failure nothing is left behind.
+
+        Raises:
+            AlreadyInstalled: it runs in this process.
+            InstallError: the table is bad, or a handler could not be installed.
+        """
+        table = (binding.Signal * len(rules))(*[binding.signal_line(rule) for rule in rules])
+        event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        result = self._library.hs_gate_start(table, len(rules), event_fd)
+        if result < 0:
+            os.close(event_fd)
+            if result == -errno.EALREADY:
+                raise AlreadyInstalled("the gate runs in this process already; stop it first")
+            bad = [
+                f"signal {line.signo}: {os.strerror(-line.result)}"
+                for line in table
+                if line.result < 0
+            ]
+            raise InstallError(
+                f"the gate was not started: {'; '.join(bad) or os.strerror(-result)}"
+            )
+        self._close_event_fd()
+        self._event_fd, self._started_by = event_fd, os.getpid()
+        outcomes = {line.signo: SignalOutcome(line.result) for line in table}
+        self._rules = tuple(rules)
+        installed = [r for r in rules if outcomes[r.signo] is SignalOutcome.INSTALLED]
+        if rules:  # a child that follows its rank listens to none, and shows what it has inherited
+            VIEW.show(installed, self._library.hs_gate_deliver)
+        return outcomes
+
+    def stop(self) -> int:
+        """Open, disarm, end the watcher, restore. Returns how many handlers others had replaced.
+
+        A thread that is in :meth:`wait_events` wakes up; what is left to read stays readable.
+        """
+        self._started_by = 0
+        replaced = int(self._library.hs_gate_stop())
+        VIEW.hide()
+        self.wake()
+        return replaced
+
+    def request(self, action: Action, causes: Cause) -> None:
+        """Ask for a pause, a resume or a stop from inside the process. Returns at once.
+
+        Raises:
+            InstallError: the gate does not run in this process, or the request makes no sense.
+        """
+        result = self._library.hs_gate_request(action, causes)
+        if result < 0:
+            raise InstallError(
+                f"the gate refuses {action.name} for {causes.names()}: {os.strerror(-result)}"
+                + (" (it was not started in this process)" if result == -errno.ESRCH else "")
+            )
+
+    def let_through(self, n: int) -> None:
+        """Let ``n`` more collectives be issued while the gate stays closed. Returns at once.
+
+        Raises:
+            InstallError: the gate does not run in this process, or ``n`` is out of range.
+        """
+        # ctypes would cut a larger number to its lowest bits
+        result = self._library.hs_gate_let_through(n) if abs(n) < 1 << 63 else -errno.EINVAL
+        if result < 0:
+            raise InstallError(
+                f"the gate lets no {n} collectives through: {os.strerror(-result)}"
+                + (" (it was not started in this process)" if result == -errno.ESRCH else "")
+            )
+
+    def hold_here(self) -> None:
+        """End what :meth:`let_through` began; raises as it does. Returns at once."""
+        if self._library.hs_gate_hold_here() < 0:
+            raise InstallError("the gate holds nobody: it was not started in this process")
+
+    def claim(self, action: Action) -> int:
+        """Listen to all signals of an action and chain none of them; returns how many.
+
+        Raises:
+            InstallError: the gate does not run in this process.
+        """
+        listening = self._claim(action, 1)
+        VIEW.add(rule for rule in self._rules if rule.action is action and _is_caught(rule))
+        return listening
+
+    def unclaim(self, action: Action) -> None:
+        """Take :meth:`claim` back."""
+        self._claim(action, 0)
+        VIEW.hide(r for r in self._rules if r.action is action and not _is_caught(r))
+
+    def status(self) -> GateStatus:
+        """The gate at this moment."""
+        now = binding.Status()
+        self._library.hs_gate_status(ctypes.byref(now))
+        return binding.gate_status(now)
+
+    def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
+        """Block until there are events, :meth:`wake` was called or the time is over. Oldest first,
+        maybe none. For one thread at a time. The GIL is given up while waiting."""
+        if self._event_fd >= 0:
+            poller = select.poll()
+            poller.register(self._event_fd, select.POLLIN)
+            poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000)))
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event_fd)
+        return self._read_all()
+
+    def fileno(self) -> int:
+        """To poll, where :meth:`wait_events` is not all that is waited for."""
+        return self._event_fd
+
+    def wake(self) -> None:
+        """Make a blocked :meth:`wait_events` return."""
+        if self._event_fd >= 0:
+            os.eventfd_write(self._event_fd, 1)
+
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Within it the calling thread is never held. Nests."""
+        before = self._library.hs_gate_exempt(1)
+        try:
+            yield
+        finally:
+            self._library.hs_gate_exempt(before)
+
+    def check_handlers(self) -> int:
+        """How many of our handlers were replaced by others; one HANDLER_REPLACED event each."""
+        return int(self._library.hs_gate_check_handlers())
+
+    def owner(self, signo: int) -> Owner:
+        """Whose the installed handler of this signal is."""
+        return Owner(OwnerKind.OURS) if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
+
+    def take_back(self, signo: int) -> None:
+        """Put our handler back; see ``protocol.Gate``.
+
+        Raises:
+            InstallError: the gate does not run in this process.
+        """
+        kind = VIEW.owner(signo).kind
+        removed = kind in (OwnerKind.DEFAULT, OwnerKind.IGNORED)
+        chain = kind is OwnerKind.PYTHON or (removed and not VIEW.keeps_before(signo))
+        result = self._library.hs_gate_retake(signo, int(chain))
+        if result < 0:
+            raise InstallError(f"signal {signo} cannot be taken back: {os.strerror(-result)}")
+        if removed:
+            VIEW.add(rule for rule in self._rules if rule.signo == signo)
+
+    @contextlib.contextmanager
+    def trace(self, keep: int) -> Iterator[Trace]:
+        """Count every operator of the process and write down the first ``keep``; hold nobody. What
+        it yields is filled in when the block ends.
+
+        Raises:
+            GateError: another trace is on.
+        """
+        result = self._library.hs_gate_trace_start(keep)
+        if result < 0:
+            raise GateError(f"operators cannot be traced: {os.strerror(-result)}")
+        trace = Trace()
+        try:
+            yield trace
+        finally:
+            kept = (binding.Traced * keep)()
+            n = self._library.hs_gate_trace_stop(kept, keep)
+            trace.count = self._library.hs_gate_trace_count()
+            trace.operators = tuple(binding.operator(one) for one in kept[:n])
+
+    def _claim(self, action: Action, on: int) -> int:
+        result = int(self._library.hs_gate_claim(action, on))
+        if result < 0:
+            raise InstallError(
+                f"the signals for {action.name} cannot be taken over: {os.strerror(-result)}"
+                + (" (the gate was not started in this process)" if result == -errno.ESRCH else "")
+            )
+        return result
+
+    def _check_sees_operators(self) -> None:
+        """The self-test of every load: takes microseconds, and holds nobody."""
+        import torch
+
+        with self.trace(1) as trace:
+            torch.empty(1).add_(1)
+        if trace.count < 1:
+            raise GateSelfTestFailed(
+                f"the gate {self.path} does not see the operators of torch {torch.__version__}; "
+                "was it built without record_function, or was that switched off by "
+                "torch.autograd._enable_record_function(False)?"
+            )
+
+    def _read_all(self) -> list[GateEvent]:
+        events: list[GateEvent] = []
+        rows = (binding.Event * _READ_AT_ONCE)()
+        while True:
+            n = self._library.hs_gate_read(rows, _READ_AT_ONCE)
+            events += [binding.gate_event(row) for row in rows[:n]]
+            if n < _READ_AT_ONCE:
+                return events
+
+    def _close_event_fd(self) -> None:
+        if self._event_fd >= 0:
+            os.close(self._event_fd)
+            self._event_fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_event_fd", -1) >= 0 and not sys.is_finalizing():
+            # there is one gate per process: another object may run it by now, or run it in a child
+            if self._started_by == os.getpid():
+                self.stop()
+            self._close_event_fd()
+
+
+def _is_caught(rule: SignalRule) -> bool:
+    return address_of(rule.signo) not in NOBODY
+
+
+def _load() -> tuple[Path, ctypes.CDLL]:
+    """Find or build the library, and load it.
+
+    One that is whole and still cannot be loaded (built on another machine of a shared home) is
+    built again, once.
+    """
+    torch = compiler.installed_torch()
+    found = build.ensure(os.environ, torch=torch)
+    try:
+        return found.path, binding.bind(found.path)
+    except GateError:
+        if found.built_s is not None or found.origin != "cache":
+            raise
+        found = build.build(found.path.parent.parent, environ=os.environ, torch=torch)
+        return found.path, binding.bind(found.path)
+    finally:
+        if found.origin == "private":
+            shutil.rmtree(found.path.parent.parent, ignore_errors=True)

@@ -1,0 +1,288 @@
+"""What a gate is: the values that pass between it and the controller.
+
+Two things are gates: :mod:`hydroslurm.gate.native` (every operator, armed only while a
+pause is wanted) and :mod:`hydroslurm.gate.hooks` (module boundaries, for machines without a
+compiler). Numbers are those of ``native/gate.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING, Protocol
+
+from hydroslurm.gate.dispositions import Owner
+
+if TYPE_CHECKING:
+    from hydroslurm.gate.marks import Marks
+
+
+class Action(IntEnum):
+    """What a signal or a request asks for."""
+
+    PAUSE = 1
+    RESUME = 2
+    STOP = 3
+
+
+class Cause(IntFlag):
+    """Why the gate is closed. A rank runs only while the set is empty."""
+
+    SLURM = 1
+    USER = 2
+    API = 4
+    TERMINAL = 8
+    PEERS = 16
+    """Another rank of the job is paused. Only requests set it."""
+
+    def names(self) -> list[str]:
+        """The causes in the set, lower case, in order of their number."""
+        return [(cause.name or "").lower() for cause in Cause if cause in self]
+
+
+NO_CAUSE = Cause(0)
+
+
+class Phase(IntEnum):
+    """Which part of autograd an operator was met in."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class GateState(IntEnum):
+    """Where the rank is between running and parked."""
+
+    RUNNING = 0
+    PARKING = 1
+    PARKED = 2
+    STOPPING = 3
+
+
+class GateEventKind(IntEnum):
+    """What a gate reports; see ``enum hs_event_kind`` in ``native/gate.h`` for the fields that each
+    kind fills."""
+
+    SIGNAL_RECEIVED = 1
+    GATE_CLOSED = 2
+    FIRST_HELD = 3
+    PARKED = 4
+    GATE_OPENED = 5
+    FIRST_RELEASED = 6
+    LATE_HELD = 7
+    CAUSES_CHANGED = 8
+    STOP_REQUESTED = 9
+    TERMINAL_STOP = 10
+    TERMINAL_IGNORED = 11
+    CALLBACK_LOST = 12
+    HANDLER_REPLACED = 13
+    DROPPED = 14
+    LET_THROUGH = 15
+
+
+class SignalOutcome(IntEnum):
+    """What became of one line of the signal table."""
+
+    INSTALLED = 0
+    LEFT_ALONE = 1
+    """The signal was ignored when we came (nohup), or had no handler and the rule asks for one."""
+
+
+@dataclass(frozen=True)
+class SignalRule:
+    """One line of the signal table: what one signal means.
+
+    Attributes:
+        signo: the signal's number.
+        action: what it asks for.
+        causes: added by PAUSE, removed by RESUME, unused by STOP.
+        even_if_ignored: install although the process was started with the signal ignored.
+        chain: call the handler that was there before, too.
+        only_if_handled: leave the default disposition alone.
+    """
+
+    signo: int
+    action: Action
+    causes: Cause = NO_CAUSE
+    even_if_ignored: bool = False
+    chain: bool = True
+    only_if_handled: bool = False
+
+
+@dataclass(frozen=True)
+class GateEvent:
+    """One thing that a gate saw. Times are nanoseconds; 0 where the kind does not fill a field."""
+
+    kind: GateEventKind
+    mono_ns: int
+    epoch_ns: int
+    signo: int = 0
+    value_ns: int = 0
+    causes: Cause = NO_CAUSE
+    sender_pid: int = 0
+    tid: int = 0
+    phase: Phase = Phase.FORWARD
+    held: int = 0
+    quiet: int = 0
+    count: int = 0
+    passed: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class GateStatus:
+    """The gate at one moment; see ``struct hs_status``."""
+
+    state: GateState
+    causes: Cause
+    held: int
+    quiet: int
+    armed: bool
+    capturing: int
+    passed: int
+    closes: int
+    closed_mono_ns: int
+    passing: bool = False
+    allowance: int = 0
+    let_through: int = 0
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator seen by a trace."""
+
+    name: str
+    phase: Phase
+    tid: int
+    mono_ns: int
+
+
+@dataclass
+class Trace:
+    """What passed the gate while a trace was on; filled when the trace ends."""
+
+    count: int = 0
+    operators: Sequence[Operator] = ()
+
+
+class Gate(Protocol):
+    """Holds the training threads of this process at their next operator.
+
+    All methods may be called from any thread, except where an implementation says otherwise.
+    """
+
+    @property
+    def name(self) -> str:
+        """``native`` or ``hooks``."""
+        ...
+
+    @property
+    def granularity(self) -> str:
+        """In words, where a rank can be held: for people who read reports."""
+        ...
+
+    def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
+        """Start the watcher, install the handlers; on failure leave nothing behind.
+
+        Raises:
+            AlreadyInstalled: it runs in this process.
+            InstallError: a handler could not be installed.
+        """
+        ...
+
+    def stop(self) -> int:
+        """Open, disarm, end the watcher, restore. Returns how many handlers somebody else had
+        replaced."""
+        ...
+
+    def request(self, action: Action, causes: Cause) -> None:
+        """Ask for a pause, a resume or a stop from inside the process. Returns at once."""
+        ...
+
+    @property
+    def stops_at_collectives(self) -> bool:
+        """Can :meth:`let_through` be used: does the gate see collectives before they are issued?"""
+        ...
+
+    def let_through(self, n: int) -> None:
+        """Let the training threads go on, while the gate stays closed, until ``n`` more collectives
+        of torch.distributed have been issued. Returns at once.
+
+        Each thread is then held before the first one that is not allowed for; all its other
+        operators pass. Further calls add to what is left, which is lost when the gate opens. With
+        0, or an open gate, nothing happens. A LET_THROUGH event says when it is in force, and a
+        PARKED that follows it that all have come to rest.
+
+        Raises:
+            InstallError: the gate does not run here, cannot see collectives, or ``n`` is negative.
+        """
+        ...
+
+    def hold_here(self) -> None:
+        """Take :meth:`let_through` back: what is left is lost, and whoever is not held is held at
+        the next operator of any kind. Returns at once.
+
+        Raises:
+            InstallError: the gate does not run here.
+        """
+        ...
+
+    def claim(self, action: Action) -> int:
+        """Listen to every signal of the table that has this action, those included that were left
+        alone because nobody handled them, and call no old handler: the caller answers for what
+        follows. A handler that somebody put over ours since is replaced. Returns how many signals
+        are listened to."""
+        ...
+
+    def unclaim(self, action: Action) -> None:
+        """Take :meth:`claim` back: chain again, and leave to the default what had it before."""
+        ...
+
+    def status(self) -> GateStatus: ...
+
+    def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
+        """Block until there are events, :meth:`wake` was called or the time is over; oldest first,
+        maybe none.
+
+        For one thread only, the controller's. The GIL is given up while waiting.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Make a blocked :meth:`wait_events` return."""
+        ...
+
+    def exempt(self) -> AbstractContextManager[None]:
+        """Within it the calling thread is never held: for savers, drains and agreement."""
+        ...
+
+    def check_handlers(self) -> int:
+        """How many of our handlers were replaced by others; one HANDLER_REPLACED event each."""
+        ...
+
+    def owner(self, signo: int) -> Owner:
+        """Whose the installed handler of this signal is."""
+        ...
+
+    @property
+    def hears_beside_others(self) -> bool:
+        """Does the gate hear signals that somebody else has the handler of?"""
+        ...
+
+    def take_back(self, signo: int) -> None:
+        """Put our handler back over the one that is there. A Python handler is called after it,
+        as it would be had it been there before us; one of C code is not, for it may lead back to us
+        in ways that never end."""
+        ...
+
+    @property
+    def marks(self) -> Marks:
+        """What tells a profiler of this process; never emits for a gate without a library."""
+        ...
+
+    def trace(self, keep: int) -> AbstractContextManager[Trace]:
+        """Within it nothing is held, every operator is counted and the first ``keep`` are written
+        down."""
+        ...

@@ -1,0 +1,179 @@
+"""What Python shows of handlers that the kernel has from us.
+
+A handler that is installed by ``sigaction`` alone does not exist for Python: ``signal.getsignal``
+says SIG_DFL. Libraries that find a signal free take it, and those that save all handlers and put
+them back (Lightning does, around each ``fit``) then remove ours without a word. So Python is shown
+a :class:`ShownHandler`, while the kernel's table keeps the native one: it runs at once, and
+Python's only where somebody calls it, or has restored it, which puts CPython's own C handler in the
+place of ours until the next look.
+
+The one that is never shown: ours for SIGINT as long as Python has ``default_int_handler`` there.
+asyncio looks for exactly that, and would not cancel its tasks at a Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+
+from hydroslurm.gate.dispositions import (
+    NOBODY,
+    Handler,
+    Owner,
+    OwnerKind,
+    address_of,
+    is_hydroslurms,
+    kernel_kept,
+    library_of,
+)
+from hydroslurm.gate.protocol import Action, SignalRule
+
+
+class ShownHandler:
+    """``signal.getsignal`` of a signal that is ours. Called with a signal that did not reach the
+    native handler, it hands it on; then it calls what was there before, where that is called.
+
+    Attributes:
+        before: what Python showed when we came; shown again afterwards.
+    """
+
+    def __init__(self, rule: SignalRule, before: Handler, deliver: Callable[[int], int]) -> None:
+        self.rule = rule
+        self.before = before
+        self._deliver = deliver
+        self._pid = os.getpid()
+
+    def __call__(self, signo: int, frame: FrameType | None) -> None:
+        told = self._deliver(self.rule.signo)
+        if told < 0:
+            self._call_without_us(signo, frame)
+        elif told and callable(self.before):
+            self.before(signo, frame)
+
+    def __repr__(self) -> str:
+        return f"<hydroslurm's handler of {signal.Signals(self.rule.signo).name}>"
+
+    def _call_without_us(self, signo: int, frame: FrameType | None) -> None:
+        """Uninstalled, or in a forked child: what happens without us, except that nobody dies of a
+        signal that was to pause or to continue."""
+        of_pauses = self.rule.action is not Action.STOP and not self.rule.only_if_handled
+        if of_pauses and os.getpid() != self._pid:
+            return
+        if callable(self.before):
+            self.before(signo, frame)
+        elif self.before is signal.SIG_DFL and not of_pauses:
+            signal.signal(signo, signal.SIG_DFL)
+            signal.raise_signal(signo)
+
+
+class PythonView:
+    """Keeps what Python shows in step with what the gate has installed. One per process.
+
+    Python changes it in the main thread only. What is asked for elsewhere happens there, soon.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, SignalRule] = {}
+        self._shown: dict[int, ShownHandler] = {}
+        self._deliver: Callable[[int], int] | None = None
+        self._cpython = 0
+
+    def show(self, rules: Iterable[SignalRule], deliver: Callable[[int], int]) -> None:
+        """Show ours for these signals from now on. ``deliver``: ``hs_gate_deliver()``."""
+        self._deliver = deliver
+        self._wanted = {rule.signo: rule for rule in rules}
+        in_main_thread(self._sync)
+
+    def add(self, rules: Iterable[SignalRule]) -> None:
+        """Show ours for these as well, and again where Python shows nobody's."""
+        self._wanted.update({rule.signo: rule for rule in rules})
+        in_main_thread(self._sync)
+
+    def hide(self, rules: Iterable[SignalRule] | None = None) -> None:
+        """Show again what was there before; ``rules``: of these only."""
+        gone = self._wanted if rules is None else {rule.signo for rule in rules}
+        self._wanted = {s: rule for s, rule in self._wanted.items() if s not in gone}
+        in_main_thread(self._sync)
+
+    def owner(self, signo: int) -> Owner:
+        """Who is installed for a signal in the place of the native handler."""
+        address = address_of(signo)
+        shown = signal.getsignal(signo)
+        mine = self._shown.get(signo)
+        if address in NOBODY:
+            return Owner(OwnerKind.DEFAULT if address == signal.SIG_DFL else OwnerKind.IGNORED)
+        if not callable(shown) or (self._cpython and address != self._cpython):
+            return Owner(OwnerKind.NATIVE, library=library_of(address))
+        if isinstance(shown, ShownHandler) or (mine is not None and shown is mine.before):
+            return Owner(OwnerKind.OURS)
+        return Owner(OwnerKind.PYTHON, shown)
+
+    def keeps_before(self, signo: int) -> bool:
+        """Whether what was there before us comes back although somebody has removed it since."""
+        mine = self._shown.get(signo)
+        return mine is not None and is_hydroslurms(mine.before)
+
+    def _sync(self) -> None:
+        for signo, rule in list(self._wanted.items()):
+            with contextlib.suppress(OSError, ValueError):
+                self._show(signo, rule)
+        for signo in self._shown.keys() - self._wanted.keys():
+            was = self._shown.pop(signo)
+            before = was.before
+            if signal.getsignal(signo) is was:
+                with kernel_kept(signo):
+                    signal.signal(signo, before)
+
+    def _show(self, signo: int, rule: SignalRule) -> None:
+        now = signal.getsignal(signo)
+        if now is None or now is signal.default_int_handler:
+            return
+        mine = self._shown.get(signo)
+        if mine is not None:
+            if now not in NOBODY:  # ours, or somebody's that is called after ours
+                return
+            if not self.keeps_before(signo):
+                mine.before = now
+        elif isinstance(now, ShownHandler):  # saved in another life, and restored since
+            now.rule, self._shown[signo] = rule, now
+            return
+        else:
+            mine = self._shown[signo] = ShownHandler(rule, now, self._tell)
+        with kernel_kept(signo):
+            signal.signal(signo, mine)
+            self._cpython = address_of(signo)
+
+    def _tell(self, signo: int) -> int:
+        return self._deliver(signo) if self._deliver is not None else -1
+
+
+VIEW = PythonView()
+"""This process's."""
+
+
+def in_main_thread(act: Callable[[], None]) -> None:
+    """Call it now where this is the main thread, else at the main thread's next bytecode."""
+    if threading.current_thread() is threading.main_thread():
+        act()
+        return
+    _due.put(act)
+    ctypes.pythonapi.Py_AddPendingCall(_ACT_ON_DUE, None)  # full: the next one acts on all
+
+
+_due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+
+def _act_on_due(_: object) -> int:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            _due.get_nowait()()
+    return 0
+
+
+_ACT_ON_DUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_act_on_due)

@@ -1,0 +1,177 @@
+"""Which signal means what.
+
+The table is data. A gate installs it (:meth:`hydroslurm.gate.protocol.Gate.start`):
+natively where the gate is native, so that a handler runs at once even while the main thread is
+inside a long C++ ``backward()``.
+
+How each kind of process is covered:
+
+- **the rank before and after**: :func:`hydroslurm.runtime.autoload.hold` and ``keep_alive``.
+- **the rank**: our handlers go in last, call the handler that they replaced, and are taken out
+  again by ``uninstall`` only where they are still the installed ones. Python is shown handlers that
+  lead to ours (:mod:`hydroslurm.gate.shown`); what is put over them is taken back
+  (:mod:`hydroslurm.runtime.guard`).
+- **a forked child** (DataLoader workers by default): inherits the handlers, which compare the
+  process id first and do nothing in a child. So a child neither pauses nor dies of a pause signal;
+  nor, once stops are claimed, of a SIGTERM that comes from neither its parent nor the rank.
+- **what is started with exec** (``multiprocessing`` spawn, forkserver, the resource tracker;
+  ``subprocess``): starts with default dispositions, of which USR1 and USR2 kill and TSTP stops.
+  :mod:`hydroslurm.runtime.children` has these start with the signals blocked that kill, and
+  multiprocessing's with all that pause; a Python among them ignores them from then on
+  (:mod:`hydroslurm.runtime.below`). SIGTERM means to them what it would mean without us.
+- **a child that trains** follows its rank (:mod:`hydroslurm.runtime.following`).
+- **started with a signal ignored** (nohup, some batch wrappers): left ignored, unless
+  ``even_if_ignored``.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import get_type_hints
+
+from hydroslurm.errors import UsageError
+from hydroslurm.gate.protocol import Action, Cause, SignalRule
+
+SIGNALS_ENV = "HYDROSLURM_SIGNALS"
+"""Environment variable that changes the plan: ``user_pause=RTMIN+1,user_resume=none``."""
+
+_CANNOT_BE_CAUGHT = frozenset({int(signal.SIGKILL), int(signal.SIGSTOP)})
+
+
+@dataclass(frozen=True)
+class SignalPlan:
+    """The signals that hydroslurm listens to. None means: not this one.
+
+    Attributes:
+        slurm_pause: what ``scontrol suspend`` and gang scheduling send first; also Ctrl-Z.
+        slurm_resume: what they send last. Also comes before every SIGTERM, so that it ends only the
+            pauses of Slurm and of the terminal, never one that a person asked for.
+        user_pause: ``scancel --signal=USR1``, ``hydroslurm pause --pid``.
+        user_resume: the way back from ``user_pause``.
+        stop: save and leave. Taken only where somebody has a handler: the default action needs no
+            help from us. A ``Run`` takes it over, whether handled or not.
+        warning: the same, sent ahead of a time limit (``sbatch --signal=URG@120``). SIGURG, because
+            USR1 and USR2 are taken, and a process that does not know it ignores it.
+        interrupt: Ctrl-C. Ends every pause, so that Python gets to run its own handler.
+        even_if_ignored: listen also to signals that were ignored when the process started.
+    """
+
+    slurm_pause: int | None = int(signal.SIGTSTP)
+    slurm_resume: int | None = int(signal.SIGCONT)
+    user_pause: int | None = int(signal.SIGUSR1)
+    user_resume: int | None = int(signal.SIGUSR2)
+    stop: int | None = int(signal.SIGTERM)
+    warning: int | None = int(signal.SIGURG)
+    interrupt: int | None = int(signal.SIGINT)
+    even_if_ignored: bool = False
+
+    def __post_init__(self) -> None:
+        seen: dict[int, str] = {}
+        for name, signo in self._numbers().items():
+            if signo in _CANNOT_BE_CAUGHT or not 1 <= signo <= signal.NSIG - 1:
+                raise UsageError(
+                    f"{name}={signo} is not a signal that a process can catch; choose another"
+                )
+            if signo in seen:
+                raise UsageError(
+                    f"{signal_name(signo)} is used for both {seen[signo]} and {name}; each needs "
+                    "its own signal"
+                )
+            seen[signo] = name
+
+    def rules(self) -> tuple[SignalRule, ...]:
+        """The plan as the table that a gate takes."""
+        everything = Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL | Cause.PEERS
+        table = (
+            (self.slurm_pause, Action.PAUSE, Cause.SLURM, False),
+            (self.slurm_resume, Action.RESUME, Cause.SLURM | Cause.TERMINAL, False),
+            (self.user_pause, Action.PAUSE, Cause.USER, False),
+            (self.user_resume, Action.RESUME, Cause.USER, False),
+            (self.stop, Action.STOP, Cause(0), True),
+            (self.warning, Action.STOP, Cause(0), True),
+            (self.interrupt, Action.RESUME, everything, True),
+        )
+        return tuple(
+            SignalRule(
+                signo=signo,
+                action=action,
+                causes=causes,
+                even_if_ignored=self.even_if_ignored,
+                only_if_handled=only_if_handled,
+            )
+            for signo, action, causes, only_if_handled in table
+            if signo is not None
+        )
+
+    def stopping(self) -> frozenset[int]:
+        """The signals that ask a rank to save and leave."""
+        return frozenset(signo for signo in (self.stop, self.warning) if signo is not None)
+
+    def pausing(self) -> frozenset[int]:
+        """The signals whose default action would stop or kill a child that was meant no harm."""
+        chosen = (self.slurm_pause, self.slurm_resume, self.user_pause, self.user_resume)
+        return frozenset(signo for signo in chosen if signo is not None)
+
+    def killing(self) -> frozenset[int]:
+        """Those of them whose default action kills."""
+        return self.pausing() - {signal.SIGTSTP, signal.SIGCONT}
+
+    def with_environment(self, environ: Mapping[str, str]) -> SignalPlan:
+        """The plan changed by ``HYDROSLURM_SIGNALS``.
+
+        Raises:
+            UsageError: an unknown name or signal; the message lists the valid ones.
+        """
+        text = environ.get(SIGNALS_ENV, "").strip()
+        if not text:
+            return self
+        valid = {name for name, kind in get_type_hints(SignalPlan).items() if kind is not bool}
+        changes: dict[str, int | None] = {}
+        for part in text.split(","):
+            name, equals, value = (word.strip() for word in part.partition("="))
+            if not equals or name not in valid:
+                raise UsageError(
+                    f"{SIGNALS_ENV}: cannot read {part.strip()!r}; write NAME=SIGNAL with NAME one "
+                    "of "
+                    f"{', '.join(sorted(valid))} and SIGNAL such as USR1, RTMIN+2 or none"
+                )
+            changes[name] = None if value.lower() == "none" else signal_number(value)
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def _numbers(self) -> dict[str, int]:
+        values = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name != "even_if_ignored"
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def signal_number(text: str) -> int:
+    """``USR1``, ``SIGUSR1``, ``RTMIN+2`` or ``10`` as a number.
+
+    Raises:
+        UsageError: no such signal.
+    """
+    word, _, offset = text.strip().upper().partition("+")
+    if word.isdecimal() and not offset:
+        return int(word)
+    name = word if word.startswith("SIG") else f"SIG{word}"
+    known = signal.Signals.__members__.get(name)
+    if known is None or (offset and not offset.isdecimal()):
+        raise UsageError(f"{text!r} is not a signal; write for example USR1, URG or RTMIN+2")
+    return int(known) + int(offset or 0)
+
+
+def is_ours_alone(replaced: Mapping[str, object]) -> bool:
+    """Whether the signal of a ``handler_replaced`` event does what hydroslurm says, and nothing
+    else. ``replaced``: the event's data; see :class:`hydroslurm.runtime.guard.Replaced`."""
+    return replaced.get("taken_back") is True and replaced.get("still_called") is False
+
+
+def signal_name(signo: int) -> str:
+    """``SIGUSR1`` for 10; ``signal 35`` where it has no name."""
+    try:
+        return signal.Signals(signo).name
+    except ValueError:
+        return f"signal {signo}"

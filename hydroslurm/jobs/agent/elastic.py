@@ -1,0 +1,289 @@
+"""Torch's elastic agent, changed where it would end workers that are saving.
+
+Torchrun's own code is run; only the class of its agent is another one. What differs:
+
+- a worker that leaves with 75, 93 or 143 has saved and means it: no restart, and its siblings are
+  left alone until they have left too (torch's ``PContext.wait`` sends them SIGTERM at once, and
+  SIGKILL 30 s later);
+- for a restart, workers that listen to SIGTERM are ended with SIGKILL: they would take it for a
+  stop of the job, save, and have the whole job requeued;
+- a stop that arrives before there are workers ends the agent at once;
+- when workers failed for good, the agent leaves with the status of the first;
+- workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT`` says off;
+- nodes are counted as Slurm counts its tasks (:mod:`hydroslurm.jobs.agent.rounds`);
+- workers are given ``HYDROSLURM_LIFE``, the same on all nodes and new in each round. Torch's own
+  TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because of another
+  node's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed.run
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher import api as launcher
+
+from hydroslurm.coordination.greeting import KEY_BYTES, derive
+from hydroslurm.coordination.world import KEY_ENV, LIFE_ENV
+from hydroslurm.core.exitcodes import CANCELLED, FAILED
+from hydroslurm.errors import LaunchError
+from hydroslurm.jobs.agent.defaults import Rendezvous, fill_in
+from hydroslurm.jobs.agent.node import Node
+from hydroslurm.jobs.agent.proc import exit_codes
+from hydroslurm.jobs.agent.rendezvous_keepalive import Patience
+from hydroslurm.jobs.agent.rounds import in_order_of_tasks, life_of
+from hydroslurm.jobs.agent.script import missing_status, what_is_missing
+from hydroslurm.jobs.agent.signal_pipe import Interrupted
+from hydroslurm.jobs.agent.status import Decision, decide, failure_status, node_status
+from hydroslurm.runtime import autoload
+
+LINGER_S = 60.0
+"""How long the siblings of a worker that has left on purpose may show no sign of leaving."""
+LEAVE_TOGETHER_S = 10.0
+"""How long a node waits for the others to have left: one that goes first may take the store with
+it, and makes ``srun --kill-on-bad-exit`` end those that are still saving."""
+_POLL_S = 0.05
+# untyped, and so is what it gives
+_torchrun: Any = torch.distributed.run
+
+
+class NodeAgent(LocalElasticAgent):
+    """One node's agent. All of it runs in the main thread.
+
+    Attributes:
+        status: what the agent is to leave with, once its workers have left on purpose.
+        failed: what it is to leave with if its workers are not started again; None as long as none
+            has failed.
+    """
+
+    def __init__(self, node: Node, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+        super().__init__(spec, *args, **kwargs)
+        self.status: int | None = None
+        self.failed: int | None = None
+        self._node = node
+        self._monitoring = False
+        self._leaving = False
+        patience = Patience(
+            spec.rdzv_handler,
+            leaving=lambda: self._leaving or node.stop_asked.is_set(),
+            say=functools.partial(node.log.say, warning=True),
+        )
+        node.on_suspend(patience.suspend)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with self._node.mailbox.interruptible():
+            self._unless_stopped()
+            super()._rendezvous(worker_group)
+            os.environ[LIFE_ENV] = life_of(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._unless_stopped()
+        self._leaving, self.status, self.failed = False, None, None
+        # what comes before they listen waits for them
+        held = autoload.killing(os.environ) if autoload.is_asked(os.environ) else ()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert self._pcontext is not None
+        self._pcontext.close = functools.partial(  # type: ignore[method-assign]
+            self._close, self._pcontext, self._pcontext.close
+        )
+        self._node.started(worker_group.group_rank or 0, pids)
+        return pids
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._node.kill_listeners()
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._node.look()
+        self._monitoring = True
+        try:
+            result: RunResult = super()._monitor_workers(worker_group)
+        finally:
+            self._monitoring = False
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            codes = [failure.exitcode for failure in result.failures.values()]
+            stop_asked = self._node.stop_asked.is_set()
+            self.status = node_status(codes, stop_asked=stop_asked)
+            if self.status is not None or stop_asked:
+                self._remaining_restarts = 0
+                self._wait_for_others(worker_group, until_s=time.monotonic() + LEAVE_TOGETHER_S)
+        return result
+
+    def _exit_barrier(self) -> None:
+        """Torch's waits in C++, where no signal is heard. A stop can only be meant for the other
+        nodes: the workers of this one are done."""
+        self._wait_for_others(
+            self._worker_group,
+            until_s=time.monotonic() + self._exit_barrier_timeout,
+            give_up=self._node.stop_asked.is_set,
+        )
+
+    def _close(
+        self,
+        pcontext: PContext,
+        close: Callable[..., None],
+        death_sig: signal.Signals | None = None,
+        timeout: int = 30,
+    ) -> None:
+        """In the place of ``PContext.close``, which torch calls when the first worker has ended
+        badly, and when all have ended."""
+        if self._monitoring:
+            self._see_them_out(pcontext)
+        close(death_sig, timeout)
+
+    def _see_them_out(self, pcontext: PContext) -> None:
+        """Wait for those that leave by themselves; end those that cannot go on."""
+        give_up_s = time.monotonic() + LINGER_S
+        while True:
+            codes = exit_codes(pcontext)
+            stop_asked = self._node.stop_asked.is_set()
+            if self.failed is None:  # its siblings are about to be ended, and fail, too
+                ended = [code for code in codes.values() if code is not None]
+                self.failed = failure_status(ended, stop_asked=stop_asked)
+            living = [local_rank for local_rank, code in codes.items() if code is None]
+            decision = decide(
+                codes.values(),
+                stop_asked=stop_asked,
+                others_leave=time.monotonic() < give_up_s or self._node.is_stopping(living),
+            )
+            if decision is not Decision.WAIT:
+                break
+            self._leaving = True
+            time.sleep(_POLL_S)
+            self._node.look()
+        if decision is Decision.END_OTHERS:
+            self._node.kill_listeners()
+
+    def _wait_for_others(
+        self, group: Any, *, until_s: float, give_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Say that the workers of this node have ended, and wait until all nodes have said so."""
+        names = [f"hydroslurm/ended/{number}" for number in range(group.group_world_size or 1)]
+        # the store goes with its agent, and that one goes when it has seen everybody
+        with contextlib.suppress(Exception):
+            group.store.set(names[group.group_rank or 0], "1")
+            while not group.store.check(names) and not give_up() and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+
+    def _unless_stopped(self) -> None:
+        if self._node.stop_asked.is_set():
+            raise Interrupted
+
+
+def launch(arguments: list[str], *, node: Node, where: Rendezvous | None, key: bytes | None) -> int:
+    """Run torchrun in this process; the exit status.
+
+    Args:
+        key: that the agents of all nodes share. The workers get one that follows from it; those of
+            a single node, one that nobody else needs to know.
+
+    Raises:
+        SystemExit: the arguments are wrong, torchrun has printed why.
+        LaunchError: this torch cannot be changed.
+    """
+    chosen = _torchrun.parse_args(arguments)
+    missing = what_is_missing(
+        chosen.training_script, is_program=chosen.no_python, is_module=chosen.module
+    )
+    if missing is not None:
+        node.log.say(missing, warning=True)
+        return missing_status(chosen.training_script, is_program=chosen.no_python)
+    if where is not None and fill_in(chosen, where, untouched=_untouched()):
+        node.log.say(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
+    _leave_signals_to(node, chosen)
+    if key is None and where is None and chosen.nnodes in ("1", "1:1"):
+        key = secrets.token_bytes(KEY_BYTES)
+    if key is not None:
+        os.environ[KEY_ENV] = derive(key, "workers").hex()
+    if not os.environ.get(autoload.PREEMPT_ENV):
+        os.environ[autoload.PREEMPT_ENV] = "pause"
+    # with a shared store a restarted rank may find the address of a peer that is gone
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    ours = where if where is not None and chosen.rdzv_id == where.run_id else None
+    with _agents_of(node, ours) as agents:
+        try:
+            # it writes the error file of a failed worker, as it does for torchrun
+            return int(record(_run)(chosen, agents) or 0)
+        except ChildFailedError as error:
+            # torch's table says which worker, how and when; the way through torchrun says nothing
+            node.log.say("".join(traceback.format_exception_only(error)).strip(), warning=True)
+            first = error.get_first_failure()[1].exitcode
+            failed = agents[-1].failed if agents else None
+            return failed or failure_status([first], stop_asked=False) or FAILED
+
+
+def _run(chosen: Any, agents: list[NodeAgent]) -> int:
+    try:
+        _torchrun.run(chosen)
+    except Interrupted:
+        return CANCELLED
+    except ChildFailedError:
+        if agents and agents[-1].status is not None:
+            return agents[-1].status
+        raise
+    return 0
+
+
+@contextlib.contextmanager
+def _agents_of(node: Node, where: Rendezvous | None) -> Iterator[list[NodeAgent]]:
+    """Have torchrun make agents of ours; those that it has made are in the list.
+
+    Args:
+        where: None where the nodes that meet are not, or not only, the tasks of this job step.
+    """
+    if not hasattr(launcher, "LocalElasticAgent"):
+        raise LaunchError(
+            "this torch's torchrun makes its agent in a way that is not known; use srun without "
+            "torchrun, one task per rank"
+        )
+    made: list[NodeAgent] = []
+
+    def make(spec: WorkerSpec, *args: Any, **kwargs: Any) -> NodeAgent:
+        if where is not None:
+            in_order_of_tasks(spec.rdzv_handler, where, local_addr=spec.local_addr)
+        made.append(NodeAgent(node, spec, *args, **kwargs))
+        return made[-1]
+
+    before = launcher.LocalElasticAgent
+    launcher.LocalElasticAgent = make
+    try:
+        yield made
+    finally:
+        launcher.LocalElasticAgent = before
+
+
+def _leave_signals_to(node: Node, chosen: Any) -> None:
+    """Torch's handlers end the workers; those of our signals are ours. Before torch 2.9 the list
+    is fixed, and Node.started takes them back."""
+    named = getattr(chosen, "signals_to_handle", None)
+    if named is None:
+        return
+    ours = {signal.Signals(signo).name for signo in node.signals if signo < signal.SIGRTMIN}
+    kept = [name.strip() for name in named.split(",") if name.strip() not in ours]
+    # an empty name would be warned of
+    chosen.signals_to_handle = ",".join(kept or ["SIGINT"])
+
+
+def _untouched() -> Any:
+    return _torchrun.parse_args(["a_script"])

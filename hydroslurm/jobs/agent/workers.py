@@ -1,0 +1,132 @@
+"""The workers of one node, and the requests that each of them still has to get.
+
+A request is handed on by its meaning, and only to a process that has announced itself as listening
+to it. One that is still importing would die of the signal: it is owed the request, the latest of
+each kind, until it listens.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hydroslurm.core import registry
+from hydroslurm.jobs.agent import proc
+
+Meaning = Literal["slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning"]
+MEANINGS: tuple[Meaning, ...] = (
+    "slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning",
+)  # fmt: skip
+"""Those of a SignalPlan that an agent hands on."""
+
+PATIENCE_S = 10.0
+"""A worker that has no handler for SIGTERM so long after it was owed one gets it nevertheless: it
+is a program that saves nothing, or it hangs in its imports. Less than any grace that is worth the
+name, more than an import takes."""
+
+_ENDS: Mapping[Meaning, Meaning] = {
+    "slurm_resume": "slurm_pause",
+    "user_resume": "user_pause",
+}
+
+
+@dataclass
+class Worker:
+    """One process that torchrun has started.
+
+    Attributes:
+        pid: that torchrun knows; the rank itself may be a child of it.
+        entry: what the rank has announced; None until then.
+        owed: requests that it did not listen to yet, with their time (``time.monotonic()``).
+    """
+
+    local_rank: int
+    pid: int
+    entry: registry.Entry | None = None
+    owed: dict[Meaning, float] = field(default_factory=dict)
+
+
+class Workers:
+    """All workers of this node. One thread at a time: the owner has the lock."""
+
+    def __init__(self, base: Path | None) -> None:
+        """``base``: the registry's folder; None where there is none, and nothing can be handed
+        on but a stop."""
+        self._base = base
+        self._standing: list[Meaning] = []
+        self.all: tuple[Worker, ...] = ()
+
+    @property
+    def owe(self) -> bool:
+        """Whether somebody has yet to get something."""
+        return any(worker.owed for worker in self.all)
+
+    def start(self, pids: Mapping[int, int]) -> None:
+        """Take new workers, local rank -> pid, in the place of the old ones. A stop holds for
+        them too, and so does a pause that nobody has ended."""
+        self.all = tuple(Worker(local_rank, pid) for local_rank, pid in sorted(pids.items()))
+        now_s = time.monotonic()
+        for worker in self.all:
+            worker.owed.update(dict.fromkeys(self._standing, now_s))
+
+    def ask(self, meaning: Meaning) -> None:
+        """Hand a request on, to each worker as soon as it listens."""
+        ended = _ENDS.get(meaning)
+        self._standing = [each for each in self._standing if each not in (ended, meaning)]
+        if ended is None:
+            self._standing.append(meaning)
+        now_s = time.monotonic()
+        for worker in self.all:
+            if ended is not None:
+                worker.owed.pop(ended, None)
+            if ended is None or worker.entry is not None:
+                worker.owed.pop(meaning, None)
+                worker.owed[meaning] = now_s
+        self.look()
+
+    def look(self) -> None:
+        """Find those that have announced themselves meanwhile, and give each what it is owed."""
+        for worker in self.all:
+            if worker.entry is None:
+                worker.entry = self._announced(worker.pid)
+            for meaning, since_s in list(worker.owed.items()):
+                if _give(worker, meaning, waited_s=time.monotonic() - since_s):
+                    del worker.owed[meaning]
+
+    def kill_listeners(self) -> None:
+        """End those that would take torchrun's SIGTERM for a stop of the job: they would save,
+        have the job requeued and leave, where only a restart is meant."""
+        for worker in self.all:
+            if worker.entry is not None:
+                proc.send_group(worker.pid, signal.SIGKILL)
+
+    def _announced(self, pid: int) -> registry.Entry | None:
+        """Of the process itself, or of the nearest child, below a shell script for example."""
+        if self._base is None:
+            return None
+        found = (registry.find(self._base, each) for each in proc.family(pid))
+        return next((entry for entry in found if entry is not None), None)
+
+
+def _give(worker: Worker, meaning: Meaning, *, waited_s: float) -> bool:
+    """Signal the worker if that does it no harm; whether nothing is owed any more."""
+    entry = worker.entry
+    if entry is not None:
+        signo = entry.signals.get(meaning)
+        if signo is None:
+            return True
+        if signo == signal.SIGCONT or proc.catches(entry.pid, signo):
+            proc.send(entry.pid, signo)
+            return True
+    if meaning != "stop":
+        return False
+    if entry is None and proc.catches(worker.pid, signal.SIGTERM):
+        return proc.send(worker.pid, signal.SIGTERM) or True
+    if waited_s > PATIENCE_S:
+        proc.send_group(worker.pid, signal.SIGTERM)
+        return True
+    return False

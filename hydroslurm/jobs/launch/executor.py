@@ -1,0 +1,274 @@
+"""The executor that a submitit user knows, for jobs that can be paused.
+
+    executor = hydroslurm.Executor("runs")
+    executor.update_parameters(partition="low", timeout_min=60, nodes=2, tasks_per_node=1)
+    job = executor.submit(train, 3)
+    job.run_dir            # events, logs, report
+    job.result()           # as with submitit
+
+submitit writes the batch script, pickles the callable and starts every rank as a direct srun task,
+which is what Slurm's signals need. What is added: a run folder per job, pausing installed before
+the user's code, and submitit's own preemption signal moved to SIGURG, because USR1 and USR2 mean
+pause and resume here, and SIGURG harms no process that does not know it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core import utils as submitit_utils
+from submitit.core.core import PicklingExecutor
+from submitit.core.utils import JobPaths
+from submitit.slurm.slurm import SlurmExecutor
+
+from hydroslurm.core import rundir
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
+from hydroslurm.jobs.launch import submission
+from hydroslurm.jobs.launch.batchscript import in_option_line, requeue_lines
+from hydroslurm.jobs.launch.handle import PausableJob
+from hydroslurm.jobs.launch.local import Cluster, WithoutSlurm
+from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
+from hydroslurm.jobs.launch.refusals import ask_sbatch, unmaking
+from hydroslurm.jobs.launch.submission import Submission
+from hydroslurm.runtime.autoload import PREEMPT_ENV
+
+_NO_SLURM = (
+    "no srun on the PATH, so there is no Slurm to submit to from here. Log in to a submit host, "
+    'try a private one (hydroslurm cluster up), or run jobs on this machine: cluster="local"'
+)
+
+
+class Executor(SlurmExecutor):
+    """Submits callables and scripts through submitit, each with a run folder of its own.
+
+    Args:
+        folder: holds the run folders; on a file system that all nodes share. May hold submitit's
+            ``%j`` (``logs/%j``): the run folders are then in what comes before it, and this path
+            of each job leads to its logs.
+        max_num_timeout, max_pickle_size_gb: as submitit's.
+        python: the interpreter of the ranks; default the running one.
+        cluster: ``slurm``; or as of submitit's AutoExecutor ``local``, processes of this machine,
+            or ``debug``, this very process when the result is asked for.
+
+    Raises:
+        SlurmMissing: no srun on the PATH.
+        UsageError: no such cluster.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        *,
+        cluster: Cluster = "slurm",
+    ) -> None:
+        path = Path(folder).expanduser().absolute()
+        options: dict[str, Any] = {
+            "max_num_timeout": max_num_timeout,
+            "max_pickle_size_gb": max_pickle_size_gb,
+            "python": python,
+        }
+        self._here: WithoutSlurm | None = None
+        if cluster != "slurm":
+            self._here = WithoutSlurm(path, cluster, **options)
+            PicklingExecutor.__init__(self, path, max_num_timeout, max_pickle_size_gb)
+            return
+        if shutil.which("srun") is None:
+            raise SlurmMissing(_NO_SLURM)
+        super().__init__(path, **options)
+
+    def update_parameters(self, **parameters: Any) -> None:
+        """Set what sbatch is asked for: submitit's names (``timeout_min``, ``nodes``,
+        ``tasks_per_node``, ``mem_gb``, ``partition`` or ``slurm_partition`` ...).
+
+        Raises:
+            UsageError: an unknown name, or one that hydroslurm sets itself.
+        """
+        plain = {
+            name.removeprefix("slurm_"): value
+            for name, value in parameters.items()
+            if name.partition("_")[0] not in ("local", "debug")
+        }
+        general = set(self._equivalence_dict()) & plain.keys()
+        plain |= self._convert_parameters({name: plain.pop(name) for name in general})
+        if plain.get("use_srun") is False:
+            raise UsageError(
+                "use_srun=False is not possible: Slurm signals job steps, and without srun there "
+                "is none"
+            )
+        for name in _set_by_us({**plain, **(plain.get("additional_parameters") or {})}):
+            raise UsageError(f"{name!r} is set by hydroslurm, which needs it; leave it out")
+        try:
+            super().update_parameters(**plain)
+        except (ValueError, TypeError, NameError) as error:
+            raise UsageError(str(error)) from error
+        if self._here is not None:
+            self._here.update_parameters(parameters)
+
+    def submit_script(self, script: str, *arguments: str, module: bool = False) -> PausableJob:
+        """Submit a Python script, or with ``module`` a module, unmodified.
+
+        Raises:
+            UsageError: there is no such script.
+            LaunchError: sbatch refused the job.
+        """
+        if not module and not Path(script).is_file():
+            raise UsageError(
+                f"there is no script {script!r}; give the path of a Python file, or say that it is "
+                "a module (-m, or module=True)"
+            )
+        target = script if module else str(Path(script).absolute())
+        job = self.submit(Script(target, tuple(arguments), is_module=module))
+        assert isinstance(job, PausableJob)
+        return job
+
+    @classmethod
+    def name(cls) -> str:
+        """What submitit calls this kind of cluster; its ranks look for it in their environment."""
+        return "slurm"
+
+    # --- submitit's seams
+    # --------------------------------------------------------------------------------------
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[submitit_utils.DelayedSubmission]
+    ) -> list[submitit.Job[Any]]:
+        if not delayed_submissions:
+            return []
+        if self._here is not None:
+            return [self._run_here(self._here, delayed) for delayed in delayed_submissions]
+        is_array = len(delayed_submissions) > 1
+        with unmaking(JobPaths.get_first_id_independent_folder(self.folder)):
+            run, name = self._new_run(delayed_submissions[0])
+            intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
+            submission.write(run, intent)
+            for delayed in delayed_submissions:
+                delayed.function = InRank(delayed.function, run.root, is_array=is_array)
+            jobs = self._submit_into(run, name, delayed_submissions)
+        submission.write(
+            run,
+            replace(
+                intent, job_id=jobs[0].job_id.partition("_")[0] if is_array else jobs[0].job_id
+            ),
+        )
+        shutil.copyfile(jobs[0].paths.submission_file, run.job_sbatch)
+        found: list[submitit.Job[Any]] = [
+            PausableJob(run.logs, job.job_id, list(range(job.num_tasks))) for job in jobs
+        ]
+        self._lead_to(found)
+        return found
+
+    def _new_run(self, delayed: submitit_utils.DelayedSubmission) -> tuple[RunDir, str]:
+        """A run folder, and the name of its job."""
+        name = self.parameters.get("job_name") or _name_of(delayed.function)
+        return new_run(JobPaths.get_first_id_independent_folder(self.folder), name), name
+
+    def _run_here(
+        self, here: WithoutSlurm, delayed: submitit_utils.DelayedSubmission
+    ) -> submitit.Job[Any]:
+        run, _ = self._new_run(delayed)
+        job = here.submit(run, delayed)
+        job.run_dir = run  # type: ignore[attr-defined] # as a PausableJob has it
+        self._lead_to([job])
+        return job
+
+    def _lead_to(self, jobs: Sequence[submitit.Job[Any]]) -> None:
+        """Links from where submitit has a job's files to the run folder that has them here: of a
+        folder with ``%j`` each job's own, else that of the batch script, by which a job is found
+        again with its id alone."""
+        for job in jobs:
+            theirs = JobPaths(self.folder, job.job_id)
+            by_id = theirs.folder != self.folder
+            link = theirs.folder if by_id else theirs.submission_file
+            link.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # of an array the first one; an old job's id
+                link.symlink_to(job.paths.folder if by_id else job.paths.submission_file)
+
+    def _submit_into(
+        self, run: RunDir, name: str, delayed: list[submitit_utils.DelayedSubmission]
+    ) -> list[submitit.Job[Any]]:
+        """Let submitit submit with its files in the run folder."""
+        inner = copy(self)
+        inner.folder = run.logs
+        inner.parameters = {
+            **self.parameters,
+            "job_name": in_option_line(name),
+            "comment": rundir.comment_for(RunDir(run.root / "%a") if len(delayed) > 1 else run),
+            "setup": [
+                *(self.parameters.get("setup") or []),
+                f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
+                # pausable before InRank is: torch is imported by what is unpickled
+                f'export {PREEMPT_ENV}="${{{PREEMPT_ENV}:-pause}}"',
+                f"export {rundir.RUN_DIR_ENV}={shlex.quote(str(run.root))}"
+                + ('/"$SLURM_ARRAY_TASK_ID"' if len(delayed) > 1 else ""),
+            ],
+            "teardown": ["status=$?", *(self.parameters.get("teardown") or []), *requeue_lines()],
+            "additional_parameters": {
+                **(self.parameters.get("additional_parameters") or {}),
+                "signal": f"{SUBMITIT_SIGNAL}@{self.parameters.get('signal_delay_s', 90)}",
+            },
+        }
+        return ask_sbatch(
+            lambda: list(SlurmExecutor._internal_process_submissions(inner, delayed)),
+            run,
+            is_new=True,
+        )
+
+
+def _set_by_us(given: Mapping[str, Any]) -> list[str]:
+    """What was given of the parameters that hydroslurm sets. Its own values are no contradiction:
+    submitit hands them on to the executor that it makes for an array."""
+    signal = f"{SUBMITIT_SIGNAL}@{given.get('signal_delay_s', 90)}"
+    is_ours = {
+        "comment": rundir.is_named(str(given.get("comment"))),
+        "signal": given.get("signal") == signal,
+    }
+    return [name for name, same in is_ours.items() if name in given and not same]
+
+
+def new_run(base: Path, name: str) -> RunDir:
+    """A run folder that nobody else has, named so that the newest sorts last.
+
+    Raises:
+        RunFolderError: it cannot be made there.
+    """
+    odd = next((c for c in str(base) if c in "%\\" or not c.isprintable()), None)
+    if odd is not None:
+        raise RunFolderError(
+            f"run folders cannot be made in {str(base)!r}: in the name of a log file Slurm takes "
+            f"{odd!r} for something else. Choose another folder (--folder)"
+        )
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:40].strip("-.") or "job"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return RunDir(base / f"{stamp}-{safe}-{secrets.token_hex(2)}").create()
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "name", None) or getattr(function, "__name__", None)
+    return str(name or type(function).__name__)
+
+
+def _describe(delayed: submitit_utils.DelayedSubmission) -> str:
+    if isinstance(delayed.function, Script):
+        script = delayed.function
+        return shlex.join(
+            ["python", *(["-m"] if script.is_module else []), script.target, *script.arguments]
+        )
+    arguments: Sequence[str] = [repr(a) for a in delayed.args] + [
+        f"{k}={v!r}" for k, v in delayed.kwargs.items()
+    ]
+    return f"{_name_of(delayed.function)}({', '.join(arguments)})"

@@ -1,0 +1,172 @@
+"""What submitit runs in each rank: pausing first, then the user's code.
+
+These values are pickled at submission and called in the rank, after submitit has installed its own
+handlers for SIGTERM, SIGCONT and its preemption signal. Ours go in after them and chain to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from submitit import JobEnvironment
+from submitit.core.utils import (
+    DelayedSubmission,
+    UncompletedJobError,
+    environment_variables,
+)
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+
+from hydroslurm.coordination.world import LIFE_ENV, LOOPBACK
+from hydroslurm.core import rundir
+from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
+from hydroslurm.errors import LaunchError
+from hydroslurm.gate.signals import SignalPlan
+
+SUBMITIT_SIGNAL = "URG"
+"""submitit's preemption signal, moved away from USR2: Slurm accepts it, and a process without a
+handler ignores it."""
+FOLDER_ENV = "SUBMITIT_FOLDER"
+"""Set by submitit in a job's own process, before the function is called."""
+
+
+@dataclass(frozen=True)
+class InRank:
+    """A callable wrapped so that it is pausable from its first operator on.
+
+    Attributes:
+        function: the user's.
+        root: the run folder; for a task of a job array the folder that holds those of all tasks.
+        is_array: this is one task of an array.
+    """
+
+    function: Callable[..., Any]
+    root: Path
+    is_array: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with in_rank(self.run_dir(os.environ)):
+            return self.function(*args, **kwargs)
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission | None:
+        """What submitit asks for at its signal; never called once a ``Run`` has taken that over.
+
+        A function with a ``checkpoint`` of its own decides what runs next, or with None that
+        nothing does; any other one is called again as it was.
+        """
+        own = getattr(self.function, "checkpoint", None)
+        if own is None:
+            return DelayedSubmission(self, *args, **kwargs)
+        following: DelayedSubmission | None = own(*args, **kwargs)
+        if following is not None:
+            following.function = replace(self, function=following.function)
+        return following
+
+    def run_dir(self, environ: Mapping[str, str]) -> Path:
+        """The run folder of the rank that has this environment."""
+        if not self.is_array:
+            return self.root
+        return self.root / environ["SLURM_ARRAY_TASK_ID"]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Python script, or a module, run as if by ``python``.
+
+    Attributes:
+        target: the script's path, or the module's name.
+        arguments: what comes after it on the command line.
+        is_module: ``python -m`` instead of ``python``.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.target if self.is_module else Path(self.target).stem
+
+    def __call__(self) -> None:
+        """Run it; an exit status that is not 0 ends the rank with the same status.
+
+        Raises:
+            LaunchError: the script cannot be seen from this node.
+        """
+        if not self.is_module and not Path(self.target).is_file():
+            raise LaunchError(
+                f"the script {self.target} cannot be seen on this node; put it on a file system "
+                "that all nodes share"
+            )
+        sys.argv = [self.target, *self.arguments]
+        try:
+            if self.is_module:
+                sys.path.insert(0, str(Path.cwd()))
+                runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(self.target).resolve().parent))
+                runpy.run_path(self.target, run_name="__main__")
+        except SystemExit as leaving:
+            # submitit takes any SystemExit for a job that was cut off; a script that says exit(0)
+            # has ended well
+            if leaving.code not in (0, None):
+                raise
+
+
+@contextlib.contextmanager
+def in_rank(run: Path, *, signals: SignalPlan | None = None) -> Iterator[None]:
+    """Within it this process can be paused, and its events and checkpoints go into this run folder.
+    A process that is pausable already, because submitit calls the function in its own (debug),
+    stays as it is."""
+    from hydroslurm.runtime.install import gives_way, installed, is_installed
+
+    is_mine = not is_installed() or gives_way()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(environment_variables(**{rundir.RUN_DIR_ENV: run, **_torch_ranks()}))
+        if is_mine:
+            stack.enter_context(installed(run_dir=run, signals=signals))
+        stack.enter_context(leaving_as_submitit_does())
+        yield
+
+
+@contextlib.contextmanager
+def leaving_as_submitit_does() -> Iterator[None]:
+    """Where no Slurm starts a rank again, a Run that leaves does so in a way that submitit knows.
+
+    Raises:
+        UncompletedJobError: this process is not the job's own (debug executor, or no executor), so
+            that it is not ended.
+    """
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code == RUN_AGAIN and os.environ.get("SUBMITIT_EXECUTOR") == "local":
+            raise SystemExit(LOCAL_REQUEUE_RETURN_CODE) from leaving
+        if isinstance(leaving, ExitForRequeue) and FOLDER_ENV not in os.environ:
+            raise UncompletedJobError(
+                f"the run left with status {leaving.code}, which ends a job's own process, and "
+                "this one stays: what it said before tells why"
+            ) from leaving
+        raise
+
+
+def _torch_ranks() -> dict[str, str]:
+    """The ranks of submitit's local executor in the variables that torch and we read; under Slurm
+    its own count."""
+    if os.environ.get("SUBMITIT_EXECUTOR") != "local":
+        return {}
+    job = JobEnvironment()
+    return {
+        "RANK": str(job.global_rank),
+        "WORLD_SIZE": str(job.num_tasks),
+        "LOCAL_RANK": str(job.local_rank),
+        "LOCAL_WORLD_SIZE": str(job.num_tasks),
+        "MASTER_ADDR": LOOPBACK,
+        LIFE_ENV: f"submitit {job.job_id}",
+    }

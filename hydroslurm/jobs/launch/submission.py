@@ -1,0 +1,78 @@
+"""submission.json: the intent before sbatch, the job id after it.
+
+Written whole by rename, so that a crash between the two is found later: an intent without an id may
+have become a job, and its name tells which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import RunFolderError
+
+_MOST_BYTES = 16 << 20
+"""A command may be long."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What was asked of Slurm.
+
+    Attributes:
+        name: the job's name.
+        command: what each rank runs, for people.
+        requested_epoch_ns: when.
+        job_id: Slurm's, as submitit writes it (``12`` or ``12_3``); None before sbatch answered.
+    """
+
+    name: str
+    command: str
+    requested_epoch_ns: int
+    job_id: str | None = None
+
+
+def write(run: RunDir, submission: Submission) -> None:
+    """Put the file in place, durably.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    temporary = run.submission_json.with_suffix(".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(asdict(submission), file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(run.submission_json)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {run.submission_json}: {error.strerror}") from error
+
+
+def read(root: Path) -> Submission:
+    """Read it back.
+
+    Raises:
+        RunFolderError: not there, or not one of ours.
+    """
+    path = RunDir(root).submission_json
+    try:
+        row = parse_json(read_regular(path, limit_bytes=_MOST_BYTES))
+        job_id = row.get("job_id")
+        return Submission(
+            name=str(row["name"]),
+            command=str(row["command"]),
+            requested_epoch_ns=int(row["requested_epoch_ns"]),
+            job_id=None if job_id is None else str(job_id),
+        )
+    except OSError as error:
+        raise RunFolderError(
+            f"{root} is not a run folder: no {path.name} in it ({error.strerror})"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}") from error

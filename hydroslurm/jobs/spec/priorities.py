@@ -1,0 +1,89 @@
+"""What the priority of a T9k manifest is on this Slurm: a table of the site's, and of the user's.
+
+    priorities:                 # in config.yaml
+      80: {qos: high}
+      50: {}                    # as any other job
+      10: {nice: 1000}
+
+A user cannot set a priority in Slurm; a QOS may have one, and nice takes some off. Which of them a
+number from 0 to 100 should be, only the site knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from hydroslurm.core.files import check_trusted
+from hydroslurm.errors import SpecError
+from hydroslurm.jobs.spec.part import Part
+from hydroslurm.jobs.spec.scheduler import Nice
+from hydroslurm.jobs.spec.source import path_text, read_source
+from hydroslurm.jobs.spec.text import SlurmWord
+
+SITE = Path("/etc/hydroslurm/config.yaml")
+
+
+class Priority(Part):
+    """One line of the table: what becomes of ``scheduler.qos`` and ``scheduler.nice``."""
+
+    qos: SlurmWord | None = None
+    nice: Nice | None = None
+
+
+class _Config(Part):
+    priorities: dict[str, Priority] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Priorities:
+    """The table.
+
+    Attributes:
+        table: a priority as the manifest spells it -> what it is.
+        places: the files that it comes from, the user's first; may or may not be there.
+    """
+
+    table: Mapping[str, Priority]
+    places: tuple[Path, ...]
+
+    def where(self) -> str:
+        """The files, for a message."""
+        return " or ".join(map(str, self.places))
+
+
+def read_priorities(environ: Mapping[str, str], *, site: Path = SITE) -> Priorities:
+    """Read the site's table and the user's, whose lines count above it.
+
+    Args:
+        environ: XDG_CONFIG_HOME, HOME.
+
+    Raises:
+        SpecError: a file is no such configuration.
+        UntrustedFile: others could have written it.
+    """
+    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
+    # a relative one is to be ignored; source: the XDG Base Directory Specification
+    own = [Path(home) / "hydroslurm/config.yaml"] if home.startswith("/") else []
+    table: dict[str, Priority] = {}
+    for path in (site, *own):
+        if path.exists():
+            check_trusted(path, what="the configuration")
+            table |= _read(path).priorities
+    return Priorities(table, (*own, site))
+
+
+def _read(path: Path) -> _Config:
+    source = read_source(path)
+    try:
+        return _Config.model_validate({} if source.value is None else source.value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = f"{path}:{source.line_of(first['loc'])}: {path_text(first['loc'])}"
+        raise SpecError(
+            f"{where}: {first['msg']}; wanted a table such as priorities: "
+            "{80: {qos: high}, 10: {nice: 1000}}"
+        ) from None

@@ -1,0 +1,281 @@
+"""What is wrong with a spec, said so that it can be mended: field, line, and the fix. Pure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.alias_generators import to_snake
+
+from hydroslurm.jobs.spec.consistency import Complaint
+from hydroslurm.jobs.spec.job import DOES_NOT_FIT, TrainingJob
+from hydroslurm.jobs.spec.source import KeyPath, Source, path_text
+from hydroslurm.jobs.spec.spelling import nearest
+from hydroslurm.jobs.spec.text import NotText
+
+MOST_PROBLEMS = 60
+"""That are looked for: who has more has another kind of file."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        line: in the file, from 1.
+        field: its path, such as ``replicaSpecs[0].template.command``; empty for the whole file.
+        words: what was seen, what was wanted, what to do.
+    """
+
+    line: int
+    field: str
+    words: str
+
+    def text(self, name: str) -> str:
+        """``job.yaml:7: replicaSpecs[0].replicas: ...``"""
+        return f"{name}:{self.line}: {f'{self.field}: ' if self.field else ''}{self.words}"
+
+
+def problems_of(
+    error: ValidationError, value: object, *, source: Source, place: Callable[[KeyPath], KeyPath]
+) -> tuple[Problem, ...]:
+    """What is wrong, in the order of the file.
+
+    Args:
+        error: what :class:`TrainingJob` says to ``value``.
+        value: what was validated.
+        source: the file.
+        place: where in the file a place in ``value`` is from.
+    """
+    found: dict[Problem, None] = {}
+
+    def note(path: KeyPath, words: str) -> None:
+        written = place(path)
+        found[Problem(source.line_of(written), path_text(written), words)] = None
+
+    wrong: list[KeyPath] = []
+    errors: list[dict[str, Any]] = [
+        dict(one)
+        for one in error.errors(include_url=False)
+        # pydantic counts only items that are right: a list of wrong ones is "too short", too
+        if not (one["type"] == "too_short" and one["input"])
+    ][:MOST_PROBLEMS]
+    if foreign := [one for one in errors if one["loc"] in (("apiVersion",), ("kind",))]:
+        errors = foreign  # of another format, whose fields are no problems of ours
+    misspelt = {_meant(one) for one in errors if one["type"] == "extra_forbidden"}
+    for one in errors:
+        if one["type"] == DOES_NOT_FIT:
+            continue
+        path = _as_written(one["loc"], value)
+        wrong.append(path)
+        if one["type"] != "missing" or path not in misspelt:
+            note(path, _words(one, path, source.written.get(place(path))))
+    if not foreign:
+        for complaint in _complaints(error, value, wrong):
+            note(complaint.path, complaint.words)
+    return tuple(sorted(found, key=lambda problem: problem.line))
+
+
+def _complaints(error: ValidationError, value: Any, wrong: list[KeyPath]) -> Iterator[Complaint]:
+    """What does not fit together, also where single fields are wrong: looked for in the same job
+    without them, and believed where it does not hang on any of them."""
+    if wrong and isinstance(value, dict):
+        mended = copy.deepcopy(value)
+        for path in wrong:
+            _take_away(mended, path)
+        try:
+            TrainingJob.model_validate(mended)
+        except ValidationError as second:
+            error = second
+    for one in error.errors(include_url=False):
+        if one["type"] == DOES_NOT_FIT:
+            for complaint in one["ctx"]["found"]:
+                hangs_on = (complaint.path, *complaint.because)
+                if not any(_overlap(path, other) for path in wrong for other in hangs_on):
+                    yield complaint
+
+
+def _overlap(one: KeyPath, other: KeyPath) -> bool:
+    size = min(len(one), len(other))
+    return one[:size] == other[:size]
+
+
+def _take_away(value: Any, path: KeyPath) -> None:
+    """Items of lists stay, so that the others keep their numbers."""
+    for step in path[:-1]:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return
+    if path and isinstance(value, dict):
+        value.pop(path[-1], None)
+
+
+def _as_written(loc: tuple[int | str, ...], value: Any) -> KeyPath:
+    """Without the names that pydantic gives to keys; a mapping that was read as a list (``env``)
+    has names, not numbers; and a field may be spelled as in Python."""
+    path: list[int | str] = []
+    for part in loc:
+        if part == "[key]":
+            continue
+        if isinstance(part, int) and isinstance(value, dict):
+            path.append(list(value)[part])
+            break
+        if isinstance(value, dict) and part not in value:
+            part = next((name for name in value if name == to_snake(str(part))), part)
+        path.append(part)
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            value = None
+    return tuple(path)
+
+
+def _words(error: dict[str, Any], path: KeyPath, written: str | None) -> str:
+    kind, given, context = error["type"], error.get("input"), error.get("ctx") or {}
+    if kind == "extra_forbidden":
+        names = tuple(part for part in path if isinstance(part, str))
+        return _NOT_HERE.get(names[-2:]) or _unknown(names[-1], fields_at(path[:-1]))
+    if kind == "missing":
+        return f"is missing; wanted {_REQUIRED[str(error['loc'][-1])]}"
+    if kind == "literal_error":
+        return _not_one_of(given, str(context["expected"]), path)
+    if not path:
+        return f"wanted the fields of a job spec, replicaSpecs at least; got {_shown(given)}"
+    if kind == "value_error" and isinstance(context["error"], NotText) and written:
+        return _no_text(given, path, written)
+    if given is None:
+        return "is empty; give it a value, or leave the field out"
+    if kind == "value_error":
+        return str(context["error"])
+    if isinstance(given, str) and "env" in path[-2:] and kind.startswith("model_"):
+        return f"wanted {{name: {given.partition('=')[0][:60]}, value: ...}}, got both in one text"
+    wanted = _WANTED.get(kind)
+    if wanted is not None:
+        hint = "; without quotes" if kind == "int_type" and _is_number(given) else ""
+        return f"wanted {wanted.format(**context)}, got {_shown(given)}{hint}"
+    return f"{error['msg']}, got {_shown(given)}"
+
+
+_REQUIRED = {
+    "replicaSpecs": "a list of what is run, each with a template and its command",
+    "template": "what these replicas run, a command at least",
+    "command": "a list such as [python, train.py]",
+    "name": "what the variable is called",
+}
+"""What to write for each field without a default."""
+
+_NOT_HERE: dict[tuple[str, ...], str] = {
+    ("scheduler", "priority"): "a user cannot set the priority of a job in Slurm; qos gives a "
+    "higher one where you have such a QOS, nice a lower one",
+    ("scheduler", "queue"): "Slurm's word is partition",
+    ("resources", "requests"): "Kubernetes' way; write cpus, memory and gpus here, of one replica",
+    ("resources", "limits"): "Kubernetes' way; write cpus, memory and gpus here, of one replica",
+    ("resources", "cpu"): "Kubernetes' word; here it is cpus",
+    ("tensorboard", "logdir"): "there is no field 'logdir'; did you mean 'logDirectory'?",
+    ("scheduler", "time"): "there is no field 'time'; did you mean 'timeLimitMinutes'?",
+}
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "fields with values (name: value)",
+    "model_attributes_type": "fields with values (name: value)",
+    "dict_type": "names with values (name: value)",
+    "tuple_type": "a list",
+    "greater_than_equal": "{ge} or more",
+    "less_than_equal": "{le} or less",
+    "too_short": "at least {min_length} item",
+    "string_pattern_mismatch": "a name of letters, digits, _ and -, beginning with a letter",
+}
+
+_FORMATS: dict[KeyPath, str] = {
+    ("apiVersion",): "hydroslurm/v1 for a job spec, batch.tensorstack.dev/v1beta1 for a manifest "
+    "of T9k's",
+    ("kind",): "TrainingJob for a job spec, PyTorchTrainingJob for a manifest of T9k's",
+}
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, str) and given.isascii() and given.isdecimal()
+
+
+def _no_text(given: object, path: KeyPath, written: str) -> str:
+    """A value of the environment may be a secret: it is not repeated."""
+    kind = "nothing" if given is None else "a number"
+    kind = "true or false" if isinstance(given, bool) else kind
+    if "env" in path:
+        return f"wanted text, got what YAML reads as {kind}; put it in quotes"
+    return f'wanted text, got {written}, which YAML reads as {kind}; write "{written}"'
+
+
+def _meant(error: dict[str, Any]) -> KeyPath:
+    """Of a field that there is not."""
+    path: KeyPath = error["loc"]
+    near = nearest(str(path[-1]), fields_at(path[:-1]))
+    return path if near is None else (*path[:-1], near)
+
+
+def _unknown(name: str, valid: tuple[str, ...]) -> str:
+    near = nearest(name, valid)
+    hint = f"did you mean {near!r}?" if near else f"fields here: {', '.join(valid)}"
+    return f"there is no field {name[:60]!r}; {hint}"
+
+
+def _not_one_of(given: object, expected: str, path: KeyPath) -> str:
+    if path in _FORMATS:
+        return f"wanted {_FORMATS[path]}, got {_shown(given)}"
+    valid = [word.strip().strip("'") for word in expected.replace(" or ", ", ").split(", ")]
+    if given is None:
+        return 'is empty; write "None"' if "None" in valid else f"is empty; {_one_of(valid)}"
+    near = nearest(str(given), tuple(valid))
+    hint = f"; did you mean {near}?" if near else ""
+    return f"{_one_of(valid)}, got {_shown(given)}{hint}"
+
+
+def _one_of(valid: list[str]) -> str:
+    return f"wanted one of {', '.join(valid)}"
+
+
+def _shown(value: object) -> str:
+    """A value in a message: short, and what holds others only by kind."""
+    if isinstance(value, dict):
+        return "fields with values"
+    if isinstance(value, (list, tuple)):
+        return "a list" if value else "an empty list"
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def fields_at(path: KeyPath) -> tuple[str, ...]:
+    """The names that a mapping at this place may have, as YAML spells them."""
+    part: type[BaseModel] | None = TrainingJob
+    for step in path:
+        if isinstance(step, str):
+            part = None if part is None else _part_of(part, step)
+    if part is None:
+        return ()
+    return tuple(info.alias or name for name, info in part.model_fields.items())
+
+
+def _part_of(part: type[BaseModel], name: str) -> type[BaseModel] | None:
+    for own, info in part.model_fields.items():
+        if name in (own, info.alias):
+            return next(_models_in(info.annotation), None)
+    return None
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)

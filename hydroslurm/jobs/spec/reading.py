@@ -1,0 +1,130 @@
+"""From a file to a :class:`~hydroslurm.jobs.spec.job.TrainingJob`, and back."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from hydroslurm.errors import SpecError
+from hydroslurm.jobs.spec import t9k
+from hydroslurm.jobs.spec.consistency import unused
+from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.priorities import read_priorities
+from hydroslurm.jobs.spec.problems import Problem, problems_of
+from hydroslurm.jobs.spec.source import KeyPath, Source, parse_source, path_text, read_source
+from hydroslurm.jobs.spec.text import is_printable
+from hydroslurm.jobs.spec.translation import Misspelt, Translation
+
+LISTED = 30
+"""Problems in one message."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job as a file describes it.
+
+    Attributes:
+        job: what is to be run.
+        folder: absolute; what relative paths in the job are relative to.
+        meaningless: fields that have no effect, of a T9k manifest those without a meaning on
+            Slurm above all.
+        is_manifest: whether it was one.
+    """
+
+    job: TrainingJob
+    folder: Path
+    meaningless: tuple[str, ...] = ()
+    is_manifest: bool = False
+
+
+def load(path: Path) -> JobSpec:
+    """Read a job spec, ours or T9k's. A job without a name takes the file's.
+
+    Raises:
+        SpecError: as many lines as there are problems, each with field, line and fix.
+    """
+    spec = read(read_source(path), folder=path.absolute().parent)
+    if "name" in spec.job.model_fields_set:
+        return spec
+    return replace(spec, job=spec.job.model_copy(update={"name": _name_of(path)}))
+
+
+def _name_of(path: Path) -> str:
+    """Of a job whose file is so called; a name that Slurm cannot show is none."""
+    try:
+        return is_printable(path.stem) if path.stem.strip() else "training"
+    except ValueError:
+        return "training"
+
+
+def loads(text: str, *, name: str = "job.yaml", folder: Path = Path()) -> JobSpec:
+    """The same of a text."""
+    return read(parse_source(text, name=name), folder=folder.absolute())
+
+
+def read(source: Source, *, folder: Path) -> JobSpec:
+    """The same of what PyYAML has read."""
+    is_manifest = t9k.is_manifest(source.value)
+    if is_manifest:
+        translation = t9k.translate(source.value, priorities=read_priorities(os.environ))
+    else:
+        translation = Translation(source.value, {(): ()})
+    job = _validated(translation, source)
+    idle = [f"{path_text(translation.origin(one.path))} ({one.words})" for one in unused(job)]
+    return JobSpec(job, folder, (*translation.meaningless, *idle), is_manifest=is_manifest)
+
+
+def _validated(translation: Translation, source: Source) -> TrainingJob:
+    value = translation.value
+    wrong = tuple(_problem(one.path, one.words, source) for one in translation.refusals)
+    try:
+        job = TrainingJob.model_validate(value)
+    except ValidationError as error:
+        found = problems_of(error, value, source=source, place=translation.origin)
+        hints = tuple(_misspelt(one, source) for one in translation.misspelt)
+        raise SpecError(_text((*wrong, *found, *hints), source.name)) from None
+    if wrong:
+        raise SpecError(_text(wrong, source.name))
+    return job
+
+
+def _misspelt(one: Misspelt, source: Source) -> Problem:
+    return _problem(one.path, f"there is no such field; did you mean {one.meant!r}?", source)
+
+
+def _problem(path: KeyPath, words: str, source: Source) -> Problem:
+    return Problem(source.line_of(path), path_text(path), words)
+
+
+def _text(problems: tuple[Problem, ...], name: str) -> str:
+    ordered = sorted(problems, key=lambda problem: problem.line)
+    lines = [f"  {problem.text(name)}" for problem in ordered[:LISTED]]
+    if len(ordered) > LISTED:
+        return "\n".join(
+            [f"more than {LISTED} problems in {name}, of which the first are:", *lines]
+        )
+    many = "problem" if len(ordered) == 1 else "problems"
+    return "\n".join([f"{len(ordered)} {many} in {name}:", *lines])
+
+
+def dumps(job: TrainingJob) -> str:
+    """The job in YAML, every field, as :func:`loads` reads it."""
+    value = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML has four kinds of line break more than people know of; PyYAML folds them like blanks
+    unless they are in double quotes."""
+
+
+def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if any(c in "\x85\u2028\u2029\ufeff" for c in text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text_node)

@@ -1,0 +1,190 @@
+"""A document of another format in our words: what becomes of each of its parts, and what is left.
+Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydroslurm.jobs.spec.source import KeyPath, path_text
+from hydroslurm.jobs.spec.spelling import nearest
+
+
+@dataclass(frozen=True)
+class Misspelt:
+    """A field that is not known, and one that is, is not there, and would be spelt much alike."""
+
+    path: KeyPath
+    meant: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A place in the document that says something which cannot be obeyed, and why."""
+
+    path: KeyPath
+    words: str
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A document in our own words.
+
+    Attributes:
+        value: for :class:`~hydroslurm.jobs.spec.job.TrainingJob`, not validated.
+        origins: where in the document each part of ``value`` comes from.
+        meaningless: fields of the document that Slurm has nothing for, with the reason where the
+            name does not say it.
+        misspelt: those of them that are likely to be known ones.
+        refusals: what is wrong in the document before it is validated.
+    """
+
+    value: Any
+    origins: Mapping[KeyPath, KeyPath]
+    meaningless: tuple[str, ...] = ()
+    misspelt: tuple[Misspelt, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+
+    def origin(self, path: KeyPath) -> KeyPath:
+        """The place in the document of a place in ``value``."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.origins:
+                return (*self.origins[path[:end]], *path[end:])
+        return path
+
+
+@dataclass
+class Translator:
+    """Takes a document apart; what nobody asks it for is what is left."""
+
+    document: Mapping[str, Any]
+    _value: dict[str, Any] = field(default_factory=dict)
+    _origins: dict[KeyPath, KeyPath] = field(default_factory=dict)
+    _used: set[KeyPath] = field(default_factory=set)
+    _opened: set[KeyPath] = field(default_factory=set)
+    _reasons: dict[KeyPath, str] = field(default_factory=dict)
+    _known: dict[KeyPath, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _refusals: list[Refusal] = field(default_factory=list)
+
+    def get(self, path: KeyPath) -> Any:
+        """What stands there; None for nothing."""
+        here: Any = self.document
+        for end, part in enumerate(path):
+            if isinstance(part, str):
+                self._known[path[:end]].add(part)
+            try:
+                here = here[part]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return here
+
+    def use(self, path: KeyPath) -> Any:
+        """The same of a value that is understood."""
+        self._used.add(path)
+        return self.get(path)
+
+    def put(self, own: KeyPath, path: KeyPath, value: Any) -> None:
+        """Write ``value`` under ``own``; it comes from ``path``, which is understood."""
+        self._write(own, value)
+        self._origins[own] = path
+        self._used.add(path)
+
+    def move(self, own: KeyPath, path: KeyPath) -> None:
+        """Carry a value over as it is, where there is one."""
+        value = self.get(path)
+        if value is not None:
+            self.put(own, path, value)
+
+    def open(self, own: KeyPath, path: KeyPath) -> bool:
+        """Whether there are fields under ``path``, to be asked for one by one. What is something
+        else is carried over, for the validation to name it."""
+        value = self.get(path)
+        if isinstance(value, Mapping):
+            self._write(own, {})
+            self._origins[own] = path
+            self._opened.add(path)
+            return True
+        self.move(own, path)
+        return False
+
+    def items(self, own: KeyPath, path: KeyPath) -> range:
+        """The numbers of the items under ``path``; what is no list is carried over."""
+        value = self.get(path)
+        if isinstance(value, list):
+            self._write(own, [])
+            self._origins[own] = path
+            return range(len(value))
+        self.move(own, path)
+        return range(0)
+
+    def comes_from(self, own: KeyPath, path: KeyPath) -> None:
+        """Where a value is looked for that is not there."""
+        self._origins[own] = path
+
+    def drop(self, path: KeyPath, why: str) -> None:
+        """Note why a field has no meaning, where it is there."""
+        if self.get(path) is not None:
+            self._reasons[path] = why
+
+    def refuse(self, path: KeyPath, words: str) -> None:
+        """Note that a field cannot be obeyed: what was seen, and what was wanted."""
+        self._used.add(path)
+        self._refusals.append(Refusal(path, words))
+
+    def translation(self) -> Translation:
+        """What has been written, and what is left."""
+        known = {path[:end] for path in self._used | set(self._reasons) for end in range(len(path))}
+        known |= self._opened
+        left = tuple(self._left((), self.document, known))
+        meant = {path: name for path in left if (name := self._meant(path)) is not None}
+        return Translation(
+            self._value,
+            self._origins,
+            tuple(self._words(path, meant.get(path)) for path in left),
+            tuple(Misspelt(path, name) for path, name in meant.items()),
+            tuple(self._refusals),
+        )
+
+    def _write(self, own: KeyPath, value: Any) -> None:
+        here: Any = self._value
+        for part, following in itertools.pairwise(own):
+            if isinstance(part, int):
+                here = here[part]
+            else:
+                here = here.setdefault(part, [] if isinstance(following, int) else {})
+        if isinstance(here, list):
+            here.append(value)
+        else:
+            here[own[-1]] = value
+
+    def _left(self, path: KeyPath, value: Any, known: set[KeyPath]) -> Iterator[KeyPath]:
+        """What nobody knows, as high up as can be.
+
+        Args:
+            known: what holds something that is known.
+        """
+        if path in self._used or value is None:
+            return
+        if path in self._reasons or path not in known:
+            yield path
+        elif isinstance(value, Mapping):
+            for name, one in value.items():
+                yield from self._left((*path, name), one, known)
+        elif isinstance(value, list):
+            for number, one in enumerate(value):
+                yield from self._left((*path, number), one, known)
+
+    def _meant(self, path: KeyPath) -> str | None:
+        name, holder = path[-1], path[:-1]
+        if path in self._reasons or not isinstance(name, str) or name in self._known[holder]:
+            return None
+        there = self.get(holder)
+        absent = sorted(one for one in self._known[holder] if one not in there)
+        return nearest(name, absent, cutoff=0.8)
+
+    def _words(self, path: KeyPath, meant: str | None) -> str:
+        why = self._reasons.get(path) if meant is None else f"did you mean {meant}?"
+        return path_text(path) + (f" ({why})" if why else "")

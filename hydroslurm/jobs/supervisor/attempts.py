@@ -1,0 +1,204 @@
+"""How often the replicas of a job were started, and how each of these attempts ended.
+
+One file per attempt, made before it begins, and one more when it has ended, each put in place whole
+and once: whatever kills whom, each attempt is counted once. An attempt without an end is still
+running, or died with its whole life (the supervisor, the node).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from hydroslurm.core.files import open_regular, parse_json, read_regular
+from hydroslurm.errors import RunFolderError
+from hydroslurm.jobs.supervisor.decision import DEADLINE_EXCEEDED, Decision
+from hydroslurm.jobs.supervisor.exit_policy import SRUN_KILLED, Judgement, Next
+
+_MOST_BYTES = 1 << 20
+
+
+class Ending(str, Enum):
+    """Why an attempt is over."""
+
+    SUCCEEDED = "succeeded"
+    RESTARTED = "restarted"
+    """Ended well, and its policy wants it again."""
+    FAILED = "failed"
+    PREEMPTED = "preempted"
+    """Preempted, requeued, or lost with its node."""
+    LOST = "lost"
+    """Its srun was killed, which is no failure of the replicas."""
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+
+
+def ending_of(judgement: Judgement, decision: Decision | None) -> Ending:
+    """Of an attempt that was not interrupted from outside."""
+    if judgement.next is Next.SUCCEED:
+        return Ending.SUCCEEDED
+    if decision is not None and decision.reason == DEADLINE_EXCEEDED:
+        return Ending.DEADLINE
+    if judgement.reason == SRUN_KILLED:
+        return Ending.LOST
+    return Ending.RESTARTED if judgement.status == 0 else Ending.FAILED
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all replicas.
+
+    Attributes:
+        number: from 1.
+        life: Slurm's restart count.
+        began_epoch_ns, ended_epoch_ns: when.
+        srun_pid, srun_started: of the process that has the job step, and its start in clock ticks;
+            None before it runs.
+        ending: None while it is not known.
+        replica, status: which one failed first, and how.
+        decision: what it decided of the job; None where it was started again.
+    """
+
+    number: int
+    life: int
+    began_epoch_ns: int
+    srun_pid: int | None = None
+    srun_started: int | None = None
+    ending: Ending | None = None
+    replica: str | None = None
+    status: int | None = None
+    ended_epoch_ns: int | None = None
+    decision: Decision | None = None
+
+
+class Attempts:
+    """The ledger of one run, in a folder of its own. Written by one supervisor at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def all(self) -> tuple[Attempt, ...]:
+        """Oldest first; a file that holds no attempt is passed over.
+
+        Raises:
+            RunFolderError: the folder cannot be read.
+        """
+        try:
+            names = sorted(path.name for path in self.folder.iterdir())
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self.folder}: {error.strerror}") from error
+        found = []
+        for name in names:
+            if name.endswith(".began.json") and (begun := self._read(name)) is not None:
+                stem = name.removesuffix(".began.json")
+                ended = self._read(f"{stem}.ended.json") or {}
+                started = self._read(f"{stem}.srun.json") or {}
+                found += _attempt({**begun, **started, **ended})
+        return tuple(found)
+
+    def begin(self, life: int) -> Attempt:
+        """Write down that an attempt begins, durably.
+
+        Raises:
+            RunFolderError: the folder cannot be written.
+        """
+        number = max((one.number for one in self.all()), default=0) + 1
+        attempt = Attempt(number, life, time.time_ns())
+        row = {"number": number, "life": life, "began_epoch_ns": attempt.began_epoch_ns}
+        self._write(f"{number:06d}.began.json", row, new=True)
+        return attempt
+
+    def started(self, attempt: Attempt, *, srun_pid: int, srun_started: int) -> Attempt:
+        """Write down which process has its job step."""
+        row = {"srun_pid": srun_pid, "srun_started": srun_started}
+        self._write(f"{attempt.number:06d}.srun.json", row)
+        return replace(attempt, srun_pid=srun_pid, srun_started=srun_started)
+
+    def end(
+        self,
+        attempt: Attempt,
+        ending: Ending,
+        *,
+        replica: str | None = None,
+        status: int | None = None,
+        decision: Decision | None = None,
+    ) -> Attempt:
+        """Write down how it ended; of two ends the first counts."""
+        row: dict[str, Any] = {
+            "ending": ending.value,
+            "replica": replica,
+            "status": status,
+            "ended_epoch_ns": time.time_ns(),
+            "decision": None if decision is None else asdict(decision),
+        }
+        self._write(f"{attempt.number:06d}.ended.json", row, new=True, quietly=True)
+        return next(one for one in self.all() if one.number == attempt.number)
+
+    def restarts(self) -> int:
+        """What backoffLimit is compared with: also those after a success, which Always wants."""
+        return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in self.all())
+
+    def preemptions(self) -> int:
+        """Lives that ended because somebody else wanted the nodes."""
+        return len({one.life for one in self.all() if one.ending is Ending.PREEMPTED})
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            value = parse_json(read_regular(self.folder / name, limit_bytes=_MOST_BYTES))
+        except (OSError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def _write(
+        self, name: str, row: Mapping[str, Any], *, new: bool = False, quietly: bool = False
+    ) -> None:
+        """A file that is there whole or not at all; with ``new`` it must not be there yet."""
+        path, temporary = self.folder / name, self.folder / f".{name}.{os.getpid()}"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(row, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if new:
+                try:
+                    os.link(temporary, path)
+                except FileExistsError:
+                    if not quietly:
+                        raise
+                finally:
+                    temporary.unlink()
+            else:
+                temporary.replace(path)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _attempt(row: Mapping[str, Any]) -> list[Attempt]:
+    """None where a field is of another type: an attempt that we did not write."""
+    known = {name: row[name] for name in Attempt.__dataclass_fields__ if row.get(name) is not None}
+    try:
+        return [TypeAdapter(Attempt).validate_python(known)]
+    except ValidationError:
+        return []
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,103 @@
+"""The conditions of a job: what became true of it, when and why. One line each, appended.
+
+    Created, Queued, Running, Paused, Preempted, Restarting, Succeeded, Failed
+
+The words are those of Kubernetes' jobs. The newest line is what the job is now; Paused is read from
+what the ranks themselves have written, for a supervisor that is suspended with them can write
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from hydroslurm.core.files import open_regular, parse_json, read_end
+from hydroslurm.errors import RunFolderError
+
+ConditionType = Literal[
+    "Created", "Queued", "Running", "Paused", "Preempted", "Restarting", "Succeeded", "Failed"
+]
+FINAL = frozenset({"Succeeded", "Failed"})
+_TYPES = frozenset(get_args(ConditionType))
+_MOST_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that became true.
+
+    Attributes:
+        type: what.
+        epoch_ns: when.
+        reason: one word for programs, such as BackoffLimitExceeded.
+        message: a sentence for people.
+        life: Slurm's restart count.
+    """
+
+    type: ConditionType
+    epoch_ns: int
+    reason: str = ""
+    message: str = ""
+    life: int = 0
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it is the end of a job that has failed."""
+        return self.type == "Failed"
+
+
+def add_condition(
+    path: Path, kind: ConditionType, *, reason: str = "", message: str = "", life: int = 0
+) -> Condition:
+    """Append one, durably.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    condition = Condition(kind, time.time_ns(), reason, message, life)
+    line = json.dumps(asdict(condition), ensure_ascii=False) + "\n"
+    try:
+        handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(handle, line.encode())
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+    return condition
+
+
+def read_conditions(path: Path) -> tuple[Condition, ...]:
+    """Oldest first; torn lines and those of a later version are passed over."""
+    try:
+        lines = read_end(path, most_bytes=_MOST_BYTES).splitlines()
+    except OSError:
+        return ()
+    return tuple(_conditions(lines))
+
+
+def verdict(conditions: Iterable[Condition]) -> Condition | None:
+    """Succeeded or Failed, if it has come to that; the first counts."""
+    return next((one for one in conditions if one.type in FINAL), None)
+
+
+def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
+    for line in lines:
+        try:
+            row = parse_json(line)
+            known = {name: row[name] for name in _KINDS if name in row}
+            right = all(type(known[name]) is _KINDS[name] for name in known)
+            if right and known["type"] in _TYPES and "epoch_ns" in known:
+                yield Condition(**known)
+        except (ValueError, TypeError, KeyError):
+            continue
+
+
+_KINDS = {"type": str, "epoch_ns": int, "reason": str, "message": str, "life": int}

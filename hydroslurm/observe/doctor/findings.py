@@ -1,0 +1,192 @@
+"""What a preemption does here, how long each stop leaves, whether a save fits. Pure.
+
+Each judgement is one small function that answers with a finding, or with None where it has nothing
+to say; ``diagnose`` asks them all, in the order of a report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hydroslurm.observe.doctor import clocks, manyranks, risks
+from hydroslurm.observe.doctor.facts import Facts, Saver
+from hydroslurm.observe.doctor.finding import Finding, Severity
+from hydroslurm.slurm.policy import StopKind
+from hydroslurm.slurm.preemption import PreemptAction
+
+COMFORT = 2.0
+"""A save that takes less than the time divided by this is called safe: the step under way has to
+end first, and a busy file system is slower than the one that was measured."""
+
+_WANTED = "the state of a run must be saved, and committed, within this time"
+
+
+def diagnose(facts: Facts) -> tuple[Finding, ...]:
+    """Judge what is known; the most important first in each of its parts."""
+    judges: tuple[Callable[[Facts], Finding | None], ...] = (
+        _preemption,
+        _save_fits,
+        risks.short_grace,
+        risks.gang_ignores_grace,
+        risks.no_requeue,
+        risks.expedited_is_held,
+        risks.no_warning,
+        risks.ranks_out_of_reach,
+        manyranks.launcher_is_a_task,
+        manyranks.ranks_outlive_a_failure,
+        manyranks.failure_looks_like_a_stop,
+        manyranks.port_of_an_earlier_life,
+        manyranks.how_ranks_prove_themselves,
+        risks.gres_stays_taken,
+        risks.stopped_while_paused,
+        clocks.suspend_not_known,
+        clocks.collectives,
+        clocks.nccl_heartbeat,
+        clocks.rendezvous,
+        clocks.store,
+        risks.no_memory_for_copies,
+        risks.long_requeue_wait,
+        risks.logs_cut_off,
+        risks.no_accounting,
+        risks.run_folder,
+        risks.signal_instead_of_term,
+        risks.something_unknown,
+    )
+    found = (judge(facts) for judge in judges)
+    return tuple(finding for finding in found if finding is not None)
+
+
+def work_would_be_lost(findings: tuple[Finding, ...]) -> bool:
+    """Whether one of the findings means that."""
+    return any(finding.severity is Severity.LOSS for finding in findings)
+
+
+def _preemption(facts: Facts) -> Finding:
+    policy = facts.policy
+    who = f" by jobs of {', '.join(policy.preemptors)}" if policy.preemptors else ""
+    because = f" ({policy.action_why})"
+    if policy.action is PreemptAction.NEVER:
+        words = f"No job is preempted here{because}."
+        return Finding("preemption", Severity.OK, "never preempted", words)
+    if policy.action is PreemptAction.PAUSE:
+        words = (
+            f"A preemption{who} pauses the job in place{because}: SIGTSTP, "
+            f"{policy.suspend_grace_s} s to park, SIGSTOP, and SIGCONT when the other job has "
+            "ended. Nothing is saved and nothing is lost; the memory stays taken."
+        )
+        return Finding("preemption", Severity.OK, "paused in place", words)
+    if facts.saver in _NO_SAVER:
+        return _without_run(facts, f"A preemption{who}", because)
+    if policy.action is PreemptAction.REQUEUE:
+        words = (
+            f"A preemption{who} stops the job and puts it back into the queue{because}. It starts "
+            f"again {policy.requeue_wait_s} s later at the earliest, {_FROM[facts.saver]}."
+        )
+        return Finding("preemption", Severity.OK, "stopped and requeued", words)
+    ends = f"A preemption{who} ends the job{because}. "
+    if policy.may_requeue:
+        words = (
+            f"{ends}It comes back only where a hydroslurm.Run (or go_suspend) requeues it while "
+            "its processes still live; a job that is killed before that is over."
+        )
+        fix = f"slurm.conf: PartitionName={facts.partition.name} ... PreemptMode=REQUEUE"
+        return Finding("preemption", Severity.RISK, "cancelled", words, fix)
+    words = f"{ends}What was saved stays; somebody has to start it again."
+    return Finding("preemption", Severity.RISK, "ended for good", words, risks.REQUEUE_FIX)
+
+
+_NO_SAVER = {
+    Saver.NO_RUN: "Its ranks have made no hydroslurm.Run so far",
+    Saver.NOBODY: "No rank of it has announced itself, so that hydroslurm is not in it or has not "
+    "been imported yet",
+}
+_FROM = {
+    Saver.RUN: "from its last checkpoint",
+    Saver.TWO_CALLS: "from what it saves before go_suspend",
+    Saver.UNKNOWN: "and where its script has a hydroslurm.Run, from its last checkpoint. A script "
+    "without one begins with what it has saved itself; if it ends at the first SIGTERM of a grace, "
+    "the job has failed and is not requeued",
+}
+
+
+def _without_run(facts: Facts, preemption: str, because: str) -> Finding:
+    """Nobody has Slurm requeue it, and nobody saves at SIGTERM but the script itself."""
+    policy = facts.policy
+    lost = "Unless the script saves at SIGTERM by itself, all since its own last save is lost."
+    fix = "hydroslurm.Run in the training script"
+    if policy.action is PreemptAction.REQUEUE and (policy.gang or not policy.grace_s):
+        words = (
+            f"{_NO_SAVER[facts.saver]}. {preemption} stops the job and puts it back into the queue"
+            f"{because}; it starts again {policy.requeue_wait_s} s later at the earliest, with "
+            f"what the script has saved itself, or from the beginning. {lost}"
+        )
+        return Finding("preemption", Severity.RISK, "requeued, and nobody saves", words, fix)
+    how = f"{preemption} ends the job{because}"
+    if policy.action is PreemptAction.REQUEUE:
+        how = (
+            f"{preemption} sends SIGTERM {policy.grace_s} s ahead of the requeue{because}. Ranks "
+            "that end by it end the job: it has FAILED, and is not requeued"
+        )
+        exits = facts.config.get("RequeueExit", "")
+        if exits[:1].isdigit():
+            how += f" (but for the exit codes of RequeueExit={exits})"
+    words = f"{_NO_SAVER[facts.saver]}. {how}. {lost}"
+    return Finding("preemption", Severity.RISK, "ended, and nobody saves", words, fix)
+
+
+def _save_fits(facts: Facts) -> Finding:
+    """Against the shortest of the stops that Slurm makes by itself, and then those by a person."""
+    own = {StopKind.PREEMPTED, StopKind.TIME_LIMIT, StopKind.TIME_LIMIT_WARNED}
+    if facts.script is None:
+        own.discard(StopKind.TIME_LIMIT)  # a warning may well be asked for: nobody could look
+    stops = [(kind, left) for kind, left in facts.stops() if kind is not StopKind.NODE_FAILURE]
+    left = min((left for _, left in stops), key=lambda left: left.seconds)
+    least = f"{left.seconds:.1f} s ({left.why})"
+    if facts.save is None:
+        words = f"How long a save takes is not known; {_WANTED}: {least}."
+        fix = "hydroslurm doctor --run RUN_FOLDER, or --save-s SECONDS"
+        return Finding("save", Severity.NOTE, "save time not known", words, fix)
+    save_s = facts.save.save_s
+    took = f"A save takes {save_s:.1f} s ({facts.save.source})"
+    own_s = min((left.seconds for kind, left in stops if kind in own), default=math.inf)
+    if save_s > own_s:
+        words = f"{took}; {_WANTED}: {least}. All steps since the last periodic save are lost."
+        return Finding("save", Severity.LOSS, "a save does not fit", words, save_fix(facts))
+    if save_s * COMFORT > left.seconds:
+        words = f"{took}, and {_WANTED}: {least}. The step under way has to end first."
+        return Finding("save", Severity.RISK, "a save hardly fits", words, save_fix(facts))
+    words = f"{took}, and there are at least {least}."
+    return Finding("save", Severity.OK, "a save fits", words)
+
+
+def save_fix(facts: Facts) -> str:
+    """The lines that give a save the time that it needs."""
+    assert facts.save is not None
+    wanted_s = max(30, math.ceil(facts.save.save_s * COMFORT) + 1)
+    lines = [f"slurm.conf: KillWait={wanted_s}"]
+    if facts.is_preempted_to_stop and not facts.policy.gang:
+        lines.append(
+            f"or PartitionName={facts.partition.name} ... GraceTime={wanted_s} for preemptions"
+        )
+    if facts.has_time_limit:
+        lines.append(f"and sbatch: --signal=URG@{wanted_s} for the time limit")
+    lines.append("or save oftener (every_s), to a faster disk first")
+    return "; ".join(lines)
+
+
+def label(kind: StopKind) -> str:
+    """A kind of stop, for a person."""
+    return _LABELS[kind]
+
+
+_LABELS = {
+    StopKind.PREEMPTED: "preempted",
+    StopKind.TIME_LIMIT_WARNED: "time limit, warned",
+    StopKind.TIME_LIMIT: "time limit, no warning",
+    StopKind.CANCELLED: "scancel",
+    StopKind.REQUEUED: "scontrol requeue",
+    StopKind.NODE_FAILURE: "node failure",
+    StopKind.ASKED: "a person's signal",
+    StopKind.UNKNOWN: "unknown",
+}

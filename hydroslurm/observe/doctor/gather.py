@@ -1,0 +1,154 @@
+"""Ask Slurm, and look into a run folder, for what a diagnosis rests on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.files import check_trusted
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import UntrustedFile, UsageError
+from hydroslurm.jobs.launch.control import run_dir_of
+from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver
+from hydroslurm.observe.doctor.script import ScriptOptions, read_script
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.munge import Munge, MungeError, socket_of
+from hydroslurm.slurm.policy import find_partition, site_policy
+from hydroslurm.slurm.values import Job, JobState
+
+
+def gather(
+    client: SlurmClient,
+    *,
+    job_id: int | None = None,
+    partition: str = "",
+    qos: str = "",
+    save: SaveFacts | None = None,
+    script: ScriptOptions | None = None,
+    suspend_s: float | None = None,
+    run: Path | None = None,
+    no_munge: str | None = None,
+) -> Facts:
+    """Ask Slurm for one job, or for what a job would meet in a partition.
+
+    Args:
+        partition: "" for the default one; a job brings its own.
+        script: of a planned job; that of an existing one is read from Slurm, where that is allowed.
+        run: the run folder; None when it is not known.
+        no_munge: what :func:`why_no_munge` says; None where it was not asked.
+
+    Raises:
+        SlurmError: Slurm could not be asked.
+        UsageError: there is no such partition, or both a job and what it brings are given.
+    """
+    if job_id is not None and script is not None:
+        raise UsageError("give either a job or --script: a job has its own")
+    if job_id is not None and (partition or qos):
+        raise UsageError("give either a job or --partition and --qos: a job has its own")
+    job = None if job_id is None else client.job(job_id)
+    config = client.config()
+    partitions = client.partitions()
+    chosen = find_partition(partitions, job.partition if job else partition)
+    by_qos = config.preempt_type == "preempt/qos"
+    qoses = client.qoses() if by_qos else None
+    name = (job.qos if job else qos) or ("normal" if by_qos else "")
+    policy = site_policy(config, chosen, partitions=partitions, qos=name, qoses=qoses, job=job)
+    return Facts(
+        config=config,
+        policy=policy,
+        partition=chosen,
+        qos=name,
+        job=job,
+        script=_script_of(client, job) if job else script,
+        save=save,
+        suspend_s=suspend_s,
+        untrusted=why_untrusted(run, shared=True),
+        shared=why_untrusted(run, shared=False),
+        no_munge=no_munge,
+        saver=Saver.UNKNOWN if job is None else saver_of(job, run),
+    )
+
+
+def saver_of(job: Job, run: Path | None = None) -> Saver:
+    """Who would save at a stop, from what the job's ranks wrote into its run folder.
+
+    A Run of an earlier life counts, for the rank of now may not have come to it yet; one of another
+    job of the same folder does not.
+    """
+    folder = run_dir_of(job) if run is None else RunDir(run)
+    try:
+        files = folder.rank_event_files().values()
+        events = [event for path in files for event in read_events(path)]
+    except OSError:
+        return Saver.UNKNOWN
+    mine = [event for event in events if event.job_id == job.job_id]
+    kinds = {event.kind for event in mine}
+    for kind, saver in (
+        (EventKind.ATTEMPT_BEGAN, Saver.RUN),
+        (EventKind.STOPS_TAKEN, Saver.TWO_CALLS),
+    ):
+        if kind in kinds:
+            return saver
+    if job.state not in (JobState.RUNNING, JobState.SUSPENDED):
+        return Saver.UNKNOWN
+    here = any(event.restart_count == job.restart_count for event in mine)
+    return Saver.NO_RUN if here else Saver.NOBODY
+
+
+def why_no_munge(environ: Mapping[str, str]) -> str:
+    """Why ranks on this machine get no key by MUNGE; empty where they do."""
+    try:
+        Munge(socket_of(environ)).encode(b"")
+    except MungeError as error:
+        return str(error)
+    return ""
+
+
+def why_untrusted(run: Path | None, *, shared: bool) -> str:
+    """Why a run folder is not believed (``shared``: as a job does; else: as code would be)."""
+    try:
+        if run is not None:
+            check_trusted(run, what="the run folder", shared=shared)
+    except OSError as error:
+        return str(error)
+    except UntrustedFile as error:
+        return str(error).partition(" is not used: ")[2]
+    return ""
+
+
+def read_file(path: Path) -> ScriptOptions:
+    """Read a batch script that is planned.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return read_script(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--script {path}: {error}; wanted a batch script") from error
+
+
+def last_save(run: Path) -> SaveFacts | None:
+    """The time that the newest committed checkpoint of a run took; None when there is none.
+
+    A manifest that cannot be read is passed over: `hydroslurm checkpoint verify` is for that.
+    """
+    folders = sorted(RunDir(run).checkpoints.glob("step-*/manifest.json"), reverse=True)
+    for path in folders:
+        try:
+            row = json.loads(path.read_text())
+            return SaveFacts(
+                save_s=float(row["save_s"]),
+                state_bytes=int(row["state_bytes"]),
+                source=f"the {row['kind']} checkpoint of step {row['step']}",
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _script_of(client: SlurmClient, job: Job) -> ScriptOptions | None:
+    text = None if job.is_batch is False else client.batch_script(job.job_id)
+    return None if text is None else read_script(text)

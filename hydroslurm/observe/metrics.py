@@ -1,0 +1,180 @@
+"""All jobs as metrics for Prometheus. The names are part of the interface: dashboards have them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.observe.folder import RunFacts
+from hydroslurm.observe.parks import ParkCounter, Parks
+from hydroslurm.observe.row import row_of, shown_id
+from hydroslurm.observe.watcher import View, Watcher
+from hydroslurm.observe.work_at_risk import unsaved_steps
+from hydroslurm.slurm.values import Job
+
+LABELS = ("job_id", "name", "user", "partition")
+"""Of every metric of one job."""
+
+BYTES_EACH_TIME = 256 * 1024 * 1024
+"""Of event files that are searched for pauses in one interval."""
+
+
+class _Families:
+    """The metrics of one scrape, empty: name, meaning and labels of each."""
+
+    def __init__(self) -> None:
+        def gauge(name: str, words: str, labels: tuple[str, ...] = LABELS) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"hydroslurm_{name}", words, labels=labels)
+
+        self.jobs = gauge("jobs", "Jobs by Slurm's state.", ("state",))
+        self.step = gauge("job_step", "Training step, as last told.")
+        self.rate = gauge("job_steps_per_second", "Training steps per second, as last measured.")
+        self.ranks = gauge("job_ranks", "Ranks that have announced themselves.")
+        self.parked = gauge("job_parked_ranks", "Ranks that are held between two operators.")
+        self.commit_step = gauge("job_last_commit_step", "Step of the newest durable checkpoint.")
+        self.commit = gauge(
+            "job_last_commit_timestamp_seconds", "When the newest durable checkpoint was committed."
+        )
+        self.unsaved = gauge(
+            "job_unsaved_steps", "Steps since the newest durable checkpoint, at most."
+        )
+        self.end = gauge("job_end_timestamp_seconds", "When its time limit ends the job.")
+        self.preemptions = CounterMetricFamily(
+            "hydroslurm_job_preemptions", "How often Slurm has requeued the job.", labels=LABELS
+        )
+        self.pauses = CounterMetricFamily(
+            "hydroslurm_job_pauses",
+            "How often the rank that was paused most has been, since the job last started.",
+            labels=LABELS,
+        )
+        self.park = HistogramMetricFamily(
+            "hydroslurm_park_seconds",
+            "From the request to pause a rank until it was parked.",
+            labels=LABELS,
+        )
+        self.unread = gauge(
+            "events_unread_bytes", "Of event files, not yet searched for pauses.", ()
+        )
+        self.up = gauge("slurm_up", "Whether Slurm answered the latest request.", ())
+        self.answered = gauge(
+            "slurm_last_answer_timestamp_seconds", "When Slurm last answered a request.", ()
+        )
+
+    def all(self) -> Iterator[Metric]:
+        yield from vars(self).values()
+
+
+class JobCollector(Collector):
+    """Looks at most once per interval, however often it is asked; from any thread."""
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        *,
+        every_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watcher = watcher
+        self._every_s = every_s
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._asked_mono_s: float | None = None
+        self._answer: list[Metric] = []
+        self._counters: dict[RunDir, dict[int, ParkCounter]] = {}
+        self.error: str | None = None
+
+    def registry(self) -> CollectorRegistry:
+        """A registry with these metrics and no others."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry
+
+    def describe(self) -> list[Metric]:
+        """Nothing is asked of Slurm in order to be registered."""
+        return []
+
+    def collect(self) -> list[Metric]:
+        with self._lock:
+            now = self._monotonic()
+            if self._asked_mono_s is None or now - self._asked_mono_s >= self._every_s:
+                view = self._watcher.look()
+                self.error = view.error
+                self._answer = self._metrics(view)
+                self._asked_mono_s = now
+            return self._answer
+
+    def _metrics(self, view: View) -> list[Metric]:
+        made = _Families()
+        made.up.add_metric((), float(view.error is None))
+        if view.answered_epoch_s is not None:
+            made.answered.add_metric((), view.answered_epoch_s)
+        for state, count in Counter(job.state.value for job, _, _ in view.jobs).items():
+            made.jobs.add_metric((state,), count)
+        left = BYTES_EACH_TIME
+        unread = 0
+        counters: dict[RunDir, dict[int, ParkCounter]] = {}
+        for job, facts, run in view.jobs:
+            labels = (shown_id(job), job.name, job.user, job.partition)
+            _add_job(made, labels, job, facts, now_epoch_s=view.epoch_s)
+            if facts.ranks:
+                counters[run] = self._follow(run)
+                for counter in counters[run].values():
+                    left -= counter.read(budget_bytes=left)
+                    unread += counter.unread_bytes()
+                _add_parks(made, labels, counters[run])
+        self._counters = counters
+        made.unread.add_metric((), unread)
+        return list(made.all())
+
+    def _follow(self, run: RunDir) -> dict[int, ParkCounter]:
+        known = self._counters.get(run, {})
+        try:
+            files = run.rank_event_files()
+        except OSError:
+            return known
+        return {rank: known.get(rank) or ParkCounter(path) for rank, path in files.items()}
+
+
+def _add_job(
+    made: _Families, labels: tuple[str, ...], job: Job, facts: RunFacts, *, now_epoch_s: float
+) -> None:
+    row = row_of(job, facts, None, now_epoch_s=now_epoch_s)
+    values: tuple[tuple[GaugeMetricFamily, float | None], ...] = (
+        (made.step, row.step),
+        (made.rate, row.steps_per_s),
+        (made.ranks, row.ranks),
+        (made.parked, row.parked),
+        (made.commit_step, row.commit_step),
+        (made.commit, facts.commit[1] / 1e9 if facts.commit else None),
+        (made.unsaved, unsaved_steps(facts, now_epoch_s=now_epoch_s) if row.ranks else None),
+        (made.end, job.end_epoch_s if row.left_s is not None else None),
+    )
+    for gauge, value in values:
+        if value is not None:
+            gauge.add_metric(labels, value)
+    made.preemptions.add_metric(labels, job.restart_count)
+    if row.pauses is not None:
+        made.pauses.add_metric(labels, row.pauses)
+
+
+def _add_parks(made: _Families, labels: tuple[str, ...], counters: dict[int, ParkCounter]) -> None:
+    """Of all ranks of a job together; nothing for one that was never paused."""
+    total = Parks()
+    for counter in counters.values():
+        for number, count in enumerate(counter.parks.counts):
+            total.counts[number] += count
+        total.sum_s += counter.parks.sum_s
+    if total.count:
+        made.park.add_metric(labels, total.buckets(), sum_value=total.sum_s)

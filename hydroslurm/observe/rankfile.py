@@ -1,0 +1,128 @@
+"""One rank's event file, followed: each time only what was appended, and the newest first."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.files import open_regular
+from hydroslurm.core.rankstate import RankState, after
+
+TAIL_BYTES = 64 * 1024
+"""So much of the end of a file is read at first; what happened before matters to a report."""
+MOST_BYTES = 1024 * 1024
+"""When more than this was appended at once, only its tail is read."""
+
+
+@dataclass
+class RankFacts:
+    """What the events that were read say of one rank.
+
+    Attributes:
+        state: after the last of them; None before the first.
+        whole: the file was read from its beginning on, so that what is not known did not happen.
+        life: of its newest Run: restart count, step at which it began, when (epoch ns).
+        commit: newest durable checkpoint: step, when it was committed (epoch ns).
+        save_s: the longest durable save among the events that were read.
+        marks: the last two events with different steps, oldest first: step, when, restart count.
+        finished: its training is done.
+    """
+
+    state: RankState | None = None
+    whole: bool = False
+    life: tuple[int, int, int] | None = None
+    commit: tuple[int, int] | None = None
+    save_s: float | None = None
+    marks: list[tuple[int, int, int]] = field(default_factory=list)
+    finished: bool = False
+
+    def take(self, event: Event) -> None:
+        """Count one more event in."""
+        self.state = after(self.state, event)
+        step, data = event.step, event.data
+        if step is not None and (not self.marks or self.marks[-1][0] != step):
+            self.marks = [*self.marks[-1:], (step, event.epoch_ns, event.restart_count)]
+        if event.kind is EventKind.ATTEMPT_BEGAN:
+            self.life = (event.restart_count, _step(data), event.epoch_ns)
+        elif event.kind is EventKind.RUN_FINISHED:
+            self.finished = True
+        elif event.kind is EventKind.SAVE_COMMITTED and data.get("tier") == "durable":
+            committed = data.get("checkpoint_step")
+            if committed is not None:
+                self.commit = (committed, event.epoch_ns)
+            seconds = data.get("seconds")
+            if seconds is not None:
+                self.save_s = max(self.save_s or 0.0, float(seconds))
+
+
+class RankFile:
+    """Follows one file. Costs one ``stat`` as long as nothing is appended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts = RankFacts()
+        self._inode = 0
+        self._offset = 0
+        self._rest = b""
+        self._skips = False
+
+    def read(self, *, budget_bytes: int) -> int:
+        """Read what was appended, of which at most so much; returns how much that was. What cannot
+        be read, or is no such file, changes nothing."""
+        try:
+            now = self.path.lstat()
+            if not stat.S_ISREG(now.st_mode):
+                return 0
+            self._begin(now)
+            wanted = min(now.st_size - self._offset, budget_bytes)
+            if wanted <= 0:
+                return 0
+            text = self._read(wanted)
+        except OSError:
+            return 0
+        self._offset += len(text)
+        self._take(text)
+        return len(text)
+
+    def _begin(self, now: os.stat_result) -> None:
+        """Where to read on: for a file that is new to us, was replaced, or has grown by much, near
+        its end."""
+        new = now.st_ino != self._inode or now.st_size < self._offset
+        if new:
+            self.facts = RankFacts(whole=now.st_size <= TAIL_BYTES)
+            self._inode, self._offset, self._rest = now.st_ino, 0, b""
+        if now.st_size - self._offset > (TAIL_BYTES if new else MOST_BYTES):
+            self.facts.whole = False
+            self._offset, self._rest, self._skips = now.st_size - TAIL_BYTES, b"", True
+
+    def _read(self, wanted: int) -> bytes:
+        fd = open_regular(self.path)
+        try:
+            return os.pread(fd, wanted, self._offset)
+        finally:
+            os.close(fd)
+
+    def _take(self, text: bytes) -> None:
+        lines = (self._rest + text).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > MOST_BYTES:  # no line of ours is so long
+            self._rest, self._skips = b"", True
+        if lines and self._skips:
+            del lines[0]
+            self._skips = False
+        for line in lines:
+            try:
+                event = Event.from_json(line)
+            except ValueError:
+                continue  # torn, foreign, or of a later version
+            self.facts.take(event.dated_now())
+
+
+def _step(data: Mapping[str, Any]) -> int:
+    value = data.get("step")
+    return value if type(value) is int else 0

@@ -1,0 +1,173 @@
+"""All jobs at one moment, again and again: one request to Slurm each time, however many they
+are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import SlurmError, SlurmMissing
+from hydroslurm.jobs.launch.control import run_dir_of
+from hydroslurm.observe.folder import FollowedRun, RunFacts
+from hydroslurm.observe.policies import Policies, read_policies
+from hydroslurm.observe.row import Row, in_order, row_of
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.values import Job
+
+BYTES_EACH_TIME = 16 * 1024 * 1024
+"""So much is read of all run folders in one interval; what is left waits for the next."""
+FORGOTTEN_FOR_S = 300.0
+"""How long a job is still shown that Slurm has forgotten while we looked elsewhere."""
+
+
+@dataclass(frozen=True)
+class View:
+    """All jobs as of one moment.
+
+    Attributes:
+        rows: what needs attention first.
+        jobs: Slurm's answer that they rest on, with each run folder and what it says.
+        epoch_s: when it was made.
+        answered_epoch_s: when Slurm last answered; None before it ever did.
+        error: why it did not answer this time, in words.
+        missing: ids that were asked for, and of which Slurm knows nothing.
+    """
+
+    rows: tuple[Row, ...]
+    jobs: tuple[tuple[Job, RunFacts, RunDir], ...]
+    epoch_s: float
+    answered_epoch_s: float | None
+    error: str | None = None
+    missing: tuple[int, ...] = ()
+
+
+@dataclass
+class _Seen:
+    job: Job
+    run: FollowedRun
+    settled: bool = False
+    forgotten_epoch_s: float | None = None
+
+
+class Watcher:
+    """Looks at jobs; for one thread at a time.
+
+    Args:
+        user: only this user's; None: everybody's.
+        partition: only this one's.
+        ids: only these jobs, and the tasks of these arrays.
+        policies: how the site preempts, which is asked once, at the first look; False leaves that
+            out, and what would be lost is then not known to be nothing.
+    """
+
+    def __init__(
+        self,
+        client: SlurmClient,
+        *,
+        user: str | None,
+        partition: str | None = None,
+        ids: Collection[int] = (),
+        policies: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._client = client
+        self._user = user
+        self._partition = partition
+        self._ids = tuple(ids)
+        self._wants_policies = policies
+        self._policies: Policies | None = None
+        self._clock = clock
+        self._seen: dict[int, _Seen] = {}
+        self._answered_epoch_s: float | None = None
+        self._turn = 0
+
+    def look(self) -> View:
+        """Ask Slurm, read what is new in the run folders. Slurm's absence is told in the view.
+
+        Raises:
+            SlurmMissing: there is no Slurm here.
+        """
+        error = None
+        try:
+            if self._wants_policies:
+                self._wants_policies = False
+                self._policies = read_policies(self._client)
+            jobs = self._client.jobs(user=self._user, ids=self._ids or None)
+        except SlurmMissing:
+            raise
+        except SlurmError as reason:
+            error = " ".join(str(reason).split())
+        now_epoch_s = self._clock()
+        if error is None:
+            self._answered_epoch_s = now_epoch_s
+            self._note(jobs, now_epoch_s)
+        self._read()
+        return self._view(now_epoch_s, error)
+
+    def _note(self, jobs: tuple[Job, ...], now_epoch_s: float) -> None:
+        if self._partition is not None:
+            jobs = tuple(job for job in jobs if self._partition in job.partition.split(","))
+        for job in jobs:
+            seen = self._seen.get(job.job_id)
+            run = run_dir_of(job)
+            if seen is None or seen.run.run != run:
+                self._seen[job.job_id] = _Seen(job, FollowedRun(run))
+                continue
+            # the last lines of a job that has just ended are still to be read
+            seen.settled = seen.job.state is job.state and _is_still(job)
+            seen.job, seen.forgotten_epoch_s = job, None
+        there = {job.job_id for job in jobs}
+        for job_id in self._seen.keys() - there:
+            self._forget(job_id, now_epoch_s)
+
+    def _forget(self, job_id: int, now_epoch_s: float) -> None:
+        """Slurm does not name it any more: it has ended. One that we saw end is let go; another
+        stays a while, so that nobody has to ask Slurm what became of it."""
+        seen = self._seen[job_id]
+        if seen.forgotten_epoch_s is None:
+            seen.forgotten_epoch_s = now_epoch_s
+        array = seen.job.array_job_id is not None and seen.job.array_task_id is None
+        gone_s = now_epoch_s - seen.forgotten_epoch_s
+        if seen.job.state.has_ended or array or gone_s > FORGOTTEN_FOR_S:
+            del self._seen[job_id]
+
+    def _read(self) -> None:
+        """Another job comes first each time, so that a budget that is too small reaches all."""
+        wanted = [one for one in self._seen.values() if not one.settled]
+        if not wanted:
+            return
+        self._turn %= len(wanted)
+        left = BYTES_EACH_TIME
+        for number in range(len(wanted)):
+            one = wanted[(self._turn + number) % len(wanted)]
+            left -= one.run.read(budget_bytes=left)
+            if left <= 0:
+                self._turn += number + 1
+                return
+
+    def _view(self, now_epoch_s: float, error: str | None) -> View:
+        found, rows = [], []
+        for seen in self._seen.values():
+            facts = seen.run.facts(seen.job.restart_count)
+            found.append((seen.job, facts, seen.run.run))
+            rows.append(
+                row_of(
+                    seen.job,
+                    facts,
+                    self._policies.of(seen.job) if self._policies else None,
+                    now_epoch_s=now_epoch_s,
+                    forgotten=seen.forgotten_epoch_s is not None,
+                )
+            )
+        known = {i for one in self._seen.values() for i in (one.job.job_id, one.job.array_job_id)}
+        missing = tuple(i for i in self._ids if i not in known) if error is None else ()
+        return View(
+            in_order(rows), tuple(found), now_epoch_s, self._answered_epoch_s, error, missing
+        )
+
+
+def _is_still(job: Job) -> bool:
+    """Whether nothing of it writes."""
+    return job.state.has_ended or job.state.is_waiting

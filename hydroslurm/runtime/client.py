@@ -1,0 +1,188 @@
+"""Pause and resume a process of this machine by its pid.
+
+    python -m hydroslurm.runtime.client --pid 1234 --action pause
+    hydroslurm.send_signal(1234, "pause")
+
+A signal whose default action is to kill is never sent to a process that does not listen to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from hydroslurm.core import registry
+from hydroslurm.core.ack import Answer, EventTail, JudgePause, JudgeResume, wait_for_answers
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.files import clean
+from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
+from hydroslurm.gate.signals import SignalPlan, is_ours_alone, signal_name
+
+Verb = Literal["pause", "resume"]
+
+
+def send_signal(pid: int, action: str, *, environ: Mapping[str, str] | None = None) -> None:
+    """Ask a process to pause or to resume, and return at once.
+
+    Args:
+        pid: a process in which hydroslurm is installed.
+        action: ``pause`` or ``resume``.
+        environ: instead of ``os.environ``.
+
+    Raises:
+        UsageError: another action.
+        TargetError: no such process, not ours, or it does not listen: the signal would have killed
+            it, or meant something else to it.
+    """
+    entry = _entry(pid, environ)
+    _send(pid, _signal_for(action, entry), entry)
+
+
+def pause(pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | None = None) -> Answer:
+    """Pause a process and wait until it says that it is parked.
+
+    Raises:
+        TargetError: as :func:`send_signal`; or the process keeps no events, so that it cannot
+            answer (it was not signalled).
+        AckTimeout: signalled, and no answer in time.
+    """
+    return _ask(pid, "pause", timeout_s, environ)
+
+
+def resume(
+    pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | None = None
+) -> Answer:
+    """Take a pause of :func:`pause` back and wait until the process runs; raises as
+    :func:`pause`."""
+    return _ask(pid, "resume", timeout_s, environ)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of ``python -m hydroslurm.runtime.client``; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hydroslurm.runtime.client", description=__doc__
+    )
+    parser.add_argument("--pid", type=int, required=True, help="the process to signal")
+    parser.add_argument("--action", choices=("pause", "resume"), required=True)
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default 10")
+    chosen = parser.parse_args(arguments)
+    try:
+        answer = _ask(chosen.pid, chosen.action, chosen.timeout, None)
+    except (HydroslurmError, UsageError) as error:
+        print(f"hydroslurm: {clean(str(error), most=2000)}", file=sys.stderr)
+        return 1
+    print(f"pid {chosen.pid} rank {answer.rank}: {clean(answer.words)}")
+    return 0 if answer.done else 1
+
+
+def _ask(pid: int, verb: Verb, timeout_s: float, environ: Mapping[str, str] | None) -> Answer:
+    entry = _entry(pid, environ)
+    if entry is None:
+        _caught(pid)
+        raise TargetError(
+            f"process {pid} has not announced itself to this user: hydroslurm is not installed in "
+            "it, or it runs as another user "
+            "or on another machine. It was not signalled. For a Slurm job use --job"
+        )
+    tail = EventTail(Path(entry.events))
+    _send(pid, _signal_for(verb, entry), entry)
+    answers = wait_for_answers(
+        {entry.rank: tail},
+        JudgePause if verb == "pause" else JudgeResume,
+        timeout_s=timeout_s,
+    )
+    if entry.rank not in answers:
+        raise AckTimeout(
+            f"process {pid} was signalled and did not answer within {timeout_s:g} s. It may be "
+            "inside one long operator "
+            f"(it parks when that ends), stopped, or unable to write {entry.events}"
+        )
+    return answers[entry.rank]
+
+
+def _entry(pid: int, environ: Mapping[str, str] | None) -> registry.Entry | None:
+    return registry.find(registry.folder(os.environ if environ is None else environ), pid)
+
+
+def _signal_for(action: str, entry: registry.Entry | None) -> int:
+    if action not in ("pause", "resume"):
+        raise UsageError(f"action {action!r} is not known; use 'pause' or 'resume'")
+    name = f"user_{action}"
+    signals = entry.signals if entry else vars(SignalPlan())
+    number = signals.get(name)
+    if number is None:
+        raise TargetError(
+            f"process {entry.pid if entry else '?'} was installed without a {name} signal; use its "
+            "API"
+        )
+    return int(number)
+
+
+def _send(pid: int, signo: int, entry: registry.Entry | None) -> None:
+    if pid <= 0:
+        raise UsageError(f"pid {pid} is not a process; give the positive id of one")
+    if not _listens(pid, signo):
+        raise TargetError(
+            f"process {pid} does not listen to {signal_name(signo)}, which would kill it; it was "
+            "not signalled. "
+            "Call hydroslurm.install() in it, or start it with `hydroslurm submit`"
+        )
+    if entry is None or _is_replaced(entry, signo):
+        why = "has not announced itself to this user" if entry is None else "had it replaced since"
+        raise TargetError(
+            f"process {pid} has a handler for {signal_name(signo)} that is not hydroslurm's (it "
+            f"{why}). What that does is not known: Lightning saves and requeues. It was not "
+            f"signalled. If you know better: kill -{signo} {pid}"
+        )
+    try:
+        os.kill(pid, signo)
+    except ProcessLookupError:
+        raise TargetError(f"there is no process {pid}") from None
+    except PermissionError:
+        raise TargetError(
+            f"process {pid} belongs to another user; only its owner and root may signal it"
+        ) from None
+
+
+def _listens(pid: int, signo: int) -> bool:
+    """Whether the process has a handler for a signal; raises as :func:`_caught`."""
+    return bool(_caught(pid) >> (signo - 1) & 1)
+
+
+def _is_replaced(entry: registry.Entry, signo: int) -> bool:
+    """Whether the process has seen that somebody put another handler over ours."""
+    replaced = False
+    try:
+        for event in read_events(Path(entry.events)):
+            if event.pid != entry.pid:
+                continue
+            of_signal = event.data.get("signal") == signal_name(signo)
+            if event.kind is EventKind.INSTALLED:
+                replaced = False
+            elif event.kind is EventKind.HANDLER_REPLACED and of_signal:
+                replaced = not is_ours_alone(event.data)
+    except OSError:  # kept from writing: the mask is all that is known
+        return False
+    return replaced
+
+
+def _caught(pid: int) -> int:
+    """The signals that a process has handlers for, as the kernel's mask: bit 0 is signal 1.
+
+    Raises:
+        TargetError: no such process.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        raise TargetError(f"there is no process {pid}") from None
+    (mask,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return int(mask, 16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

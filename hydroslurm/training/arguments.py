@@ -1,0 +1,145 @@
+"""What a Run is given, checked and made into what it works with."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.core import rundir
+from hydroslurm.core.fence import Fence
+from hydroslurm.core.files import check_trusted
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.supervised import SAVE_EVERY_ENV
+from hydroslurm.errors import UntrustedFile, UsageError
+from hydroslurm.runtime import autoload
+from hydroslurm.runtime import install as installation
+from hydroslurm.runtime.controller import Controller
+from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm.allocation import Allocation
+
+DEFAULT_EVERY_S = 600.0
+"""Seconds between two periodic saves when nothing was said: what a crash may cost."""
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often a run saves while it trains; 0 is never."""
+
+    every_steps: int
+    every_s: float
+
+    @classmethod
+    def of(
+        cls, every_steps: int | None, every_s: float | None, environ: Mapping[str, str]
+    ) -> Cadence:
+        """From the arguments, None for what was not said, and HYDROSLURM_SAVE_EVERY_S.
+
+        Raises:
+            UsageError: a negative one; a variable that is no number.
+        """
+        if environ.get(SAVE_EVERY_ENV):
+            every_s = _seconds(environ, SAVE_EVERY_ENV)
+        for name, value in (("every_steps", every_steps), ("every_s", every_s)):
+            if value is not None and value < 0:
+                raise UsageError(f"{name}={value}: wanted 0 (never) or more")
+        if every_steps is None and every_s is None:
+            return cls(0, DEFAULT_EVERY_S)
+        return cls(every_steps or 0, every_s or 0.0)
+
+    def is_due(self, step: int, last_save_mono_s: float) -> bool:
+        """Whether a save is to begin behind this step. Reads a clock only with ``every_s``."""
+        return self.is_due_by_step(step) or self.is_due_by_clock(last_save_mono_s)
+
+    def is_due_by_step(self, step: int) -> bool:
+        """The same on all ranks."""
+        return bool(self.every_steps) and step % self.every_steps == 0
+
+    def is_due_by_clock(self, last_save_mono_s: float) -> bool:
+        """Sooner on one rank than on another."""
+        return bool(self.every_s) and time.monotonic() - last_save_mono_s >= self.every_s
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float:
+    try:
+        return float(environ[name])
+    except ValueError:
+        raise UsageError(f"{name}={environ[name]!r}: wanted seconds, such as 600") from None
+
+
+def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
+    """Where the run keeps its state: the folder that was named, else the job's.
+
+    It is made here, that of the job for its owner only: its name can be guessed.
+
+    Raises:
+        UsageError: neither is there; or an empty name, which would be the current folder.
+        RunFolderError: others may have put something there that a run would obey.
+    """
+    if given is not None:
+        if not os.fspath(given):
+            raise UsageError(
+                'directory="": wanted a folder\'s name, such as "runs/my-run" ("." for the current '
+                "folder), or None for that of the job. Is a variable empty?"
+            )
+        return RunDir(Path(given).absolute()).claim(mode=0o775)
+    found = jobfolder.from_environment(environ)
+    if found is None:
+        raise UsageError(
+            "this process is in no Slurm job, so that there is no run folder to save into; give "
+            'one: Run(directory="runs/my-run")'
+        )
+    return RunDir(found.root.absolute()).claim()
+
+
+def fast_store(
+    given: str | os.PathLike[str] | None, run: RunDir, *, fence: Fence
+) -> CheckpointStore | None:
+    """The fast tier: a folder of this run's own below the one that was given, for /dev/shm is
+    everybody's. Where somebody else has made it before, there is none, with a warning."""
+    if given is None:
+        return None
+    name = hashlib.sha256(str(run.root).encode()).hexdigest()[:16]
+    folder = Path(given).absolute() / f"hydroslurm-{name}"
+    with contextlib.suppress(OSError):  # a save that fails there says so
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            check_trusted(folder, what="the fast tier", shared=True)
+        except UntrustedFile as error:
+            warnings.warn(
+                f"hydroslurm: {error}. This run saves to {run.checkpoints} only",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return None
+    return CheckpointStore(folder, fence=fence)
+
+
+def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
+    """For what this process writes into the run's folder."""
+    if allocation is None:
+        return Fence(run.claim_json)
+    return Fence(
+        run.claim_json,
+        cluster=allocation.cluster_name,
+        job_id=allocation.job_id,
+        restart_count=allocation.restart_count,
+    )
+
+
+def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+    """The controller of this process, and whether it was installed for this run."""
+    if installation.is_installed() and not installation.gives_way():
+        return installation.controller(), False
+    of_job = rundir.from_environment(environ) is not None
+    if Allocation.from_environ(environ) is not None:
+        # a pause of the job that comes behind the run must not end what has ended well
+        autoload.keep_alive(autoload.killing(environ))
+    return installation.install(run_dir=None if of_job else run.root, environ=environ), True

@@ -1,0 +1,304 @@
+"""How a run begins: it claims its folder, and goes on from the newest checkpoint there.
+
+The first part of :class:`~hydroslurm.training.run.Run`. A loop that forgets to resume is helped
+where that can still be made good, and stopped where it would train from 0 over what is committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.tiers import Found, Tier
+from hydroslurm.core.exitcodes import ExitForRequeue
+from hydroslurm.core.fence import Fence
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import (
+    CheckpointError,
+    HydroslurmError,
+    RanksError,
+    RunEnded,
+    SaveFailed,
+    StaleAttempt,
+    UsageError,
+)
+from hydroslurm.runtime.controller import Controller
+from hydroslurm.training import finished
+from hydroslurm.training.cursor import Cursor
+from hydroslurm.training.life import Life
+from hydroslurm.training.notice import notice
+from hydroslurm.training.objects import Objects
+from hydroslurm.training.oversights import LoopWatch
+from hydroslurm.training.rank_group import RankGroup
+from hydroslurm.training.resuming import differences, load_for, newest_of, set_aside
+from hydroslurm.training.saves import Saves
+from hydroslurm.training.stopping import Stopping
+
+_COULD_NOT_RESUME = (
+    "the checkpoint of this run could not be loaded: it does not train from 0 in its place. Mend "
+    "what resume() has said; to begin anew, give another directory= or Run(resume=False)"
+)
+
+
+class Beginning(ABC):
+    """Base of Run, whose constructor makes what it needs."""
+
+    dir: RunDir
+    _begins_anew: bool
+    _company: RankGroup
+    _controller: Controller
+    _cursor: Cursor
+    _durable: CheckpointStore
+    _epoch: int
+    _fast: CheckpointStore | None
+    _fence: Fence
+    _has_begun: bool
+    _is_closed: bool
+    _life: Life
+    _objects: Objects
+    _resumed_unasked: bool | None
+    _saver: Saver
+    _saves: Saves
+    _step: int
+    _stopping: Stopping
+    _watch: LoopWatch
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for a save in flight and give the signals back."""
+
+    @abstractmethod
+    def _add(self, name: str, thing: Any) -> None:
+        """Register one object."""
+
+    # --- where it is
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Training steps completed. Settable, for loops that do not use :meth:`batches`.
+
+        Who reads it wants to know where to go on, so that the first look resumes the run where
+        :meth:`resume` was not called: with several ranks, on all of them.
+
+        Raises:
+            UsageError: the run was not resumed, a checkpoint is committed, and something may have
+                been trained since; or it is set before the run was resumed.
+        """
+        if not self._has_begun:
+            self._begin_unasked("run.step was read")
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if not self._has_begun:
+            self._begin_unasked("run.step was set", may_load=False)
+        self._saves.behind_batches = False
+        self._step = step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being trained, from 0; as :attr:`step`."""
+        if not self._has_begun:
+            self._begin_unasked("run.epoch was read")
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        if not self._has_begun:
+            self._begin_unasked("run.epoch was set", may_load=False)
+        self._saves.behind_batches = False
+        self._epoch = epoch
+
+    # --- registering and going on
+    # --------------------------------------------------------------------------------------------
+
+    def register(self, name: str, thing: Any) -> None:
+        """Save one more object, as those in ``extra``; before :meth:`resume`.
+
+        Raises:
+            UsageError: the run has begun, the name is taken, or it is not an object with
+                ``state_dict`` and ``load_state_dict``.
+        """
+        if self._life.number is not None:
+            raise UsageError(
+                f"register({name!r}) comes too late: the run has been resumed already, by resume() "
+                "or the first look at run.step or run.epoch"
+            )
+        self._add(name, thing)
+
+    def resume(self) -> bool:
+        """Go on from the newest committed checkpoint; False when there is none.
+
+        A run that has finished leaves with status 0 here; one that must not go on (a limit is
+        spent, or lives pass without progress) with 93. From here on the folder is this attempt's:
+        an older one that is still alive can neither save nor remove anything there, and leaves with
+        93 when it tries. Called by :meth:`batches` when it was not called before, and by the first
+        look at :attr:`step` or :attr:`epoch`.
+
+        Raises:
+            StateMismatch: the checkpoint belongs to other objects; names the keys.
+            UsageError: called twice.
+        """
+        if self._resumed_unasked is not None:  # the script has looked at run.step before
+            resumed, self._resumed_unasked = self._resumed_unasked, None
+            return resumed
+        if self._has_begun:
+            raise UsageError("resume() was called already; a run goes on once")
+        if self._life.number is not None:
+            raise UsageError(_COULD_NOT_RESUME)
+        return self._begin(may_load=True, seen="")
+
+    def _begin_unasked(self, seen: str, *, may_load: bool = True) -> None:
+        """The loop begins, and nobody has called :meth:`resume`. That is made good where the state
+        is still what the script has made; in the middle of a loop it would be too late.
+
+        Raises:
+            UsageError: a checkpoint is committed, which the loop would begin without.
+        """
+        if self._is_closed or self._life.number is not None:
+            if may_load:  # an error that is being handled may look at the step
+                return
+            raise UsageError(
+                f"{seen} and the run is closed; make another Run(...)"
+                if self._is_closed
+                else f"{seen} and {_COULD_NOT_RESUME}"
+            )
+        may_load = may_load and not self._watch.may_have_trained
+        resumed = self._begin(may_load=may_load, seen=seen)
+        if may_load:
+            self._resumed_unasked = resumed
+        else:
+            self._say(
+                f"{seen} and run.resume() was not called: this attempt begins at step 0, and the "
+                "next one could not go on. Call it before the loop, and begin that at run.step"
+            )
+
+    def _begin(self, *, may_load: bool, seen: str) -> bool:
+        company = self._company
+        try:
+            company.gather()
+        except RanksError as error:
+            raise self._stopping.leave_unsaved(
+                error, self._controller.stop_request, step=0
+            ) from error
+        with self._leaving_when_stale(), contextlib.ExitStack() as loading:
+            for store in self._written_stores():
+                loading.enter_context(store.pins.holding())
+            resumed = self._go_on(may_load=may_load, seen=seen)
+        self._watch.begin(self._step, in_loop=not may_load)
+        self._has_begun = True
+        return resumed
+
+    def _go_on(self, *, may_load: bool, seen: str) -> bool:
+        company = self._company
+        entered = company.decide("enter", self._enter)
+        if (step := entered["finished"]) is not None:
+            self._say(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
+            self._leave()
+            raise ExitForRequeue.finished()
+        self._fence.hold(entered["claim"])
+        found = self._newest()
+        if found is not None and not may_load:
+            raise UsageError(
+                f"{seen} and the run was not resumed, but step {found.checkpoint.step} is "
+                f"committed ({found.checkpoint.path}): the loop would train from 0 again. Call "
+                "run.resume() before the loop, and begin that at run.step; to begin anew, give "
+                "another directory= or Run(resume=False)"
+            )
+        begins_at = found.checkpoint.step if found else 0
+        try:
+            number = company.decide("life", lambda: self._life.enter(begins_at))
+        except RunEnded as error:
+            self._say(str(error))
+            self._leave()
+            raise ExitForRequeue.must_not_run_again() from error
+        self._life.begin(number, begins_at)
+        if found is None:
+            self._say(f"a new run, step 0 ({self.dir.root})")
+            return False
+        try:
+            state = load_for(company, found, like=self._objects.templates())
+        except (CheckpointError, OSError):
+            self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
+            raise
+        for words in differences(
+            company, found, state, objects=self._objects, loading=self._cursor.loading
+        ):
+            self._say(words)
+        self._saves.periodic_step = found.checkpoint.step
+        if found.tier is Tier.DURABLE:
+            self._saver.continues_from(found.checkpoint)
+        self._apply(state, source=str(found.checkpoint.path))
+        self._say(f"life {number} goes on from step {self._step} ({found.checkpoint.path})")
+        return True
+
+    # --- inside
+    # --------------------------------------------------------------------------------------------
+
+    def _newest(self) -> Found | None:
+        return newest_of(self._company, durable=self._durable, fast=self._fast)
+
+    def _enter(self) -> dict[str, Any]:
+        """Claim the folder for all ranks, unless there is nothing left to do in it."""
+        done = None if self._begins_anew else finished.step_of(self.dir)
+        claim = None
+        if done is None:
+            claim = self._fence.claim()
+            for store in self._written_stores():
+                try:
+                    store.revoke_others()
+                except SaveFailed:  # a fast tier that cannot be used costs no start
+                    if store is not self._fast:
+                        raise
+            if self._begins_anew:
+                self._set_aside()
+            done = finished.step_of(self.dir)  # an older attempt may have been about to write it
+        return {"finished": done, "claim": claim}
+
+    def _set_aside(self) -> None:
+        """Nothing of what is here may be taken for this run's, now or by a later attempt."""
+        finished.remove(self.dir)
+        for store in self._written_stores():
+            if (aside := set_aside(store.directory)) is not None:
+                notice(f"resume=False: what was committed is in {aside} now")
+
+    def _written_stores(self) -> list[CheckpointStore]:
+        return [self._durable, *([] if self._fast is None else [self._fast])]
+
+    @contextlib.contextmanager
+    def _leaving_when_stale(self) -> Iterator[None]:
+        """Of an attempt that a newer one has taken the place of nothing is wanted any more.
+
+        Raises:
+            Departure: in the place of StaleAttempt.
+        """
+        try:
+            yield
+        except StaleAttempt as error:
+            self._say(f"this attempt ends: {error}")
+            self._saver.give_up()
+            with contextlib.suppress(HydroslurmError):
+                self._leave()
+            raise ExitForRequeue.must_not_run_again() from error
+
+    def _leave(self) -> None:
+        """Done, together with the others."""
+        self._company.part()
+        self.close()
+
+    def _say(self, words: str) -> None:
+        """One rank speaks for all."""
+        if self._company.rank == 0:
+            notice(words)
+
+    def _apply(self, state: State, *, source: str) -> None:
+        for words in self._objects.load(state.shared, source=source):
+            self._say(words)
+        counters = state.own["counters"]
+        self._step, self._epoch = counters["step"], counters["epoch"]
+        self._cursor.load(state.own)

@@ -1,0 +1,129 @@
+"""Where a training loop is in its data, and the random numbers that belong to that place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from hydroslurm.checkpoint import rng
+from hydroslurm.data.generators import generator_states, set_generator_states
+from hydroslurm.data.position import LoaderPosition, position_of
+from hydroslurm.errors import UsageError
+from hydroslurm.training.composition import Loading
+
+
+class Cursor:
+    """The position of one loop, from one batch to the next.
+
+    Attributes:
+        position: in the loader; None for a loop without one.
+        in_epoch: an epoch was opened and not closed yet.
+        loader: that position's. loading: how it makes batches.
+    """
+
+    def __init__(self) -> None:
+        self.position: LoaderPosition | None = None
+        self.in_epoch = False
+        self.loading = Loading()
+        self.loader: Any = None
+        self._accumulate = 1
+        self._handed_out = 0
+        self._samples_per_batch: int | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    def use(
+        self, loader: Any, *, shield: Collection[int], rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Take batches from this loader, as one rank of several; its workers survive the signals in
+        ``shield``, which they get too: torch would take their death for an error of the rank."""
+        self.position = position_of(loader, shield=shield, rank=rank, world_size=world_size)
+        self.loader = loader
+        self.loading = Loading.of(loader)
+        batch_size = getattr(loader, "batch_size", None)
+        if isinstance(batch_size, int):
+            self._samples_per_batch = batch_size * world_size
+
+    # --- what is saved
+    # --------------------------------------------------------------------------------------------
+
+    def state(self, *, step: int, epoch: int) -> Mapping[str, Any]:
+        """What this rank has to save beside its objects."""
+        loaded = self._loaded
+        if loaded is not None and {"step": step, "epoch": epoch} == loaded["counters"]:
+            return loaded  # nothing was drawn or read since
+        own: dict[str, Any] = {"rng": rng.capture(), "counters": {"step": step, "epoch": epoch}}
+        if self.position is not None and self.in_epoch:
+            own["data"] = self.position.state_dict()
+        elif self.loader is not None:
+            own["generators"] = generator_states(self.loader)
+        return own
+
+    def load(self, own: Mapping[str, Any]) -> None:
+        """Go on from there: at the next :meth:`open`, or at once without a loader."""
+        self._loaded = own
+        if self.position is None:
+            self.restore_rng()
+
+    def restore_rng(self) -> None:
+        """Put the loaded random numbers back, once."""
+        if self._loaded is not None:
+            rng.restore(self._loaded["rng"])
+            if self.loader is not None and "generators" in self._loaded:  # between two epochs
+                set_generator_states(self.loader, self._loaded["generators"])
+            self._loaded = None
+
+    # --- the way through an epoch
+    # --------------------------------------------------------------------------------------------
+
+    def batches(self, epoch: int, *, accumulate: int) -> Iterator[Any]:
+        """The batches that are left of this epoch, each counted as it is handed out."""
+        self._accumulate = accumulate
+        for batch in self._open(epoch):
+            self._handed_out += 1
+            yield batch
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Of all ranks together, in a step of full batches; None where the loader does not say."""
+        known = self._samples_per_batch
+        return None if known is None else known * self._accumulate
+
+    @property
+    def step_is_full(self) -> bool:
+        """Whether all batches of a step have been handed out."""
+        return self._handed_out == self._accumulate
+
+    @property
+    def step_has_begun(self) -> bool:
+        """Whether any batch was handed out that no step has counted yet."""
+        return self._handed_out > 0
+
+    def count_step(self) -> None:
+        """The batches that were handed out have become a step."""
+        self._handed_out = 0
+
+    def completed(self, step: int) -> int:
+        """The number of steps that the state stands for, ``step`` having been counted. In the body
+        of the loop the batch at hand counts already, so it must be trained by now.
+
+        Raises:
+            UsageError: in the middle of a step of several batches.
+        """
+        if self._handed_out in (0, self._accumulate):
+            return step + bool(self._handed_out)
+        raise UsageError(
+            f"{self._handed_out} of the {self._accumulate} batches of step {step + 1} have been "
+            "handed out: a save between them would lose their gradients. Save behind the last"
+        )
+
+    def _open(self, epoch: int) -> Iterator[Any]:
+        assert self.position is not None
+        data = (self._loaded or {}).get("data")
+        if data is None:
+            self.restore_rng()  # saved between two epochs: a new iterator is still to draw from it
+            batches = self.position.begin_epoch(epoch)
+        else:
+            batches = self.position.resume_epoch(data)
+            self.restore_rng()  # saved within one, after its iterator had drawn
+        self.in_epoch = True
+        return batches

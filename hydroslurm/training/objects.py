@@ -1,0 +1,180 @@
+"""The objects of a run by name: what they hand over to be saved, and how they get it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from hydroslurm.checkpoint.layout import check_layout
+from hydroslurm.checkpoint.reshard import like_of
+from hydroslurm.checkpoint.skeleton import split
+from hydroslurm.checkpoint.store import State
+from hydroslurm.errors import CheckpointError, StateMismatch, UsageError
+from hydroslurm.runtime.engine import Engine
+from hydroslurm.training.composition import changed_class, class_name
+from hydroslurm.training.readback import load_module, load_optimizer, lost
+
+_LOADED_LAST = ("model", "optimizer", "scheduler", "scaler")
+"""The arguments of a Run. What is registered besides may rebuild what these are loaded into."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be registered: torch's own protocol of modules, optimizers and schedulers."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class Objects:
+    """The registered objects, in order of their registration."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+
+    def add(self, name: str, thing: Any) -> None:
+        """Register one object.
+
+        Raises:
+            UsageError: no ``state_dict``/``load_state_dict``, or a name that is taken.
+        """
+        if name in self._objects:
+            raise UsageError(f"{name!r} is registered already; give the second object its own name")
+        if not isinstance(thing, Stateful):
+            raise UsageError(
+                f"{name!r} is a {type(thing).__name__} without state_dict() and load_state_dict(); "
+                "only objects that have both can be saved. Wrap it in one that has"
+            )
+        self._objects[name] = bare(thing)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._objects)
+
+    def states(self) -> dict[str, Any]:
+        """Name -> state_dict. Tensors are the objects' own: copy, or save, before they change."""
+        return {name: thing.state_dict() for name, thing in self._objects.items()}
+
+    def templates(self) -> dict[str, Any]:
+        """Name -> how its tensors lie over the ranks, for those that are sharded."""
+        return {name: like_of(thing) for name, thing in self._objects.items()}
+
+    def classes(self) -> dict[str, str]:
+        """Name -> the class of the object."""
+        return {name: class_name(thing) for name, thing in self._objects.items()}
+
+    def changes(self, states: Mapping[str, Any], *, classes: Mapping[str, str]) -> Iterator[str]:
+        """Say which objects are others than those that were saved, each in a sentence.
+
+        Args:
+            classes: of those that were saved.
+
+        Raises:
+            StateMismatch: one of them cannot go on with what was saved.
+        """
+        for name, thing in self._objects.items():
+            if name in states:
+                words = changed_class(name, thing, states[name], was=classes.get(name))
+                if words is not None:
+                    yield words
+        if forgotten := [name for name in states if name not in self._objects]:
+            yield (
+                f"the checkpoint has a state for {', '.join(forgotten)}, which this run does not "
+                "have: it is left out, of what is saved from now on too"
+            )
+
+    def uninitialised(self) -> str | None:
+        """The first weight without values: of a lazy layer that has seen no batch."""
+        return next(
+            (
+                f"{name}.{key}"
+                for name, thing in self._objects.items()
+                if isinstance(thing, torch.nn.Module)
+                for key, value in thing.state_dict().items()
+                if is_lazy(value)
+            ),
+            None,
+        )
+
+    def load(self, states: Mapping[str, Any], *, source: str) -> list[str]:
+        """Give every object its state back: in order of their registration, but the model, the
+        optimizer, the scheduler and the scaler of a Run after all others.
+
+        Returns:
+            A sentence about each object that is not what was saved.
+
+        Raises:
+            StateMismatch: one is missing in the checkpoint, or does not fit; names the keys.
+        """
+        missing = [name for name in self._objects if name not in states]
+        if missing:
+            raise StateMismatch(
+                f"{source} has no state for {', '.join(missing)}; it has "
+                f"{', '.join(states) or 'nothing'}. Was it written by another script, or before "
+                "these objects were registered? Use another directory= to start anew"
+            )
+        for name in sorted(self._objects, key=lambda name: name in _LOADED_LAST):
+            self._load_one(name, self._objects[name], states[name], source)
+        words = (lost(name, thing, states[name]) for name, thing in self._objects.items())
+        return [sentence for sentence in words if sentence is not None]
+
+    def _load_one(self, name: str, thing: Stateful, state: Any, source: str) -> None:
+        try:
+            if isinstance(thing, torch.nn.Module) and isinstance(state, dict):
+                # torch's own complaint comes after it has copied what did fit
+                check_layout(name, state, thing.state_dict())
+                load_module(name, thing, state)
+            elif isinstance(thing, torch.optim.Optimizer) and isinstance(state, dict):
+                load_optimizer(thing, state)
+            else:
+                thing.load_state_dict(state)
+        except CheckpointError:
+            raise
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            words = f"{source} does not fit {name!r} ({type(thing).__name__}): {error}"
+            raise StateMismatch(words + _advice(thing, error)) from error
+
+
+def require_savable(state: State) -> None:
+    """Find out at the first step, and not at the first preemption, that a state cannot be saved.
+
+    Raises:
+        UnsavableState: names the place and the type.
+    """
+    for part in (state.shared, state.own):
+        for name, tree in part.items():
+            split(tree, prefix=name)
+
+
+def bare(thing: Any) -> Any:
+    """The object without its wrappers, so that a run may change between plain, pausable, compiled
+    and DistributedDataParallel: all of them put a prefix before the names of the weights."""
+    seen = 0
+    while seen < 8:
+        inner = inside(thing)
+        if inner is None:
+            return thing
+        thing, seen = inner, seen + 1
+    return thing
+
+
+def inside(thing: Any) -> Any | None:
+    """What a wrapper is around; None of anything else."""
+    kind = type(thing).__name__
+    if isinstance(thing, Engine) or kind in ("DistributedDataParallel", "DataParallel"):
+        return thing.module
+    if kind == "OptimizedModule":  # torch.compile
+        return thing._orig_mod
+    return None
+
+
+def _advice(thing: Any, error: Exception) -> str:
+    if not isinstance(thing, torch.optim.Optimizer) or "parameter group" not in str(error):
+        return ""
+    return (
+        ". Parameter groups that are added while training have to be there before: add them again "
+        "in the load_state_dict() of an object in extra=, which is loaded first"
+    )

@@ -1,0 +1,51 @@
+"""What the saver tells, as events of the run and as NVTX ranges."""
+
+from __future__ import annotations
+
+from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.core.events import EventKind
+from hydroslurm.gate.marks import Range
+from hydroslurm.runtime.controller import Controller
+
+_OVER = (SaveEventKind.COMMITTED, SaveEventKind.FAILED, SaveEventKind.ABANDONED)
+
+
+class SaveRecorder:
+    """Gets the events of one saver, from whatever thread, and writes them into the rank's log."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._saving: dict[tuple[int, str], int] = {}
+        self._committing: dict[tuple[int, str, Tier | None], int] = {}
+
+    def __call__(self, event: SaveEvent) -> None:
+        self._mark(event)
+        self._controller.record(
+            EventKind(event.kind.value),
+            {
+                "checkpoint_step": event.step,
+                "save_kind": event.save_kind,
+                "tier": event.tier.value if event.tier else None,
+                "state_bytes": event.state_bytes,
+                "seconds": event.seconds,
+                "reason": event.reason,
+            },
+            mono_ns=event.mono_ns,
+        )
+
+    def _mark(self, event: SaveEvent) -> None:
+        """A save lasts until it is over on the durable tier; each tier has a commit of its own."""
+        marks = self._controller.marks
+        if not marks.emitting:
+            return
+        save = event.step, event.save_kind  # the stop's may be beside a periodic one of its step
+        if event.kind is SaveEventKind.STARTED:
+            self._saving[save] = marks.begin(Range.SAVING, event.step)
+        elif event.kind is SaveEventKind.WRITTEN:
+            place = (*save, event.tier)
+            self._committing[place] = marks.begin(Range.COMMITTING, event.step)
+        elif event.kind in _OVER:
+            marks.end_once(self._committing, (*save, event.tier))
+            if event.tier is not Tier.FAST:
+                marks.end_once(self._saving, save)

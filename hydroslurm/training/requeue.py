@@ -1,0 +1,322 @@
+"""Leaving after a stop: why, until when, and whether to come back.
+
+The questions go to Slurm while the training thread is still on its way to the safe point, and a
+save that is in time whatever the answer does not wait for it. What Slurm does not answer in time
+is assumed to be the worst: little time, and a job that wants to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.fence import Fence, process_began_epoch_s
+from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, UsageError, WrongJobState
+from hydroslurm.gate.marks import Range
+from hydroslurm.gate.signals import signal_name
+from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.slurm.client import SlurmClient, open_client
+from hydroslurm.slurm.policy import SitePolicy, read_policy
+from hydroslurm.slurm.restarts import Start, requeue
+from hydroslurm.slurm.retry import Patience
+from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
+from hydroslurm.training.lives import Ending
+from hydroslurm.training.notice import notice
+
+ANSWER_S = 2.0
+"""How long a save waits for Slurm to say why: more would be taken from the grace."""
+ASSUMED_GRACE_S = 25.0
+"""Taken when the site's policy is not known: KillWait's default of 30 s, and a margin."""
+LEAST_GRACE_S = 4.0
+"""What slurmd leaves between SIGTERM and SIGKILL whatever KillWait says, and a margin."""
+LONGEST_WARNING_S = 900.0
+"""A SIGURG that comes no earlier than this before the time limit is taken for its warning."""
+SPREAD_S = 5.0
+"""The policy is read within this time after the start, so that a thousand tasks of an array do not
+all ask slurmctld in the same second."""
+STALE_AFTER_S = 1.0
+"""After so long a save the reason is asked for again, before the job is requeued."""
+_ENDINGS: dict[StopReason, Ending] = {
+    StopReason.PREEMPTED: "preempted",
+    StopReason.TIME_LIMIT: "time_limit",
+    StopReason.CANCELLED: "cancelled",
+    StopReason.REQUEUED: "requeued",
+}
+
+
+@dataclass(frozen=True)
+class StopPlan:
+    """What a stop means for this job.
+
+    Attributes:
+        ending: for the run's lives.
+        deadline_mono_s: until when the process certainly lives (``time.monotonic()``); infinite
+            where nobody will kill it.
+        requeue: ask Slurm to start the job again.
+        exit_code: to leave with.
+        words: why, for people.
+    """
+
+    ending: Ending
+    deadline_mono_s: float
+    requeue: bool
+    exit_code: int
+    words: str
+
+
+def _ends_a_failure(request: StopRequest, stop: Stop) -> bool:
+    """Whether a SIGTERM that came when ranks were lost is about them. When a task fails, srun with
+    --kill-on-bad-exit sends SIGCONT, SIGTERM and, KillWait later, SIGKILL to all others (seen on
+    22.05.8 and 25.11.7), and from 26.05 on mpi/pmix does so whatever srun was told (SIG_TERM_KILL
+    in its source). The job runs on meanwhile, so that Slurm has no reason to tell. Taken for a stop
+    it would be requeued, and fail again, for ever.
+    """
+    return stop.reason is StopReason.ASKED and request.signal == "SIGTERM"
+
+
+class StopHandler:
+    """Finds out about one process's stop. :meth:`hear` may be called from any thread; the rest
+    belongs to the training thread."""
+
+    def __init__(
+        self,
+        allocation: Allocation | None,
+        controller: Controller,
+        *,
+        environ: Mapping[str, str],
+        fence: Fence | None = None,
+        reads_ahead: bool = True,
+    ) -> None:
+        """
+        Args:
+            fence: of the run's folder; an attempt that does not hold it has nothing requeued.
+            reads_ahead: learn the site's policy now, when there is time. Of several ranks one is
+                enough; another asks only when it has to decide in the first one's place.
+        """
+        self._fence = fence
+        self._began_epoch_s = process_began_epoch_s()
+        self._allocation = allocation
+        self._controller = controller
+        self._environ = dict(environ)
+        self._policy: SitePolicy | None = None
+        self._stop: Stop | None = None
+        self._answered = threading.Event()
+        self._answered_mono_s = 0.0
+        self._heard = threading.Event()
+        self._request: StopRequest | None = None
+        self._asking: threading.Thread | None = None
+        if reads_ahead:
+            self._ask()
+
+    def _ask(self) -> None:
+        if self._allocation is not None and self._asking is None:
+            self._asking = threading.Thread(
+                target=self._find_out, name="hydroslurm-policy", daemon=True
+            )
+            self._asking.start()
+
+    def hear(self, request: StopRequest) -> None:
+        """A stop was asked for: find out why. Returns at once; the first request counts."""
+        if self._request is None:
+            self._request = request
+        self._heard.set()
+
+    def certain_mono_s(self) -> float:
+        """Until when this process lives in any case (``time.monotonic()``), whatever Slurm will
+        answer; infinite where nobody will kill it."""
+        request = self._request
+        assert request is not None, "certain_mono_s() before hear()"
+        if self._allocation is None:
+            return math.inf
+        sure_s = LEAST_GRACE_S if self._policy is None else self._policy.kill_after_s
+        return request.mono_ns / 1e9 + sure_s
+
+    def orders(self, *, ranks_gone: bool = False) -> StopPlan:
+        """What this stop means; waits ``ANSWER_S`` for Slurm at the most.
+
+        Args:
+            ranks_gone: some have died, or are silent.
+        """
+        request = self._request
+        assert request is not None, "orders() before hear()"
+        self._ask()
+        since = request.words
+        if self._allocation is None:
+            words = f"{since}, outside of a job: run the same command again to go on"
+            return StopPlan("asked", math.inf, False, RUN_AGAIN, words)
+        if not self._answered.wait(ANSWER_S):
+            words = (
+                f"{since}; Slurm did not say why within {ANSWER_S:g} s, so the run counts on "
+                f"{ASSUMED_GRACE_S:g} s from the signal on, saves, and is requeued unless it turns "
+                "out to be cancelled"
+            )
+            return StopPlan("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
+        stop = self._stop
+        if stop is None:
+            words = (
+                f"{since}; Slurm could not be asked why, so the run counts on {ASSUMED_GRACE_S:g} "
+                "s from the signal on, saves, and asks to be requeued"
+            )
+            return StopPlan("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
+        if ranks_gone and _ends_a_failure(request, stop):
+            words = (
+                f"{since}: a rank failed, and srun (--kill-on-bad-exit) or PMIx ends the others; "
+                "the job is not requeued for that"
+            )
+            return StopPlan("error", self._deadline(request, stop), False, FAILED, words)
+        follow = follow_up(stop.reason)
+        return StopPlan(
+            ending=_ENDINGS.get(stop.reason, "asked"),
+            deadline_mono_s=self._deadline(request, stop),
+            requeue=follow.requeue,
+            exit_code=follow.exit_code,
+            words=f"{since}: {stop.words}",
+        )
+
+    def depart(self, orders: StopPlan) -> ExitForRequeue:
+        """Have the job started again where that is wanted; the way out is returned, to be raised.
+
+        Never raises: what was saved is saved, and the exit status tells the batch script.
+        """
+        if not orders.requeue or self._allocation is None:
+            return ExitForRequeue(orders.exit_code)
+        if self._cancelled_meanwhile():
+            notice("the job was cancelled meanwhile: it is saved, and not requeued")
+            return ExitForRequeue(CANCELLED)
+        job_id = self._allocation.job_id
+        begin_ns = time.monotonic_ns()
+        try:
+            self._check_fence()
+        except StaleAttempt as error:
+            return self._stay_away(error)
+        self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
+        try:
+            with self._controller.marks.range(Range.REQUEUEING, self._controller.step or 0):
+                self._requeue(self._allocation, orders.deadline_mono_s)
+        except StaleAttempt as error:
+            return self._stay_away(error)
+        except WrongJobState as error:
+            self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
+            notice(self._cannot_requeue(error))
+        except HydroslurmError as error:
+            self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
+            notice(
+                f"the job could not be requeued: {error}. Leaving with status {RUN_AGAIN}, which "
+                "sbatch/requeue.sbatch turns into a requeue"
+            )
+        else:
+            took_us = (time.monotonic_ns() - begin_ns) / 1e3
+            self._controller.record(EventKind.REQUEUED, {"job_id": job_id, "requeue_us": took_us})
+            notice(f"job {job_id} is requeued and goes on later")
+        return ExitForRequeue(orders.exit_code)
+
+    # --- with Slurm
+    # --------------------------------------------------------------------------------------------
+
+    def _find_out(self) -> None:
+        """The policy at the start, when there is time; the reason when there is a stop."""
+        assert self._allocation is not None
+        job_id = self._allocation.job_id
+        try:
+            client = open_client(environ=self._environ, patience=IN_GRACE)
+            if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
+                self._read_policy(client, job_id)
+                self._heard.wait()
+            stop = self._named(ask_why(client, job_id, warning_s=self._warning_s()))
+            if self._policy is None:
+                self._read_policy(client, job_id)
+            self._stop = stop
+            self._controller.record(
+                EventKind.STOP_REASON, {"reason": stop.reason.value, "words": stop.words}
+            )
+        except HydroslurmError as error:
+            self._controller.record(
+                EventKind.STOP_REASON, {"reason": "unknown", "words": str(error)}
+            )
+        finally:
+            self._answered_mono_s = time.monotonic()
+            self._answered.set()
+
+    def _read_policy(self, client: SlurmClient, job_id: int) -> None:
+        # UsageError: a partition that this user may not see; what is not known is taken for little
+        with contextlib.suppress(SlurmError, UsageError):
+            self._policy = read_policy(client, job_id)
+
+    def _cancelled_meanwhile(self) -> bool:
+        """Whether a person cancelled the job since the first answer. Slurm requeues a cancelled job
+        as long as its processes live (measured), which would undo what was asked for."""
+        assert self._allocation is not None
+        if time.monotonic() - self._answered_mono_s < STALE_AFTER_S:
+            return False
+        try:
+            client = open_client(environ=self._environ, patience=IN_GRACE)
+        except HydroslurmError:
+            return False
+        again = ask_why(client, self._allocation.job_id, history_within_s=0.5)
+        return again.reason is StopReason.CANCELLED
+
+    def _warning_s(self) -> float | None:
+        """A rank does not know the T of its ``--signal=URG@T``. Besides Slurm only a person sends
+        SIGURG (``hydroslurm requeue``), mostly long before the end."""
+        return LONGEST_WARNING_S if self._is_warned else None
+
+    @property
+    def _is_warned(self) -> bool:
+        request, warning = self._request, self._controller.plan.warning
+        return (
+            request is not None and warning is not None and request.signal == signal_name(warning)
+        )
+
+    def _named(self, stop: Stop) -> Stop:
+        """SIGURG that early is a person's: say by which command."""
+        if stop.reason is not StopReason.ASKED or not self._is_warned:
+            return stop
+        words = "asked to save and go back into the queue, as `hydroslurm requeue` does"
+        return replace(stop, words=words)
+
+    def _check_fence(self) -> None:
+        if self._fence is not None:
+            with contextlib.suppress(OSError):  # Slurm knows, too
+                self._fence.check("the requeue")
+
+    def _stay_away(self, error: StaleAttempt) -> ExitForRequeue:
+        self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
+        notice(str(error))
+        return ExitForRequeue.must_not_run_again()
+
+    def _requeue(self, allocation: Allocation, deadline_mono_s: float) -> None:
+        left_s = max(5.0, deadline_mono_s - time.monotonic())
+        patience = Patience(give_up_after_s=min(left_s, 120.0))
+        start = Start(
+            job_id=allocation.job_id,
+            restart_count=allocation.restart_count,
+            began_epoch_s=self._began_epoch_s,
+        )
+        requeue(open_client(environ=self._environ, patience=patience), start)
+
+    def _cannot_requeue(self, error: WrongJobState) -> str:
+        if self._policy is not None and not self._policy.is_batch:
+            return (
+                "saved. This allocation was made by srun or salloc, which Slurm cannot requeue: "
+                "run the same command again, with the same directory, to go on"
+            )
+        known = self._policy is not None and not self._policy.may_requeue
+        why = self._policy.requeue_why if self._policy is not None and known else str(error)
+        return f"saved, but Slurm will not start the job again ({why}). Submit it again to go on"
+
+    def _deadline(self, request: StopRequest, stop: Stop) -> float:
+        if self._policy is None:
+            return self._assumed_deadline(request)
+        left = self._policy.time_left_s(stop)
+        return request.mono_ns / 1e9 + left.seconds
+
+    def _assumed_deadline(self, request: StopRequest) -> float:
+        return request.mono_ns / 1e9 + ASSUMED_GRACE_S

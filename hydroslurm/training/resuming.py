@@ -1,0 +1,89 @@
+"""Which checkpoint a run goes on from, and what of it is this rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.checkpoint.choosing import choose
+from hydroslurm.checkpoint.rng import for_new_rank
+from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
+from hydroslurm.errors import RunFolderError
+from hydroslurm.training.composition import Composition, Loading, changes
+from hydroslurm.training.objects import Objects
+from hydroslurm.training.rank_group import RankGroup
+
+
+def newest_of(
+    company: RankGroup, *, durable: CheckpointStore, fast: CheckpointStore | None
+) -> Found | None:
+    """The newest committed checkpoint that is whole, the same for all ranks; None when there is
+    none at all.
+
+    Raises:
+        CheckpointCorrupt: there are some, and none is whole: starting over must be a decision.
+        AgreementFailed, HubLost: a rank is gone.
+    """
+    if company.peers is None:
+        return newest_over(durable=durable, fast=fast)
+    chosen = choose(durable, topic="resume")
+    return None if chosen is None else Found(Tier.DURABLE, durable, chosen)
+
+
+def load_for(company: RankGroup, found: Found, *, like: Any) -> State:
+    """The state of a checkpoint that has just been verified, as this rank goes on with it.
+
+    With another number of ranks than saved it there is nobody whose own state a rank could take
+    over as it is. What the ranks have in common it gets all the same; its place in the data is the
+    first rank's, which counts what all have consumed; and its random numbers are its own where a
+    rank of this number was there, else made from the first rank's.
+
+    Args:
+        like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
+    """
+    state = found.store.load(found.checkpoint, verify=False, like=like)
+    if found.checkpoint.manifest.world_size == company.world_size:
+        return state
+    first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)
+    rng = state.own.get("rng") or for_new_rank(first["rng"], company.rank)
+    return State(shared=state.shared, own={**first, "rng": rng})
+
+
+def differences(
+    company: RankGroup, found: Found, state: State, *, objects: Objects, loading: Loading
+) -> Iterator[str]:
+    """Say what is not as it was when this was saved; of loaders the first rank's, for each rank may
+    have its own.
+
+    Raises:
+        StateMismatch: the run cannot go on with it.
+    """
+    manifest = found.checkpoint.manifest
+    yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
+    if company.rank == 0:
+        data, world_size = state.own.get("data"), company.world_size
+        yield from changes(manifest, loading, world_size=world_size, data=data)
+
+
+def set_aside(checkpoints: Path) -> Path | None:
+    """Rename a folder of checkpoints, for a run that begins anew: a later attempt would go on from
+    the newest of them, which is further. None where there is none.
+
+    Raises:
+        RunFolderError: it cannot be renamed.
+    """
+    number = 1
+    while (aside := checkpoints.with_name(f"{checkpoints.name}-set-aside-{number}")).exists():
+        number += 1
+    try:
+        checkpoints.rename(aside)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunFolderError(
+            f"{checkpoints} cannot be set aside for a new run: {error.strerror}. Move it away by "
+            "hand, or give another directory="
+        ) from error
+    return aside
