@@ -97,8 +97,8 @@ def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if not parts:
         raise UsageError(
             "warm_up_ddp_buckets has nothing to go backward from: the "
-            f"{type(outputs).__name__} that came out holds no tensor with a gradient. Give a batch that the model takes, or a "
-            "function that returns the loss"
+            f"{type(outputs).__name__} that came out holds no tensor with a gradient. "
+            "Give a batch that the model takes, or a function that returns the loss"
         )
     return torch.stack(parts).sum()
 

@@ -170,7 +170,7 @@ def test_planted_lives_do_not_end_a_run(open_run: Path, stranger: Stranger) -> N
 
 
 def test_links_in_the_place_of_lives_are_not_followed(open_run: Path, stranger: Stranger) -> None:
-    """A link at attempts.jsonl to a file of the owner's is set aside, and that file is unchanged."""
+    """A link at attempts.jsonl to a file of the owner's is set aside; the file is unchanged."""
     victim = open_run.parent / "diary.txt"
     victim.write_text("ours")
     (open_run / "attempts.jsonl").unlink()

@@ -50,7 +50,7 @@ def test_a_folder_in_its_place_is_told(tmp_path: Path) -> None:
     """What cannot be written or read is an error that names the file."""
     (tmp_path / "attempts.jsonl").mkdir()
     ledger = Ledger(tmp_path / "attempts.jsonl")
-    with pytest.raises(RunFolderError, match=r"lives\.jsonl"):
+    with pytest.raises(RunFolderError, match=r"attempts\.jsonl"):
         ledger.lives()
 
 
