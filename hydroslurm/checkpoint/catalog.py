@@ -16,6 +16,10 @@ STOP = "stop"
 """The kind of checkpoint that retention counts apart: periodic saves that follow a preemption must
 not push out the emergency one at once, nor a series of preemptions all the periodic ones."""
 
+EPOCH = "epoch"
+"""The kind that marks the end of an epoch. A step can have one beside a periodic checkpoint, which
+still belongs within the epoch; neither stands in for the other."""
+
 LEAST_KEPT = 2
 """One to load, and one to fall back to."""
 
@@ -94,16 +98,18 @@ def read_manifest(path: Path, *, storage: Storage) -> Manifest:
 
 
 def beyond(
-    checkpoints: Sequence[Checkpoint], *, keep: int, keep_stop: int
+    checkpoints: Sequence[Checkpoint], *, keep: int, keep_stop: int, keep_epochs: int | None = None
 ) -> tuple[Checkpoint, ...]:
-    """Those that retention gives up, oldest first, of ``checkpoints`` in the same order.
+    """The checkpoints that retention removes, oldest first like ``checkpoints`` itself.
 
-    The last ``keep`` of all kinds but "stop" stay, the last ``keep_stop`` of that one, and at least
-    the last two of all.
+    The last ``keep_stop`` of kind "stop" stay, the last ``keep_epochs`` of kind "epoch" (None: all
+    of them), the last ``keep`` of the other kinds, and at least the last two of all.
     """
     stops = [one for one in checkpoints if one.kind == STOP]
-    others = [one for one in checkpoints if one.kind != STOP]
+    epochs = [one for one in checkpoints if one.kind == EPOCH]
+    others = [one for one in checkpoints if one.kind not in (STOP, EPOCH)]
     kept = others[-keep:] + (stops[-keep_stop:] if keep_stop else [])
+    kept += epochs if keep_epochs is None else epochs[-keep_epochs:]
     rest = [one for one in checkpoints if one not in kept]
     while rest and len(kept) < LEAST_KEPT:
         kept.append(rest.pop())

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from hydroslurm.checkpoint import folders, manifest
-from hydroslurm.checkpoint.catalog import Checkpoint, read_manifest
+from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint, read_manifest
 from hydroslurm.checkpoint.checksummed_file import check_file
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
@@ -85,11 +85,19 @@ class Checker:
         return found if self.is_good(found) else None
 
     def place_for(
-        self, directory: Path, step: int, *, again: bool, least: int = 1
+        self,
+        directory: Path,
+        step: int,
+        *,
+        again: bool,
+        kind: str | None = None,
+        least: int = 1,
     ) -> tuple[Path, Checkpoint | None]:
         """Where a save of this step goes, and the good checkpoint there that spares it.
 
         Args:
+            kind: of the save. The end of an epoch is not spared by a checkpoint of another kind,
+                nor another kind by the end of an epoch. None: any will do.
             again: the state may be another one than that of an earlier save of this step, so that
                 none spares it: it goes beside them, under the next number, ``least`` or more.
 
@@ -100,7 +108,10 @@ class Checker:
         if again:
             return folders.of_step(directory, step, max(newest + 1, least)), None
         target = folders.of_step(directory, step, max(newest, least))
-        return target, self.good_at(target)
+        there = self.good_at(target)
+        if there is not None and kind is not None and (there.kind == EPOCH) != (kind == EPOCH):
+            return folders.of_step(directory, step, max(newest + 1, least)), None
+        return target, there
 
     def newest_number(self, directory: Path, step: int) -> int:
         """As ``folders.newest_number``; raises OSError as :meth:`place_for`."""

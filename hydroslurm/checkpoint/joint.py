@@ -104,7 +104,7 @@ class JointSave:
             try:
                 self._may_commit()
                 target, found = self._checker.place_for(
-                    self._directory, self._meeting.step, again=self._again
+                    self._directory, self._meeting.step, again=self._again, kind=header.kind
                 )
                 if found is None:
                     folder = folders.joint_temporary(target)

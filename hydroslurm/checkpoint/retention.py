@@ -19,21 +19,25 @@ def prune(
     *,
     keep: int,
     keep_stop: int,
+    keep_epochs: int | None,
     checker: Checker,
     may_prune: Callable[[], None],
     storage: Storage,
 ) -> tuple[Path, ...]:
     """Remove older checkpoints, and what killed saves left; the checkpoints that were removed.
 
-    ``keep`` of all kinds but "stop" and ``keep_stop`` of that one stay; at least two in all, and
-    the newest good one whatever its age, and what is being loaded. A failure costs a
-    RuntimeWarning. ``may_prune`` is called before each, and ends it by raising.
+    What stays is said in ``catalog.beyond``; the newest good one stays whatever its age, and so does
+    what is being loaded. A failure costs a RuntimeWarning. ``may_prune`` is called before each removal,
+    and ends it by raising.
     """
     removed: list[Path] = []
     try:
-        for one in _dispensable(
-            directory, keep=keep, keep_stop=keep_stop, checker=checker, storage=storage
-        ):
+        found = [one for one in look(directory, storage=storage) if isinstance(one, Checkpoint)]
+        rest = beyond(found, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
+        newest_good = next((one for one in reversed(found) if checker.is_good(one)), None)
+        for one in () if newest_good is None else rest:
+            if one == newest_good:
+                continue
             may_prune()
             if one.path.name not in _pinned(directory, storage=storage):
                 commit.remove(one.path, storage=storage)
@@ -48,17 +52,6 @@ def prune(
             stacklevel=3,
         )
     return tuple(removed)
-
-
-def _dispensable(
-    directory: Path, *, keep: int, keep_stop: int, checker: Checker, storage: Storage
-) -> list[Checkpoint]:
-    found = [one for one in look(directory, storage=storage) if isinstance(one, Checkpoint)]
-    rest = beyond(found, keep=keep, keep_stop=keep_stop)
-    for one in reversed(found):
-        if checker.is_good(one):
-            return [other for other in rest if other != one]
-    return []
 
 
 def _pinned(directory: Path, *, storage: Storage) -> set[str]:

@@ -43,6 +43,7 @@ class Saver:
         fast: CheckpointStore | None = None,
         keep: int = 2,
         keep_stop: int = 2,
+        keep_epochs: int | None = None,
         on_save_error: Literal["warn", "fail"] = "warn",
         exempt: Callable[[], AbstractContextManager[None]] = nullcontext,
         tell: Callable[[SaveEvent], None] | None = None,
@@ -57,7 +58,8 @@ class Saver:
         Args:
             durable: where checkpoints are kept.
             fast: a quicker place, written first; what it promises is in ``Tier.promise``.
-            keep, keep_stop: how many checkpoints stay there, of other kinds and of stops.
+            keep, keep_stop, keep_epochs: how many checkpoints stay there: of other kinds, of kind
+                "stop", and of kind "epoch" (None: all of them).
             on_save_error: what :meth:`poll` does about a save that failed in the background.
             exempt: makes the context in which no pause holds a thread.
             tell: gets every event, from whatever thread.
@@ -72,7 +74,13 @@ class Saver:
         check_peers(peers, durable=durable, fast=fast)
         self._accord = Accord(durable.peers, topic=topic, patience_s=patience_s)
         self._committer = TieredWriter(
-            durable, fast=fast, keep=keep, keep_stop=keep_stop, tell=tell, room=room
+            durable,
+            fast=fast,
+            keep=keep,
+            keep_stop=keep_stop,
+            keep_epochs=keep_epochs,
+            tell=tell,
+            room=room,
         )
         self._on_save_error = on_save_error
         self._meta = meta
@@ -154,7 +162,8 @@ class Saver:
         is one. One that is under way is waited for first.
 
         Args:
-            again: False where any checkpoint of this step will do.
+            again: False where any checkpoint of this step will do; the end of an epoch (kind
+                "epoch") and other kinds do not stand in for each other.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.

@@ -86,7 +86,8 @@ class CheckpointStore:
         """Save; returns when the checkpoint is committed and durable.
 
         A step that is committed and whole already is returned as it is, unless it is to be saved
-        ``again``. ``state`` must not change meanwhile. With peers every rank calls it for the same
+        ``again``, or is the end of an epoch and ``kind`` is another one, or the other way round.
+        ``state`` must not change meanwhile. With peers every rank calls it for the same
         step; all of them return, or raise, the same.
 
         Args:
@@ -153,7 +154,7 @@ class CheckpointStore:
                 files=files,
             )
 
-        return self._commit(step, fill, again=again, least=least)
+        return self._commit(step, fill, again=again, kind=kind, least=least)
 
     def adopt(
         self,
@@ -302,23 +303,29 @@ class CheckpointStore:
             self.directory, verify=self._checker.verify, storage=self._storage
         )
 
-    def prune(self, *, keep: int, keep_stop: int = 2) -> tuple[Path, ...]:
+    def prune(
+        self, *, keep: int, keep_stop: int = 2, keep_epochs: int | None = None
+    ) -> tuple[Path, ...]:
         """Remove older checkpoints, and what killed saves left. To be called after a commit.
 
-        ``keep`` of all kinds but "stop" and ``keep_stop`` of that one stay; at least two in all,
-        and the newest good one whatever its age. A failure costs a RuntimeWarning.
+        ``keep_stop`` of kind "stop" stay, ``keep_epochs`` of kind "epoch" (None: all of them) and
+        ``keep`` of the other kinds; at least two in all, and the newest good one whatever its age.
+        A failure costs a RuntimeWarning.
 
         Returns:
             The checkpoints that were removed. With peers only rank 0 removes any.
         """
         if keep < 1 or keep_stop < 0:
             raise UsageError(f"keep={keep}, keep_stop={keep_stop}: at least 1 and 0 are wanted")
+        if keep_epochs is not None and keep_epochs < 1:
+            raise UsageError(f"keep_epochs={keep_epochs}: wanted 1 or more, or None for all")
         if self._rank != 0:
             return ()
         return retention.prune(
             self.directory,
             keep=keep,
             keep_stop=keep_stop,
+            keep_epochs=keep_epochs,
             checker=self._checker,
             may_prune=lambda: self._check_fence(f"removing old checkpoints of {self.directory}"),
             storage=self._storage,
@@ -335,11 +342,14 @@ class CheckpointStore:
         *,
         again: bool,
         least: int,
+        kind: str | None = None,
     ) -> Checkpoint:
         what = f"the save of step {step}"
         with self._failing_as_save(step):
             self._check_fence(what)
-            target, there = self._checker.place_for(self.directory, step, again=again, least=least)
+            target, there = self._checker.place_for(
+                self.directory, step, again=again, kind=kind, least=least
+            )
             if there is not None:
                 # who committed it may have been killed before its last call
                 self._storage.fsync_dir(self.directory)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED, FAST_ASSUMED, Estimate, Pace
 from hydroslurm.checkpoint.memory import Room, is_kept_in_memory, room
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
@@ -60,6 +61,7 @@ class TieredWriter:
         fast: CheckpointStore | None,
         keep: int,
         keep_stop: int,
+        keep_epochs: int | None = None,
         tell: Callable[[SaveEvent], None] | None,
         room: Callable[[], Room] = room,
     ) -> None:
@@ -69,7 +71,10 @@ class TieredWriter:
             )
         self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
-        self._keep = {Tier.DURABLE: (keep, keep_stop), Tier.FAST: (FAST_KEEP, FAST_KEEP)}
+        self._keep = {
+            Tier.DURABLE: (keep, keep_stop, keep_epochs),
+            Tier.FAST: (FAST_KEEP, FAST_KEEP, FAST_KEEP),
+        }
         self._tell = tell
         self._room = room
         self._fast_is_memory = fast is not None and is_kept_in_memory(fast.directory.absolute())
@@ -154,8 +159,9 @@ class TieredWriter:
         self, state: State | WritePlan, order: SaveRequest, *, cancel: threading.Event | None = None
     ) -> Checkpoint | None:
         """Commit on the fast tier; None when there is none or it failed, which is a problem and no
-        error."""
-        if not self.has_fast:
+        error. The end of an epoch is kept for later, not for a quick resume: it has no place there.
+        """
+        if not self.has_fast or order.kind == EPOCH:
             return None
         try:
             # one name for both tiers, by which the newer one of two is found over them
@@ -218,11 +224,11 @@ class TieredWriter:
         """Remove what need not be kept, on all tiers. What cannot be removed is a problem and no
         error."""
         with self._pruning:  # two at once would not find what the other removes
-            for tier, (keep, keep_stop) in self._keep.items():
+            for tier, (keep, keep_stop, keep_epochs) in self._keep.items():
                 if tier not in self._stores:
                     continue
                 try:
-                    self._store(tier).prune(keep=keep, keep_stop=keep_stop)
+                    self._store(tier).prune(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
                 except (CheckpointError, OSError, RuntimeWarning) as error:
                     self._problems.put(f"old checkpoints on the {tier.value} tier stay: {error}")
 

@@ -206,27 +206,45 @@ def test_only_dead_leftovers_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "keep", "keep_stop", "left"),
+    ("kinds", "keep", "left"),
     [
-        ("pppp", 2, 2, [2, 3]),
-        ("pppp", 1, 2, [2, 3]),
-        ("psps", 2, 2, [0, 1, 2, 3]),
-        ("sssp", 2, 2, [1, 2, 3]),
-        ("ssspppp", 2, 1, [2, 5, 6]),
-        ("sss", 3, 0, [1, 2]),
-        ("pmem", 2, 2, [2, 3]),
+        ("pppp", (2, 2, None), [2, 3]),
+        ("pppp", (1, 2, None), [2, 3]),
+        ("psps", (2, 2, None), [0, 1, 2, 3]),
+        ("sssp", (2, 2, None), [1, 2, 3]),
+        ("ssspppp", (2, 1, None), [2, 5, 6]),
+        ("sss", (3, 0, None), [1, 2]),
+        ("pmpm", (2, 2, None), [2, 3]),
+        ("epeppep", (1, 2, None), [0, 2, 5, 6]),
+        ("epeppep", (1, 2, 2), [2, 5, 6]),
+        ("epeppep", (1, 2, 1), [5, 6]),
     ],
 )
-def test_retention(tmp_path: Path, kinds: str, keep: int, keep_stop: int, left: list[int]) -> None:
-    """Stops are counted apart from the others, and two are kept in any case."""
+def test_retention(
+    tmp_path: Path, kinds: str, keep: tuple[int, int, int | None], left: list[int]
+) -> None:
+    """Stops and epochs are counted apart from the others, and two are kept in any case."""
     names = {"p": "periodic", "s": "stop", "m": "manual", "e": "epoch"}
     store = CheckpointStore(tmp_path)
     for step, kind in enumerate(kinds):
         store.write(State({"a": step}, {}), step=step, kind=names[kind])
-    removed = store.prune(keep=keep, keep_stop=keep_stop)
+    removed = store.prune(keep=keep[0], keep_stop=keep[1], keep_epochs=keep[2])
     assert steps_of(store) == left
     assert [folders.step_of(path.name) for path in removed] == [
         step for step in range(len(kinds)) if step not in left
+    ]
+
+
+def test_the_end_of_an_epoch_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    """A periodic checkpoint of the same step does not stand in for it, nor it for a stop's; but the
+    same epoch is not written twice."""
+    store = CheckpointStore(tmp_path)
+    for n, kind in enumerate(("periodic", "epoch", "epoch", "stop")):
+        store.write(State({"a": n}, {}), step=7, epoch=int(n > 0), kind=kind)
+    assert [(one.kind, one.key) for one in store.committed()] == [
+        ("periodic", (7, 1)),
+        ("epoch", (7, 2)),
+        ("stop", (7, 3)),
     ]
 
 
@@ -248,6 +266,8 @@ def test_wrong_numbers_for_retention(tmp_path: Path) -> None:
     """Keeping nothing is refused."""
     with pytest.raises(UsageError, match="keep=0"):
         CheckpointStore(tmp_path).prune(keep=0)
+    with pytest.raises(UsageError, match="keep_epochs=0"):
+        CheckpointStore(tmp_path).prune(keep=1, keep_epochs=0)
 
 
 def test_a_part_can_be_loaded(tmp_path: Path) -> None:
