@@ -27,8 +27,8 @@ import torch
 from harness import Options, finish, percentile
 
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.staging import state_bytes
 from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.write_plan import divide
 
 PIECE_BYTES = 8 << 20
 GRACE_S = 600.0
@@ -67,7 +67,7 @@ class Bench:
     def __init__(self, state: State, folder: Path) -> None:
         self.state = state
         self.folder = folder
-        self.size_bytes = state_bytes(state)
+        self.size_bytes = divide(state, rank=0, world_size=1).state_bytes
         self._plain = memoryview(
             torch.randint(0, 256, (self.size_bytes,), dtype=torch.uint8).numpy()
         )

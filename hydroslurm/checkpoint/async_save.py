@@ -35,7 +35,7 @@ class AsyncSave:
 
         Args:
             work: does the save; is given the event that asks it to end early.
-            step: whose state it writes. state: the number of that state (``Order.state``).
+            step: whose state it writes. state: the number of that state (``SaveRequest.state``).
             expected_s: how long it should take.
             exempt: makes the context in which no pause holds the thread.
             after: tidies up once the save has succeeded. Nobody waits for it but :meth:`join` and
@@ -107,7 +107,7 @@ class AsyncSave:
             self._ended.set()
 
 
-class Flights:
+class AsyncSaves:
     """The saves of one rank that are under way, and those that ended and were not reported yet.
 
     For one thread. More than one is under way only around a stop.
@@ -129,7 +129,7 @@ class Flights:
     ) -> AsyncSave:
         """Begin a save (see :class:`AsyncSave`)."""
         self._all = [one for one in self._all if not one.join(0) or one.failure is not None]
-        flight = AsyncSave(
+        save = AsyncSave(
             work,
             step=step,
             state=state,
@@ -137,40 +137,40 @@ class Flights:
             exempt=self._exempt,
             after=self._after,
         )
-        self._all.append(flight)
-        return flight
+        self._all.append(save)
+        return save
 
     def current(self) -> AsyncSave | None:
         """The youngest one that is under way."""
-        return next((flight for flight in reversed(self._all) if flight.running), None)
+        return next((save for save in reversed(self._all) if save.running), None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether all have ended and tidied up, after waiting so long at the most."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         ended = [
-            flight.join(None if end_s is None else end_s - time.monotonic()) for flight in self._all
+            save.join(None if end_s is None else end_s - time.monotonic()) for save in self._all
         ]
         return all(ended)
 
     def give_up(self) -> None:
         """Ask all of them to end early, those of which nobody has heard yet how they ended too."""
-        for flight in self._all:
-            flight.give_up()
+        for save in self._all:
+            save.give_up()
 
-    def forget(self, flight: AsyncSave) -> None:
+    def forget(self, save: AsyncSave) -> None:
         """Its failure is reported by other means."""
-        self._all.remove(flight)
+        self._all.remove(save)
 
     def failures(self) -> list[BaseException]:
         """Of those that ended; each is given once. One that was given up may have failed because
         another rank was quicker to give it up: that is none."""
-        ended = [flight for flight in self._all if flight.join(0)]
-        self._all = [flight for flight in self._all if flight not in ended]
+        ended = [save for save in self._all if save.join(0)]
+        self._all = [save for save in self._all if save not in ended]
         return [
-            flight.failure
-            for flight in ended
-            if flight.failure is not None
-            and not (flight.given_up and isinstance(flight.failure.__cause__, AgreementFailed))
+            save.failure
+            for save in ended
+            if save.failure is not None
+            and not (save.given_up and isinstance(save.failure.__cause__, AgreementFailed))
         ]
 
 
@@ -196,8 +196,8 @@ def _wait_before_shutdown() -> None:
 
 
 def _wait_for_all() -> None:
-    for flight in tuple(_under_way):
-        flight.join()
+    for save in tuple(_under_way):
+        save.join()
 
 
 _registered = False

@@ -170,6 +170,38 @@ def chunks(path: Path, *, storage: Storage, chunk_bytes: int = CHUNK_BYTES) -> I
         storage.close(fd)
 
 
+def copy_file(
+    source: Path,
+    target: Path,
+    *,
+    storage: Storage,
+    hasher: ThreadPoolExecutor,
+    cancel: threading.Event | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> FileEntry:
+    """Copy one file durably; the entry is of what was read.
+
+    Raises:
+        CheckpointCorrupt: the source cannot be read. OSError: the target cannot be written.
+    """
+    part = ChecksummedFile(
+        target, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
+    )
+    try:
+        pieces = chunks(source, storage=storage, chunk_bytes=chunk_bytes)
+        while True:
+            try:
+                piece = next(pieces, None)
+            except OSError as error:
+                raise CheckpointCorrupt(f"{source} cannot be read: {error.strerror}") from error
+            if piece is None:
+                return part.finish()
+            part.write(piece)
+            part.check()
+    finally:
+        part.abandon()
+
+
 def check_file(
     path: Path, entry: FileEntry, *, storage: Storage, cancel: threading.Event | None = None
 ) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem
-from hydroslurm.checkpoint.commit_vote import checked
 from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.peers import Peers
+from hydroslurm.checkpoint.save_round import Peers, checked
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.tiers import newest_over
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
@@ -36,7 +35,7 @@ def choose(
         CheckpointError: rank 0 cannot list them.
         AgreementFailed, HubLost: a rank is gone.
     """
-    if store.peers is None:
+    if store.peers.world_size == 1:
         found = newest_over(durable=store)
         return None if found is None else found.checkpoint
     return _Choice(store, store.peers, topic=topic, timeout_s=timeout_s).make()

@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from hydroslurm.checkpoint.accord import Call
-from hydroslurm.checkpoint.async_save import AsyncSave, Flights
+from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
 from hydroslurm.checkpoint.deadline import Action, Before, Choice, Situation, choose
 from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.checkpoint.store import Checkpoint, State
+from hydroslurm.checkpoint.save_round import SaveRound
+from hydroslurm.checkpoint.store import Checkpoint
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
 from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.checkpoint.write_plan import WritePlan
@@ -31,12 +31,12 @@ class DeadlineSave:
 
     def __init__(
         self,
-        committer: TieredWriter,
-        flights: Flights,
+        writer: TieredWriter,
+        saves: AsyncSaves,
         *,
-        stage: Callable[[State | WritePlan, SaveRequest], State | WritePlan],
-        call: Call,
-        order: SaveRequest,
+        stage: Callable[[WritePlan, SaveRequest], WritePlan],
+        save_round: SaveRound,
+        request: SaveRequest,
         deadline_mono_s: float,
     ) -> None:
         """
@@ -44,13 +44,13 @@ class DeadlineSave:
             stage: copies a state into memory that no save under way is reading; without memory
                 for that it gives the state itself, which is not to be changed then as long as the
                 save is under way.
-            call: asks the other ranks, if there are any.
+            save_round: what the ranks agree on.
         """
-        self._committer = committer
-        self._flights = flights
+        self._writer = writer
+        self._saves = saves
         self._stage = stage
-        self._call = call
-        self._order = order
+        self._round = save_round
+        self._request = request
         self._deadline_s = deadline_mono_s
         self._begin_s = time.monotonic()
         self._stall_s = 0.0
@@ -61,45 +61,45 @@ class DeadlineSave:
         Raises:
             SaveFailed: the ranks could not agree. UnsavableState: one cannot save its state.
         """
-        flight = self._flights.current()
-        estimate = self._committer.estimate(self._order.state_bytes)
+        flight = self._saves.current()
+        estimate = self._writer.estimate(self._request.state_bytes)
         here = Situation(
-            step=self._order.step,
+            step=self._request.step,
             left_s=self._left_s(),
             durable_s=estimate.durable.seconds,
             fast_s=None if estimate.fast is None else estimate.fast.seconds,
-            in_flight=None if flight is None else flight.status(self._order.state),
-            committed_step=self._committer.durable_step(),
+            in_flight=None if flight is None else flight.status(self._request.state),
+            committed_step=self._writer.durable_step(),
             is_committed=self._is_durable(),
         )
-        return choose(self._call.situation(here) or here)
+        return choose(self._round.situation(here))
 
     def failed(self, failure: SaveFailed) -> Saved:
         """What it has come to when the ranks could not agree on what to do."""
-        self._flights.wait(self._left_s())
+        self._saves.wait(self._left_s())
         return self._saved(None, None, failure=failure)
 
-    def carry_out(self, choice: Choice, state: State | WritePlan) -> Saved:
+    def carry_out(self, choice: Choice, plan: WritePlan) -> Saved:
         """Do it, until the deadline."""
         if choice.action is Action.NOTHING:
             return self._saved(choice, None)
-        source = self._committer.to_fast(state, self._order) if choice.fast_first else None
+        source = self._writer.to_fast(plan, self._request) if choice.fast_first else None
         before = self._make_way(choice)
-        done = self._is_durable() or (before is not None and before.state == self._order.state)
+        done = self._is_durable() or (before is not None and before.state == self._request.state)
         try:
-            if self._call.all_done(done, left_s=self._left_s()):
+            if self._round.all_done(done, left_s=self._left_s()):
                 return self._saved(choice, before)
         except SaveFailed as error:
             return self._saved(choice, before, failure=error)
-        last = self._launch(state, source, before)
+        last = self._launch(plan, source, before)
         last.wait(self._left_s())
         return self._saved(choice, last)
 
     def _make_way(self, choice: Choice) -> AsyncSave | None:
         """Wait for the save in flight, or give it up; it, when the next save has to wait for it."""
-        flight = self._flights.current()
+        flight = self._saves.current()
         if choice.before is Before.ABANDON:
-            self._flights.give_up()
+            self._saves.give_up()
         if flight is None or choice.before is Before.NONE:
             return None
         if choice.before is Before.WAIT and flight.wait(choice.patience_s):
@@ -111,27 +111,27 @@ class DeadlineSave:
         return None
 
     def _launch(
-        self, state: State | WritePlan, source: Checkpoint | None, before: AsyncSave | None
+        self, plan: WritePlan, source: Checkpoint | None, before: AsyncSave | None
     ) -> AsyncSave:
         """Write durably, after the save in flight where that is not given up."""
         if source is None:
             begin_s = time.monotonic()
-            state = self._stage(state, self._order)
+            plan = self._stage(plan, self._request)
             self._stall_s = time.monotonic() - begin_s
 
         def work(cancel: threading.Event) -> None:
             if before is not None:
                 before.wait()
             if source is None:
-                self._committer.to_durable(state, self._order, cancel=cancel)
-            elif not self._committer.adopt(source, self._order, cancel=cancel):
-                raise SaveFailed(f"step {self._order.step} is on the fast tier only")
+                self._writer.to_durable(plan, self._request, cancel=cancel)
+            elif not self._writer.adopt(source, self._request, cancel=cancel):
+                raise SaveFailed(f"step {self._request.step} is on the fast tier only")
 
-        estimate = self._committer.estimate(self._order.state_bytes)
-        return self._flights.launch(
+        estimate = self._writer.estimate(self._request.state_bytes)
+        return self._saves.launch(
             work,
-            step=self._order.step,
-            state=self._order.state,
+            step=self._request.step,
+            state=self._request.state,
             expected_s=estimate.durable.seconds,
         )
 
@@ -141,26 +141,26 @@ class DeadlineSave:
         """What it has come to; a failure of the last save is told here and not by ``poll``."""
         if last is not None and not last.running and last.failure is not None:
             failure = failure or last.failure
-            self._flights.forget(last)
-        writing = last is not None and last.running
-        standing = self._committer.standing(self._order)
-        came = _what_came(standing.tier, self._order.step, failure)
-        if standing.tier is None and standing.steps_at_risk == 0 and standing.checkpoint:
-            came += f"; what is kept is an earlier save of this step ({standing.checkpoint.path})"
+            self._saves.forget(last)
+        is_writing = last is not None and last.running
+        durability = self._writer.durability(self._request)
+        came = _what_came(durability.tier, self._request.step, failure)
+        if durability.tier is None and durability.steps_at_risk == 0 and durability.checkpoint:
+            came += f"; what is kept is an earlier save of this step ({durability.checkpoint.path})"
         return Saved(
-            step=self._order.step,
-            tier=standing.tier,
-            checkpoint=standing.checkpoint,
-            steps_at_risk=standing.steps_at_risk,
+            step=self._request.step,
+            tier=durability.tier,
+            checkpoint=durability.checkpoint,
+            steps_at_risk=durability.steps_at_risk,
             reason=came if choice is None else f"{came}; {choice.reason}",
             choice=None if choice is None else choice.action,
             stall_s=self._stall_s,
             took_s=time.monotonic() - self._begin_s,
-            still_writing=writing,
+            still_writing=is_writing,
         )
 
     def _is_durable(self) -> bool:
-        return self._committer.is_durable(self._order.state)
+        return self._writer.is_durable(self._request.state)
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())

@@ -1,4 +1,4 @@
-"""Files of torch's distributed checkpoint -> tensors on the CPU; nothing is unpickled freely.
+"""The files of a checkpoint -> a state, its tensors on the CPU; nothing is unpickled freely.
 
 DCP keeps its index in a pickle. It is read by an unpickler that knows the dozen classes such an
 index consists of, and refuses every other name. Tensors are read by ``torch.load`` with
@@ -8,6 +8,7 @@ index consists of, and refuses every other name. Tensors are read by ``torch.loa
 from __future__ import annotations
 
 import io
+import json
 import math
 import pickle
 import re
@@ -20,12 +21,19 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
+from hydroslurm.checkpoint import reshard
 from hydroslurm.checkpoint.checksummed_file import read_whole
+from hydroslurm.checkpoint.skeleton import JsonValue, join, tensor_keys
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.writer import METADATA
-from hydroslurm.errors import CheckpointCorrupt
+from hydroslurm.checkpoint.write_plan import State
+from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON, own_json
+from hydroslurm.core.files import check_depth
+from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing
 
 _FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
+
+_MOST_DEPTH = 1000
+"""A state that is nested deeper could not be saved either."""
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
@@ -40,6 +48,77 @@ _CLASSES: dict[tuple[str, str], Any] = {
         torch.Size,
     )
 }
+
+
+def read_state(
+    folder: Path,
+    files: Collection[str],
+    *,
+    storage: Storage,
+    rank: int,
+    only: Collection[str] | None = None,
+    like: Mapping[str, Any] | None = None,
+) -> State:
+    """Read a state, or the parts of it that ``only`` names, laid out as ``like`` says.
+
+    A rank that had no part in the save has nothing of its own.
+
+    Raises:
+        CheckpointCorrupt: a file is gone or does not hold what it should.
+        CheckpointMissing: there is nothing of a name in ``only``.
+    """
+    shared = _read_json(folder / SHARED_JSON, storage=storage)
+    mine = own_json(rank)
+    own = _read_json(folder / mine, storage=storage) if mine in files else {}
+    if only is not None:
+        missing = sorted(set(only) - set(shared) - set(own))
+        if missing:
+            raise CheckpointMissing(
+                f"{folder} has no {', '.join(missing)}; it has {', '.join([*shared, *own])}"
+            )
+        shared = {name: value for name, value in shared.items() if name in only}
+        own = {name: value for name, value in own.items() if name in only}
+    keys = tensor_keys(list(shared.values())) | tensor_keys(list(own.values()))
+    templates = {
+        key: template
+        for name, value in shared.items()
+        for key, template in reshard.templates(value, (like or {}).get(name)).items()
+    }
+    tensors = read_tensors(folder, storage=storage, only=keys, like=templates)
+    return State(
+        shared={name: join(value, tensors) for name, value in shared.items()},
+        own={name: join(value, tensors) for name, value in own.items()},
+    )
+
+
+def read_own(
+    folder: Path, files: Collection[str], *, storage: Storage, rank: int
+) -> dict[str, Any]:
+    """What was one rank's own.
+
+    Raises:
+        CheckpointMissing: that rank had no part in the save.
+        CheckpointCorrupt: a file is gone or does not hold what it should.
+    """
+    mine = own_json(rank)
+    if mine not in files:
+        there = sum(name.startswith("rank-") for name in files)
+        raise CheckpointMissing(f"{folder} has nothing of rank {rank}: {there} ranks saved it")
+    own = _read_json(folder / mine, storage=storage)
+    tensors = read_tensors(folder, storage=storage, only=tensor_keys(list(own.values())))
+    return {name: join(value, tensors) for name, value in own.items()}
+
+
+def _read_json(path: Path, *, storage: Storage) -> dict[str, JsonValue]:
+    try:
+        text = read_whole(path, storage=storage).decode()
+        check_depth(text, max_depth=_MOST_DEPTH)
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointCorrupt(f"{path} holds no names, but a {type(found).__name__}")
+    return found
 
 
 def read_metadata(folder: Path, *, storage: Storage) -> dcp.Metadata:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hydroslurm.checkpoint.skeleton import JsonValue, join
+from hydroslurm.checkpoint.skeleton import JsonValue, is_dtensor, join
 
 Place = tuple[JsonValue, Any]
 
@@ -48,11 +48,6 @@ def templates(skeleton: JsonValue, like: Any) -> dict[str, torch.Tensor]:
         elif template is not None:
             open_places.extend(_below(value, template))
     return found
-
-
-def is_dtensor(value: Any) -> bool:
-    """Whether it is torch's distributed tensor, which is not imported for the question."""
-    return type(value).__name__ == "DTensor" and isinstance(value, torch.Tensor)
 
 
 def _below(value: JsonValue, template: Any) -> Iterator[Place]:

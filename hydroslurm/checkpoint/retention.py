@@ -26,9 +26,9 @@ def prune(
 ) -> tuple[Path, ...]:
     """Remove older checkpoints, and what killed saves left; the checkpoints that were removed.
 
-    What stays is said in ``catalog.beyond``; the newest good one stays whatever its age, and so does
-    what is being loaded. A failure costs a RuntimeWarning. ``may_prune`` is called before each removal,
-    and ends it by raising.
+    ``catalog.beyond`` says what stays; the newest good one stays whatever its age, and so does one
+    that is being loaded. A failure costs a RuntimeWarning. ``may_prune`` is called before each
+    removal, and ends it by raising.
     """
     removed: list[Path] = []
     try:

@@ -9,20 +9,22 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
-from hydroslurm.checkpoint.accord import Accord, Call, check_peers
-from hydroslurm.checkpoint.async_save import AsyncSave, Flights
-from hydroslurm.checkpoint.commit_vote import PATIENCE_S
-from hydroslurm.checkpoint.copies import Copies
+from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
 from hydroslurm.checkpoint.deadline_save import DeadlineSave
 from hydroslurm.checkpoint.estimate import Estimate
 from hydroslurm.checkpoint.memory import Room, room
-from hydroslurm.checkpoint.outcome import Saved, SaveEvent, SaveEventKind
-from hydroslurm.checkpoint.peers import Peers
-from hydroslurm.checkpoint.reporting import as_checkpoint_error, report
-from hydroslurm.checkpoint.staging import state_bytes
+from hydroslurm.checkpoint.outcome import (
+    Saved,
+    SaveEvent,
+    SaveEventKind,
+    as_checkpoint_error,
+    report,
+)
+from hydroslurm.checkpoint.save_round import PATIENCE_S, Peers, SaveRound
+from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
-from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.checkpoint.write_plan import WritePlan, divide
 from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
 
 _NO_META: Mapping[str, Any] = {}
@@ -53,7 +55,7 @@ class Saver:
         room: Callable[[], Room] = room,
         meta: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Reads the manifests of earlier lives, to know how long a save takes here.
+        """Reads the manifests of earlier attempts, to know how long a save takes here.
 
         Args:
             durable: where checkpoints are kept.
@@ -71,9 +73,12 @@ class Saver:
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
-        check_peers(peers, durable=durable, fast=fast)
-        self._accord = Accord(durable.peers, topic=topic, patience_s=patience_s)
-        self._committer = TieredWriter(
+        _check_peers(peers, durable=durable, fast=fast)
+        self._peers = durable.peers
+        self._topic = topic
+        self._patience_s = patience_s
+        self._rounds = 0
+        self._writer = TieredWriter(
             durable,
             fast=fast,
             keep=keep,
@@ -86,9 +91,9 @@ class Saver:
         self._meta = meta
         self._owner_pid = os.getpid()
         self._state = 0
-        self._copies = Copies(exempt=exempt, room=room)
+        self._staging = Staging(exempt=exempt, room=room)
         self._refused: list[BaseException] = []
-        self._flights = Flights(exempt=exempt, after=self._committer.prune)
+        self._saves = AsyncSaves(exempt=exempt, after=self._writer.prune)
 
     def reserve(self, state: State) -> str:
         """Have the memory for the copies of :meth:`start` in advance, in the background.
@@ -100,11 +105,11 @@ class Saver:
             Why there is no memory for copies, in words; empty where there is.
         """
         self._check_ours()
-        if self._flights.current() is None:
-            held = self._accord.hold(state)
-            self._copies.leave(self._committer.memory_to_come_bytes(state_bytes(held)))
-            self._copies.reserve(held)
-        return self._copies.refused
+        if self._saves.current() is None:
+            plan = self._divide(state)
+            self._staging.leave(self._writer.memory_to_come_bytes(plan.state_bytes))
+            self._staging.reserve(plan)
+        return self._staging.refused
 
     def start(
         self,
@@ -128,24 +133,23 @@ class Saver:
         """
         self._check_ours()
         begin_s = time.monotonic()
-        call = self._accord.call(step)
-        order = SaveRequest(step, kind, epoch, {**self._meta(), **meta}, topic=call.topic)
+        save_round = self._next_round(step)
+        request = SaveRequest(step, kind, epoch, {**self._meta(), **meta}, topic=save_round.topic)
         try:
-            held = self._begin(call, state)
+            plan = self._begin(save_round, state)
         except SaveFailed as error:
             self._refused.append(error)
-            self._committer.tell(SaveEventKind.FAILED, order, reason=str(error))
+            self._writer.tell(SaveEventKind.FAILED, request, reason=str(error))
             return 0.0
-        if isinstance(held, str):
-            self._committer.tell(SaveEventKind.SKIPPED, order, reason=held)
+        if isinstance(plan, str):
+            self._writer.tell(SaveEventKind.SKIPPED, request, reason=plan)
             return 0.0
-        order = replace(order, state=self._new_state())
-        self._committer.tell(SaveEventKind.STARTED, order)
-        staged = self._stage(held, order)
-        if staged is held:
-            self._launch(held, replace(order, state_bytes=state_bytes(held))).see_through()
-        else:
-            self._launch(staged, replace(order, state_bytes=self._copies.state_bytes))
+        request = replace(request, state=self._new_state(), state_bytes=plan.state_bytes)
+        self._writer.tell(SaveEventKind.STARTED, request)
+        staged = self._stage(plan, request)
+        save = self._launch(staged, request)
+        if staged is plan:
+            save.see_through()
         return time.monotonic() - begin_s
 
     def save(
@@ -171,27 +175,29 @@ class Saver:
         """
         self._check_ours()
         begin_s = time.monotonic()
-        call = self._accord.call(step)
+        save_round = self._next_round(step)
         try:
-            held = call.hold(state)
-            size, number, about = state_bytes(held), self._new_state(), {**self._meta(), **meta}
-            order = SaveRequest(step, kind, epoch, about, size, call.topic, number, again)
+            plan = self._divide(state)
+            number, about = self._new_state(), {**self._meta(), **meta}
+            request = SaveRequest(
+                step, kind, epoch, about, plan.state_bytes, save_round.topic, number, again
+            )
         except BaseException as error:
-            call.decline(error)
+            save_round.decline(error)
             raise
-        self._flights.wait()
-        self._committer.tell(SaveEventKind.STARTED, order)
-        flight = self._launch(held, order)
-        flight.see_through()
-        if flight.failure is not None:
-            self._flights.forget(flight)
-            raise as_checkpoint_error(flight.failure, step)
-        standing = self._committer.standing(order)
+        self._saves.wait()
+        self._writer.tell(SaveEventKind.STARTED, request)
+        save = self._launch(plan, request)
+        save.see_through()
+        if save.failure is not None:
+            self._saves.forget(save)
+            raise as_checkpoint_error(save.failure, step)
+        durability = self._writer.durability(request)
         return Saved(
             step=step,
-            tier=standing.tier,
-            checkpoint=standing.checkpoint,
-            steps_at_risk=standing.steps_at_risk,
+            tier=durability.tier,
+            checkpoint=durability.checkpoint,
+            steps_at_risk=durability.steps_at_risk,
             reason=f"step {step} is committed",
             took_s=time.monotonic() - begin_s,
         )
@@ -219,42 +225,43 @@ class Saver:
                 from: it is not saved again. The same on all ranks.
 
         Raises:
-            UnsavableState: the state holds what cannot be saved. A save in flight was waited for.
+            UnsavableState: the state holds what cannot be saved. A save in save was waited for.
         """
         self._check_ours()
-        call = self._accord.call(step)
+        save_round = self._next_round(step)
         try:
-            held = call.hold(state() if callable(state) else state)
+            plan = self._divide(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
-            size, about = state_bytes(held), {**self._meta(), **meta}
-            order = SaveRequest(step, kind, epoch, about, size, call.topic, number)
+            about = {**self._meta(), **meta}
+            request = SaveRequest(
+                step, kind, epoch, about, plan.state_bytes, save_round.topic, number
+            )
         except BaseException as error:
-            self._flights.wait(deadline_mono_s - time.monotonic())
-            call.situation(None, problem=error)
-            raise
+            self._saves.wait(deadline_mono_s - time.monotonic())
+            save_round.refuse(error)
         stop = DeadlineSave(
-            self._committer,
-            self._flights,
+            self._writer,
+            self._saves,
             stage=self._stage,
-            call=call,
-            order=order,
+            save_round=save_round,
+            request=request,
             deadline_mono_s=deadline_mono_s,
         )
         try:
             choice = stop.choose()
         except UnsavableState:
-            self._flights.wait(deadline_mono_s - time.monotonic())
+            self._saves.wait(deadline_mono_s - time.monotonic())
             raise
         except SaveFailed as error:
-            self._committer.tell(SaveEventKind.FAILED, order, reason=str(error))
+            self._writer.tell(SaveEventKind.FAILED, request, reason=str(error))
             return stop.failed(error)
-        self._committer.tell(SaveEventKind.STARTED, order, reason=choice.reason)
-        return stop.carry_out(choice, held)
+        self._writer.tell(SaveEventKind.STARTED, request, reason=choice.reason)
+        return stop.carry_out(choice, plan)
 
     def give_up(self) -> None:
         """Abandon what is under way: no save waits any longer for ranks that will not come."""
         if self._ours:
-            self._flights.give_up()
+            self._saves.give_up()
 
     def poll(self) -> None:
         """Report what failed in the background since the last call, each failure once.
@@ -270,41 +277,41 @@ class Saver:
             return
         refused, self._refused = self._refused, []
         report(
-            refused + self._flights.failures(),
-            problems=self._committer.take_problems(),
+            refused + self._saves.failures(),
+            problems=self._writer.take_problems(),
             on_save_error=self._on_save_error,
         )
 
     def wait(self, *, timeout_s: float | None = None) -> bool:
         """Whether no save is under way any more, after waiting so long at the most."""
-        return not self._ours or self._flights.wait(timeout_s)
+        return not self._ours or self._saves.wait(timeout_s)
 
     def close(self) -> None:
         """Wait for the save under way, and report as :meth:`poll` does."""
         if not self._ours:
             return
-        self._copies.join()
-        self._flights.wait()
+        self._staging.join()
+        self._saves.wait()
         self.poll()
 
     def estimate(self) -> Estimate:
         """How long a save of a state of the last one's size is expected to take, per tier."""
-        return self._committer.estimate()
+        return self._writer.estimate()
 
     @property
     def durable_step(self) -> int | None:
-        """The newest step that is committed on the durable tier, by this life or as the one that it
-        continues from; a save that was begun counts when it is committed."""
-        return self._committer.durable_step()
+        """The newest step that is committed on the durable tier, by this attempt or as the one
+        that it resumes from; a save that was begun counts when it is committed."""
+        return self._writer.durable_step()
 
     @property
     def is_durable(self) -> bool:
         """Whether the state that was handed over last is committed on the durable tier."""
-        return self._committer.is_durable(self._state)
+        return self._writer.is_durable(self._state)
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
         """Say what the state was loaded from: until it changes there is nothing to save."""
-        self._committer.continues_from(checkpoint)
+        self._writer.continues_from(checkpoint)
 
     @property
     def _ours(self) -> bool:
@@ -322,34 +329,72 @@ class Saver:
         self._state += 1
         return self._state
 
-    def _begin(self, call: Call, state: State) -> State | WritePlan | str:
-        """What is to be saved now; in words why not, while a save is under way."""
-        under_way = self._flights.current()
-        held, problem = call.try_hold(state)
-        why = call.busy(None if under_way is None else under_way.step, problem=problem)
-        return held if why is None else why
+    def _next_round(self, step: int) -> SaveRound:
+        """The agreements of the next call, which all ranks make in the same request."""
+        self._rounds += 1
+        topic = f"{self._topic}/{self._rounds}"
+        return SaveRound(self._peers, topic, step=step, timeout_s=self._patience_s)
 
-    def _stage(self, held: State | WritePlan, order: SaveRequest) -> State | WritePlan:
-        """A copy; ``held`` itself where there is no memory for one."""
+    def _divide(self, state: State) -> WritePlan:
+        """The one walk over the state that a save makes; raises UnsavableState."""
+        return divide(state, rank=self._peers.rank, world_size=self._peers.world_size)
+
+    def _begin(self, save_round: SaveRound, state: State) -> WritePlan | str:
+        """What is to be saved now; while a save is under way, why not, for people."""
+        under_way = self._saves.current()
+        if under_way is not None:
+            busy = save_round.busy(under_way.step)
+            assert busy is not None
+            return busy
+        plan, problem = None, None
         try:
-            copied = self._copies.copy(held, being_read=self._flights.current() is not None)
+            plan = self._divide(state)
+        except Exception as error:  # of which the others must hear first
+            problem = error
+        busy = save_round.busy(None, problem=problem)
+        if busy is not None:
+            return busy
+        assert plan is not None
+        return plan
+
+    def _stage(self, plan: WritePlan, request: SaveRequest) -> WritePlan:
+        """A copy; ``plan`` itself where there is no memory for one."""
+        self._staging.join()  # not a part of what a copy takes
+        begin_s = time.monotonic()
+        try:
+            copied = self._staging.copy(plan, being_read=self._saves.current() is not None)
         except BaseException as error:
-            self._accord.decline(order, error)
+            if request.topic is not None:
+                SaveRound(
+                    self._peers, request.topic, step=request.step, timeout_s=self._patience_s
+                ).decline(error)
             raise
         if copied is None:
-            self._committer.tell(SaveEventKind.NOT_COPIED, order, reason=self._copies.refused)
-            return held
-        staged, seconds = copied
-        order = replace(order, state_bytes=self._copies.state_bytes)
-        self._committer.tell(SaveEventKind.STAGED, order, seconds=seconds)
-        return staged
+            self._writer.tell(SaveEventKind.NOT_COPIED, request, reason=self._staging.refused)
+            return plan
+        seconds = time.monotonic() - begin_s
+        self._writer.tell(SaveEventKind.STAGED, request, seconds=seconds)
+        return copied
 
-    def _launch(self, state: State | WritePlan, order: SaveRequest) -> AsyncSave:
-        estimate = self._committer.estimate(order.state_bytes)
-        return self._flights.launch(
-            lambda cancel: self._committer.to_all(state, order, cancel=cancel),
-            step=order.step,
-            state=order.state,
+    def _launch(self, plan: WritePlan, request: SaveRequest) -> AsyncSave:
+        estimate = self._writer.estimate(request.state_bytes)
+        return self._saves.launch(
+            lambda cancel: self._writer.to_all(plan, request, cancel=cancel),
+            step=request.step,
+            state=request.state,
             expected_s=estimate.durable.seconds
             + (0.0 if estimate.fast is None else estimate.fast.seconds),
+        )
+
+
+def _check_peers(
+    peers: Peers | None, *, durable: CheckpointStore, fast: CheckpointStore | None
+) -> None:
+    """Raise UsageError for a saver that cannot be for these ranks."""
+    if peers is not None and peers.world_size > 1 and peers is not durable.peers:
+        raise UsageError("the saver's peers are not its store's; give the store the same ones")
+    if durable.peers.world_size > 1 and fast is not None:
+        raise UsageError(
+            f"a fast tier ({fast.directory}) is for one rank; {durable.peers.world_size} ranks "
+            "save to the durable one only. Leave the fast one out"
         )

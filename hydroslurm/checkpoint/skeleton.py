@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from hydroslurm.checkpoint.tags import FACTORIES, JsonValue, decode
 from hydroslurm.errors import CheckpointCorrupt, UnsavableState
 
-__all__ = ["JsonValue", "join", "split", "tensor_keys"]
+__all__ = ["JsonValue", "is_dtensor", "join", "split", "tensor_keys"]
 
 EXACT_INT_BITS = 63
 
@@ -89,6 +89,11 @@ def tensor_keys(skeleton: JsonValue) -> set[str]:
         elif isinstance(value, dict):
             todo += value.values()
     return found
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether it is torch's distributed tensor, which is not imported for the question."""
+    return type(value).__name__ == "DTensor" and isinstance(value, torch.Tensor)
 
 
 class _Splitter:

@@ -9,14 +9,14 @@ times as long as the copy itself, so that the memory is kept, and can be had in 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import overload
 
 import torch
 
-from hydroslurm.checkpoint.skeleton import join, split
-from hydroslurm.checkpoint.store import State
+from hydroslurm.checkpoint.memory import Room, room
 from hydroslurm.checkpoint.write_plan import WritePlan
 
 CHUNK_BYTES = 256 * 2**20
@@ -28,131 +28,127 @@ _ALIGN_BYTES = 64
 _SLACK_BYTES = 2**16
 
 
-class NoMemory(Exception):
-    """The memory for a copy may not be taken; nothing was copied."""
-
-
 class Staging:
-    """Host memory for one copy of a state; the next copy overwrites the last.
+    """Copies of a state in host memory; the next copy overwrites the last, unless a save is still
+    reading it. For the thread that trains."""
 
-    For one thread at a time. What :meth:`copy` returned must not be read any more when it is called
-    again: whoever writes a copy to disk is waited for first.
-    """
+    def __init__(
+        self,
+        *,
+        exempt: Callable[[], AbstractContextManager[None]] = nullcontext,
+        room: Callable[[], Room] = room,
+    ) -> None:
+        """
+        Args:
+            exempt: makes the context in which no pause holds a thread.
+            room: says how much memory may be taken.
+        """
+        self._exempt = exempt
+        self._room = room
+        self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
+        self._reserving: threading.Thread | None = None
+        self._refused = ""
+        self._others_bytes = 0
 
-    def __init__(self, *, may_take: Callable[[int], bool] = lambda _: True) -> None:
-        """``may_take``: whether so many more bytes may be had; asked before they are."""
-        self._may_take = may_take
-        self._pageable = _Arena(pinned=False)
-        self._pinned = _Arena(pinned=True)
-        self._copied_bytes = 0
+    def leave(self, others_bytes: int) -> None:
+        """Leave so much of what may be taken to others."""
+        self._others_bytes = others_bytes
 
     @property
-    def copied_bytes(self) -> int:
-        """The size of the state that was copied last, as in :func:`state_bytes`."""
-        return self._copied_bytes
+    def refused(self) -> str:
+        """Why there is no memory for copies, for people; empty where there is."""
+        return self._refused
 
     @property
     def reserved_bytes(self) -> int:
         """Host memory that is held."""
         return self._pageable.capacity_bytes + self._pinned.capacity_bytes
 
-    def may_hold(self, state: State | WritePlan) -> bool:
-        """Whether a copy of this state has its place, or may take it.
+    def reserve(self, plan: WritePlan) -> None:
+        """Have the memory for copies like this one in the background, so that the first copy is as
+        fast as the others. Once; nothing where it would be too much.
 
-        Raises:
-            UnsavableState: the state holds what cannot be saved.
+        Reads sizes only, no tensor's content.
         """
-        return self._may_hold(_sizes(_tensors(state)))
+        # asked before the thread begins to take any: the ranks of a node come here together, and
+        # one that finds the memory of another taken already would think that there is less
+        if self._reserving is not None or not self._may_hold(plan):
+            return
 
-    @overload
-    def copy(self, state: State) -> State: ...
+        def reserve() -> None:
+            with self._exempt():
+                self._rewind(plan)
+                for shard in plan.shards:
+                    self._arena(shard.tensor).like(shard.tensor)
+                self._pageable.touch()
 
-    @overload
-    def copy(self, state: State | WritePlan) -> State | WritePlan: ...
+        self._reserving = threading.Thread(target=reserve, name="hydroslurm-reserve", daemon=False)
+        self._reserving.start()
 
-    def copy(self, state: State | WritePlan) -> State | WritePlan:
-        """The state as it is now, in host memory of our own: the caller may change theirs at once.
-        Of a portion only what this rank writes.
+    def join(self) -> None:
+        """Wait until the memory is there."""
+        if self._reserving is not None:
+            self._reserving.join()
+
+    def copy(self, plan: WritePlan, *, being_read: bool = False) -> WritePlan | None:
+        """What this rank writes as it is now, in host memory of our own: the caller may change the
+        state at once. None where there is no memory for a copy (see :attr:`refused`).
 
         Tensors of an accelerator are copied into pinned memory. The same memory seen in two places
-        is one tensor in the copy as well. Everything else is what a checkpoint would give back.
+        is one tensor in the copy as well.
 
-        Raises:
-            UnsavableState: the state holds what cannot be saved; nothing was copied.
-            NoMemory: there is not enough.
+        Args:
+            being_read: a save under way is reading the last copy.
         """
-        if isinstance(state, WritePlan):
-            return self._portion(state)
-        shared, shared_tensors = split(dict(state.shared), prefix="shared")
-        own, own_tensors = split(dict(state.own), prefix="own")
-        self._ask_for([*shared_tensors.values(), *own_tensors.values()])
-        copies = self._copies(shared_tensors), self._copies(own_tensors)
-        tree = join(shared, copies[0]), join(own, copies[1])
-        for device in {tensor.device for tensor in _on_cuda(shared_tensors, own_tensors)}:
+        self.join()
+        if self._refused:
+            return None
+        if being_read:
+            self._drop()
+        if not self._may_hold(plan):
+            self._drop()  # what is held is of no use any more
+            return None
+        self._rewind(plan)
+        with torch.no_grad():
+            copies = [
+                self._arena(one.tensor)
+                .like(one.tensor)
+                .copy_(one.tensor, non_blocking=one.tensor.is_cuda)
+                for one in plan.shards
+            ]
+        for device in {one.tensor.device for one in plan.shards if one.tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        return State(shared=tree[0], own=tree[1])
+        pairs = zip(plan.shards, copies, strict=True)
+        return replace(plan, shards=tuple(replace(one, tensor=copy) for one, copy in pairs))
 
-    def reserve(self, state: State | WritePlan) -> None:
-        """Have the memory for a state like this, so that the first copy is as fast as the others.
+    def _drop(self) -> None:
+        self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
 
-        Reads sizes only, no tensor's content; may run in a thread beside the training. Does not ask
-        whether it may (see :meth:`may_hold`).
-        """
-        tensors = _tensors(state)
-        self._expect(tensors)
-        for tensor in tensors:
-            self._arena(tensor).like(tensor)
-        self._pageable.touch()
-
-    def _portion(self, portion: WritePlan) -> WritePlan:
-        tensors = [piece.tensor for piece in portion.pieces]
-        self._ask_for(tensors)
-        copies = self._copies({str(at): tensor for at, tensor in enumerate(tensors)})
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-        self._copied_bytes = portion.state_bytes
-        pieces = zip(portion.pieces, copies.values(), strict=True)
-        return replace(
-            portion, pieces=tuple(replace(piece, tensor=tensor) for piece, tensor in pieces)
-        )
-
-    def _ask_for(self, tensors: Collection[torch.Tensor]) -> None:
-        if not self._may_hold(_sizes(tensors)):
-            raise NoMemory
-        self._expect(tensors)
-
-    def _expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        sizes = _sizes(tensors)
-        self._copied_bytes = sum(sizes.values())
+    def _rewind(self, plan: WritePlan) -> None:
+        sizes = _sizes(plan)
         self._pageable.rewind(sizes[False])
         self._pinned.rewind(sizes[True])
 
-    def _may_hold(self, sizes: Mapping[bool, int]) -> bool:
+    def _may_hold(self, plan: WritePlan) -> bool:
+        """Whether a copy has its place, or may take it. Once refused it stays so: what was too much
+        after a step may seem to fit in another moment, and end the job in the next."""
+        sizes = _sizes(plan)
         more_bytes = self._pageable.lacks(sizes[False]) + self._pinned.lacks(sizes[True])
-        return more_bytes == 0 or self._may_take(more_bytes)
-
-    def _copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Begins the copies; those from an accelerator may not have ended."""
-        with torch.no_grad():
-            return {
-                key: self._arena(tensor).like(tensor).copy_(tensor, non_blocking=tensor.is_cuda)
-                for key, tensor in tensors.items()
-            }
+        if more_bytes == 0:
+            return True
+        room = self._room()
+        if more_bytes <= room.free_bytes - self._others_bytes:
+            return True
+        others = f", {self._others_bytes / 1e6:,.0f} MB of them by the fast tier"
+        self._refused = (
+            f"a copy of the state in memory would take {more_bytes / 1e6:,.0f} MB more, and "
+            f"{room.free_bytes / 1e6:,.0f} MB may be taken{others if self._others_bytes else ''} "
+            f"({room.words})"
+        )
+        return False
 
     def _arena(self, tensor: torch.Tensor) -> _Arena:
         return self._pinned if tensor.is_cuda else self._pageable
-
-
-def state_bytes(state: State | WritePlan) -> int:
-    """The size of all tensors of a state; memory that is seen twice counts once. Of a portion the
-    size of the whole.
-
-    Raises:
-        UnsavableState: the state holds what cannot be saved.
-    """
-    if isinstance(state, WritePlan):
-        return state.state_bytes
-    return sum(map(size_bytes, _tensors(state)))
 
 
 def size_bytes(tensor: torch.Tensor) -> int:
@@ -160,25 +156,12 @@ def size_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _sizes(tensors: Iterable[torch.Tensor]) -> dict[bool, int]:
+def _sizes(plan: WritePlan) -> dict[bool, int]:
     """On an accelerator or not -> bytes."""
     sizes = {True: 0, False: 0}
-    for tensor in tensors:
-        sizes[tensor.is_cuda] += size_bytes(tensor)
+    for shard in plan.shards:
+        sizes[shard.tensor.is_cuda] += size_bytes(shard.tensor)
     return sizes
-
-
-def _tensors(state: State | WritePlan) -> list[torch.Tensor]:
-    if isinstance(state, WritePlan):
-        return [piece.tensor for piece in state.pieces]
-    parts = ((state.shared, "shared"), (state.own, "own"))
-    return [
-        tensor for tree, prefix in parts for tensor in split(dict(tree), prefix=prefix)[1].values()
-    ]
-
-
-def _on_cuda(*parts: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (tensor for part in parts for tensor in part.values() if tensor.is_cuda)
 
 
 class _Arena:

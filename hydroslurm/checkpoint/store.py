@@ -13,18 +13,17 @@ from typing import Any, cast
 
 import torch
 
-from hydroslurm.checkpoint import commit, contents, fallback, folders, manifest, retention
+from hydroslurm.checkpoint import commit, fallback, folders, manifest, reader, retention
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_manifest
 from hydroslurm.checkpoint.checking import Checker
-from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, compare
-from hydroslurm.checkpoint.commit_vote import PATIENCE_S, CommitVote
-from hydroslurm.checkpoint.contents import State
+from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, compare, copy_file
 from hydroslurm.checkpoint.joint import JointSave
 from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.pins import Pins
+from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
 from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs
-from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.checkpoint.write_plan import State, WritePlan, plan_of
+from hydroslurm.checkpoint.writer import write_all
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
@@ -55,8 +54,8 @@ class CheckpointStore:
         self.directory = directory
         self.syncs = TimedSyncs(LocalStorage() if storage is None else storage)
         self._storage = cast("Storage", self.syncs)
-        self._peers = None if peers is None or peers.world_size == 1 else peers
-        self._rank = 0 if self._peers is None else self._peers.rank
+        self._peers = SOLO if peers is None or peers.world_size == 1 else peers
+        self._rank = self._peers.rank
         self._fence = fence
         self._patience_s = patience_s
         self._chunk_bytes = chunk_bytes
@@ -64,8 +63,8 @@ class CheckpointStore:
         self.pins = Pins(self._storage)
 
     @property
-    def peers(self) -> Peers | None:
-        """The ranks that save together; None for one that saves alone."""
+    def peers(self) -> Peers:
+        """The ranks that save together; ``SOLO`` for one that saves alone."""
         return self._peers
 
     def write(
@@ -91,7 +90,7 @@ class CheckpointStore:
         step; all of them return, or raise, the same.
 
         Args:
-            state: with peers, what ``portion.divide`` makes of it will do as well.
+            state: or what ``write_plan.divide`` has made of it.
             meta: plain JSON values, kept in the manifest; with peers, rank 0's.
             cancel: looked at between chunks; setting it ends the save before its commit.
             topic: of this save in the agreements of the peers, never to be used again; made of the
@@ -114,8 +113,8 @@ class CheckpointStore:
         header = manifest.begun(
             step=step, epoch=epoch, kind=kind, meta=meta or {}, torch_version=torch.__version__
         )
-        if self._peers is not None:
-            meeting = CommitVote(
+        if self._peers.world_size > 1:
+            save_round = SaveRound(
                 self._peers,
                 topic=f"save/{step}/{kind}" if topic is None else topic,
                 step=step,
@@ -124,7 +123,7 @@ class CheckpointStore:
             )
             save = JointSave(
                 self.directory,
-                meeting,
+                save_round,
                 storage=self._storage,
                 checker=self._checker,
                 chunk_bytes=self._chunk_bytes,
@@ -133,13 +132,12 @@ class CheckpointStore:
                 again=again,
             )
             return save.run(state, header)
-        assert isinstance(state, State), "a portion is for several ranks"
-        parts = contents.split_state(state, rank=self._rank)
+        plan = plan_of(state, rank=self._rank, world_size=1)
 
         def fill(folder: Path, hasher: ThreadPoolExecutor) -> Manifest:
-            files = contents.write_contents(
+            files = write_all(
                 folder,
-                parts,
+                plan,
                 storage=self._storage,
                 hasher=hasher,
                 cancel=cancel,
@@ -150,7 +148,7 @@ class CheckpointStore:
             return replace(
                 header,
                 save_s=round(time.monotonic() - begun_s, 6),
-                state_bytes=parts.state_bytes,
+                state_bytes=plan.state_bytes,
                 files=files,
             )
 
@@ -173,7 +171,7 @@ class CheckpointStore:
 
         def fill(folder: Path, hasher: ThreadPoolExecutor) -> Manifest:
             for name, entry in source.manifest.files.items():
-                seen = contents.copy_file(
+                seen = copy_file(
                     source.path / name,
                     folder / name,
                     storage=self._storage,
@@ -255,7 +253,7 @@ class CheckpointStore:
             self.pins.pin(checkpoint.path)
             if verify:
                 self.verify(checkpoint)
-            return contents.read_contents(
+            return reader.read_state(
                 checkpoint.path,
                 checkpoint.manifest.files,
                 storage=self._storage,
@@ -271,7 +269,7 @@ class CheckpointStore:
             CheckpointMissing: no such rank had a part in the save.
             CheckpointCorrupt: a file is not what was written.
         """
-        return contents.read_own(
+        return reader.read_own(
             checkpoint.path, checkpoint.manifest.files, storage=self._storage, rank=rank
         )
 

@@ -14,7 +14,7 @@ from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED, FAST_ASSUMED, Estimate, Pace
 from hydroslurm.checkpoint.memory import Room, is_kept_in_memory, room
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.checkpoint.tiers import FAST_AT_MOST, FAST_KEEP, Tier
 from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.errors import CheckpointError, SaveAbandoned, SaveFailed, UsageError
@@ -95,12 +95,12 @@ class TieredWriter:
         return Tier.FAST in self._stores
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
-        """This life goes on from a checkpoint on the durable tier."""
+        """This attempt resumes from a checkpoint on the durable tier."""
         self._newest[Tier.DURABLE] = 0, checkpoint
 
     def durable_step(self) -> int | None:
-        """The newest step that is committed on the durable tier: by this life, or the one that it
-        goes on from."""
+        """The newest step that is committed on the durable tier: by this attempt, or the one that
+        it resumes from."""
         newest = self._newest.get(Tier.DURABLE)
         return None if newest is None else newest[1].manifest.step
 
@@ -109,12 +109,12 @@ class TieredWriter:
         newest = self._newest.get(Tier.DURABLE)
         return newest is not None and newest[0] >= state
 
-    def standing(self, order: SaveRequest) -> Durability:
+    def durability(self, request: SaveRequest) -> Durability:
         """How safe a state is at this moment."""
-        risk = order.step - (self.durable_step() or 0)
+        risk = request.step - (self.durable_step() or 0)
         for tier in (Tier.DURABLE, Tier.FAST):
             state, newest = self._newest.get(tier, (-1, None))
-            if state == order.state:
+            if state == request.state:
                 return Durability(tier, newest, risk)
         return Durability(None, self._newest.get(Tier.DURABLE, (-1, None))[1], risk)
 
@@ -144,52 +144,52 @@ class TieredWriter:
         return taken
 
     def to_all(
-        self, state: State | WritePlan, order: SaveRequest, *, cancel: threading.Event | None
+        self, plan: WritePlan, request: SaveRequest, *, cancel: threading.Event | None
     ) -> None:
         """Commit on the fast tier, if there is one and it can, then on the durable one.
 
         Raises:
             CheckpointError: the durable tier could not be written; it is as it was.
         """
-        source = self.to_fast(state, order, cancel=cancel)
-        if source is None or not self.adopt(source, order, cancel=cancel):
-            self.to_durable(state, order, cancel=cancel)
+        source = self.to_fast(plan, request, cancel=cancel)
+        if source is None or not self.adopt(source, request, cancel=cancel):
+            self.to_durable(plan, request, cancel=cancel)
 
     def to_fast(
-        self, state: State | WritePlan, order: SaveRequest, *, cancel: threading.Event | None = None
+        self, plan: WritePlan, request: SaveRequest, *, cancel: threading.Event | None = None
     ) -> Checkpoint | None:
         """Commit on the fast tier; None when there is none or it failed, which is a problem and no
         error. The end of an epoch is kept for later, not for a quick resume: it has no place there.
         """
-        if not self.has_fast or order.kind == EPOCH:
+        if not self.has_fast or request.kind == EPOCH:
             return None
         try:
             # one name for both tiers, by which the newer one of two is found over them
-            least = self._store(Tier.DURABLE).next_number(order.step)
-            self._check_memory(order)
+            least = self._store(Tier.DURABLE).next_number(request.step)
+            self._check_memory(request)
             return self._commit(
                 Tier.FAST,
-                order,
-                lambda store, written: _write(store, state, order, cancel, written, least=least),
+                request,
+                lambda store, written: _write(store, plan, request, cancel, written, least=least),
             )
         except SaveAbandoned:
             raise
         except (CheckpointError, OSError) as error:
-            self._problems.put(f"the fast tier did not take step {order.step}: {error}")
+            self._problems.put(f"the fast tier did not take step {request.step}: {error}")
             return None
 
-    def _check_memory(self, order: SaveRequest) -> None:
+    def _check_memory(self, request: SaveRequest) -> None:
         """A fast tier in memory that grows beyond the job's limit would be the end of the job."""
         if self._fast_is_memory:
             room = self._room()
-            if order.state_bytes > room.free_bytes:
+            if request.state_bytes > room.free_bytes:
                 raise SaveFailed(
-                    f"it lies in memory, where {order.state_bytes / 1e6:,.0f} MB more would be too "
-                    f"much: {room.free_bytes / 1e6:,.0f} MB may be taken ({room.words})"
+                    f"it lies in memory, where {request.state_bytes / 1e6:,.0f} MB more would be "
+                    f"too much: {room.free_bytes / 1e6:,.0f} MB may be taken ({room.words})"
                 )
 
     def to_durable(
-        self, state: State | WritePlan, order: SaveRequest, *, cancel: threading.Event | None
+        self, plan: WritePlan, request: SaveRequest, *, cancel: threading.Event | None
     ) -> None:
         """Commit on the durable tier.
 
@@ -198,25 +198,25 @@ class TieredWriter:
         """
         self._commit(
             Tier.DURABLE,
-            order,
-            lambda store, written: _write(store, state, order, cancel, written),
+            request,
+            lambda store, written: _write(store, plan, request, cancel, written),
         )
 
     def adopt(
-        self, source: Checkpoint, order: SaveRequest, *, cancel: threading.Event | None
+        self, source: Checkpoint, request: SaveRequest, *, cancel: threading.Event | None
     ) -> bool:
         """Copy what is committed on the fast tier to the durable one; False when that failed, which
         is a problem and no error."""
         try:
             self._commit(
                 Tier.DURABLE,
-                order,
+                request,
                 lambda store, written: store.adopt(source, cancel=cancel, written=written),
             )
         except SaveAbandoned:
             raise
         except (CheckpointError, OSError) as error:
-            self._problems.put(f"step {order.step} was not copied from the fast tier: {error}")
+            self._problems.put(f"step {request.step} was not copied from the fast tier: {error}")
             return False
         return True
 
@@ -235,7 +235,7 @@ class TieredWriter:
     def tell(
         self,
         kind: SaveEventKind,
-        order: SaveRequest,
+        request: SaveRequest,
         *,
         tier: Tier | None = None,
         seconds: float = 0.0,
@@ -247,10 +247,10 @@ class TieredWriter:
         event = SaveEvent(
             kind,
             mono_ns=time.monotonic_ns(),
-            step=order.step,
-            save_kind=order.kind,
+            step=request.step,
+            save_kind=request.kind,
             tier=tier,
-            state_bytes=order.state_bytes,
+            state_bytes=request.state_bytes,
             seconds=seconds,
             reason=reason,
         )
@@ -262,7 +262,7 @@ class TieredWriter:
     def _commit(
         self,
         tier: Tier,
-        order: SaveRequest,
+        request: SaveRequest,
         write: Callable[[CheckpointStore, Callable[[], None]], Checkpoint],
     ) -> Checkpoint:
         begin, syncs = time.monotonic(), self._stores[tier].syncs
@@ -270,24 +270,24 @@ class TieredWriter:
 
         def written() -> None:
             seconds = time.monotonic() - begin
-            self.tell(SaveEventKind.WRITTEN, order, tier=tier, seconds=seconds)
+            self.tell(SaveEventKind.WRITTEN, request, tier=tier, seconds=seconds)
 
         try:
             checkpoint = write(self._store(tier), written)
         except BaseException as error:
             given_up = isinstance(error, SaveAbandoned)
             kind = SaveEventKind.ABANDONED if given_up else SaveEventKind.FAILED
-            self.tell(kind, order, tier=tier, seconds=time.monotonic() - begin, reason=str(error))
+            self.tell(kind, request, tier=tier, seconds=time.monotonic() - begin, reason=str(error))
             raise
         seconds = time.monotonic() - begin
         before = self._newest.get(tier)
-        if before is None or before[0] <= order.state:  # one given up can still come late
-            self._newest[tier] = order.state, checkpoint
+        if before is None or before[0] <= request.state:  # one given up can still come late
+            self._newest[tier] = request.state, checkpoint
         self._pace[tier].add(
-            seconds, state_bytes=order.state_bytes, syncs=syncs.count - syncs_before
+            seconds, state_bytes=request.state_bytes, syncs=syncs.count - syncs_before
         )
-        self._state_bytes = order.state_bytes
-        self.tell(SaveEventKind.COMMITTED, order, tier=tier, seconds=seconds)
+        self._state_bytes = request.state_bytes
+        self.tell(SaveEventKind.COMMITTED, request, tier=tier, seconds=seconds)
         return checkpoint
 
     def _store(self, tier: Tier) -> CheckpointStore:
@@ -298,22 +298,22 @@ class TieredWriter:
 
 def _write(
     store: CheckpointStore,
-    state: State | WritePlan,
-    order: SaveRequest,
+    plan: WritePlan,
+    request: SaveRequest,
     cancel: threading.Event | None,
     written: Callable[[], None],
     *,
     least: int = 1,
 ) -> Checkpoint:
     return store.write(
-        state,
-        step=order.step,
-        epoch=order.epoch,
-        kind=order.kind,
-        meta=order.meta,
+        plan,
+        step=request.step,
+        epoch=request.epoch,
+        kind=request.kind,
+        meta=request.meta,
         cancel=cancel,
-        topic=order.topic,
+        topic=request.topic,
         written=written,
-        again=order.again,
+        again=request.again,
         least=least,
     )

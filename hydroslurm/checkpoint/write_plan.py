@@ -1,4 +1,4 @@
-"""Who writes what of a state that several ranks save together. Pure: nothing is communicated.
+"""A state, and who writes what of it. Pure: nothing is communicated.
 
     a tensor of ``own``               its rank
     a plain tensor of ``shared``      one rank: large ones are divided by size, others rank 0
@@ -18,15 +18,21 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from hydroslurm.checkpoint.contents import State, split_state
-from hydroslurm.checkpoint.reshard import is_dtensor
-from hydroslurm.checkpoint.skeleton import JsonValue
-from hydroslurm.errors import UnsavableState
+from hydroslurm.checkpoint.skeleton import JsonValue, is_dtensor, split
+from hydroslurm.errors import UnsavableState, UsageError
 
 LEAST_DIVIDED_BYTES = 64 * 1024
 """A plain tensor of this size or more is taken to be a replica, bit for bit the same on all ranks,
 as DDP keeps parameters and optimizers. Smaller ones are rank 0's: DDP's BatchNorm statistics differ
 between the ranks, and rank 0's are the ones that torch.save would have kept."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What is saved, by name: what all ranks have in common, and what is this rank's own."""
+
+    shared: Mapping[str, Any]
+    own: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class WritePlan:
     Attributes:
         shared: the state that ranks have in common, without tensors; only rank 0 writes it.
         own: this rank's own, without tensors.
-        pieces: the tensors, or parts of them, that are this rank's to write.
+        shards: the tensors, or parts of them, that are this rank's to write.
         state_bytes: of the whole state of all ranks, where the others' own is as large as this
             rank's.
         layout: equal on all ranks when they divide the same tensors.
@@ -62,7 +68,7 @@ class WritePlan:
     world_size: int
     shared: dict[str, JsonValue]
     own: dict[str, JsonValue]
-    pieces: tuple[Shard, ...]
+    shards: tuple[Shard, ...]
     state_bytes: int
     layout: str
 
@@ -74,29 +80,32 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
         UnsavableState: the state holds what cannot be saved.
         UsageError: a name that is not one.
     """
-    parts = split_state(state, rank=rank)
-    shared = {key: one for key, one in parts.tensors.items() if key.startswith("shared/")}
-    own = {key: one for key, one in parts.tensors.items() if key not in shared}
+    for name in (*state.shared, *state.own):
+        if not isinstance(name, str) or not name or name.startswith("$"):
+            raise UsageError(f"a state's name must be a word that does not begin with $: {name!r}")
+    shared_tree, shared = split(dict(state.shared), prefix="shared")
+    own_tree, own = split(dict(state.own), prefix=f"rank-{rank:05d}")
+    assert isinstance(shared_tree, dict)
+    assert isinstance(own_tree, dict)
     writers = owners(
         {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}, world_size
     )
-    pieces = []
-    for key, one in parts.tensors.items():
-        piece = _piece(key, one, mine=key in own or writers.get(key) == rank)
-        if piece is not None:
-            pieces.append(piece)
+    shards = [
+        _shard(key, one, mine=key in own or writers.get(key) == rank)
+        for key, one in {**shared, **own}.items()
+    ]
     return WritePlan(
         rank=rank,
         world_size=world_size,
-        shared=parts.shared,
-        own=parts.own,
-        pieces=tuple(pieces),
+        shared=shared_tree,
+        own=own_tree,
+        shards=tuple(one for one in shards if one is not None),
         state_bytes=_bytes(shared) + world_size * _bytes(own),
         layout=_layout(shared),
     )
 
 
-def held_by(state: State | WritePlan, *, rank: int, world_size: int) -> WritePlan:
+def plan_of(state: State | WritePlan, *, rank: int, world_size: int) -> WritePlan:
     """What is this rank's to write, of a state or of what was divided before."""
     if isinstance(state, WritePlan):
         return state
@@ -117,7 +126,7 @@ def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
     return found
 
 
-def _piece(key: str, tensor: torch.Tensor, *, mine: bool) -> Shard | None:
+def _shard(key: str, tensor: torch.Tensor, *, mine: bool) -> Shard | None:
     """The part that this rank writes, None for none."""
     if not is_dtensor(tensor):
         whole = (0,) * tensor.dim()
@@ -127,10 +136,10 @@ def _piece(key: str, tensor: torch.Tensor, *, mine: bool) -> Shard | None:
             f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "
             "the state that they have in common: register the object that holds it"
         )
-    return _shard(key, tensor)
+    return _shard_of_dtensor(key, tensor)
 
 
-def _shard(key: str, tensor: Any) -> Shard | None:
+def _shard_of_dtensor(key: str, tensor: Any) -> Shard | None:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsavableState(
             f"{key} is a DTensor with the placements {tensor.placements}: its values are sums that "

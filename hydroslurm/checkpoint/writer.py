@@ -1,136 +1,261 @@
-"""Tensors -> files of torch's distributed checkpoint (DCP), readable by any other DCP reader too.
+"""What one rank writes of a state: its shards in torch's distributed checkpoint format (DCP).
 
-Of DCP this uses the planner (who writes which piece of a DTensor), the metadata and the file
-format: one ``torch.save`` per piece, one behind the other. Its own FileSystemWriter is not used:
-it neither checksums, nor can be given up, and it computes a CRC of every tensor while it holds the
-GIL, which would stall a training that goes on meanwhile.
+shared.json       what all ranks have in common, tensors as references; rank 0 writes it
+rank-00000.json   what only that rank has
+__0_0.distcp      that rank's shards: one ``torch.save`` each, one behind the other
+part-00000.json   of several ranks: which files a rank has written, and where its shards lie
+.metadata         DCP's index of all shards
+
+One rank and many write the same, except for ``part-*.json``, which lets any rank write the index.
+DCP's own FileSystemWriter is not used: it neither checksums, nor can be given up, and it computes a
+CRC of every tensor while it holds the GIL, which would stall a training that goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import pickle
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from threading import Event
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
-from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.manifest import FileEntry, file_entries
+from hydroslurm.checkpoint.skeleton import JsonValue
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.write_plan import Shard, WritePlan
+from hydroslurm.core.files import parse_json
+from hydroslurm.errors import CheckpointCorrupt
 
 METADATA = ".metadata"
-"""DCP's own name for it."""
+"""DCP's own name for its index."""
+
+SHARED_JSON = "shared.json"
 
 
-class PartsWriter(StorageWriter):
-    """Writes this rank's tensors into one file of an existing folder, and DCP's metadata.
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a tensor, and where it lies in its rank's file.
 
-    ``files`` has the entries of what was written so far.
+    Attributes:
+        key: of the whole tensor. shape: of the whole tensor. dtype: its name without ``torch.``.
+        offsets, sizes: of the piece inside the whole.
+        at_bytes, length_bytes: inside the file.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        storage: Storage,
-        hasher: ThreadPoolExecutor,
-        rank: int = 0,
-        cancel: threading.Event | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
-        super().__init__()
-        self.files: dict[str, FileEntry] = {}
-        self._folder = folder
-        self._storage = storage
-        self._hasher = hasher
-        self._name = f"__{rank}_0.distcp"
-        self._cancel = cancel
-        self._chunk_bytes = chunk_bytes
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at_bytes: int
+    length_bytes: int
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Part of DCP's protocol: a writer is made for one save here."""
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return cast("torch.dtype", getattr(torch, self.dtype))
+
+    @property
+    def value_bytes(self) -> int:
+        """Of the values, as they are in memory."""
+        return math.prod(self.sizes) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PartIndex:
+    """What one rank has written."""
+
+    rank: int
+    files: Mapping[str, FileEntry]
+    chunks: tuple[Chunk, ...]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        files = {name: asdict(entry) for name, entry in self.files.items()}
+        chunks = [astuple(chunk) for chunk in self.chunks]
+        return json.dumps({"rank": self.rank, "files": files, "chunks": chunks})
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Part of DCP's protocol: asked only when DCP has to choose a writer by itself."""
-        return isinstance(checkpoint_id, (str, Path))
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Part of DCP's protocol: the folder is made by the store."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and fsync all items of a plan."""
-        part = ChecksummedFile(
-            self._folder / self._name,
-            storage=self._storage,
-            hasher=self._hasher,
-            cancel=self._cancel,
-            chunk_bytes=self._chunk_bytes,
-        )
+    def from_json(cls, text: bytes, *, where: Path) -> PartIndex:
+        """Read the text of a file; CheckpointCorrupt with ``where`` when it is no such text."""
         try:
-            with without_zip_crc():
-                results = [self._write_item(part, item, planner) for item in plan.items]
-            self.files[self._name] = part.finish()
-        finally:
-            part.abandon()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def _write_item(
-        self, part: ChecksummedFile, item: WriteItem, planner: SavePlanner
-    ) -> WriteResult:
-        data = planner.resolve_data(item)
-        assert isinstance(data, torch.Tensor), f"{item.index.fqn} is no tensor"
-        offset = part.tell()
-        torch.save(compact(data), cast("IO[bytes]", part))
-        part.check()
-        length = part.tell() - offset
-        return WriteResult(
-            index=item.index,
-            size_in_bytes=length,
-            storage_data=_StorageInfo(self._name, offset, length),
-        )
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata; on the coordinator only."""
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {one.index: one.storage_data for many in results for one in many}
-        self.files[METADATA] = write_whole(
-            self._folder / METADATA,
-            pickle.dumps(metadata),
-            storage=self._storage,
-            hasher=self._hasher,
-        )
+            body = parse_json(text)
+            return cls(
+                rank=int(body["rank"]),
+                files=file_entries(body["files"]),
+                chunks=tuple(_chunk(*one) for one in body["chunks"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointCorrupt(f"{where} cannot be read: {error}") from error
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], writer: PartsWriter) -> None:
-    """Plan, write and fsync in one process. Not dcp.save: that warns when there is no process
-    group, and looks for one by itself when there is."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    plan = planner.finish_plan(plans[0])
-    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+def _chunk(
+    key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes: Any, length_bytes: Any
+) -> Chunk:
+    """Raises TypeError or ValueError: it is none."""
+    chunk = Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at_bytes, length_bytes)
+    numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes, length_bytes)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"a piece of {key!r} lies at {numbers}")
+    if not isinstance(key, str) or not isinstance(chunk.torch_dtype, torch.dtype):
+        raise TypeError(f"{key!r} is a tensor of {dtype!r}")
+    if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or any(
+        at + size > whole
+        for at, size, whole in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
+    ):
+        raise ValueError(f"a piece of {key!r} lies outside of it: {numbers}")
+    return chunk
 
 
-def compact(tensor: torch.Tensor) -> torch.Tensor:
+def own_json(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def part_json(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def tensors_file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def write_part(
+    folder: Path,
+    plan: WritePlan,
+    *,
+    storage: Storage,
+    hasher: ThreadPoolExecutor,
+    cancel: Event | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> PartIndex:
+    """Write and fsync all that is this rank's into an existing folder.
+
+    Raises:
+        OSError: a call failed. SaveAbandoned: ``cancel`` was set.
+    """
+    files: dict[str, FileEntry] = {}
+    name = tensors_file(plan.rank)
+    part = ChecksummedFile(
+        folder / name, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
+    )
+    try:
+        with _without_zip_crc():
+            chunks = tuple(_write_shard(part, shard) for shard in plan.shards)
+        files[name] = part.finish()
+    finally:
+        part.abandon()
+    texts: dict[str, JsonValue] = {own_json(plan.rank): dict(plan.own)}
+    if plan.rank == 0:
+        texts[SHARED_JSON] = dict(plan.shared)
+    for name, skeleton in texts.items():
+        text = json.dumps(skeleton, allow_nan=False, separators=(",", ":"))
+        files[name] = write_whole(folder / name, text.encode(), storage=storage, hasher=hasher)
+    return PartIndex(plan.rank, files, chunks)
+
+
+def write_index(
+    folder: Path, index: PartIndex, *, storage: Storage, hasher: ThreadPoolExecutor
+) -> FileEntry:
+    """Write and fsync what a rank has written, for the rank that commits; raises OSError.
+
+    Returns:
+        The entry of that file, through which all the others can be checked.
+    """
+    path = folder / part_json(index.rank)
+    entry = write_whole(path, index.to_json().encode(), storage=storage, hasher=hasher)
+    storage.fsync_dir(folder)
+    return entry
+
+
+def write_all(
+    folder: Path,
+    plan: WritePlan,
+    *,
+    storage: Storage,
+    hasher: ThreadPoolExecutor,
+    cancel: Event | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> dict[str, FileEntry]:
+    """Write and fsync a whole state, of which one rank has everything; raises as `write_part`."""
+    index = write_part(
+        folder, plan, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
+    )
+    data = pickled(metadata_of([index]))
+    entry = write_whole(folder / METADATA, data, storage=storage, hasher=hasher)
+    return {**index.files, METADATA: entry}
+
+
+def metadata_of(indexes: Iterable[PartIndex]) -> dcp.Metadata:
+    """DCP's index of all parts; of pieces that two ranks have written, the first.
+
+    Raises:
+        CheckpointCorrupt: the pieces of a tensor are not the whole of it.
+    """
+    tensors: dict[str, dcp.TensorStorageMetadata] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    for index in indexes:
+        for chunk in index.chunks:
+            found = tensors.setdefault(
+                chunk.key,
+                dcp.TensorStorageMetadata(
+                    properties=dcp.TensorProperties(dtype=chunk.torch_dtype),
+                    size=torch.Size(chunk.shape),
+                    chunks=[],
+                ),
+            )
+            at = dcp.MetadataIndex(chunk.key, chunk.offsets, len(found.chunks))
+            if at in places:
+                continue
+            box = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            found.chunks.append(box)
+            places[at] = _StorageInfo(tensors_file(index.rank), chunk.at_bytes, chunk.length_bytes)
+    _check_whole(tensors)
+    metadata = dcp.Metadata(dict(tensors), storage_data=places)
+    metadata.version = CURRENT_DCP_VERSION
+    return metadata
+
+
+def pickled(metadata: dcp.Metadata) -> bytes:
+    """The text of DCP's index, the same bytes wherever it is made of the same parts."""
+    return pickle.dumps(metadata)
+
+
+def _write_shard(part: ChecksummedFile, shard: Shard) -> Chunk:
+    at_bytes = part.tell()
+    torch.save(_compact(shard.tensor), cast("IO[bytes]", part))
+    part.check()
+    return Chunk(
+        key=shard.key,
+        shape=shard.shape,
+        dtype=str(shard.tensor.dtype).removeprefix("torch."),
+        offsets=shard.offsets,
+        sizes=tuple(shard.tensor.shape),
+        at_bytes=at_bytes,
+        length_bytes=part.tell() - at_bytes,
+    )
+
+
+def _check_whole(tensors: Mapping[str, dcp.TensorStorageMetadata]) -> None:
+    for key, found in tensors.items():
+        seen = sum(math.prod(chunk.sizes) for chunk in found.chunks)
+        if seen != math.prod(found.size):
+            raise CheckpointCorrupt(
+                f"the ranks have written {seen} values of {key}, which has "
+                f"{math.prod(found.size)}: they do not hold the same tensor. Is it laid out over "
+                "one mesh of all ranks?"
+            )
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, in memory of its own size: torch.save writes the whole memory behind a view."""
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -139,7 +264,7 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def without_zip_crc() -> Iterator[None]:
+def _without_zip_crc() -> Iterator[None]:
     """Spare torch's own CRC, which torch.load never checks.
 
     The setting is a thread's own in torch 2.13; in older ones a torch.save of another thread in the

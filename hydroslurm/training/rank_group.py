@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hydroslurm import errors
-from hydroslurm.checkpoint.peers import Peers
+from hydroslurm.checkpoint.save_round import Peers
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.stop_barrier import StopBarrier
 from hydroslurm.errors import AgreementFailed, HydroslurmError, RanksError, UsageError

@@ -11,13 +11,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hydroslurm.checkpoint.checksummed_file import check_file
-from hydroslurm.checkpoint.contents import SHARED_JSON
-from hydroslurm.checkpoint.peers import Peers
 from hydroslurm.checkpoint.reader import read_metadata
+from hydroslurm.checkpoint.save_round import Peers
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier
-from hydroslurm.checkpoint.writer import METADATA
+from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, UsageError

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.skeleton import join
+from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.write_plan import WritePlan, divide
 
 
 def state_of(step: int, *, width: int = 48) -> State:
@@ -69,3 +72,20 @@ def revoked_from_anybody(unfinished: Path) -> Path | None:
     if found is None or found[1] != "tmp":
         return None
     return folders._mine(unfinished.parent, "old", found[2])
+
+
+def plan_of_one(state: State) -> WritePlan:
+    """What a rank that is alone writes of a state."""
+    return divide(state, rank=0, world_size=1)
+
+
+def state_bytes(state: State) -> int:
+    return plan_of_one(state).state_bytes
+
+
+def copy_of(state: State, staging: Staging | None = None) -> State:
+    """A staged copy, put together again."""
+    plan = (staging or Staging()).copy(plan_of_one(state))
+    assert plan is not None, "there is no memory for a copy"
+    tensors = {shard.key: shard.tensor for shard in plan.shards}
+    return State(shared=join(plan.shared, tensors), own=join(plan.own, tensors))

@@ -19,13 +19,11 @@ from typer.testing import CliRunner
 
 from hydroslurm.checkpoint import manifest
 from hydroslurm.checkpoint.catalog import look
-from hydroslurm.checkpoint.contents import SHARED_JSON
-from hydroslurm.checkpoint.index import PartIndex
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.reader import read_metadata
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
-from hydroslurm.checkpoint.writer import METADATA
+from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON, PartIndex
 from hydroslurm.cli.checkpoint import checkpoint_app
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydroslurm.checkpoint import folders, reshard
+from hydroslurm.checkpoint.save_round import SOLO
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import LEAST_DIVIDED_BYTES, divide, owners
@@ -37,7 +38,7 @@ def test_every_tensor_once() -> None:
     portions = [
         divide(State(shared, {"o": torch.ones(1)}), rank=rank, world_size=3) for rank in range(3)
     ]
-    assert sorted(piece.key for one in portions for piece in one.pieces) == [
+    assert sorted(piece.key for one in portions for piece in one.shards) == [
         "rank-00000/o",
         "rank-00001/o",
         "rank-00002/o",
@@ -68,7 +69,7 @@ def test_no_fast_tier_with_several_ranks(tmp_path: Path) -> None:
         Saver(store, fast=CheckpointStore(tmp_path / "fast"))
     with pytest.raises(UsageError, match="peers"):
         Saver(CheckpointStore(tmp_path / "c"), peers=Lonely(rank=0, world_size=2))
-    assert CheckpointStore(tmp_path, peers=Lonely(rank=0, world_size=1)).peers is None
+    assert CheckpointStore(tmp_path, peers=Lonely(rank=0, world_size=1)).peers is SOLO
 
 
 def test_a_joint_folder_is_left_alone_for_a_while(tmp_path: Path) -> None:

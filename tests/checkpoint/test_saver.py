@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.disks import BrokenDisk, HeldDisk
+from checkpoint.states import state_bytes
 from processes import child
 
 from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.staging import state_bytes
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import FAST_AT_MOST, Tier
@@ -414,7 +414,7 @@ def test_without_memory_for_a_copy_the_training_waits(tmp_path: Path) -> None:
     for store, saver in zip(stores, savers, strict=True):
         state = state_of(1.0)
         assert saver.start(state, step=1) > 0
-        assert saver._copies._staging.reserved_bytes > 0 or saver is savers[1]
+        assert saver._staging.reserved_bytes > 0 or saver is savers[1]
         assert saver.wait() if saver is savers[0] else saver.durable_step == 1
         state.shared["model"]["w"].fill_(2.0)
         saver.close()
@@ -423,7 +423,7 @@ def test_without_memory_for_a_copy_the_training_waits(tmp_path: Path) -> None:
         assert value_at(store, 1) == (1.0, 1.0)
     (not_copied,) = [one for one in events if one.kind is SaveEventKind.NOT_COPIED]
     assert not_copied.reason == told[1]
-    assert savers[1]._copies._staging.reserved_bytes == 0
+    assert savers[1]._staging.reserved_bytes == 0
     assert files[0] == files[1]
 
 
@@ -435,7 +435,7 @@ def test_a_fast_tier_in_memory_counts(quick_folder: Path) -> None:
     alone = Saver(CheckpointStore(quick_folder / "alone"))
     assert alone.reserve(state) == ""
     alone.close()
-    free = [alone._copies._staging.reserved_bytes + (FAST_AT_MOST - 1) * size]
+    free = [alone._staging.reserved_bytes + (FAST_AT_MOST - 1) * size]
 
     def room() -> Room:
         return Room(free[0], 100 * size, 96 * size, "the limit of a test")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.states import copy_of, plan_of_one, state_bytes
 
-from hydroslurm.checkpoint.staging import Staging, state_bytes
+from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import State
 from hydroslurm.errors import UnsavableState
 
@@ -36,7 +37,7 @@ def test_the_copy_is_what_was_there_and_stays_so() -> None:
     next."""
     state = _state(rng=torch.get_rng_state(), counters=[1, 2.5, None, "x"], where=(3, {"a": b"b"}))
     before = [tensor.clone() for tensor in _tensors(dict(state.shared))]
-    copied = Staging().copy(state)
+    copied = copy_of(state)
     for tensor in _tensors(dict(state.shared)):
         tensor.fill_(7)
     state.own["counters"].append("later")
@@ -53,9 +54,9 @@ def test_memory_is_kept_and_used_again() -> None:
     """The second copy of the same state allocates nothing and lies where the first did."""
     staging = Staging()
     state = _state()
-    first = [tensor.data_ptr() for tensor in _tensors(dict(staging.copy(state).shared))]
+    first = [tensor.data_ptr() for tensor in _tensors(dict(copy_of(state, staging).shared))]
     held_bytes = staging.reserved_bytes
-    second = [tensor.data_ptr() for tensor in _tensors(dict(staging.copy(state).shared))]
+    second = [tensor.data_ptr() for tensor in _tensors(dict(copy_of(state, staging).shared))]
     assert (first, held_bytes) == (second, staging.reserved_bytes)
 
 
@@ -63,10 +64,11 @@ def test_reserving_gets_all_the_memory_in_advance() -> None:
     """After reserve() a copy needs no further memory; a state of a few bytes takes little."""
     staging = Staging()
     state = _state()
-    staging.reserve(state)
+    staging.reserve(plan_of_one(state))
+    staging.join()
     held_bytes = staging.reserved_bytes
     assert 0 < held_bytes < 2**20
-    staging.copy(state)
+    copy_of(state, staging)
     assert staging.reserved_bytes == held_bytes
 
 
@@ -75,17 +77,17 @@ def test_a_state_may_change_its_shapes() -> None:
     staging = Staging()
     for sizes in ((5, 1000), (1000, 5, 70000), (3,), (0, 1, 2**20), ()):
         state = State(shared={"t": [torch.randn(size) for size in sizes]}, own={})
-        copied = staging.copy(state)
+        copied = copy_of(state, staging)
         pairs = zip(state.shared["t"], copied.shared["t"], strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
-        assert staging.copied_bytes == state_bytes(state) == 4 * sum(sizes)
+        assert state_bytes(state) == 4 * sum(sizes)
 
 
 def test_tied_tensors_stay_tied() -> None:
     """Two names of one memory are one tensor in the copy, and count once."""
     weight = torch.nn.Parameter(torch.randn(4, 4))
     state = State(shared={"a": {"w": weight.detach()}, "b": {"w": weight.detach()}}, own={})
-    copied = Staging().copy(state)
+    copied = copy_of(state)
     assert copied.shared["a"]["w"] is copied.shared["b"]["w"]
     assert state_bytes(state) == 64
 
@@ -108,7 +110,7 @@ def test_tied_tensors_stay_tied() -> None:
 def test_views_and_kinds(tensor: torch.Tensor) -> None:
     """Whatever a tensor looks like, the copy has its values, its own small memory, and its order of
     dimensions where it is dense."""
-    copied = Staging().copy(State(shared={"t": {"x": tensor}}, own={})).shared["t"]["x"]
+    copied = copy_of(State(shared={"t": {"x": tensor}}, own={})).shared["t"]["x"]
     assert torch.equal(copied, tensor.resolve_conj())
     # what torch.save writes is the memory behind a tensor, all of it
     assert copied.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -118,15 +120,15 @@ def test_views_and_kinds(tensor: torch.Tensor) -> None:
 
 def test_what_cannot_be_saved_is_refused_at_once() -> None:
     """The caller hears of an object that cannot be saved where it hands it over."""
-    with pytest.raises(UnsavableState, match=r"own\.thing"):
-        Staging().copy(State(shared={}, own={"thing": object()}))
+    with pytest.raises(UnsavableState, match=r"rank-00000\.thing"):
+        copy_of(State(shared={}, own={"thing": object()}))
 
 
 def test_a_fork_does_not_make_the_next_copy_dear() -> None:
     """Children do not inherit the memory of the copies, so that it is never copy-on-write."""
     staging = Staging()
     state = State(shared={"t": {"x": torch.zeros(2**20)}}, own={})
-    copied = staging.copy(state).shared["t"]["x"]
+    copied = copy_of(state, staging).shared["t"]["x"]
     flags = _vm_flags(copied.data_ptr())
     assert "dc" in flags, f"no MADV_DONTFORK on the copy: {flags}"
 
@@ -155,7 +157,7 @@ def test_from_a_gpu_through_pinned_memory() -> None:
     wanted = wide.cpu()
     staging = Staging()
     for _ in range(2):
-        copied = staging.copy(state)
+        copied = copy_of(state, staging)
         wide.add_(1)
         assert copied.shared["t"]["x"].is_pinned()
         assert torch.equal(copied.shared["t"]["x"], wanted)

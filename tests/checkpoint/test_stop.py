@@ -19,7 +19,7 @@ from hydroslurm.checkpoint.tiers import Tier, newest_over
 
 def expect(saver: Saver, tier: Tier, *, seconds: float) -> None:
     """As if a save had taken so long."""
-    saver._committer._pace[tier].add(seconds, state_bytes=4000)
+    saver._writer._pace[tier].add(seconds, state_bytes=4000)
 
 
 def in_s(seconds: float) -> float:

@@ -18,8 +18,8 @@ import pytest
 from processes import wait_until
 
 import hydroslurm
-from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.greeting import GreetingFailed, HubGreeting, RankGreeting
 from hydroslurm.coordination.host import start_hub

@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 import hydroslurm
-from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.tiers import newest_over
+from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.cli import app
 from hydroslurm.errors import CheckpointCorrupt
 

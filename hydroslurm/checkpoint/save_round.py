@@ -1,0 +1,353 @@
+"""What all ranks of a save agree on: a :class:`SaveRound` is one call of a saver's method.
+
+Every rank makes the same calls in the same order, which numbers the topics. A rank by itself cannot
+know whether the others still have a save under way, or how much time they have left. One that has
+failed says so in its answer, so that the others need not wait for it and all raise the same
+message; one that is gone is named by the agreement itself. A world of one asks nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import NoneType
+from typing import Any, NoReturn, Protocol
+
+from hydroslurm.checkpoint.deadline import InFlight, Situation
+from hydroslurm.errors import (
+    AgreementFailed,
+    CheckpointError,
+    HydroslurmError,
+    RanksError,
+    SaveAbandoned,
+    SaveFailed,
+    StaleAttempt,
+    UnsavableState,
+)
+
+PATIENCE_S = 600.0
+"""How long the others are waited for: for the slowest disk, and a rank that is a step behind."""
+
+KEPT = "Checkpoints that were committed before are whole"
+
+_KINDS: dict[str, type[HydroslurmError]] = {
+    "stale": StaleAttempt,
+    "unsavable": UnsavableState,
+    "abandoned": SaveAbandoned,
+    "failed": SaveFailed,
+}
+
+
+class Peers(Protocol):
+    """What a joint checkpoint needs of the ranks: to agree, all or none. From any thread."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def agree(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        timeout_s: float | None = None,
+        cancel: threading.Event | None = None,
+        among: Sequence[int] | None = None,
+    ) -> Mapping[int, Any]:
+        """Hand in a value and get everybody's, in order of the ranks.
+
+        The outcome is one for all: either every rank gets all values, or every rank gets the same
+        error. A rank that asks when it has been decided gets what was decided.
+
+        Args:
+            topic: of one agreement in the life of the job; a topic is used once.
+            value: plain JSON, and small: all values go to all ranks.
+            timeout_s: give up after so long, which fails it for all. Time in which this process was
+                stopped does not count. None waits for ever, or until a rank is gone.
+            cancel: gives up when it is set.
+            among: the ranks that take part, this one among them and the same for all; default: all.
+
+        Raises:
+            AgreementFailed: a rank has died, left or given up.
+            HubLost: nothing connects the ranks any more.
+        """
+
+
+class Solo:
+    """A world of one: whatever its rank answers is agreed at once."""
+
+    rank = 0
+    world_size = 1
+
+    def agree(
+        self,
+        topic: str,  # noqa: ARG002 - nobody is asked
+        value: Any,
+        *,
+        timeout_s: float | None = None,  # noqa: ARG002 - as above
+        cancel: threading.Event | None = None,  # noqa: ARG002 - as above
+        among: Sequence[int] | None = None,  # noqa: ARG002 - as above
+    ) -> Mapping[int, Any]:
+        return {0: value}
+
+
+SOLO: Peers = Solo()
+
+
+@dataclass(frozen=True)
+class SaveRound:
+    """The agreements of one save.
+
+    Attributes:
+        topic: begins their names; the same on all ranks, and used for one save only.
+        timeout_s: how long each of them waits for the others.
+        cancel: gives up waiting.
+    """
+
+    peers: Peers
+    topic: str
+    step: int
+    timeout_s: float
+    cancel: threading.Event | None = None
+
+    @property
+    def is_solo(self) -> bool:
+        """Whether there is one rank only, which may be spoken of without its number."""
+        return self.peers.world_size == 1
+
+    def busy(self, step: int | None, *, problem: BaseException | None = None) -> str | None:
+        """Why no save can begin now, for people; None when one can.
+
+        Args:
+            step: of the save that is under way here.
+            problem: why this rank cannot take part.
+
+        Raises:
+            SaveFailed, UnsavableState: on all ranks; one cannot take part, or is gone.
+        """
+        answers = self._agree("start", {"busy": step}, problem=problem).items()
+        steps = {
+            rank: checked(one, rank=rank, busy=(int, NoneType))["busy"] for rank, one in answers
+        }
+        busy = {rank: one for rank, one in steps.items() if one is not None}
+        if not busy:
+            return None
+        where = "" if self.is_solo else f" (on rank {', '.join(map(str, busy))})"
+        return f"the save of step {max(busy.values())} is still under way{where}"
+
+    def situation(self, here: Situation) -> Situation:
+        """The situation of all ranks together.
+
+        Raises:
+            SaveFailed, UnsavableState: as in :meth:`busy`.
+        """
+        if self.is_solo:
+            return here
+        answers = self._agree("situation", _to_json(here), left_s=here.left_s)
+        return _together(here, [_situation_of(rank, one) for rank, one in answers.items()])
+
+    def refuse(self, problem: BaseException) -> NoReturn:
+        """Answer the others' :meth:`situation` with why this rank cannot take part, and raise."""
+        self._agree("situation", {}, problem=problem)
+        raise AssertionError("an answer that says so is a failure")
+
+    def all_done(self, done: bool, *, left_s: float) -> bool:
+        """Whether no rank needs another save; raises SaveFailed when one is gone."""
+        answers = self._agree("done", {"done": done}, left_s=left_s)
+        return all(checked(one, rank=rank, done=bool)["done"] for rank, one in answers.items())
+
+    def decline(self, error: BaseException) -> None:
+        """Answer the ranks that begin this save that this one cannot. Never raises."""
+        if not self.is_solo:
+            with suppress(CheckpointError, RanksError):
+                self.agree_before_commit("open", failed(error))
+
+    def agree(self, what: str, value: Any, *, among: Sequence[int] | None = None) -> Any:
+        """Everybody's values; raises RanksError."""
+        return self.peers.agree(
+            f"{self.topic}/{what}",
+            value,
+            timeout_s=self.timeout_s,
+            cancel=self.cancel,
+            among=among,
+        )
+
+    def agree_before_commit(self, what: str, value: Any) -> Mapping[int, Any]:
+        """Everybody's values; raises what ends the save when a rank has failed or is gone."""
+        try:
+            answers: Mapping[int, Any] = self.agree(what, value)
+        except RanksError as error:
+            kind = SaveAbandoned if self._canceled and not gone(error) else SaveFailed
+            raise kind(f"{self.not_saved} {why(error)}. {KEPT}") from error
+        raise_failures(answers, self.not_saved)
+        return answers
+
+    @property
+    def not_saved(self) -> str:
+        return f"step {self.step} was not saved:"
+
+    @property
+    def _canceled(self) -> bool:
+        return self.cancel is not None and self.cancel.is_set()
+
+    def _agree(
+        self,
+        what: str,
+        answer: Mapping[str, Any],
+        *,
+        left_s: float = math.inf,
+        problem: BaseException | None = None,
+    ) -> Mapping[int, Any]:
+        if problem is not None:
+            if self.is_solo:
+                raise problem
+            answer = failed(problem)
+        in_time = replace(self, timeout_s=min(self.timeout_s, max(0.0, left_s)))
+        return in_time.agree_before_commit(what, dict(answer))
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    """The answer of a rank that has failed."""
+    kind = next((name for name, one in _KINDS.items() if isinstance(error, one)), "failed")
+    return {"failed": [kind, _message(error)]}
+
+
+def checked(answer: Any, *, rank: int, **types: type | tuple[type, ...]) -> dict[str, Any]:
+    """The answer of another rank, which has these fields with values of these types.
+
+    It is checked like a stranger's: folders are made and removed, and files opened, by what stands
+    in it. A number that is to be calculated with is asked for as ``(int, float)``; True and False
+    are none.
+
+    Raises:
+        SaveFailed: a field is missing or of another type.
+    """
+    for name, wanted in types.items():
+        value = answer.get(name) if isinstance(answer, Mapping) else None
+        is_flag = isinstance(value, bool) and wanted is not bool
+        if not isinstance(answer, Mapping) or is_flag or not isinstance(value, wanted):
+            raise SaveFailed(
+                f"rank {rank} answers {_short(answer)}, which has no {name} as it is sent. "
+                "Do all ranks run the same release?"
+            )
+    return dict(answer)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def raise_failures(answers: Mapping[int, Any], not_saved: str) -> None:
+    """Raise the same on all ranks, naming those that have failed and why, if any has."""
+    failures = {
+        rank: _failure(answer["failed"])
+        for rank, answer in answers.items()
+        if isinstance(answer, Mapping) and "failed" in answer
+    }
+    if not failures:
+        return
+    kinds = {kind for kind, _ in failures.values()}
+    # whatever else went wrong, nothing can be done about a newer attempt
+    first = StaleAttempt if StaleAttempt in kinds else next(iter(kinds))
+    kind = first if first is StaleAttempt or len(kinds) == 1 else SaveFailed
+    told = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in failures.items())
+    raise kind(f"{not_saved} {told}. {KEPT}")
+
+
+def _failure(told: Any) -> tuple[type[HydroslurmError], str]:
+    if not (isinstance(told, list) and len(told) == 2 and isinstance(told[0], str)):
+        return SaveFailed, f"failed, and does not say why ({_short(told)})"
+    return _KINDS.get(told[0], SaveFailed), str(told[1])
+
+
+def why(error: RanksError) -> str:
+    """Which ranks an agreement lacks, in words that are the same on all ranks."""
+    if not isinstance(error, AgreementFailed):
+        return f"the ranks could not agree ({error})"
+    told = [
+        f"{_ranks(ranks)} {what}"
+        for ranks, what in (
+            (error.missing, "gone (died or left)"),
+            (error.withdrawn, "no longer waiting for the others"),
+        )
+        if ranks
+    ]
+    return " and ".join(told) or f"the ranks could not agree ({error})"
+
+
+def gone(error: RanksError) -> tuple[int, ...]:
+    """The ranks that will not come back."""
+    return error.missing if isinstance(error, AgreementFailed) else ()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3 is", "ranks 1, 3 are"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks))} are"
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror or error}{where}"
+    if isinstance(error, (CheckpointError, StaleAttempt)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _to_json(now: Situation) -> dict[str, Any]:
+    flight = now.in_flight
+    return {
+        "left_s": None if math.isinf(now.left_s) else now.left_s,
+        "durable_s": now.durable_s,
+        "in_flight": None
+        if flight is None
+        else [flight.step, flight.remaining_s, int(flight.is_this)],
+        "committed_step": now.committed_step,
+        "is_committed": now.is_committed,
+    }
+
+
+def _situation_of(rank: int, answer: Any) -> dict[str, Any]:
+    number = (int, float)
+    told = checked(
+        answer,
+        rank=rank,
+        left_s=(*number, NoneType),
+        durable_s=number,
+        in_flight=(list, NoneType),
+        committed_step=(int, NoneType),
+        is_committed=bool,
+    )
+    flight = told["in_flight"]
+    if flight is not None and [type(one) in number for one in flight] != [True] * 3:
+        raise SaveFailed(f"rank {rank} speaks of a save in flight as {flight!r:.80}")
+    return told
+
+
+def _together(now: Situation, told: list[dict[str, Any]]) -> Situation:
+    """The least time, the slowest disk, any save in flight, and what all know to be committed."""
+    left_s = [one["left_s"] for one in told if one["left_s"] is not None]
+    flights = [one["in_flight"] for one in told if one["in_flight"] is not None]
+    steps = [one["committed_step"] for one in told]
+    return replace(
+        now,
+        left_s=min(left_s, default=math.inf),
+        durable_s=max(one["durable_s"] for one in told),
+        in_flight=InFlight(
+            max(step for step, _, _ in flights),
+            max(rest for _, rest, _ in flights),
+            is_this=all(is_this for _, _, is_this in flights),
+        )
+        if flights
+        else None,
+        committed_step=None if None in steps else min(steps),
+        is_committed=all(one["is_committed"] for one in told),
+    )
