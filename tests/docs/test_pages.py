@@ -51,6 +51,12 @@ def _prose(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
 
+def _code(text: str) -> Iterator[str]:
+    """The blocks of shell commands, and the spans of code outside of blocks."""
+    yield from re.findall(r"^```bash\n(.*?)^```", text, flags=re.M | re.S)
+    yield from re.findall(r"`([^`]+)`", re.sub(r"^#.*$", "", _prose(text), flags=re.M))
+
+
 def _anchors(path: Path) -> set[str]:
     """The anchors that mkdocs and GitHub give the headings of a page."""
     headings = re.findall(r"^#+ +(.*)$", _prose(path.read_text()), flags=re.M)
@@ -155,17 +161,17 @@ def test_verbs_and_options_in_the_pages_exist() -> None:
     cli = SITE.cli_page()
     verbs = set(re.findall(r"^#+ hydroslurm (\w+)", cli, flags=re.M))
     for path in PAGES:
-        text = path.read_text()
-        for verb, rest in re.findall(r"(?:^|`)hydroslurm ([a-z]+)\b([^`\n|]*)", text, flags=re.M):
+        code = "\n".join(_code(path.read_text()))
+        for verb, rest in re.findall(r"^hydroslurm ([a-z]+)\b([^\n|]*)", code, flags=re.M):
             assert verb in verbs, f"{path.name}: hydroslurm {verb}"
             for option in re.findall(r"(?<= )--[a-z][\w-]+", re.split(r"#| -- | \w+\.py", rest)[0]):
                 assert option in cli, f"{path.name}: hydroslurm {verb} {option}"
 
 
 def test_messages_in_troubleshooting_are_messages() -> None:
-    """Each heading quotes what the code says; … stands for what differs from case to case."""
+    """Each quoted heading is what the code says; … stands for what differs from case to case."""
     text = (ROOT / "docs/troubleshooting.md").read_text()
-    quotes = re.findall(r"^### (.*)$", text, flags=re.M)
+    quotes = re.findall(r"^### `(.*)`$", text, flags=re.M)
     assert len(quotes) >= 15
     said = _strings(ROOT / "hydroslurm")
     for quote in quotes:
