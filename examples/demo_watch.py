@@ -30,15 +30,15 @@ def wait_for_step(run: RunDir, name: str, step: int) -> None:
 
 def wait_for_life(run: RunDir, name: str, number: int) -> None:
     """Until so many lives have made a step; says from where the newest goes on."""
-    _wait_for(run, number, _trains, f"life {number} of {name} to make a step")
+    _wait_for(run, number, _trains, f"attempt {number} of {name} to make a step")
     if number > 1:
         step = history(run).stops[number - 2].next_step
-        say(f"[cyan]{name}[/]: life {number} goes on from step {step}")
+        say(f"[cyan]{name}[/]: attempt {number} resumes from step {step}")
 
 
 def tell_stop(run: RunDir, name: str, number: int) -> None:
     """Wait until a life has left, and say how."""
-    _wait_for(run, number, lambda life: life.ended, f"life {number} of {name} to leave")
+    _wait_for(run, number, lambda life: life.ended, f"attempt {number} of {name} to leave")
     stops = history(run).stops
     if len(stops) < number or stops[number - 1].left == "finished":
         raise HydroslurmError(f"{name} had finished before it could be stopped; try more --epochs")

@@ -72,9 +72,9 @@ class Rank:
         life = self._life + 1
         self._tell("installed", at_s, gate="native", granularity="every operator")
         self._tell("ranks_joined", at_s + 0.4, world_size=self._plan.ranks, joined_s=0.4)
-        self._tell("attempt_began", at_s + 3.0, life=life, step=self._step)
+        self._tell("attempt_began", at_s + 3.0, attempt=life, step=self._step)
         self._step += 1
-        self._tell("first_step", at_s + 3.5, life=life)
+        self._tell("first_step", at_s + 3.5, attempt=life)
         at_s += 4.0
         for number, saves in self._order():
             at_s += 2.0
@@ -85,8 +85,8 @@ class Rank:
                 self._pause(at_s, number)
         at_s += 5.0
         if last:
-            self._tell("run_finished", at_s, life=life)
-            self._tell("attempt_ended", at_s, life=life, ending="finished")
+            self._tell("run_finished", at_s, attempt=life)
+            self._tell("attempt_ended", at_s, attempt=life, ending="finished")
         else:
             self._stop(at_s, life)
         self._tell("uninstalled", at_s + 0.4)
@@ -139,12 +139,12 @@ class Rank:
         self._tell("stop_reason", at_s + 0.02, reason="preempted", words="preempted by a job")
         self._tell("stop_agreed", at_s + 0.03, of_rank=0, signal="SIGTERM", place=self._step)
         self._step += 1
-        self._tell("safe_point", at_s + 0.05, life=life, waited_us=5e4)
+        self._tell("safe_point", at_s + 0.05, attempt=life, waited_us=5e4)
         self._save(at_s + 0.06, "stop")
         if self._rank == 0:
             self._tell("requeue_asked", at_s + 0.3, job_id=7)
             self._tell("requeued", at_s + 0.32, job_id=7, requeue_us=2e4)
-        self._tell("attempt_ended", at_s + 0.33, life=life, ending="preempted")
+        self._tell("attempt_ended", at_s + 0.33, attempt=life, ending="preempted")
 
     def _tell(self, kind: str, at_s: float, **data: Any) -> None:
         mono_ns = self._mono_ns(at_s)

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "compat": TRAINING | {"training"},
     "jobs": COORDINATION | {"runtime"},
     "report": BASE | {"slurm"},
-    "observe": BASE | {"slurm", "checkpoint", "training.lives", "jobs"},
+    "observe": BASE | {"slurm", "checkpoint", "training.attempts", "jobs"},
     "devcluster": BASE | {"slurm"},
     "cli": {""},  # everything
     "__init__": {""},

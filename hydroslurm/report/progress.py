@@ -193,7 +193,7 @@ class Follower:
         saved = self._saves.get(safe_step) if safe_step is not None else self._stop_save
         of_stop = saved or _SaveDraft(None, None)
         return Progress(
-            life=integer(data_of(began), "life"),
+            life=integer(data_of(began), "attempt"),
             began_step=integer(data_of(began), "step"),
             first_step_mono_ns=stamp_of(stepped),
             last_step=self._last_step,

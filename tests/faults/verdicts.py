@@ -15,7 +15,7 @@ from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 KEPT_BY_ALL = 50
 """A run that keeps so many checkpoints removes none of them in a round."""
@@ -218,12 +218,12 @@ def _events(run: RunDir, rank: int, pid: int) -> tuple[Event, ...]:
 
 def _end_step(run: RunDir, events: Mapping[int, Sequence[Event]]) -> int | None:
     numbers = {
-        event.data["life"]
+        event.data["attempt"]
         for one in events.values()
         for event in one
         if event.kind is EventKind.ATTEMPT_BEGAN
     }
-    lives = [life for life in Ledger(run.lives_jsonl).lives() if life.number in numbers]
+    lives = [life for life in AttemptLog(run.attempts_jsonl).attempts() if life.number in numbers]
     return lives[-1].end_step if lives else None
 
 

@@ -126,12 +126,12 @@ class RankLog:
         lines: list[tuple[str, float, int, dict[str, Any]]] = [
             ("stop_requested", at_s, step - 1, request),
             ("stop_reason", at_s + 0.01, step - 1, {"reason": reason, "words": "in words"}),
-            ("safe_point", at_s + 0.02, step, {"life": life, "waited_us": 2e4}),
+            ("safe_point", at_s + 0.02, step, {"attempt": life, "waited_us": 2e4}),
             ("save_started", at_s + 0.025, step, {**save, "tier": None}),
             ("save_staged", at_s + 0.03, step, {**save, "tier": None}),
             ("save_written", at_s + 0.045, step, {**save, "tier": "durable"}),
             ("save_committed", at_s + 0.05, step, {**save, "tier": "durable"}),
-            ("attempt_ended", at_s + 0.055, step, {"life": life, "ending": reason}),
+            ("attempt_ended", at_s + 0.055, step, {"attempt": life, "ending": reason}),
             ("requeue_asked", at_s + 0.056, step, {"job_id": self.job_id}),
             ("requeued", at_s + 0.06, step, {"job_id": self.job_id, "requeue_us": 4e3}),
             # Slurm signals again while the process leaves

@@ -267,7 +267,7 @@ damaged = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats()
 @settings(max_examples=100)
 @given(
     st.data(),
-    st.lists(st.sampled_from(["step", "life", "checkpoint_step", "ending", "reason", "tier"])),
+    st.lists(st.sampled_from(["step", "attempt", "checkpoint_step", "ending", "reason", "tier"])),
 )
 def test_any_fields(data: st.DataObject, names: list[str]) -> None:
     """Fields of any type and value never raise, and what comes out can be written as JSON."""
