@@ -125,7 +125,7 @@ class RunDir:
         return self.root / "claim.json"
 
     @property
-    def lives_jsonl(self) -> Path:
+    def attempts_jsonl(self) -> Path:
         return self.root / "attempts.jsonl"
 
     @property

@@ -134,12 +134,12 @@ def _draw(axes: Axes, latency: Latency) -> None:
     low = math.floor(logs[0])
     high = max(math.ceil(logs[-1]), low + 1)
     # one polygon: a rectangle per bin takes a quarter longer to draw
-    counts, _, _ = axes.hist(
+    axes.hist(
         logs, bins=_BINS, range=(low, high), histtype="stepfilled", facecolor=latency.colour,
         hatch=latency.hatch, edgecolor="white", lw=0.3,
     )  # fmt: skip
     axes.set_xlim(low, high)
-    axes.set_ylim(0, 1.12 * max(counts))
+    axes.margins(y=0.12)
     named = []
     for percent, (name, colour, dashes) in ((50, _MEDIAN), (99, _P99)):
         at = percentile(logs, percent)
