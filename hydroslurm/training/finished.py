@@ -1,21 +1,35 @@
-"""finished.json: the marker that makes a restart leave at once.
+"""When a run is finished, and finished.json, the marker that makes a restart exit at once.
 
-Slurm 25.11 requeues a preempted job whatever it ended with, also one that finished its training
-inside the grace; without the marker what follows the training would be done again. ``ending`` says
-when it is written.
+Slurm 25.11 requeues a preempted job whatever its exit status, including one that finished its
+training within the grace; without the marker everything after the training would run again.
+
+A run is finished when its training is done *and* the process that did it exits with status 0. What
+a script does after its ``with Run`` block (an export, say) belongs to the job and has no safe
+points, so the marker is written when the interpreter shuts down. After any other exit there is
+none: the next start trains nothing, and repeats that last part.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
+import multiprocessing.util
 import os
+import sys
+import threading
 import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
+from hydroslurm.core.exitcodes import leaves_with, left_with
+from hydroslurm.core.fence import Fence
 from hydroslurm.core.files import check_trusted, open_regular, parse_json, read_regular
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import RunFolderError, UntrustedFile
+from hydroslurm.errors import RunFolderError, UntrustedFile, UsageError
+from hydroslurm.training.notice import notice
 
 _LIMIT_BYTES = 4096
 
@@ -96,3 +110,76 @@ def read(run: RunDir) -> Finished | None:
         raise RunFolderError(
             f"{run.finished_json} cannot be read ({error}). Remove it to train on"
         ) from error
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A run whose training is done."""
+
+    pid: int
+    run: RunDir
+    step: int
+    fence: Fence
+
+
+_trained: dict[Path, _Trained] = {}
+_exit = sys.exit
+
+
+def at_good_end(run: RunDir, *, step: int, fence: Fence) -> None:
+    """Put the marker of a run in place once this process ends with status 0.
+
+    An uncaught exception and :func:`sys.exit` with another status are seen, and a signal ends the
+    process without asking; ``raise SystemExit(1)`` cannot be told from a good end.
+    """
+    if not _trained:
+        if multiprocessing.parent_process() is None:
+            atexit.register(settle)
+        else:  # leaves by os._exit(), which calls nobody
+            multiprocessing.util.Finalize(None, settle, exitpriority=0)
+        sys.exit = _noting_exit
+    _trained[run.root] = _Trained(os.getpid(), run, step, fence)
+
+
+def require_unfinished(run: RunDir) -> None:
+    """Whether a Run may be made in a folder.
+
+    Raises:
+        UsageError: another one has finished there in this process: the restart of the first would
+            load what the second has saved.
+    """
+    done = _trained.get(run.root)
+    if done is not None and done.pid == os.getpid():
+        raise UsageError(
+            f"a Run has finished in {run.root} already, in this process, and a folder is that of "
+            "one run. Give each of two in sequence its own: "
+            f'Run(directory="{run.root}/second", ...)'
+        )
+
+
+def settle() -> None:
+    """The process ends: write the markers, or say why not."""
+    for done in [one for one in _trained.values() if one.pid == os.getpid()]:
+        del _trained[done.run.root]
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        status = left_with()
+        if error is not None or status not in (None, 0):
+            why = type(error).__name__ if error is not None else f"status {status}"
+            notice(
+                f"the training of {done.run.root} is done, and the process ends with {why}: a "
+                "restart does what follows the training again"
+            )
+            continue
+        try:
+            done.fence.check("the end of the run")
+            if done.run.root.is_dir():
+                write(done.run, step=done.step)
+        except Exception as problem:  # an exit status cannot be changed any more
+            notice(f"the end of the run is not written down, and a restart finds out: {problem}")
+
+
+def _noting_exit(status: Any = None, /) -> NoReturn:
+    """``sys.exit`` that remembers with what it was called: nothing else tells the status."""
+    if threading.current_thread() is threading.main_thread():
+        leaves_with(status)
+    _exit(status)
