@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "jobs": COORDINATION | {"runtime"},
     "report": BASE | {"slurm"},
     "observe": BASE | {"slurm", "checkpoint", "training.attempts", "jobs"},
-    "devcluster": {"errors", "core.files", "slurm.spank.build"},
+    "devcluster": {"errors", "core.files", "core.trust", "slurm.spank.build"},
     "cli": {""},  # everything
     "__init__": {""},
 }

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm.core import rundir
-from hydroslurm.core.files import clean, is_trusted, open_regular, parse_json, read_regular
+from hydroslurm.core.files import clean, open_regular, parse_json, read_regular
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import is_trusted
 from hydroslurm.errors import RunFolderError, SlurmError, UsageError
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hydroslurm.core.files import check_trusted, open_regular, parse_json, read_regular
+from hydroslurm.core.files import open_regular, parse_json, read_regular
 from hydroslurm.core.supervised import ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageError
 
 Ending = Literal["preempted", "time_limit", "cancelled", "requeued", "asked", "error", "finished"]

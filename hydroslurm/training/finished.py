@@ -26,8 +26,9 @@ from typing import Any, NoReturn
 
 from hydroslurm.core.exitcodes import leaves_with, left_with
 from hydroslurm.core.fence import Fence
-from hydroslurm.core.files import check_trusted, open_regular, parse_json, read_regular
+from hydroslurm.core.files import open_regular, parse_json, read_regular
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile, UsageError
 from hydroslurm.training.notice import notice
 
