@@ -80,7 +80,7 @@ def _run(code: str) -> str:
         "hydroslurm",
         "hydroslurm.cli",
         "hydroslurm.runtime.client",
-        "hydroslurm.jobs.launch.task",
+        "hydroslurm.jobs.task",
         "hydroslurm.runtime.autoload",
         "hydroslurm.coordination.coordinator",
         "hydroslurm.jobs.supervisor.main",
@@ -108,8 +108,8 @@ def test_only_the_command_line_prints() -> None:
     """No module outside cli/ calls print, except those that are programs themselves."""
     programs = {
         "runtime/client.py",
-        "jobs/launch/beside.py",
-        "jobs/launch/task.py",
+        "jobs/control/attached.py",
+        "jobs/task.py",
         "jobs/supervisor/main.py",
     }
     for path in PACKAGE.rglob("*.py"):

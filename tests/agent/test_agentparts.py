@@ -16,11 +16,16 @@ import pytest
 from hydroslurm.core.rankstate import RankState
 from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent import rendezvous_keepalive as patience
-from hydroslurm.jobs.agent.defaults import Rendezvous, fill_in, meeting
+from hydroslurm.jobs.agent.exit_status import (
+    Decision,
+    decide,
+    failure_status,
+    node_status,
+    what_is_missing,
+)
+from hydroslurm.jobs.agent.rendezvous import Rendezvous, fill_in, meeting
 from hydroslurm.jobs.agent.rendezvous_keepalive import Patience
-from hydroslurm.jobs.agent.script import what_is_missing
-from hydroslurm.jobs.agent.signal_pipe import Interrupted, Mailbox
-from hydroslurm.jobs.agent.status import Decision, decide, failure_status, node_status
+from hydroslurm.jobs.agent.signal_pipe import Interrupted, SignalPipe
 from hydroslurm.jobs.agent.workers import Worker
 
 TERM = -int(signal.SIGTERM)
@@ -211,7 +216,7 @@ def test_mailbox() -> None:
     """Signals do not end the process, are told in their order to another thread, and the handlers
     of before come back."""
     before = signal.getsignal(signal.SIGUSR1)
-    box = Mailbox([signal.SIGUSR1, signal.SIGUSR2], stops=[signal.SIGUSR2])
+    box = SignalPipe([signal.SIGUSR1, signal.SIGUSR2], stops=[signal.SIGUSR2])
     box.open()
     try:
         for signo in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):

@@ -158,11 +158,11 @@ def test_interleaved_lives() -> None:
 def test_installed_twice_in_one_process() -> None:
     """A script that was started pausable, then by its Run, then by itself again: one attempt, whose
     pauses are counted through. A second Run of the process begins another."""
-    unasked = RankLog().installed().pause(1).uninstalled(3)
+    unrequested_exit = RankLog().installed().pause(1).uninstalled(3)
     run = RankLog().trains(4, life=1).pause(8, cause="user")
     run.add(EventKind.ATTEMPT_ENDED, 10, life=1, ending="finished").uninstalled(10.1)
     behind = RankLog().installed(10.2).pause(11, cause="api").uninstalled(13)
-    events = [event for log in (unasked, run, behind) for event in log.events]
+    events = [event for log in (unrequested_exit, run, behind) for event in log.events]
     (life,) = lives_of(events)
     assert [(pause.number, pause.causes) for pause in life.pauses] == [
         (1, ("slurm",)),

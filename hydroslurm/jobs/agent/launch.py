@@ -9,8 +9,8 @@ from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.secret import key_from
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import RanksError
-from hydroslurm.jobs.agent.defaults import agents, meeting
 from hydroslurm.jobs.agent.node import Node
+from hydroslurm.jobs.agent.rendezvous import agents, meeting
 
 
 def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) -> int:

@@ -26,12 +26,12 @@ class Complaint:
 
     Attributes:
         path: of the field that is to be changed, most likely.
-        words: what was seen, what was wanted, what to do.
+        message: what was seen, what was wanted, what to do.
         because: what else it was concluded from.
     """
 
     path: KeyPath
-    words: str
+    message: str
     because: tuple[KeyPath, ...] = ()
 
 
@@ -47,32 +47,32 @@ def unused(job: TrainingJob) -> Iterator[Complaint]:
     """What is no mistake, and has no effect in this job; people should know."""
     torchrun = job.torchrun_config
     if torchrun.enable and torchrun.has_own_server and job.replicas == 1:
-        words = (
+        message = (
             f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so that its agent runs "
             "torchrun --standalone and asks no server; leave it out, or raise replicas"
         )
-        yield Complaint((*_TORCHRUN, "rdzvBackend"), words)
+        yield Complaint((*_TORCHRUN, "rdzvBackend"), message)
     if not torchrun.enable and torchrun.proc_per_node != "1":
-        words = (
+        message = (
             f"{torchrun.proc_per_node}: counts with torchrun; without it a replica has as many "
             "ranks as its resources.tasks"
         )
-        yield Complaint(_PROCS, words)
+        yield Complaint(_PROCS, message)
 
 
 def _types(job: TrainingJob) -> Iterator[Complaint]:
     types = [spec.type.lower() for spec in job.replica_specs]
     for number, spec in enumerate(job.replica_specs):
         if types.index(types[number]) < number:
-            words = f"{spec.type!r} is there already; add up the replicas of one type"
-            yield Complaint(("replicaSpecs", number, "type"), words, (("replicaSpecs",),))
+            message = f"{spec.type!r} is there already; add up the replicas of one type"
+            yield Complaint(("replicaSpecs", number, "type"), message, (("replicaSpecs",),))
 
 
 def _size(job: TrainingJob) -> Iterator[Complaint]:
     ranks = sum(one.replicas * one.template.resources.tasks for one in job.replica_specs)
     if ranks > MOST_RANKS:
-        words = f"{ranks} ranks in all; at most {MOST_RANKS} can be laid out"
-        yield Complaint(("replicaSpecs",), words)
+        message = f"{ranks} ranks in all; at most {MOST_RANKS} can be laid out"
+        yield Complaint(("replicaSpecs",), message)
 
 
 def _of_replicas(job: TrainingJob, spec: ReplicaSpec, at: KeyPath) -> Iterator[Complaint]:
@@ -80,67 +80,67 @@ def _of_replicas(job: TrainingJob, spec: ReplicaSpec, at: KeyPath) -> Iterator[C
     where = (*at, "template", "resources")
     replicas, kind = (*at, "replicas"), (*at, "type")
     if spec.type.lower() == MASTER and spec.replicas != 1:
-        words = f"{spec.replicas} masters; there can be one, whose end is the job's"
-        yield Complaint(replicas, words, (kind,))
+        message = f"{spec.replicas} masters; there can be one, whose end is the job's"
+        yield Complaint(replicas, message, (kind,))
     if resources.nodes is not None and spec.replicas % resources.nodes:
-        words = f"{spec.replicas} replicas cannot be shared evenly by {resources.nodes} nodes"
-        yield Complaint((*where, "nodes"), words, (replicas,))
+        message = f"{spec.replicas} replicas cannot be shared evenly by {resources.nodes} nodes"
+        yield Complaint((*where, "nodes"), message, (replicas,))
     if torchrun.enable and resources.tasks != 1:
-        words = (
+        message = (
             f"{resources.tasks}, but with torchrun a replica is one agent; say "
             "torchrunConfig.procPerNode instead"
         )
-        yield Complaint((*where, "tasks"), words, (_ENABLE,))
+        yield Complaint((*where, "tasks"), message, (_ENABLE,))
     if torchrun.enable and torchrun.proc_per_node == "gpu" and not resources.gpus:
-        words = "torchrunConfig.procPerNode is gpu, and no GPU is asked for here"
-        yield Complaint((*where, "gpus"), words, (_ENABLE, _PROCS))
+        message = "torchrunConfig.procPerNode is gpu, and no GPU is asked for here"
+        yield Complaint((*where, "gpus"), message, (_ENABLE, _PROCS))
     seen: set[str] = set()
     for number, one in enumerate(spec.template.env):
         if one.name in seen:
-            words = f"{one.name!r} is there already; one of the two would be lost"
-            yield Complaint((*at, "template", "env", number, "name"), words)
+            message = f"{one.name!r} is there already; one of the two would be lost"
+            yield Complaint((*at, "template", "env", number, "name"), message)
         seen.add(one.name)
 
 
 def _min_nodes(job: TrainingJob) -> Iterator[Complaint]:
     least = job.torchrun_config.min_nodes
     if least is not None and least > job.replicas:
-        words = f"{least} is more than the {job.replicas} replicas that there are"
-        yield Complaint((*_TORCHRUN, "minNodes"), words, (("replicaSpecs",),))
+        message = f"{least} is more than the {job.replicas} replicas that there are"
+        yield Complaint((*_TORCHRUN, "minNodes"), message, (("replicaSpecs",),))
 
 
 def _meeting(job: TrainingJob) -> Iterator[Complaint]:
     torchrun = job.torchrun_config
     backend = (*_TORCHRUN, "rdzvBackend")
     if torchrun.has_own_server and not torchrun.names_endpoint:
-        words = (
+        message = (
             f"{torchrun.rdzv_backend} needs to be told where its server is, in extraOptions: "
             f"[{ENDPOINT}, HOST:PORT]; c10d needs none"
         )
-        yield Complaint(backend, words, ((*_TORCHRUN, "extraOptions"),))
+        yield Complaint(backend, message, ((*_TORCHRUN, "extraOptions"),))
     if torchrun.names_endpoint and not torchrun.has_own_server:
-        words = f"{ENDPOINT} is set by hydroslurm for {torchrun.rdzv_backend}; leave it out"
-        yield Complaint((*_TORCHRUN, "extraOptions"), words, (backend,))
+        message = f"{ENDPOINT} is set by hydroslurm for {torchrun.rdzv_backend}; leave it out"
+        yield Complaint((*_TORCHRUN, "extraOptions"), message, (backend,))
     if torchrun.rdzv_backend == "static" and torchrun.min_nodes not in (None, job.replicas):
-        words = f"{torchrun.min_nodes}, but with rdzvBackend static all replicas train or none"
-        yield Complaint((*_TORCHRUN, "minNodes"), words, (backend, ("replicaSpecs",)))
+        message = f"{torchrun.min_nodes}, but with rdzvBackend static all replicas train or none"
+        yield Complaint((*_TORCHRUN, "minNodes"), message, (backend, ("replicaSpecs",)))
 
 
 def _debug(job: TrainingJob) -> Iterator[Complaint]:
     types = [spec.type for spec in job.replica_specs]
     for number, one in enumerate(job.run_mode.debug.replica_specs):
         if one.type.lower() not in (name.lower() for name in types):
-            words = f"there is no replica type {one.type!r}; wanted one of {', '.join(types)}"
+            message = f"there is no replica type {one.type!r}; wanted one of {', '.join(types)}"
             path = ("runMode", "debug", "replicaSpecs", number, "type")
-            yield Complaint(path, words, (("replicaSpecs",),))
+            yield Complaint(path, message, (("replicaSpecs",),))
 
 
 def _warning(job: TrainingJob) -> Iterator[Complaint]:
     limit_min, warning_s = job.scheduler.time_limit_minutes, job.preemption.warning_seconds
     if limit_min is not None and warning_s >= 60 * limit_min:
-        words = (
+        message = (
             f"{warning_s} s before a limit of {limit_min} min would be at the start; shorten it, "
             "or raise scheduler.timeLimitMinutes"
         )
         path = ("preemption", "warningSeconds")
-        yield Complaint(path, words, (("scheduler", "timeLimitMinutes"),))
+        yield Complaint(path, message, (("scheduler", "timeLimitMinutes"),))

@@ -9,14 +9,10 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from hydroslurm.jobs.spec.consistency import complaints
-from hydroslurm.jobs.spec.part import Part, as_tuple
-from hydroslurm.jobs.spec.policies import Preemption, RunPolicy
+from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
 from hydroslurm.jobs.spec.replicas import ReplicaSpec
-from hydroslurm.jobs.spec.runmode import RunMode
-from hydroslurm.jobs.spec.scheduler import Scheduler
+from hydroslurm.jobs.spec.sections import Preemption, RunMode, RunPolicy, Scheduler, TensorBoard
 from hydroslurm.jobs.spec.source import path_text
-from hydroslurm.jobs.spec.tensorboard import TensorBoard
-from hydroslurm.jobs.spec.text import Line, Printable
 from hydroslurm.jobs.spec.torchrun import TorchrunConfig
 
 DOES_NOT_FIT = "does_not_fit"
@@ -86,7 +82,9 @@ class TrainingJob(Part):
     def _fits_together(self) -> TrainingJob:
         found = complaints(self)
         if found:
-            words = "; ".join(f"{path_text(one.path)}: {one.words}" for one in found)
+            message = "; ".join(f"{path_text(one.path)}: {one.message}" for one in found)
             # the braces of a user's text are none of pydantic's template
-            raise PydanticCustomError(DOES_NOT_FIT, "{words}", {"words": words, "found": found})
+            raise PydanticCustomError(
+                DOES_NOT_FIT, "{message}", {"message": message, "found": found}
+            )
         return self
