@@ -341,7 +341,7 @@ import torch.distributed as dist
 import hydroslurm
 from hydroslurm.runtime import install as installation
 
-unrequested_exit = installation.gives_way()
+unasked = installation.gives_way()
 together = hydroslurm.controller().ranks.wait_for_all(timeout_s=60)
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
@@ -350,7 +350,7 @@ with hydroslurm.Run(model=model, directory=sys.argv[1]) as run:
     run.step += 1
     run.safe_point()
     mine = hydroslurm.controller()
-    seen = [unrequested_exit, together, installation.gives_way(), mine.ranks.wait_for_all(timeout_s=60)]
+    seen = [unasked, together, installation.gives_way(), mine.ranks.wait_for_all(timeout_s=60)]
 with open(f"{sys.argv[1]}-{os.environ['RANK']}", "w") as file:
     json.dump(seen, file)
 dist.destroy_process_group()

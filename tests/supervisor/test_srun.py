@@ -20,8 +20,8 @@ from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.values import Job, JobState
 
 SRUN = """#!/bin/bash
-# Fake srun, with the message of 22.05.8: the first one starts its task and is killed, the second one
-# waits for a job step, for ever.
+# Fake srun, with the messages of 22.05.8: the first one starts its task and is killed, the second
+# one waits for a job step, for ever.
 echo called >> "$CALLS"
 if [ "$(wc -l < "$CALLS")" = 1 ]; then
     echo "srun: launching StepId=7.4 on host n1, 1 tasks: 0"

@@ -59,7 +59,7 @@ from hydroslurm.jobs.agent.exit_status import (
 )
 from hydroslurm.jobs.agent.node import Node
 from hydroslurm.jobs.agent.rendezvous import Rendezvous, fill_in
-from hydroslurm.jobs.agent.rendezvous_keepalive import Patience
+from hydroslurm.jobs.agent.rendezvous_keepalive import RendezvousKeepalive
 from hydroslurm.jobs.agent.signal_pipe import Interrupted
 from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.runtime import autoload
@@ -90,12 +90,12 @@ class NodeAgent(LocalElasticAgent):
         self._node = node
         self._monitoring = False
         self._leaving = False
-        patience = Patience(
+        keepalive = RendezvousKeepalive(
             spec.rdzv_handler,
             leaving=lambda: self._leaving or node.stop_asked.is_set(),
             say=functools.partial(node.log.say, warning=True),
         )
-        node.on_suspend(patience.suspend)
+        node.on_suspend(keepalive.suspend)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._node.signal_pipe.interruptible():

@@ -40,7 +40,7 @@ def agents(environ: Mapping[str, str]) -> World | None:
     return World.from_environ({k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE")})
 
 
-def meeting(environ: Mapping[str, str], *, key: bytes | None) -> Rendezvous | None:
+def find_rendezvous(environ: Mapping[str, str], *, key: bytes | None) -> Rendezvous | None:
     """The meeting of this job step's tasks; None where there are no several.
 
     Args:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.core import registry
-from hydroslurm.jobs.agent import workers as proc
 
 Meaning = Literal["slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning"]
 MEANINGS: tuple[Meaning, ...] = (
@@ -104,13 +103,13 @@ class Workers:
         have the job requeued and leave, where only a restart is meant."""
         for worker in self.all:
             if worker.entry is not None:
-                proc.send_group(worker.pid, signal.SIGKILL)
+                send_group(worker.pid, signal.SIGKILL)
 
     def _announced(self, pid: int) -> registry.Entry | None:
         """Of the process itself, or of the nearest child, below a shell script for example."""
         if self._base is None:
             return None
-        found = (registry.find(self._base, each) for each in proc.family(pid))
+        found = (registry.find(self._base, each) for each in family(pid))
         return next((entry for entry in found if entry is not None), None)
 
 
@@ -121,15 +120,15 @@ def _give(worker: Worker, meaning: Meaning, *, waited_s: float) -> bool:
         signo = entry.signals.get(meaning)
         if signo is None:
             return True
-        if signo == signal.SIGCONT or proc.catches(entry.pid, signo):
-            proc.send(entry.pid, signo)
+        if signo == signal.SIGCONT or catches(entry.pid, signo):
+            send(entry.pid, signo)
             return True
     if meaning != "stop":
         return False
-    if entry is None and proc.catches(worker.pid, signal.SIGTERM):
-        return proc.send(worker.pid, signal.SIGTERM) or True
+    if entry is None and catches(worker.pid, signal.SIGTERM):
+        return send(worker.pid, signal.SIGTERM) or True
     if waited_s > PATIENCE_S:
-        proc.send_group(worker.pid, signal.SIGTERM)
+        send_group(worker.pid, signal.SIGTERM)
         return True
     return False
 

@@ -10,9 +10,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_snake
 
-from hydroslurm.jobs.spec.consistency import Complaint
 from hydroslurm.jobs.spec.fields import NotText
-from hydroslurm.jobs.spec.job import DOES_NOT_FIT, TrainingJob
+from hydroslurm.jobs.spec.job import DOES_NOT_FIT, Complaint, TrainingJob
 from hydroslurm.jobs.spec.source import KeyPath, Source, path_text
 from hydroslurm.jobs.spec.translation import nearest
 

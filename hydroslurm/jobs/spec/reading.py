@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec import t9k
-from hydroslurm.jobs.spec.consistency import unused
 from hydroslurm.jobs.spec.fields import is_printable
-from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.job import TrainingJob, unused
 from hydroslurm.jobs.spec.priorities import read_priorities
 from hydroslurm.jobs.spec.problems import Problem, problems_of
 from hydroslurm.jobs.spec.source import KeyPath, Source, parse_source, path_text, read_source

@@ -1,4 +1,4 @@
-"""The supervisor of one job: attempt after attempt, until there is a end of the job or it leaves its nodes.
+"""The supervisor of one job: attempt after attempt, until the job ends or has to leave its nodes.
 
 It runs in the batch script, on the job's first node, and holds nothing that is not in the run
 folder: when it is killed, the script starts it again and it goes on with the job step that runs.

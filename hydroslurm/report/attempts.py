@@ -1,0 +1,241 @@
+"""The attempts of any number of ranks, from the lines of their logs. Pure.
+
+An *attempt* here is one process of one rank. A run folder keeps one file per rank over all
+requeues, so one file holds several attempts, and around a requeue the old process may still write
+while the new one does. The restart count, the host and the pid tell them apart, never the position
+in the file. A process that installs twice makes two attempts only if it makes two ``Run``s.
+
+Lines are read once and dropped: an attempt keeps its pauses, its saves and some timestamps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.report.datewatch import DateWatch
+from hydroslurm.report.lines import Line, Who, data_of, integer, lines_of, text
+from hydroslurm.report.pauses import OF_PAUSES, Pause, PausesBuilder
+from hydroslurm.report.progress import OF_A_RUN, Progress, ProgressBuilder
+
+_OF_PROGRESS = OF_A_RUN | {EventKind.STOP_AGREED}
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """A signal that asked a rank to save and leave; the stamp is the handler's."""
+
+    rank: int
+    requested_mono_ns: int
+    signal: str | None = None
+    restart_count: int = 0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One process of one rank, from its first event to its last.
+
+    Attributes:
+        clock_offset_ns: CLOCK_REALTIME minus CLOCK_MONOTONIC (see ``report.datewatch.DateWatch``).
+        clock_error_ns: by how much that changed in the attempt, unless it was set; None where one
+            event cannot tell.
+        ended: it uninstalled; False when it was killed or is still running.
+        pauses, stops: those of this attempt. Two stop requests for one preemption are normal.
+        progress: what its ``Run`` wrote down; None where there was none.
+        world_size: ranks that it was joined with, itself included; 1: it was alone.
+        joined_mono_ns: all of them had joined; None for one that was alone.
+        boot: of its host; CLOCK_MONOTONIC is one clock within it. None where that was not told.
+        date_set_ns: by how much the date was set while the process lived, each time.
+        date_ahead_ns: by how much its date was ahead, as it began, of the one that is counted with.
+        lost_signals: whose handlers somebody else replaced: such signals were not heard any more.
+    """
+
+    rank: int
+    restart_count: int
+    pid: int
+    host: str
+    job_id: int | None
+    first_mono_ns: int
+    last_mono_ns: int
+    clock_offset_ns: int
+    ended: bool
+    pauses: tuple[Pause, ...] = ()
+    stops: tuple[StopRequest, ...] = ()
+    progress: Progress | None = None
+    world_size: int = 1
+    clock_error_ns: int | None = None
+    joined_mono_ns: int | None = None
+    lost_signals: tuple[str, ...] = ()
+    boot: str | None = None
+    date_set_ns: tuple[int, ...] = ()
+    date_ahead_ns: int = 0
+
+    def epoch_ns(self, mono_ns: int) -> int:
+        """A timestamp of this attempt as CLOCK_REALTIME, comparable across ranks and attempts."""
+        return mono_ns + self.clock_offset_ns
+
+
+def attempts_of(events: Iterable[Event]) -> tuple[Attempt, ...]:
+    """The attempts in the events of any number of ranks, in order of rank and then of appearance.
+
+    Within one file that is the order of time, also when the date was set between two attempts.
+    """
+    return attempts_in(lines_of(events))
+
+
+def attempts_in(lines: Iterable[Line]) -> tuple[Attempt, ...]:
+    """As :func:`attempts_of`, of lines."""
+    drafts: list[_AttemptDraft] = []
+    newest: dict[tuple[int, int, str, int], _AttemptDraft] = {}
+    writer: Who | None = None
+    draft: _AttemptDraft | None = None
+    for line in lines:
+        # most lines come from the process that wrote the one before
+        if line.who is not writer:
+            writer, draft = line.who, newest.get(line.who[:4])
+        # an attempt whose first line is lost starts with whatever line comes first
+        if draft is None or line.kind is EventKind.INSTALLED:
+            date = DateWatch() if draft is None else draft.date
+            draft = newest[line.who[:4]] = _AttemptDraft(line.who, date)
+            drafts.append(draft)
+        draft.add(line)
+    attempts = [draft.finish() for draft in _joined(drafts)]
+    return tuple(sorted(attempts, key=lambda attempt: attempt.rank))
+
+
+def _joined(drafts: Iterable[_AttemptDraft]) -> list[_AttemptDraft]:
+    """The installations of each process put together, up to a second ``Run``."""
+    attempts: list[_AttemptDraft] = []
+    newest: dict[tuple[int, int, str, int], _AttemptDraft] = {}
+    for draft in drafts:
+        attempt = newest.get(draft.who[:4])
+        if attempt is None or (attempt.has_run and draft.has_run):
+            newest[draft.who[:4]] = draft
+            attempts.append(draft)
+        else:
+            attempt.go_on(draft)
+    return attempts
+
+
+class _AttemptDraft:
+    """An attempt, or one installation of it, while its lines are being read."""
+
+    def __init__(self, who: Who, date: DateWatch) -> None:
+        """``date``: of the process, whose installations share it."""
+        self.who = who
+        self.date = date
+        self._first_ns: int | None = None
+        self._last_ns = 0
+        self._last_kind: EventKind | None = None
+        self._world_size = 1
+        self._pauses = PausesBuilder()
+        self._pauses_since: list[PausesBuilder] = []
+        self._stops: list[StopRequest] = []
+        self._progress = ProgressBuilder()
+        self._joined_ns: int | None = None
+        self._boot: str | None = None
+        self._lost_signals: dict[str, None] = {}
+
+    @property
+    def has_run(self) -> bool:
+        return self._progress.has_run
+
+    def go_on(self, again: _AttemptDraft) -> None:
+        """Take in what the process did since it was installed again."""
+        assert self._first_ns is not None
+        assert again._first_ns is not None
+        self._first_ns = min(self._first_ns, again._first_ns)
+        self._last_ns = max(self._last_ns, again._last_ns)
+        self._last_kind = again._last_kind
+        self._world_size = max(self._world_size, again._world_size)
+        self._pauses_since += [again._pauses, *again._pauses_since]
+        self._stops += again._stops
+        self._lost_signals |= again._lost_signals
+        self._boot = self._boot or again._boot
+        if again.has_run:  # it looked for the other ranks under a name of its own
+            self._progress = again._progress
+            self._joined_ns = again._joined_ns or self._joined_ns
+        elif self._joined_ns is None:
+            self._joined_ns = again._joined_ns
+
+    def add(self, line: Line) -> None:
+        kind, stamp = line.kind, line.mono_ns
+        if self._first_ns is None:
+            self._first_ns = self._last_ns = stamp
+        elif stamp > self._last_ns:
+            self._last_ns = stamp
+        elif stamp < self._first_ns:
+            self._first_ns = stamp
+        self._last_kind = kind
+        self.date.see(stamp, line.epoch_ns)
+        self._progress.note_step(line.step)
+        if kind in OF_PAUSES:
+            self._pauses.add(line)
+        elif kind in _OF_PROGRESS:
+            self._progress.add(line)
+        elif kind is EventKind.STOP_REQUESTED:
+            self._stops.append(_stop(line))
+        elif kind is EventKind.INSTALLED:
+            self._boot = text(line.data, "boot")
+        elif kind is EventKind.RANKS_JOINED and self._joined_ns is None:
+            self._joined_ns = stamp
+        elif kind is EventKind.HANDLER_REPLACED and line.data.get("taken_back") is not True:
+            self._lost_signals[text(line.data, "signal") or "a signal"] = None
+        elif kind is EventKind.UNINSTALLED and not self._lost_signals:
+            self._lost_signals = _lost_unseen(line)
+        if "world_size" in line.data:
+            self._world_size = max(self._world_size, integer(line.data, "world_size") or 1)
+
+    def finish(self) -> Attempt:
+        assert self._first_ns is not None
+        who = self.who
+        return Attempt(
+            rank=who.rank,
+            restart_count=who.restart_count,
+            pid=who.pid,
+            host=who.host,
+            job_id=who.job_id,
+            first_mono_ns=self._first_ns,
+            last_mono_ns=self._last_ns,
+            clock_offset_ns=self.date.offset_ns,
+            clock_error_ns=self.date.error_ns,
+            ended=self._last_kind is EventKind.UNINSTALLED,
+            pauses=_numbered([self._pauses, *self._pauses_since]),
+            stops=tuple(self._stops),
+            progress=self._progress.finish(),
+            world_size=self._world_size,
+            joined_mono_ns=self._joined_ns,
+            boot=self._boot or None,
+            date_set_ns=tuple(self.date.set_ns),
+            lost_signals=tuple(self._lost_signals),
+        )
+
+
+def _numbered(parts: Iterable[PausesBuilder]) -> tuple[Pause, ...]:
+    """One after the other: each installation counts its own from 1."""
+    found: list[Pause] = []
+    for part in parts:
+        before = found[-1].number if found else 0
+        of_part = part.finish()
+        found += (
+            [replace(one, number=one.number + before) for one in of_part] if before else of_part
+        )
+    return tuple(found)
+
+
+def _lost_unseen(line: Line) -> dict[str, None]:
+    """Where nobody looked before the end, how many they were is known, and not which."""
+    number = integer(line.data, "handlers_replaced_by_others") or 0
+    return {f"{number} signal{'' if number == 1 else 's'}": None} if number > 0 else {}
+
+
+def _stop(line: Line) -> StopRequest:
+    data = data_of(line)
+    requested = integer(data, "requested_mono_ns")
+    return StopRequest(
+        rank=line.who.rank,
+        requested_mono_ns=line.mono_ns if requested is None else requested,
+        signal=text(data, "signal"),
+        restart_count=line.who.restart_count,
+    )

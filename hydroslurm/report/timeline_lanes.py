@@ -1,0 +1,209 @@
+"""The attempts of a rank in the timeline: its processes, what ended them, and the gaps between.
+
+What is told apart by colour is told apart by shape or hatching, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.transforms import ScaledTranslation, Transform
+
+from hydroslurm.report.attempts import Attempt
+from hydroslurm.report.history import History
+from hydroslurm.report.stops import KILLED, Stopped
+
+BAR = 0.34
+"""Height of a lane's bar; lanes are 1 apart."""
+INK = "#222222"
+Bar = tuple[float, float, int]
+"""Begin and end in seconds since the run's begin, and the lane."""
+
+RUNNING = "#E4E4E4"
+_STARTING: dict[str, Any] = {"facecolor": "white", "edgecolor": "#9A9A9A", "hatch": "||||"}
+_STOP = "#D55E00"
+_SAVED = "#0072B2"
+_FIRST_STEP = "#009E73"
+_DASHES = (0, (4, 3))
+_DOTS = (0, (1, 2))
+_FLAG = 0.52
+"""How far above its lane a stop is flagged: over the labels of pauses, below the lane before."""
+_LETTER = 0.0056
+"""Width of a letter in a gap, as a part of the whole picture's."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Between two attempts of a rank, in seconds since the run's begin; closed by the next first
+    event."""
+
+    begin_s: float
+    end_s: float
+    stopped: Stopped
+
+
+def draw_attempts(axes: Axes, history: History, ranks: Sequence[int]) -> None:
+    """The bar of each process, its start hatched. When it was killed or still runs, dashes follow
+    its last event, to the next attempt of the rank, or to the last event of the run."""
+    style: dict[str, Any] = {"fontproperties": FontProperties(size=7), "transform": above(axes, -9)}
+    style |= {"va": "top", "color": INK, "parse_math": False}
+    running: list[Bar] = []
+    starting: list[Bar] = []
+    silent: list[Bar] = []
+    between: list[Bar] = []
+    for lane, rank in enumerate(ranks):
+        attempts = history.attempts_of(rank)
+        begins_s = [history.begin_s(attempt) for attempt in attempts]
+        for attempt, begin_s in zip(attempts, begins_s, strict=True):
+            end_s = history.since_begin_s(attempt, attempt.last_mono_ns)
+            running.append((begin_s, end_s, lane))
+            first_s = _first_step_s(history, attempt)
+            if first_s is not None:
+                starting.append((begin_s, first_s, lane))
+            until_s = min((other_s for other_s in begins_s if other_s > end_s), default=None)
+            if not attempt.ended:
+                silent.append((end_s, history.observed_s if until_s is None else until_s, lane))
+            elif until_s is not None:
+                between.append((end_s, until_s, lane))
+            if history.several_attempts:
+                words = f"attempt {history.attempt_number(attempt)}"
+                axes.text(begin_s, lane + BAR / 2, words, **style)
+    bars(axes, running, facecolor=RUNNING, edgecolor=INK, lw=0.6)
+    bars(axes, starting, lw=0, **_STARTING)
+    bars(axes, starting, facecolor="none", edgecolor=INK, lw=0.6)
+    _lines(axes, silent, lw=0.9, ls=_DASHES)
+    _lines(axes, between, lw=1.4, ls=_DOTS)
+
+
+def draw_stops(axes: Axes, history: History, ranks: Sequence[int]) -> int:
+    """Mark requests, saves and first steps, and write into each gap what it cost; returns how many
+    of those labels found no room."""
+    lanes = {rank: lane for lane, rank in enumerate(ranks)}
+    _mark_stops(axes, history, lanes)
+    saved = [
+        (
+            history.since_begin_s(one.attempt, one.attempt.progress.durable_mono_ns),
+            lanes[one.stop.rank],
+        )
+        for one in history.stopped
+        if one.stop.rank in lanes and one.attempt.progress and one.attempt.progress.durable_mono_ns
+    ]
+    marks(axes, saved, marker="D", ms=6, color=_SAVED, zorder=6)
+    first_steps = [
+        (at_s, lane)
+        for rank, lane in lanes.items()
+        for attempt in history.attempts_of(rank)
+        if (at_s := _first_step_s(history, attempt)) is not None
+    ]
+    marks(axes, first_steps, marker=">", ms=7, color=_FIRST_STEP, zorder=5)
+    return _write_gaps(axes, history, lanes)
+
+
+def above(axes: Axes, points: float) -> Transform:
+    """Data, moved up by so many points; below with a negative number."""
+    figure = axes.figure
+    return axes.transData + ScaledTranslation(0, points / 72, figure.dpi_scale_trans)
+
+
+def bars(axes: Axes, spans: Sequence[Bar], **style: Any) -> None:
+    """One collection for all of them: each costs as much as a thousand bars."""
+    corners = []
+    for begin_s, end_s, lane in spans:
+        right_s, top, bottom = max(begin_s, end_s), lane - BAR / 2, lane + BAR / 2
+        corners.append(((begin_s, top), (begin_s, bottom), (right_s, bottom), (right_s, top)))
+    axes.add_collection(PolyCollection(corners, **style), autolim=False)
+
+
+def marks(axes: Axes, places: Sequence[tuple[float, float]], **style: Any) -> None:
+    """One line for all of them, with white edges."""
+    style = {"mec": "white", "mew": 0.5, "ls": "", **style}
+    axes.add_line(Line2D([x for x, _ in places], [y for _, y in places], **style))
+
+
+def attempts_legend(history: History) -> list[Patch | Line2D]:
+    """Only what the picture holds."""
+    mark: dict[str, Any] = {"ls": "", "ms": 6}
+    handles: list[Patch | Line2D] = []
+    if any(
+        attempt.progress and attempt.progress.first_step_mono_ns for attempt in history.attempts
+    ):
+        handles.append(Patch(lw=0.6, label="starting: imports, load", **_STARTING))
+        handles.append(Line2D([], [], marker=">", color=_FIRST_STEP, label="first step", **mark))
+    if history.stop_requests:
+        handles.append(Line2D([], [], marker="X", color=_STOP, label="stop requested", **mark))
+    if any(stop.durable_ms is not None for stop in history.stops):
+        handles.append(Line2D([], [], marker="D", color=_SAVED, label="saved", **mark))
+    if any(one.attempt.ended and one.following for one in history.stopped):
+        handles.append(Line2D([], [], color=INK, lw=1.4, ls=_DOTS, label="between two attempts"))
+    if not all(attempt.ended for attempt in history.attempts):
+        handles.append(Line2D([], [], color=INK, lw=0.9, ls=_DASHES, label="no more events"))
+    return handles
+
+
+def _lines(axes: Axes, spans: Sequence[Bar], **style: Any) -> None:
+    segments = [((begin_s, lane), (end_s, lane)) for begin_s, end_s, lane in spans]
+    axes.add_collection(LineCollection(segments, colors=INK, **style), autolim=False)
+
+
+def _mark_stops(axes: Axes, history: History, lanes: Mapping[int, int]) -> None:
+    places = [
+        (history.since_begin_s(attempt, request.requested_mono_ns), lane)
+        for rank, lane in lanes.items()
+        for attempt in history.attempts_of(rank)
+        for request in attempt.stops[:1]  # Slurm asks twice, within milliseconds
+    ]
+    poles = [((at_s, lane - _FLAG), (at_s, lane + BAR / 2)) for at_s, lane in places]
+    axes.add_collection(LineCollection(poles, colors=_STOP, lw=1.4, zorder=4), autolim=False)
+    flags = [(at_s, lane - _FLAG) for at_s, lane in places]
+    marks(axes, flags, marker="X", ms=7, color=_STOP, zorder=5)
+
+
+def _write_gaps(axes: Axes, history: History, lanes: Mapping[int, int]) -> int:
+    """Above the line what was saved, below it how long the job waited."""
+    letter_s = _LETTER * max(history.observed_s, 1e-3)
+    left_out = 0
+    style: dict[str, Any] = {"fontproperties": FontProperties(size=7), "ha": "center"}
+    style |= {"color": INK, "parse_math": False}
+    for gap in _gaps(history):
+        if gap.stopped.stop.rank not in lanes:
+            continue
+        longest = max((len(line) for line in _cost(gap).splitlines()), default=0)
+        if gap.end_s - gap.begin_s < letter_s * longest:
+            left_out += 1
+            continue
+        middle = ((gap.begin_s + gap.end_s) / 2, lanes[gap.stopped.stop.rank])
+        axes.text(*middle, _cost(gap), transform=above(axes, 3), va="bottom", **style)
+        waited = f"{gap.end_s - gap.begin_s:.1f} s"
+        axes.text(*middle, waited, transform=above(axes, -3), va="top", **style)
+    return left_out
+
+
+def _cost(gap: Gap) -> str:
+    """What came of the state."""
+    stop = gap.stopped.stop
+    words = [KILLED] if stop.left == KILLED else []
+    if stop.durable_ms is not None:
+        words.append(f"saved in\n{stop.durable_ms:,.0f} ms")
+    if stop.steps_lost is not None and (stop.steps_lost or not stop.steps_lost_exactly):
+        least = "" if stop.steps_lost_exactly else "≥ "
+        words.append(f"{least}{stop.steps_lost:,} steps\nlost")
+    return "\n".join(words) or stop.left
+
+
+def _gaps(history: History) -> Iterator[Gap]:
+    for one in history.stopped:
+        if one.following is not None:
+            begin_s = history.since_begin_s(one.attempt, one.attempt.last_mono_ns)
+            yield Gap(begin_s, history.begin_s(one.following), one)
+
+
+def _first_step_s(history: History, attempt: Attempt) -> float | None:
+    stamp = attempt.progress.first_step_mono_ns if attempt.progress else None
+    return None if stamp is None else history.since_begin_s(attempt, stamp)
