@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.core.files import check_trusted
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import LaunchError, SlurmError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.plan import Plan
