@@ -142,8 +142,8 @@ def require_unfinished(run: RunDir) -> None:
     done = _trained.get(run.root)
     if done is not None and done.pid == os.getpid():
         raise UsageError(
-            f"this process has already finished a Run in {run.root}, and a folder belongs to one run. "
-            "Give each of two consecutive runs its own: "
+            f"this process has already finished a Run in {run.root}, and a folder belongs to one "
+            "run. Give each of two consecutive runs its own: "
             f'Run(directory="{run.root}/second", ...)'
         )
 
@@ -157,8 +157,8 @@ def settle() -> None:
         if error is not None or status not in (None, 0):
             why = type(error).__name__ if error is not None else f"status {status}"
             notice(
-                f"the training in {done.run.root} is done, but the process ends with {why}: a restart "
-                "repeats what follows the training"
+                f"the training in {done.run.root} is done, but the process ends with {why}: a "
+                "restart repeats what follows the training"
             )
             continue
         try:
