@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.observe.doctor.facts import Facts, SaveFacts
-    from hydroslurm.observe.doctor.finding import Finding, Severity
+    from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Severity
 
 JobId = Annotated[int | None, typer.Argument(metavar="[JOBID]", help="One job; default: a plan.")]
 PartitionName = Annotated[
