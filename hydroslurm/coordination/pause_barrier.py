@@ -20,7 +20,6 @@ from hydroslurm.gate.protocol import (
     Cause,
     Gate,
     GateEvent,
-    GateEventKind,
     GateState,
 )
 
@@ -79,15 +78,15 @@ class Parking:
     def see(self, event: GateEvent) -> None:
         """The gate has moved."""
         kind = event.kind
-        if kind is GateEventKind.STOP_REQUESTED:
+        if kind is EventKind.STOP_REQUESTED:
             self._own_causes(Cause(0))
         elif kind in (
-            GateEventKind.GATE_CLOSED,
-            GateEventKind.GATE_OPENED,
-            GateEventKind.CAUSES_CHANGED,
+            EventKind.GATE_CLOSED,
+            EventKind.RESUMED,
+            EventKind.CAUSES_CHANGED,
         ):
             self._own_causes(event.causes)
-        if kind in (GateEventKind.PARKED, GateEventKind.LATE_HELD):
+        if kind in (EventKind.PARKED, EventKind.LATE_OPERATOR_HELD):
             self._publish()
 
     def catch_up(self) -> None:

@@ -34,7 +34,6 @@ from hydroslurm.gate.protocol import (
     Cause,
     Gate,
     GateEvent,
-    GateEventKind,
     GateState,
     GateStatus,
     SignalOutcome,
@@ -358,16 +357,16 @@ class Controller:
 
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
-            if seen.kind is GateEventKind.HANDLER_REPLACED:
+            if seen.kind is EventKind.HANDLER_REPLACED:
                 replaced = self.guarding and self._guard.see(seen.signo, claimed=self._claimed)
                 if replaced:
                     self._write(EventKind.HANDLER_REPLACED, vars(replaced))
                 continue
-            if seen.kind is GateEventKind.GATE_CLOSED:  # what ends the pause must be ours
+            if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours
                 self.gate.check_handlers()
             record = self._recorder.record(seen)
             ranks = self.ranks
-            if seen.kind is GateEventKind.PARKED:
+            if seen.kind is EventKind.PARKED:
                 if ranks and ranks.have_joined and not ranks.lost:
                     record.data["world_size"] = ranks.world_size
                 if children := self._children.following:
@@ -375,7 +374,7 @@ class Controller:
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
             if self.ranks is not None:
                 self.ranks.see(seen)
-            if seen.kind is GateEventKind.STOP_REQUESTED:
+            if seen.kind is EventKind.STOP_REQUESTED:
                 self._note_stop(seen)
             self._follow(record.kind)
 

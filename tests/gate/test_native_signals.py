@@ -17,7 +17,7 @@ PRELUDE = """
 import os, signal, sys, threading, time
 import torch
 from hydroslurm.gate.native_gate import NativeGate
-from hydroslurm.gate.protocol import Action, Cause, GateEventKind as K, SignalRule
+from hydroslurm.gate.protocol import Action, Cause, SignalRule
 
 def print(*words):  # whole lines, from several threads
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
