@@ -11,9 +11,9 @@ Torchrun's own code is run; only the class of its agent is another one. What dif
 - when workers failed for good, the agent leaves with the status of the first;
 - workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT`` says off;
 - nodes are counted as Slurm counts its tasks (:mod:`hydroslurm.jobs.agent.rounds`);
-- workers are given ``HYDROSLURM_LIFE``, the same on all nodes and new in each round. Torch's own
-  TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because of another
-  node's.
+- workers are given ``HYDROSLURM_INCARNATION``, the same on all nodes and new in each round. Torch's
+  own TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because of
+  another node's.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher import api as launcher
 
-from hydroslurm.coordination.greeting import KEY_BYTES, derive
-from hydroslurm.coordination.world import KEY_ENV, LIFE_ENV
+from hydroslurm.coordination.authentication import KEY_BYTES, derive
+from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.agent.defaults import Rendezvous, fill_in
@@ -91,7 +91,7 @@ class NodeAgent(LocalElasticAgent):
         with self._node.mailbox.interruptible():
             self._unless_stopped()
             super()._rendezvous(worker_group)
-            os.environ[LIFE_ENV] = life_of(worker_group)
+            os.environ[INCARNATION_ENV] = life_of(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
