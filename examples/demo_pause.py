@@ -31,10 +31,12 @@ from hydroslurm.errors import HydroslurmError
 from hydroslurm.jobs.launch.control import pause_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.jobs.launch.handle import PausableJob
-from hydroslurm.report.figures import figures_of, write_figures
+from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import read_history
-from hydroslurm.report.table import pauses_table
-from hydroslurm.report.timeline import write_timeline
+from hydroslurm.report.rows import Rows
+from hydroslurm.report.run_tables import pauses_table
+from hydroslurm.report.tables import in_terminal
+from hydroslurm.report.writing import write_figures, write_timeline
 from hydroslurm.runtime import client
 from hydroslurm.slurm.client import JobState, open_client
 
@@ -177,10 +179,10 @@ def _conclude(trained: Sequence[Trained]) -> bool:
         history = read_history(one.run.root)
         console.print()
         console.print(f"[bold]{one.title}[/]")
-        console.print(pauses_table(history))
+        console.print(in_terminal(pauses_table(history, Rows.of(history).pauses_in_time)))
         write_figures(figures_of(history), one.run.figures_json)
         pictures.append(write_timeline(history, one.run.timeline_png))
-        pauses += sum(len(life.pauses) for life in history.lives)
+        pauses += sum(len(attempt.pauses) for attempt in history.attempts)
     table = Table(title="results")
     for heading in ("training", "accuracy", "sha256 of the final weights"):
         table.add_column(heading)

@@ -27,7 +27,7 @@ from demo_stage import (
     tell,
     wait_for_state,
 )
-from demo_watch import tell_stop, wait_for_life, wait_for_step
+from demo_watch import tell_stop, wait_for_attempt, wait_for_step
 from rich import box
 from rich.table import Table
 
@@ -37,10 +37,13 @@ from hydroslurm.errors import HydroslurmError
 from hydroslurm.jobs.launch.control import pause_job, requeue_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.jobs.launch.handle import PausableJob
-from hydroslurm.report.figures import figures_of, write_figures
+from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History, read_history
-from hydroslurm.report.stops_table import stop_sentences, stops_table
-from hydroslurm.report.timeline import write_timeline
+from hydroslurm.report.rows import Rows
+from hydroslurm.report.run_tables import stops_table
+from hydroslurm.report.tables import in_terminal
+from hydroslurm.report.terminal import stop_sentences
+from hydroslurm.report.writing import write_figures, write_timeline
 from hydroslurm.slurm.client import open_client
 
 TRAIN = EXAMPLES / "train_run.py"
@@ -84,7 +87,7 @@ def local_act(folder: Path, *, epochs: int) -> bool:
     running = {name: start(name) for name in runs}
     try:
         for number, share in enumerate(SHARES, start=1):
-            wait_for_life(runs["stopped"], "stopped", number)
+            wait_for_attempt(runs["stopped"], "stopped", number)
             wait_for_step(runs["stopped"], "stopped", _step(share, epochs))
             say(f"SIGTERM to process {running['stopped'].pid}")
             running["stopped"].send_signal(signal.SIGTERM)
@@ -135,12 +138,12 @@ class _OnSlurm:
         """Yields after the submission and after each stop, so that others can go on meanwhile."""
         job = self.submit("preempted")
         yield
-        for life, share in enumerate(SHARES, start=1):
-            self.wait_for(job, "preempted", life, share)
+        for attempt, share in enumerate(SHARES, start=1):
+            self.wait_for(job, "preempted", attempt, share)
             nodes = self.client.job(int(job.job_id)).nodes
             runs = self.folder / "runs"
             urgent = submit_urgent(runs, partition=self.urgent, nodes=nodes, seconds=1)
-            tell_stop(job.run_dir, "preempted", life)
+            tell_stop(job.run_dir, "preempted", attempt)
             yield
             urgent.result()
 
@@ -166,9 +169,9 @@ class _OnSlurm:
         tell_stop(job.run_dir, "requeued", 2)
         yield
 
-    def wait_for(self, job: PausableJob, name: str, life: int, share: float) -> None:
-        """Until this life trains, and the training has come so far."""
-        wait_for_life(job.run_dir, name, life)
+    def wait_for(self, job: PausableJob, name: str, attempt: int, share: float) -> None:
+        """Until this attempt trains, and the training has come so far."""
+        wait_for_attempt(job.run_dir, name, attempt)
         wait_for_step(job.run_dir, name, _step(share, self.epochs))
 
     def submit(self, name: str) -> PausableJob:
@@ -272,7 +275,7 @@ def _show(one: Trained, history: History) -> Path:
     figures = figures_of(history)
     console.print()
     console.print(f"[bold]{one.title}[/]")
-    console.print(stops_table(history))
+    console.print(in_terminal(stops_table(history, Rows.of(history).stops_in_time)))
     for sentence in stop_sentences(history, figures):
         console.print(sentence)
     write_figures(figures, one.run.figures_json)

@@ -10,12 +10,12 @@ from demo_stage import log_lines, say, wait_for
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import HydroslurmError
+from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.history import History, read_history
-from hydroslurm.report.pauses import Life
 from hydroslurm.report.stops import Stop
 
-LIFE_LIMIT_S = 400.0
-"""How long the next life may take to begin: at a site with default settings over two minutes."""
+ATTEMPT_LIMIT_S = 400.0
+"""How long the next attempt may take to begin: at a site with default settings over two minutes."""
 
 
 def wait_for_step(run: RunDir, name: str, step: int) -> None:
@@ -25,20 +25,20 @@ def wait_for_step(run: RunDir, name: str, step: int) -> None:
         shown = (re.search(r" step (\d+) ", line) for line in log_lines(run))
         return any(match and int(match[1]) >= step for match in shown)
 
-    wait_for(f"step {step} of {name}", reached, limit_s=LIFE_LIMIT_S)
+    wait_for(f"step {step} of {name}", reached, limit_s=ATTEMPT_LIMIT_S)
 
 
-def wait_for_life(run: RunDir, name: str, number: int) -> None:
-    """Until so many lives have made a step; says from where the newest goes on."""
-    _wait_for(run, number, _trains, f"life {number} of {name} to make a step")
+def wait_for_attempt(run: RunDir, name: str, number: int) -> None:
+    """Until so many attempts have made a step; says from where the newest goes on."""
+    _wait_for(run, number, _trains, f"attempt {number} of {name} to make a step")
     if number > 1:
         step = history(run).stops[number - 2].next_step
-        say(f"[cyan]{name}[/]: life {number} goes on from step {step}")
+        say(f"[cyan]{name}[/]: attempt {number} goes on from step {step}")
 
 
 def tell_stop(run: RunDir, name: str, number: int) -> None:
-    """Wait until a life has left, and say how."""
-    _wait_for(run, number, lambda life: life.ended, f"life {number} of {name} to leave")
+    """Wait until an attempt has left, and say how."""
+    _wait_for(run, number, lambda attempt: attempt.ended, f"attempt {number} of {name} to leave")
     stops = history(run).stops
     if len(stops) < number or stops[number - 1].left == "finished":
         raise HydroslurmError(f"{name} had finished before it could be stopped; try more --epochs")
@@ -52,16 +52,16 @@ def history(run: RunDir) -> History:
     return History(name=run.root.name)
 
 
-def _wait_for(run: RunDir, number: int, condition: Callable[[Life], bool], what: str) -> None:
+def _wait_for(run: RunDir, number: int, condition: Callable[[Attempt], bool], what: str) -> None:
     def holds() -> bool:
-        lives = history(run).lives
-        return len(lives) >= number and condition(lives[number - 1])
+        attempts = history(run).attempts
+        return len(attempts) >= number and condition(attempts[number - 1])
 
-    wait_for(what, holds, limit_s=LIFE_LIMIT_S)
+    wait_for(what, holds, limit_s=ATTEMPT_LIMIT_S)
 
 
-def _trains(life: Life) -> bool:
-    return life.progress is not None and life.progress.first_step_mono_ns is not None
+def _trains(attempt: Attempt) -> bool:
+    return attempt.progress is not None and attempt.progress.first_step_mono_ns is not None
 
 
 def _in_words(stop: Stop) -> str:

@@ -1,7 +1,7 @@
 """What `hydroslurm report` takes: of a run with 50 pauses and 10 requeues, and of a million events.
 
 `report_s_50_pauses`: from the start of the command to its end, tables, pictures, page and trace
-included; one rank, 11 lives. `report_s_1m_events` and `report_peak_mb_1m_events`: the same of 8
+included; one rank, 11 attempts. `report_s_1m_events` and `report_peak_mb_1m_events`: the same of 8
 ranks with a million lines, most of them of pauses, and the most memory that all processes of the
 command held. The runs are made up here, through the types that a rank writes with: what ranks write
 is known, and a real run of a million events takes days. Slurm is not asked.
@@ -37,13 +37,13 @@ class Plan:
     """A run to be made up.
 
     Attributes:
-        lives: of each rank; each but the last is preempted and requeued.
-        pauses: of each life.
-        saves: periodic ones, of each life.
+        attempts: of each rank; each but the last is preempted and requeued.
+        pauses: of each attempt.
+        saves: periodic ones, of each attempt.
     """
 
     ranks: int
-    lives: int
+    attempts: int
     pauses: int
     saves: int = 4
 
@@ -56,25 +56,25 @@ class Rank:
         self._rank = rank
         self._log = EventLog(run.rank_events(rank))
         self._random = random.Random(rank)
-        self._life = 0
+        self._attempt = 0
         self._step = 0
         self.events = 0
 
     def write(self) -> None:
-        """All lives."""
+        """All attempts."""
         at_s = 0.0
-        for life in range(self._plan.lives):
-            self._life = life
-            at_s = self._one_life(at_s, last=life == self._plan.lives - 1) + 9.0
+        for attempt in range(self._plan.attempts):
+            self._attempt = attempt
+            at_s = self._one_attempt(at_s, last=attempt == self._plan.attempts - 1) + 9.0
         self._log.close()
 
-    def _one_life(self, at_s: float, *, last: bool) -> float:
-        life = self._life + 1
+    def _one_attempt(self, at_s: float, *, last: bool) -> float:
+        attempt = self._attempt + 1
         self._tell("installed", at_s, gate="native", granularity="every operator")
         self._tell("ranks_joined", at_s + 0.4, world_size=self._plan.ranks, joined_s=0.4)
-        self._tell("attempt_began", at_s + 3.0, life=life, step=self._step)
+        self._tell("attempt_began", at_s + 3.0, attempt=attempt, step=self._step)
         self._step += 1
-        self._tell("first_step", at_s + 3.5, life=life)
+        self._tell("first_step", at_s + 3.5, attempt=attempt)
         at_s += 4.0
         for number, saves in self._order():
             at_s += 2.0
@@ -85,10 +85,10 @@ class Rank:
                 self._pause(at_s, number)
         at_s += 5.0
         if last:
-            self._tell("run_finished", at_s, life=life)
-            self._tell("attempt_ended", at_s, life=life, ending="finished")
+            self._tell("run_finished", at_s, attempt=attempt)
+            self._tell("attempt_ended", at_s, attempt=attempt, ending="finished")
         else:
-            self._stop(at_s, life)
+            self._stop(at_s, attempt)
         self._tell("uninstalled", at_s + 0.4)
         return at_s + 0.4
 
@@ -133,18 +133,18 @@ class Rank:
             more = {"tier": tier, "state_bytes": 741344, "seconds": after_s}
             self._tell(name, at_s + after_s, **save, **more)
 
-    def _stop(self, at_s: float, life: int) -> None:
+    def _stop(self, at_s: float, attempt: int) -> None:
         request = {"signal": "SIGTERM", "requested_mono_ns": self._mono_ns(at_s)}
         self._tell("stop_requested", at_s, sender_pid=1, **request)
         self._tell("stop_reason", at_s + 0.02, reason="preempted", words="preempted by a job")
         self._tell("stop_agreed", at_s + 0.03, of_rank=0, signal="SIGTERM", place=self._step)
         self._step += 1
-        self._tell("safe_point", at_s + 0.05, life=life, waited_us=5e4)
+        self._tell("safe_point", at_s + 0.05, attempt=attempt, waited_us=5e4)
         self._save(at_s + 0.06, "stop")
         if self._rank == 0:
             self._tell("requeue_asked", at_s + 0.3, job_id=7)
             self._tell("requeued", at_s + 0.32, job_id=7, requeue_us=2e4)
-        self._tell("attempt_ended", at_s + 0.33, life=life, ending="preempted")
+        self._tell("attempt_ended", at_s + 0.33, attempt=attempt, ending="preempted")
 
     def _tell(self, kind: str, at_s: float, **data: Any) -> None:
         mono_ns = self._mono_ns(at_s)
@@ -155,8 +155,8 @@ class Rank:
                 epoch_ns=EPOCH_NS + mono_ns + self._random.randrange(1000, 80_000),
                 rank=self._rank,
                 job_id=7,
-                restart_count=self._life,
-                pid=1000 * (self._life + 1) + self._rank,
+                restart_count=self._attempt,
+                pid=1000 * (self._attempt + 1) + self._rank,
                 host=f"n{self._rank // 4}",
                 step=self._step,
                 data=data,
@@ -217,8 +217,8 @@ def _pss_bytes(pid: int) -> int:
 
 
 def measure(chosen: Options, folder: Path) -> dict[str, Any]:
-    small = Plan(ranks=1, lives=11, pauses=5)
-    large = Plan(ranks=8, lives=3, pauses=50 if chosen.quick else 6600, saves=400)
+    small = Plan(ranks=1, attempts=11, pauses=5)
+    large = Plan(ranks=8, attempts=3, pauses=50 if chosen.quick else 6600, saves=400)
     make_run(small, folder / "small")
     events = make_run(large, folder / "large")
     report(folder / "small")  # files into the cache

@@ -151,7 +151,7 @@ class RequeuedTraining:
         def stepped() -> bool:
             path = self.run.rank_events(0)
             return path.exists() and any(
-                event.kind is EventKind.FIRST_STEP and event.data["life"] == self.life
+                event.kind is EventKind.FIRST_STEP and event.data["attempt"] == self.life
                 for event in read_events(path)
             )
 

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from hydroslurm.report.accounting import Accounting
+    from hydroslurm.report.external_sources import Accounting
     from hydroslurm.report.history import History
     from hydroslurm.report.nsys.profile import Profile
 
@@ -57,8 +57,7 @@ def report(
 
     gc.disable()  # millions of values that all stay: looking for garbage takes a third of the time
     if schema or markdown:
-        from hydroslurm.report.reference import reference
-        from hydroslurm.report.schema import schema_text
+        from hydroslurm.report.schema import reference, schema_text
 
         typer.echo(reference() if markdown else schema_text(), nl=False)
         return
@@ -83,7 +82,7 @@ def _console() -> Console:
 
 
 def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
-    from hydroslurm.report.nsys.profile import read_profile
+    from hydroslurm.report.nsys.reader import read_profile
     from hydroslurm.report.nsys.view import profile_figures, profile_view
 
     for path in paths:
@@ -98,31 +97,32 @@ def _report_run(
     folder: Path, given: Sequence[Path], as_json: bool, no_picture: bool, no_slurm: bool
 ) -> None:
     from hydroslurm.core.rundir import RunDir
-    from hydroslurm.report.drawing import Drawing
     from hydroslurm.report.history import read_history
+    from hydroslurm.report.writing import start_pictures, write_all
 
     run = RunDir(folder)
     history = read_history(folder)
-    drawing = None if no_picture else Drawing(history, run)  # takes longest
-    from hydroslurm.report.beside import Beside
+    # drawing takes longest: it starts before anything else is even imported
+    pictures = None if no_picture else start_pictures(history, run)
+    from hydroslurm.report.external_sources import ExternalSources
     from hydroslurm.report.figures import figures_of
     from hydroslurm.report.nsys.export import profiles_in
     from hydroslurm.report.rows import Rows
-    from hydroslurm.report.table import report_view
-    from hydroslurm.report.writing import write_all
+    from hydroslurm.report.terminal import report_view
 
     profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
     accounting = _ask_slurm(history, no_slurm=no_slurm)
-    beside = Beside(accounting=accounting, profiles=profiles, missing=missing)
-    rows = Rows.of(history, beside)
-    figures = figures_of(history, beside, rows)
-    _print(json.dumps(figures) if as_json else _shown(report_view(history, beside, figures, rows)))
-    # after the printing, so that a folder that is somebody else's can still be looked at
-    for path in write_all(history, beside, figures, rows, run, drawing=drawing):
+    sources = ExternalSources(accounting=accounting, profiles=profiles, missing=missing)
+    rows = Rows.of(history, sources)
+    figures = figures_of(history, sources, rows)
+    view = report_view(history, sources, figures, rows)
+    _print(json.dumps(figures.as_dict()) if as_json else _rendered(view))
+    # after printing: the report of another user's folder can be read, but not written
+    for path in write_all(history, sources, figures, rows, run, pictures=pictures):
         _print(f"written: {path}", err=as_json)
 
 
-def _shown(view: RenderableType) -> str:
+def _rendered(view: RenderableType) -> str:
     """Without rich's own print, which ends the program when nobody reads any more."""
     console = _console()
     with console.capture() as captured:
@@ -144,7 +144,7 @@ def _print(words: str, *, err: bool = False) -> None:
 def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
     """Those that can be read, and of the others why not: the rest of the report stands."""
     from hydroslurm.errors import HydroslurmError
-    from hydroslurm.report.nsys.profile import read_profile
+    from hydroslurm.report.nsys.reader import read_profile
 
     profiles: list[Profile] = []
     missing: list[str] = []
@@ -158,7 +158,7 @@ def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[st
 
 def _ask_slurm(history: History, *, no_slurm: bool) -> Accounting:
     from hydroslurm.errors import SlurmError
-    from hydroslurm.report.accounting import Accounting, ask_slurm, no_answer, not_asked
+    from hydroslurm.report.external_sources import Accounting, ask_slurm, no_answer, not_asked
     from hydroslurm.slurm.client import Patience, open_client
 
     if not history.job_ids:
@@ -167,6 +167,6 @@ def _ask_slurm(history: History, *, no_slurm: bool) -> Accounting:
         return not_asked("Slurm was not asked (--no-slurm).")
     patience = Patience(call_timeout_s=_PATIENCE_S, give_up_after_s=0.0)
     try:
-        return ask_slurm(open_client(patience=patience), history.lives)
+        return ask_slurm(open_client(patience=patience), history.attempts)
     except SlurmError as error:
         return not_asked(no_answer(error))

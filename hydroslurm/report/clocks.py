@@ -1,14 +1,14 @@
-"""How the clocks of processes and hosts are lined up, and how far that may be wrong. Pure.
+"""Align the clocks of processes and hosts, and bound the error. Pure.
 
-Stamps are CLOCK_MONOTONIC, which each boot of each host counts for itself; every event carries the
-date, too (CLOCK_REALTIME). Two errors come in on the way from a stamp to a common time:
+Timestamps are CLOCK_MONOTONIC, which each boot of each host counts from its own start; every event
+also carries the date (CLOCK_REALTIME). Two errors arise on the way to a common time:
 
-- In one life: the date may be set, or was read late. :mod:`~hydroslurm.report.datewatch` says by
-  how much the difference of the two clocks changed. A date that was set moves nothing: the lives of
-  one boot of one host are counted by the one CLOCK_MONOTONIC that they share.
-- Between hosts: their dates may differ. What ranks do together bounds by how much: nobody is told
-  that all have parked before the last has, nobody commits before all have copied their part. Where
-  these say that dates cannot be right, a host is shifted by the middle of what is possible.
+- Within one attempt: the date may be set, or may have been read late.
+  :mod:`~hydroslurm.report.datewatch` measures by how much the difference of the two clocks changed.
+  Setting the date moves nothing: the attempts of one boot share one CLOCK_MONOTONIC.
+- Between hosts: their dates may differ. Joint actions of the ranks bound the difference: no rank
+  learns that all have parked before the last one has, none commits before all have copied their
+  shards. Where these bounds contradict the dates, a host is shifted to the middle of the bounds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.datewatch import SET_NS
-from hydroslurm.report.pauses import Life
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Alignment:
     Attributes:
         hosts: those beside the first rank's.
         set_ns: hosts whose date was set while the run went on, and by how much.
-        within_ns: the largest error within a life; None where no life could tell.
+        within_ns: the largest error within an attempt; None where no attempt could tell.
         between_ns: the largest between hosts; None with one host, or with ``unbounded`` ones.
         unbounded: hosts of which only their own date is known.
     """
@@ -105,65 +105,65 @@ class Alignment:
         return sentences
 
 
-def align(lives: Sequence[Life]) -> tuple[tuple[Life, ...], Alignment]:
-    """The lives with their dates lined up, and what is to be said about it."""
-    lives, set_ns = _by_boot(lives)
-    within = [life.clock_error_ns for life in lives if life.clock_error_ns is not None]
+def align(attempts: Sequence[Attempt]) -> tuple[tuple[Attempt, ...], Alignment]:
+    """The attempts with their dates lined up, and what is to be said about it."""
+    attempts, set_ns = _by_boot(attempts)
+    within = [attempt.clock_error_ns for attempt in attempts if attempt.clock_error_ns is not None]
     within_ns = max(within, default=None)
-    hosts = list(dict.fromkeys(life.host for life in lives))
+    hosts = list(dict.fromkeys(attempt.host for attempt in attempts))
     if len(hosts) < 2:
-        return tuple(lives), Alignment(within_ns=within_ns, set_ns=set_ns)
-    clocks = {host: _clock(host, lives, first=hosts[0]) for host in hosts[1:]}
+        return tuple(attempts), Alignment(within_ns=within_ns, set_ns=set_ns)
+    clocks = {host: _clock(host, attempts, first=hosts[0]) for host in hosts[1:]}
     shifted = tuple(
-        replace(life, clock_offset_ns=life.clock_offset_ns - clocks[life.host].shift_ns)
-        if life.host in clocks and clocks[life.host].shift_ns
-        else life
-        for life in lives
+        replace(attempt, clock_offset_ns=attempt.clock_offset_ns - clocks[attempt.host].shift_ns)
+        if attempt.host in clocks and clocks[attempt.host].shift_ns
+        else attempt
+        for attempt in attempts
     )
     return shifted, Alignment(tuple(clocks.values()), within_ns, set_ns)
 
 
-def _by_boot(lives: Sequence[Life]) -> tuple[list[Life], tuple[tuple[str, int], ...]]:
-    """The lives of each boot with one date for all, that of most of them; and how often and by how
-    much it was set, as one rank saw it."""
-    boots: dict[str, list[Life]] = {}
-    for life in lives:
-        if life.boot is not None:
-            boots.setdefault(life.boot, []).append(life)
+def _by_boot(attempts: Sequence[Attempt]) -> tuple[list[Attempt], tuple[tuple[str, int], ...]]:
+    """The attempts of each boot with one common date, that of most of them; and each change of the
+    date that one rank saw."""
+    boots: dict[str, list[Attempt]] = {}
+    for attempt in attempts:
+        if attempt.boot is not None:
+            boots.setdefault(attempt.boot, []).append(attempt)
     dates = {
-        boot: statistics.median_low([life.clock_offset_ns for life in of_boot])
+        boot: statistics.median_low([attempt.clock_offset_ns for attempt in of_boot])
         for boot, of_boot in boots.items()
     }
     told: list[tuple[str, int]] = []
-    for of_boot in boots.values() or [lives]:
-        told += _set_as_seen([life for life in of_boot if life.rank == of_boot[0].rank])
-    return [_dated(life, dates.get(life.boot or "")) for life in lives], tuple(told)
+    for of_boot in boots.values() or [attempts]:
+        told += _set_as_seen([attempt for attempt in of_boot if attempt.rank == of_boot[0].rank])
+    return [_dated(attempt, dates.get(attempt.boot or "")) for attempt in attempts], tuple(told)
 
 
-def _dated(life: Life, offset_ns: int | None) -> Life:
-    ahead_ns = 0 if offset_ns is None else life.clock_offset_ns - offset_ns
+def _dated(attempt: Attempt, offset_ns: int | None) -> Attempt:
+    ahead_ns = 0 if offset_ns is None else attempt.clock_offset_ns - offset_ns
     if offset_ns is None or abs(ahead_ns) < SET_NS:
-        return life
-    return replace(life, clock_offset_ns=offset_ns, date_ahead_ns=ahead_ns)
+        return attempt
+    return replace(attempt, clock_offset_ns=offset_ns, date_ahead_ns=ahead_ns)
 
 
-def _set_as_seen(lives: Sequence[Life]) -> Iterator[tuple[str, int]]:
-    """In the lives of one rank on one boot, and between them."""
-    before: Life | None = None
-    for life in sorted(lives, key=lambda one: one.first_mono_ns):
+def _set_as_seen(attempts: Sequence[Attempt]) -> Iterator[tuple[str, int]]:
+    """In the attempts of one rank on one boot, and between them."""
+    before: Attempt | None = None
+    for attempt in sorted(attempts, key=lambda one: one.first_mono_ns):
         if before is not None and before.boot is not None:
-            by_ns = life.clock_offset_ns - before.clock_offset_ns - sum(before.date_set_ns)
+            by_ns = attempt.clock_offset_ns - before.clock_offset_ns - sum(before.date_set_ns)
             if abs(by_ns) >= SET_NS:
-                yield life.host, by_ns
-        yield from ((life.host, by_ns) for by_ns in life.date_set_ns)
-        before = life
+                yield attempt.host, by_ns
+        yield from ((attempt.host, by_ns) for by_ns in attempt.date_set_ns)
+        before = attempt
 
 
-def _clock(host: str, lives: Sequence[Life], *, first: str) -> HostClock:
+def _clock(host: str, attempts: Sequence[Attempt], *, first: str) -> HostClock:
     """By how much its date is ahead of the first host's: at most, and at least."""
     ahead = [
         bound
-        for here, there in _together(lives, first, host)
+        for here, there in _together(attempts, first, host)
         for bound in _bounds(_meetings(here), _meetings(there))
     ]
     if not ahead:
@@ -177,12 +177,16 @@ def _clock(host: str, lives: Sequence[Life], *, first: str) -> HostClock:
     return HostClock(host, shift_ns=shift_ns, error_ns=error_ns, bounds=len(ahead))
 
 
-def _together(lives: Sequence[Life], first: str, host: str) -> Iterator[tuple[Life, Life]]:
-    """One rank of each host, of every life of the job."""
-    found: dict[tuple[int | None, int], dict[str, Life]] = {}
-    for life in lives:
-        if life.world_size > 1:
-            found.setdefault((life.job_id, life.restart_count), {}).setdefault(life.host, life)
+def _together(
+    attempts: Sequence[Attempt], first: str, host: str
+) -> Iterator[tuple[Attempt, Attempt]]:
+    """One rank of each host, of every attempt of the job."""
+    found: dict[tuple[int | None, int], dict[str, Attempt]] = {}
+    for attempt in attempts:
+        if attempt.world_size > 1:
+            found.setdefault((attempt.job_id, attempt.restart_count), {}).setdefault(
+                attempt.host, attempt
+            )
     for by_host in found.values():
         if first in by_host and host in by_host:
             yield by_host[first], by_host[host]
@@ -191,21 +195,21 @@ def _together(lives: Sequence[Life], first: str, host: str) -> Iterator[tuple[Li
 _Meetings = Mapping[tuple[str, int], tuple[int, int]]
 
 
-def _meetings(life: Life) -> _Meetings:
+def _meetings(attempt: Attempt) -> _Meetings:
     """What this rank did together with all: a name -> the moment (date) before which it cannot have
     come about, and the one at which this rank knew that it had."""
     found: dict[tuple[str, int], tuple[int, int]] = {}
 
     def add(name: str, number: int, before_ns: int | None, after_ns: int | None) -> None:
         if before_ns is not None and after_ns is not None and before_ns <= after_ns:
-            found[name, number] = (life.epoch_ns(before_ns), life.epoch_ns(after_ns))
+            found[name, number] = (attempt.epoch_ns(before_ns), attempt.epoch_ns(after_ns))
 
-    add("joined", 0, life.first_mono_ns, life.joined_mono_ns)
-    all_parked = [pause for pause in life.pauses if pause.all_parked_mono_ns is not None]
+    add("joined", 0, attempt.first_mono_ns, attempt.joined_mono_ns)
+    all_parked = [pause for pause in attempt.pauses if pause.all_parked_mono_ns is not None]
     for number, pause in enumerate(all_parked):
         # numbers count what all ranks were told, so that all have the same ones
         add("parked", number, pause.parked_mono_ns, pause.all_parked_mono_ns)
-    for save in life.progress.saves if life.progress else ():
+    for save in attempt.progress.saves if attempt.progress else ():
         if save.step is not None:
             add("saved", save.step, save.staged_mono_ns, save.durable_mono_ns)
     return found

@@ -65,7 +65,7 @@ class DateWatch:
 
     @property
     def error_ns(self) -> int | None:
-        """The most that it was anything else at another time; None of a life of a few seconds."""
+        """The largest deviation from it; None for an attempt of a few seconds."""
         believed = self._believed()
         if len(believed) < 2:
             return None

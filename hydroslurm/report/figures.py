@@ -1,276 +1,441 @@
-"""What a run's pauses and stops cost, in numbers: ``report/figures.json``.
+"""What a run's pauses and stops cost, in numbers: the model of ``report/figures.json``.
 
 docs/figures.md describes every field, and ``hydroslurm report --schema`` prints the JSON Schema;
-both are made by :mod:`hydroslurm.report.schema`. A latency that nobody measured is absent from its
-summary, never 0.
+:mod:`hydroslurm.report.schema` makes both from this model. A latency that nobody measured is absent
+from its summary, never 0.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from hydroslurm.errors import RunFolderError
-from hydroslurm.report.beside import Beside
-from hydroslurm.report.goodput import goodput_of
-from hydroslurm.report.history import History
+from pydantic import BaseModel, ConfigDict, Field
+
+from hydroslurm.report.clocks import HostClock
+from hydroslurm.report.external_sources import ExternalSources, SlurmAttempt
+from hydroslurm.report.goodput import Goodput, goodput_of
+from hydroslurm.report.history import History, Summary, summary
 from hydroslurm.report.nsys.profile import Profile
-from hydroslurm.report.pauses import Pause
-from hydroslurm.report.rows import PauseRow, Rows, StopRow, fields_of
-from hydroslurm.report.stops import KILLED, steps_lost_total
-
-SCHEMA = 2
+from hydroslurm.report.pauses import Outcome, Pause
+from hydroslurm.report.rows import PauseRow, Profiled, Rows, StopLinks, StopRow, fields_of
+from hydroslurm.report.stops import KILLED, Stop, steps_lost_total
 
 MOST_ROWS = 10_000
-"""Of ``every_pause`` and ``every_stop``: a file that can still be opened."""
+"""Of ``every_pause`` and ``every_stop``, so that the file can still be opened."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CauseFigures(_Part):
+    """The pauses of one cause.
+
+    Attributes:
+        pauses: how many.
+        park_us: request -> parked, µs.
+        resume_us: resume request -> running, µs.
+        parked_s: parked time, s.
+    """
+
+    pauses: int
+    park_us: Summary
+    resume_us: Summary
+    parked_s: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseFigures(Pause):
+    """One pause of one rank with its whole chain.
+
+    Attributes:
+        outcome: what became of it; `withdrawn`: resumed before it had parked.
+        at_s: from the run's first event to the request; null without any timestamp.
+        pid: of the rank.
+        asked_us: signal of the rank that was signalled -> this rank was told, µs, by aligned dates;
+            null for a rank that had a cause of its own.
+        stopped_us: request -> SIGSTOP, µs, according to the site's suspend grace; null where Slurm
+            did not suspend, or the resume came sooner.
+        nsys: the same pause in an nsys profile.
+    """
+
+    outcome: Outcome = field()
+    at_s: float | None
+    pid: int
+    asked_us: float | None
+    stopped_us: float | None
+    nsys: Profiled | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopFigures(StopLinks, Stop):
+    """One stop of one rank with its whole chain.
+
+    Attributes:
+        slurm_before: the attempt that was stopped, in Slurm's accounting.
+        slurm_after: the one that followed.
+    """
+
+    slurm_before: SlurmAttempt | None
+    slurm_after: SlurmAttempt | None
+
+
+class StopsFigures(_Part):
+    """The stops of a run.
+
+    Attributes:
+        count: stops of all ranks, including killed attempts that were followed by another.
+        incomplete: those with events missing from the log.
+        killed: those that ended without any event.
+        by_reason: what ended them -> number; how they left, where Slurm gave no reason.
+        safe_point_ms: request -> end of the step in progress, ms.
+        staged_ms: request -> the state is copied, ms.
+        written_ms: request -> the files are on the durable tier, ms.
+        durable_ms: request -> committed on the durable tier, ms.
+        requeued_ms: request -> in Slurm's queue again, ms.
+        eligible_s: end of the job's attempt -> eligible, s, by Slurm.
+        queued_s: eligible -> started, s, by Slurm.
+        start_s: started by Slurm -> the process's first event, s.
+        waited_s: last event -> the next attempt's first event, s.
+        first_step_s: that first event -> end of its first step, s.
+        steps_lost_total: steps repeated, of the rank that lost the most.
+        samples_lost_total: samples of these; null: unknown.
+        at_least: true where more may have been lost.
+        every_stop: one object per stop, by rank, then time; at most 10,000.
+        every_stop_left_out: stops beyond those.
+    """
+
+    count: int
+    incomplete: int
+    killed: int
+    by_reason: dict[str, int]
+    safe_point_ms: Summary
+    staged_ms: Summary
+    written_ms: Summary
+    durable_ms: Summary
+    requeued_ms: Summary
+    eligible_s: Summary
+    queued_s: Summary
+    start_s: Summary
+    waited_s: Summary
+    first_step_s: Summary
+    steps_lost_total: int
+    samples_lost_total: int | None
+    at_least: bool
+    every_stop: tuple[StopFigures, ...]
+    every_stop_left_out: int
+
+
+class ClockFigures(_Part):
+    """How times of several processes were aligned.
+
+    Attributes:
+        error_ns: of any two moments of the run; null: unknown.
+        within_ns: of two moments of one process; null: too few events to tell.
+        between_ns: of two hosts' dates; null with one host, or where nothing bounds it.
+        hosts: hosts other than the first rank's.
+        message: the same, for people.
+    """
+
+    error_ns: int | None
+    within_ns: int | None
+    between_ns: int | None
+    hosts: tuple[HostClock, ...]
+    message: str
+
+
+class SlurmFigures(_Part):
+    """What Slurm's accounting knows.
+
+    Attributes:
+        suspend_grace_s: between SIGTSTP and SIGSTOP on this site.
+        attempts: those of the run's jobs; empty where Slurm was not asked.
+    """
+
+    suspend_grace_s: int | None
+    attempts: tuple[SlurmAttempt, ...]
+
+
+class ProfileFigures(_Part):
+    """One nsys report.
+
+    Attributes:
+        path: where it was read.
+        host: where it was made.
+        pids: processes with marks of hydroslurm.
+        pauses: pauses in it.
+        stops: stops in it.
+        error_us: of its clock against the log's, µs.
+    """
+
+    path: str
+    host: str | None
+    pids: tuple[int, ...]
+    pauses: int
+    stops: int
+    error_us: float | None
+
+
+class NsysFigures(_Part):
+    """What nsys recorded.
+
+    Attributes:
+        profiles: the reports that were read.
+        joined: pauses that are in the log and in a profile.
+        park_us: request -> the last thread was put to sleep, µs.
+        resume_us: resume request -> the first thread ran, µs.
+        last_kernel_us: request -> end of the last kernel before it, µs.
+        first_kernel_us: resume request -> first kernel after it, µs.
+        difference_us: largest difference to the log's latencies, µs.
+    """
+
+    profiles: tuple[ProfileFigures, ...]
+    joined: int
+    park_us: Summary
+    resume_us: Summary
+    last_kernel_us: Summary
+    first_kernel_us: Summary
+    difference_us: Summary
+
+
+class Figures(_Part):
+    """All figures of one run.
+
+    Attributes:
+        schema_version, schema: version of this format.
+        run: name of the run folder.
+        job_ids: Slurm's; empty outside of a job.
+        ranks: ranks that wrote events.
+        attempts: processes over all ranks and requeues.
+        restarts: how often the job was requeued.
+        begin_epoch_s: the run's first event, seconds since 1970.
+        observed_s: from the first event to the last.
+        events: lines that were read.
+        pauses: pauses, including incomplete ones.
+        incomplete: those with events missing from the log.
+        stop_requests: requests to save and leave; two for one preemption are normal.
+        parked_total_s: parked time of all ranks added up.
+        in_flight: pauses in which collectives were in flight when all ranks were parked.
+        park_us: request -> parked, µs.
+        all_parked_us: request -> all ranks parked, µs; several ranks only.
+        drain_us: parked -> devices idle, µs; accelerators only.
+        resume_us: resume request -> running, µs.
+        parked_s: parked time, s.
+        asked_us: signal of one rank -> another rank was told, µs.
+        save_ms: start of a save -> committed on the durable tier, ms.
+        by_cause: cause -> its pauses. A pause counts under its first cause; under `peers` only if
+            it has no other, and under `unknown` if that was lost.
+        every_pause: one object per pause, by rank, then time; at most 10,000.
+        every_pause_left_out: pauses beyond those.
+        stops: the attempts that were stopped, and how the run continued.
+        goodput: where the time went; null without events.
+        clocks: how times of several processes were aligned.
+        slurm: what Slurm's accounting knows.
+        nsys: what nsys recorded; null without a profile.
+        missing: what could not be read or learned, in sentences.
+    """
+
+    schema_version: Literal[3] = Field(default=3, serialization_alias="schema")
+    run: str
+    job_ids: tuple[int, ...]
+    ranks: int
+    attempts: int
+    restarts: int
+    begin_epoch_s: float
+    observed_s: float
+    events: int
+    pauses: int
+    incomplete: int
+    stop_requests: int
+    parked_total_s: float
+    in_flight: int
+    park_us: Summary
+    all_parked_us: Summary
+    drain_us: Summary
+    resume_us: Summary
+    parked_s: Summary
+    asked_us: Summary
+    save_ms: Summary
+    by_cause: dict[str, CauseFigures]
+    every_pause: tuple[PauseFigures, ...]
+    every_pause_left_out: int
+    stops: StopsFigures
+    goodput: Goodput | None
+    clocks: ClockFigures
+    slurm: SlurmFigures
+    nsys: NsysFigures | None
+    missing: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is written: an object that json can encode."""
+        return self.model_dump(by_alias=True)
 
 
 def figures_of(
-    history: History, beside: Beside | None = None, rows: Rows | None = None
-) -> dict[str, Any]:
-    """The object that docs/figures.md describes; ``rows`` where they are made already."""
-    beside = beside or Beside()
-    all_rows = rows or Rows.of(history, beside)
-    pauses, of_pauses = history.pauses, all_rows.pauses
-    goodput = goodput_of(history, beside)
-    return {
-        "schema": SCHEMA,
-        "run": history.name,
-        "job_ids": list(history.job_ids),
-        "ranks": len(history.ranks),
-        "lives": len(history.lives),
-        "restarts": history.restarts,
-        "begin_epoch_s": history.begin_epoch_ns / 1e9,
-        "observed_s": history.observed_s,
-        "events": history.events,
-        "pauses": len(pauses),
-        "incomplete": sum(not pause.complete for pause in pauses),
-        "stop_requests": len(history.stop_requests),
-        "parked_total_s": math.fsum(pause.parked_s or 0.0 for pause in pauses),
-        "in_flight": sum(bool(pause.in_flight) for pause in pauses),
-        "park_us": summary(pause.park_us for pause in pauses),
-        "all_parked_us": summary(pause.all_parked_us for pause in pauses),
-        "drain_us": summary(pause.drain_us for pause in pauses),
-        "resume_us": summary(pause.resume_us for pause in pauses),
-        "parked_s": summary(pause.parked_s for pause in pauses),
-        "asked_us": summary(row.asked_us for row in of_pauses),
-        "save_ms": summary(
-            save.durable_ms
-            for life in history.lives
-            if life.progress
-            for save in life.progress.saves
+    history: History, sources: ExternalSources | None = None, rows: Rows | None = None
+) -> Figures:
+    """The figures of a run; ``rows`` if they have been made already."""
+    sources = sources or ExternalSources()
+    rows = rows or Rows.of(history, sources)
+    pauses = history.pauses
+    saves = [s for one in history.attempts if one.progress for s in one.progress.saves]
+    accounting = sources.accounting
+    return Figures(
+        run=history.name,
+        job_ids=history.job_ids,
+        ranks=len(history.ranks),
+        attempts=len(history.attempts),
+        restarts=history.restarts,
+        begin_epoch_s=history.begin_epoch_ns / 1e9,
+        observed_s=history.observed_s,
+        events=history.events,
+        pauses=len(pauses),
+        incomplete=sum(not pause.complete for pause in pauses),
+        stop_requests=len(history.stop_requests),
+        parked_total_s=math.fsum(pause.parked_s or 0.0 for pause in pauses),
+        in_flight=sum(bool(pause.in_flight) for pause in pauses),
+        park_us=summary(pause.park_us for pause in pauses),
+        all_parked_us=summary(pause.all_parked_us for pause in pauses),
+        drain_us=summary(pause.drain_us for pause in pauses),
+        resume_us=summary(pause.resume_us for pause in pauses),
+        parked_s=summary(pause.parked_s for pause in pauses),
+        asked_us=summary(row.asked_us for row in rows.pauses),
+        save_ms=summary(save.durable_ms for save in saves),
+        by_cause=_by_cause(pauses),
+        every_pause=tuple(_pause(row) for row in rows.pauses[:MOST_ROWS]),
+        every_pause_left_out=max(0, len(rows.pauses) - MOST_ROWS),
+        stops=_stops(rows.stops),
+        goodput=goodput_of(history, sources),
+        clocks=_clocks(history),
+        slurm=SlurmFigures(
+            suspend_grace_s=accounting.suspend_grace_s, attempts=accounting.attempts
         ),
-        "by_cause": _by_cause(pauses),
-        "every_pause": [_row(row) for row in of_pauses[:MOST_ROWS]],
-        "every_pause_left_out": max(0, len(of_pauses) - MOST_ROWS),
-        "stops": _stops(all_rows.stops),
-        "goodput": None if goodput is None else fields_of(goodput),
-        "clocks": _clocks(history),
-        "slurm": {
-            "suspend_grace_s": beside.accounting.suspend_grace_s,
-            "lives": [fields_of(life) for life in beside.accounting.lives],
-        },
-        "nsys": _nsys(of_pauses, beside),
-        "missing": beside.sentences(history),
-    }
+        nsys=_nsys(rows.pauses, sources),
+        missing=tuple(sources.sentences(history)),
+    )
 
 
-def write_figures(figures: Mapping[str, Any], path: Path) -> Path:
-    """Write them whole or not at all; returns the path.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
-    return write_whole(path, lambda part: _write_lines(figures, part))
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
-    """Have a file of the report's folder written beside its place, and put it there; returns the
-    path.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with _own_folder(path.parent) as folder:
-            part = folder / f"{path.name}.part"
-            part.unlink(missing_ok=True)
-            write(part)
-            part.replace(folder / path.name)
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write {path}: {error.strerror}. "
-            "Copy the run folder to a place that you can write, and report on the copy"
-        ) from error
-    return path
-
-
-@contextlib.contextmanager
-def _own_folder(path: Path) -> Iterator[Path]:
-    """The folder that is there now, whatever its owner's neighbours put in its place meanwhile.
-
-    Who reports on somebody else's run, as root above all, must not be led by a link to write over
-    what lies elsewhere.
-
-    Raises:
-        OSError: it is a link, or somebody else's.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        owner = os.fstat(fd).st_uid
-        if owner != os.geteuid():
-            raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", str(path))
-        yield Path(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)
-
-
-def summary(values: Iterable[float | None]) -> dict[str, float | int]:
-    """Count, p50, p99 and max of the values that are known."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return {"count": 0}
-    return {
-        "count": len(known),
-        "p50": percentile(known, 50),
-        "p99": percentile(known, 99),
-        "max": known[-1],
-    }
-
-
-def percentile(ordered: list[float], percent: int) -> float:
-    """The nearest-rank percentile of values in ascending order; there must be one at least."""
-    return ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)]
-
-
-def _write_lines(figures: Mapping[str, Any], path: Path) -> None:
-    """One key to a line, and one row of a list of objects: to be read with less and grep, too."""
-    with path.open("w") as file:
-        file.write(_object(figures, " ") + "\n")
+def figures_text(figures: Figures) -> str:
+    """figures.json: one key per line, and one row of a list of objects, so that less and grep can
+    read it, too."""
+    return _object(figures.as_dict(), " ") + "\n"
 
 
 def _object(value: Mapping[str, Any], indent: str) -> str:
     parts = []
     for key, inner in value.items():
-        text = json.dumps(inner, allow_nan=False)
-        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+        if isinstance(inner, (list, tuple)) and inner and isinstance(inner[0], dict):
             rows = f",\n{indent} ".join(json.dumps(row, allow_nan=False) for row in inner)
             text = f"[\n{indent} {rows}\n{indent}]"
-        elif isinstance(inner, dict) and any(isinstance(one, list) for one in inner.values()):
+        elif isinstance(inner, dict) and any(isinstance(v, (list, tuple)) for v in inner.values()):
             text = _object(inner, indent + " ")
+        else:
+            text = json.dumps(inner, allow_nan=False)
         parts.append(f"{indent}{json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + f"\n{indent[:-1]}}}"
 
 
-def _by_cause(pauses: Iterable[Pause]) -> dict[str, Any]:
+def _by_cause(pauses: Iterable[Pause]) -> dict[str, CauseFigures]:
     groups: dict[str, list[Pause]] = {}
     for pause in pauses:
         groups.setdefault(pause.main_cause or "unknown", []).append(pause)
     return {
-        cause: {
-            "pauses": len(group),
-            "park_us": summary(pause.park_us for pause in group),
-            "resume_us": summary(pause.resume_us for pause in group),
-            "parked_s": summary(pause.parked_s for pause in group),
-        }
+        cause: CauseFigures(
+            pauses=len(group),
+            park_us=summary(pause.park_us for pause in group),
+            resume_us=summary(pause.resume_us for pause in group),
+            parked_s=summary(pause.parked_s for pause in group),
+        )
         for cause, group in sorted(groups.items())
     }
 
 
-def _row(row: PauseRow) -> dict[str, Any]:
-    return {
+def _pause(row: PauseRow) -> PauseFigures:
+    return PauseFigures(
         **fields_of(row.pause),
-        "outcome": row.pause.outcome,
-        "at_s": row.at_s,
-        "pid": row.life.pid,
-        "asked_us": row.asked_us,
-        "stopped_us": row.stopped_us,
-        "nsys": None if row.profiled is None else fields_of(row.profiled),
-    }
+        outcome=row.pause.outcome,
+        at_s=row.at_s,
+        pid=row.attempt.pid,
+        asked_us=row.asked_us,
+        stopped_us=row.stopped_us,
+        nsys=row.profiled,
+    )
 
 
-def _stops(rows: list[StopRow]) -> dict[str, Any]:
+def _stops(rows: list[StopRow]) -> StopsFigures:
     stops = [row.stop for row in rows]
-    samples = [row.samples_lost for row in rows if row.samples_lost is not None]
     per_rank: dict[int, int] = {}
     for row in rows:
         per_rank[row.stop.rank] = per_rank.get(row.stop.rank, 0) + (row.samples_lost or 0)
-    return {
-        "count": len(stops),
-        "incomplete": sum(not stop.complete for stop in stops),
-        "killed": sum(stop.left == KILLED for stop in stops),
-        "by_reason": dict(sorted(Counter(stop.reason or stop.left for stop in stops).items())),
-        "safe_point_ms": summary(stop.safe_point_ms for stop in stops),
-        "staged_ms": summary(stop.staged_ms for stop in stops),
-        "written_ms": summary(stop.written_ms for stop in stops),
-        "durable_ms": summary(stop.durable_ms for stop in stops),
-        "requeued_ms": summary(stop.requeued_ms for stop in stops),
-        "eligible_s": summary(row.eligible_s for row in rows),
-        "queued_s": summary(row.queued_s for row in rows),
-        "start_s": summary(row.start_s for row in rows),
-        "waited_s": summary(stop.waited_s for stop in stops),
-        "first_step_s": summary(stop.first_step_s for stop in stops),
-        "steps_lost_total": steps_lost_total(stops),
-        "samples_lost_total": max(per_rank.values()) if samples else None,
-        "at_least": any(not stop.steps_lost_exactly for stop in stops),
-        "every_stop": [_stop_row(row) for row in rows[:MOST_ROWS]],
-        "every_stop_left_out": max(0, len(rows) - MOST_ROWS),
-    }
+    known = any(row.samples_lost is not None for row in rows)
+    return StopsFigures(
+        count=len(stops),
+        incomplete=sum(not stop.complete for stop in stops),
+        killed=sum(stop.left == KILLED for stop in stops),
+        by_reason=dict(sorted(Counter(stop.reason or stop.left for stop in stops).items())),
+        safe_point_ms=summary(stop.safe_point_ms for stop in stops),
+        staged_ms=summary(stop.staged_ms for stop in stops),
+        written_ms=summary(stop.written_ms for stop in stops),
+        durable_ms=summary(stop.durable_ms for stop in stops),
+        requeued_ms=summary(stop.requeued_ms for stop in stops),
+        eligible_s=summary(row.eligible_s for row in rows),
+        queued_s=summary(row.queued_s for row in rows),
+        start_s=summary(row.start_s for row in rows),
+        waited_s=summary(stop.waited_s for stop in stops),
+        first_step_s=summary(stop.first_step_s for stop in stops),
+        steps_lost_total=steps_lost_total(stops),
+        samples_lost_total=max(per_rank.values()) if known else None,
+        at_least=any(not stop.steps_lost_exactly for stop in stops),
+        every_stop=tuple(_stop(row) for row in rows[:MOST_ROWS]),
+        every_stop_left_out=max(0, len(rows) - MOST_ROWS),
+    )
 
 
-def _stop_row(row: StopRow) -> dict[str, Any]:
-    mine = fields_of(row)
-    for name in ("stopped", "before", "after"):
-        del mine[name]
-    return {
-        **fields_of(row.stop),
-        **mine,
-        "slurm_before": None if row.before is None else fields_of(row.before),
-        "slurm_after": None if row.after is None else fields_of(row.after),
-    }
+def _stop(row: StopRow) -> StopFigures:
+    links = fields_of(row, StopLinks)
+    return StopFigures(
+        **fields_of(row.stop), **links, slurm_before=row.before, slurm_after=row.after
+    )
 
 
-def _clocks(history: History) -> dict[str, Any]:
+def _clocks(history: History) -> ClockFigures:
     alignment = history.alignment
-    return {
-        "error_ns": alignment.error_ns,
-        "within_ns": alignment.within_ns,
-        "between_ns": alignment.between_ns,
-        "hosts": [fields_of(host) for host in alignment.hosts],
-        "words": " ".join(alignment.sentences()),
-    }
+    return ClockFigures(
+        error_ns=alignment.error_ns,
+        within_ns=alignment.within_ns,
+        between_ns=alignment.between_ns,
+        hosts=alignment.hosts,
+        message=" ".join(alignment.sentences()),
+    )
 
 
-def _nsys(rows: list[PauseRow], beside: Beside) -> dict[str, Any] | None:
-    if not beside.profiles:
+def _nsys(rows: list[PauseRow], sources: ExternalSources) -> NsysFigures | None:
+    if not sources.profiles:
         return None
     seen = [row.profiled for row in rows if row.profiled is not None]
-    return {
-        "profiles": [_profile(profile) for profile in beside.profiles],
-        "joined": len(seen),
-        "park_us": summary(one.park_us for one in seen),
-        "resume_us": summary(one.resume_us for one in seen),
-        "last_kernel_us": summary(one.last_kernel_us for one in seen),
-        "first_kernel_us": summary(one.first_kernel_us for one in seen),
-        "difference_us": summary(one.difference_us for one in seen),
-    }
+    return NsysFigures(
+        profiles=tuple(_profile(profile) for profile in sources.profiles),
+        joined=len(seen),
+        park_us=summary(one.park_us for one in seen),
+        resume_us=summary(one.resume_us for one in seen),
+        last_kernel_us=summary(one.last_kernel_us for one in seen),
+        first_kernel_us=summary(one.first_kernel_us for one in seen),
+        difference_us=summary(one.difference_us for one in seen),
+    )
 
 
-def _profile(profile: Profile) -> dict[str, Any]:
+def _profile(profile: Profile) -> ProfileFigures:
     error_ns = profile.alignment_error_ns
-    return {
-        "path": str(profile.path),
-        "host": profile.host,
-        "pids": list(profile.pids),
-        "pauses": len(profile.pauses),
-        "stops": len(profile.stops),
-        "error_us": None if error_ns is None else error_ns / 1e3,
-    }
+    return ProfileFigures(
+        path=str(profile.path),
+        host=profile.host,
+        pids=profile.pids,
+        pauses=len(profile.pauses),
+        stops=len(profile.stops),
+        error_us=None if error_ns is None else error_ns / 1e3,
+    )

@@ -2,20 +2,21 @@
 
 Goodput is productive time ÷ time, as Google's ml-goodput-measurement defines it
 (https://docs.cloud.google.com/tpu/docs/goodput: "the proportion of usage time spent making
-productive, preserved training progress"). Here, of the first rank, whose steps are those of all:
+productive, preserved training progress"). It is measured on the first rank, whose steps are those
+of all ranks:
 
-- productive: from the end of a life's first step to its last one, less what is named below;
-- made again: of that, the part that the steps had which the next life had to make once more;
+- productive: from the end of an attempt's first step to its last one, minus what is listed below;
+- made again: the share of that which the next attempt had to repeat;
 - saving: the training waited for a copy of its state, or for a save in the foreground;
-- parked: from a pause's request until it ran again;
-- starting: from the start of the allocation to the end of the life's first step, which is one step
-  too many and cannot be told apart;
+- parked: from a pause's request until the rank ran again;
+- starting: from the start of the allocation to the end of the attempt's first step; that step is
+  included, because nothing separates it from the load before it;
 - leaving: from the safe point of a stop, or the end of the training, to the end of the allocation;
-- unknown: a process that was killed, from its last event on;
-- queued: Slurm had the job in its queue. Not part of the allocated time.
+- unknown: everything after the last event of a process that was killed;
+- queued: the job was in Slurm's queue. Not part of the allocated time.
 
-Allocated and wall time are Slurm's where Slurm was asked; else they reach from a life's first event
-to its last, and what lies between lives is ``queued``, Python's start included.
+Allocated and wall time come from Slurm if it was asked. Otherwise they extend from an attempt's
+first event to its last, and the time between attempts, Python's start included, is ``queued``.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hydroslurm.report.beside import Beside
+from hydroslurm.report.attempts import Attempt
+from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.history import History
-from hydroslurm.report.pauses import Life
 
 Span = tuple[float, float]
 
@@ -40,14 +41,14 @@ class Goodput:
         of_allocated: productive ÷ allocated time; None where no step was told.
         of_wall: productive time ÷ wall clock; None where no step was told.
         at_most: True where more steps than known may have been made again.
-        allocated_from: who says so; ``both``: some lives Slurm does not know.
+        allocated_from: who says so; ``both``: some attempts Slurm does not know.
         wall_s: from the submission, or the first event, to the end, or the last event.
         allocated_s: the job held its nodes, suspended time included.
         productive_s: making steps that counted.
-        made_again_s: making steps that were made again in a later life.
+        made_again_s: making steps that were made again in a later attempt.
         saving_s: waiting for a copy of the state, or for a save in the foreground.
         parked_s: from a pause's request until it ran again.
-        starting_s: from the start of the allocation to the end of a life's first step.
+        starting_s: from the start of the allocation to the end of an attempt's first step.
         leaving_s: from a stop's safe point, or the training's end, to the end of the allocation.
         unknown_s: after the last event of a process that was killed; or where no step was told.
         queued_s: between allocations, and before the first.
@@ -73,35 +74,35 @@ class Goodput:
     step_s: float | None
 
 
-def goodput_of(history: History, beside: Beside) -> Goodput | None:
+def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:
     """None for a run without events."""
-    if not history.lives:
+    if not history.attempts:
         return None
-    lives = history.lives_of(history.ranks[0])
-    allocations = _allocations(history, beside, lives)
-    lost = {id(one.life): one.stop for one in history.stopped}
+    attempts = history.attempts_of(history.ranks[0])
+    allocations = _allocations(history, sources, attempts)
+    lost = {id(one.attempt): one.stop for one in history.stopped}
     parts = _Parts()
     for one in allocations:
         at_s = one.begin_s
-        for life in one.lives:
-            stop = lost.get(id(life))
-            parts.add(_Window(history, life), at_s, lost=(stop.steps_lost or 0) if stop else 0)
-            at_s = max(at_s, history.since_begin_s(life, life.last_mono_ns))
+        for attempt in one.attempts:
+            stop = lost.get(id(attempt))
+            parts.add(_Window(history, attempt), at_s, lost=(stop.steps_lost or 0) if stop else 0)
+            at_s = max(at_s, history.since_begin_s(attempt, attempt.last_mono_ns))
         rest_s = max(0.0, one.end_s - at_s)
-        if one.lives and one.lives[-1].ended:
+        if one.attempts and one.attempts[-1].ended:
             parts.leaving_s += rest_s
         else:
             parts.unknown_s += rest_s
     allocated_s = sum(one.end_s - one.begin_s for one in allocations)
-    begin_s = min([one.begin_s for one in allocations] + _submitted(history, beside, lives))
+    begin_s = min([one.begin_s for one in allocations] + _submitted(history, sources, attempts))
     wall_s = max(one.end_s for one in allocations) - begin_s
     stepped = parts.steps > 0
-    sources = {one.by_slurm for one in allocations}
+    by_slurm = {one.by_slurm for one in allocations}
     return Goodput(
         of_allocated=parts.productive_s / allocated_s if stepped and allocated_s else None,
         of_wall=parts.productive_s / wall_s if stepped and wall_s else None,
         at_most=any(not stop.steps_lost_exactly for stop in history.stops),
-        allocated_from="both" if len(sources) > 1 else "slurm" if sources == {True} else "events",
+        allocated_from="both" if len(by_slurm) > 1 else "slurm" if by_slurm == {True} else "events",
         wall_s=wall_s,
         allocated_s=allocated_s,
         productive_s=parts.productive_s,
@@ -124,27 +125,32 @@ class _Allocation:
     begin_s: float
     end_s: float
     by_slurm: bool
-    lives: list[Life] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
 
 
-def _allocations(history: History, beside: Beside, lives: Sequence[Life]) -> list[_Allocation]:
+def _allocations(
+    history: History, sources: ExternalSources, attempts: Sequence[Attempt]
+) -> list[_Allocation]:
     """In order of time, none over another."""
     found: dict[object, _Allocation] = {}
-    for life in lives:
-        begin_s, end_s = history.begin_s(life), history.since_begin_s(life, life.last_mono_ns)
-        known = beside.slurm_life(life)
-        key: object = known or id(life)
+    for attempt in attempts:
+        begin_s, end_s = (
+            history.begin_s(attempt),
+            history.since_begin_s(attempt, attempt.last_mono_ns),
+        )
+        known = sources.slurm_attempt(attempt)
+        key: object = known or id(attempt)
         if known is None:
-            found[key] = _Allocation(begin_s, end_s, False, [life])
+            found[key] = _Allocation(begin_s, end_s, False, [attempt])
             continue
-        ahead_ns = life.date_ahead_ns
+        ahead_ns = attempt.date_ahead_ns
         start_s = _since_begin(history, known.start_epoch_s, begin_s, ahead_ns)
         stop_s = _since_begin(
-            history, known.end_epoch_s, end_s, ahead_ns, ahead_ns + sum(life.date_set_ns)
+            history, known.end_epoch_s, end_s, ahead_ns, ahead_ns + sum(attempt.date_set_ns)
         )
         mine = found.setdefault(key, _Allocation(start_s, stop_s, True))
         mine.begin_s, mine.end_s = min(mine.begin_s, begin_s), max(mine.end_s, end_s)
-        mine.lives.append(life)
+        mine.attempts.append(attempt)
     ordered = sorted(found.values(), key=lambda one: one.begin_s)
     for before, after in itertools.pairwise(ordered):
         after.begin_s = max(after.begin_s, before.end_s)  # a process that dies beside its successor
@@ -165,43 +171,45 @@ def _since_begin(
     )
 
 
-def _submitted(history: History, beside: Beside, lives: Sequence[Life]) -> list[float]:
-    known = beside.slurm_life(lives[0])
+def _submitted(
+    history: History, sources: ExternalSources, attempts: Sequence[Attempt]
+) -> list[float]:
+    known = sources.slurm_attempt(attempts[0])
     if known is None or known.submit_epoch_s is None:
         return []
-    return [_since_begin(history, known.submit_epoch_s, 0.0, lives[0].date_ahead_ns)]
+    return [_since_begin(history, known.submit_epoch_s, 0.0, attempts[0].date_ahead_ns)]
 
 
 class _Window:
-    """The time of one life in which it made steps, in seconds since the run's begin."""
+    """The time of one attempt in which it made steps, in seconds since the run's begin."""
 
-    def __init__(self, history: History, life: Life) -> None:
+    def __init__(self, history: History, attempt: Attempt) -> None:
         self._history = history
-        self._life = life
-        progress = life.progress
+        self._attempt = attempt
+        progress = attempt.progress
         self.steps_told = progress is not None and progress.began_step is not None
         first = progress.first_step_mono_ns if progress else None
         leave = progress and (progress.safe_point_mono_ns or progress.ended_mono_ns)
-        end_s = self._at(leave or life.last_mono_ns)
+        end_s = self._at(leave or attempt.last_mono_ns)
         if progress is None:
-            self.span: Span | None = (self._at(life.first_mono_ns), end_s)
+            self.span: Span | None = (self._at(attempt.first_mono_ns), end_s)
         else:
             self.span = None if first is None else (self._at(first), max(self._at(first), end_s))
-        self.last_s = self._at(life.last_mono_ns)
+        self.last_s = self._at(attempt.last_mono_ns)
         self.steps = 0
         if progress and progress.last_step is not None and progress.began_step is not None:
             self.steps = max(0, progress.last_step - progress.began_step)
 
     def parked(self) -> list[Span]:
-        last_ns = self._life.last_mono_ns
+        last_ns = self._attempt.last_mono_ns
         return self._clipped(
             (pause.begin_mono_ns, pause.released_mono_ns or pause.resumed_mono_ns or last_ns)
-            for pause in self._life.pauses
+            for pause in self._attempt.pauses
         )
 
     def saving(self) -> list[Span]:
         """The training waits for the copy; for the commit where no copy is made before."""
-        progress = self._life.progress
+        progress = self._attempt.progress
         return self._clipped(
             (save.started_mono_ns, save.staged_mono_ns or save.end_mono_ns)
             for save in (progress.saves if progress else ())
@@ -220,7 +228,7 @@ class _Window:
         return found
 
     def _at(self, mono_ns: int) -> float:
-        return self._history.since_begin_s(self._life, mono_ns)
+        return self._history.since_begin_s(self._attempt, mono_ns)
 
 
 @dataclass
@@ -239,7 +247,7 @@ class _Parts:
     steps: int = 0
 
     def add(self, window: _Window, at_s: float, *, lost: int) -> None:
-        """One life; ``at_s``: until when the time before it is accounted for."""
+        """One attempt; ``at_s``: until when the time before it is accounted for."""
         if window.span is None:
             self.starting_s += max(0.0, window.last_s - at_s)
             return

@@ -1,4 +1,4 @@
-"""How latencies are spread: one histogram for each, over all ranks and lives of a run.
+"""How latencies are spread: one histogram for each, over all ranks and attempts of a run.
 
 Bars are hatched, so that a grey print can be read; the lines of the median and of the 99th
 percentile differ in their dashes. Both axes say what they count, in units; times are logarithmic,
@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -21,11 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from hydroslurm.report.figures import percentile, write_whole
-from hydroslurm.report.history import History
-from hydroslurm.report.labels import QUICKLY
+from hydroslurm.report.history import History, percentile
 
-_DPI = 110
 _BINS = 24
 _COLUMNS = 3
 _MEDIAN = ("median", "#009E73", "-")
@@ -45,7 +41,7 @@ class Latency:
 def latencies(history: History) -> list[Latency]:
     """Those of which anything was measured."""
     pauses, stops = history.pauses, history.stops
-    saves = [s for life in history.lives if life.progress for s in life.progress.saves]
+    saves = [s for attempt in history.attempts if attempt.progress for s in attempt.progress.saves]
     blue, orange, sky = "#0072B2", "#E69F00", "#56B4E9"
     found = [
         _latency("pause: signal → parked", (p.park_us for p in pauses), 1e-6, blue, "////"),
@@ -71,7 +67,7 @@ def latencies(history: History) -> list[Latency]:
             "stop: signal → requeued", (s.requeued_ms for s in stops), 1e-3, orange, "\\\\\\\\"
         ),
         _latency(
-            "stop: end → next life's first step",
+            "stop: end → next attempt's first step",
             (_back_s(s.waited_s, s.first_step_s) for s in stops),
             1.0,
             orange,
@@ -79,21 +75,6 @@ def latencies(history: History) -> list[Latency]:
         ),
     ]
     return [one for one in found if one.values_s]
-
-
-def write_histograms(history: History, path: Path) -> Path | None:
-    """Draw them into a PNG; returns the path, None when nothing was measured.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
-    found = latencies(history)
-    if not found:
-        return None
-    return write_whole(
-        path,
-        lambda part: histograms(found).savefig(part, format="png", dpi=_DPI, pil_kwargs=QUICKLY),
-    )
 
 
 def histograms(found: Sequence[Latency]) -> Figure:

@@ -1,12 +1,11 @@
-"""What a ``Run`` wrote down in one life: where it began, how far it came, how it left. Pure."""
+"""What a ``Run`` wrote down in one attempt: where it began, how far it came, how it left. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.fields import data_of, integer, stamp_of, step_of, text
-from hydroslurm.report.lines import Line
+from hydroslurm.report.lines import Line, data_of, integer, stamp_of, step_of, text
 
 OF_A_RUN = frozenset(
     {
@@ -84,17 +83,17 @@ class Save:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one life's log says of its training; what it does not hold is None.
+    """What one attempt's log says of its training; what it does not hold is None.
 
-    Stamps are CLOCK_MONOTONIC nanoseconds of the life's own machine.
+    Stamps are CLOCK_MONOTONIC nanoseconds of the attempt's own machine.
 
     Attributes:
-        life: number of the life in attempts.jsonl, from 1.
+        attempt: number of the attempt in attempts.jsonl, from 1.
         began_step: the step that it began with.
         first_step_mono_ns: its first step was complete.
-        last_step: the highest step that any line names; the life may have come further.
+        last_step: the highest step that any line names; the attempt may have come further.
         reason: why it was stopped, in Slurm's view: ``preempted``, ``time_limit`` ...
-        words: the same, for people.
+        message: the same, for people.
         safe_point_mono_ns: the stop was obeyed.
         safe_step: steps complete there, which is the state that was to be saved.
         staged_mono_ns: that state was copied, and the training's memory is free to change.
@@ -112,12 +111,12 @@ class Progress:
         saves: all of them, in the order in which they began.
     """
 
-    life: int | None = None
+    attempt: int | None = None
     began_step: int | None = None
     first_step_mono_ns: int | None = None
     last_step: int | None = None
     reason: str | None = None
-    words: str | None = None
+    message: str | None = None
     safe_point_mono_ns: int | None = None
     safe_step: int | None = None
     staged_mono_ns: int | None = None
@@ -134,15 +133,15 @@ class Progress:
     saves: tuple[Save, ...] = ()
 
 
-class Follower:
-    """Follows one life, line by line, and keeps the first line of each kind."""
+class ProgressBuilder:
+    """Follows one attempt, line by line, and keeps the first line of each kind."""
 
     def __init__(self) -> None:
         self._first: dict[EventKind, Line] = {}
         self._stop_of_rank: int | None = None
         self._last_step: int | None = None
-        self._saves: dict[object, _SaveDraft] = {}
-        self._stop_save = _SaveDraft(None, "stop")
+        self._saves: dict[object, _SaveBuilder] = {}
+        self._stop_save = _SaveBuilder(None, "stop")
 
     @property
     def has_run(self) -> bool:
@@ -170,11 +169,11 @@ class Follower:
         step, kind = integer(data, "checkpoint_step"), text(data, "save_kind")
         self.note_step(step)
         name = _OF_SAVES.get(line.kind) or _OF_TIERS[line.kind].get(text(data, "tier") or "")
-        if name not in _SaveDraft.NAMES:
+        if name not in _SaveBuilder.NAMES:
             return
         draft = self._saves.get(step)
         if draft is None:
-            draft = self._saves[step] = _SaveDraft(step, kind)
+            draft = self._saves[step] = _SaveBuilder(step, kind)
         size = integer(data, "state_bytes")
         draft.note(name, line.mono_ns, size)
         if kind == "stop":
@@ -191,14 +190,14 @@ class Follower:
         safe_step = step_of(safe)
         # whatever it was made for; where the step is lost, the one that was made for the stop
         saved = self._saves.get(safe_step) if safe_step is not None else self._stop_save
-        of_stop = saved or _SaveDraft(None, None)
+        of_stop = saved or _SaveBuilder(None, None)
         return Progress(
-            life=integer(data_of(began), "life"),
+            attempt=integer(data_of(began), "attempt"),
             began_step=integer(data_of(began), "step"),
             first_step_mono_ns=stamp_of(stepped),
             last_step=self._last_step,
             reason=text(data_of(reason), "reason"),
-            words=text(data_of(reason), "words"),
+            message=text(data_of(reason), "words"),
             safe_point_mono_ns=stamp_of(safe),
             safe_step=safe_step,
             staged_mono_ns=of_stop.stamps.get("staged"),
@@ -216,7 +215,7 @@ class Follower:
         )
 
 
-class _SaveDraft:
+class _SaveBuilder:
     """A save while its lines are being collected: the first of each."""
 
     NAMES = ("started", "staged", "durable", "fast", "failed", "written")

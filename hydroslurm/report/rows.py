@@ -14,11 +14,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from hydroslurm.report.accounting import SlurmLife
-from hydroslurm.report.beside import Beside, span_us
+from hydroslurm.report.attempts import Attempt
+from hydroslurm.report.external_sources import ExternalSources, SlurmAttempt, span_us
 from hydroslurm.report.history import History
-from hydroslurm.report.nsys.profiled import ProfiledPause, ProfiledStop
-from hydroslurm.report.pauses import PEERS, Life, Pause
+from hydroslurm.report.nsys.profile import ProfiledPause, ProfiledStop
+from hydroslurm.report.pauses import PEERS, Pause
 from hydroslurm.report.stops import Stop, Stopped
 
 
@@ -45,18 +45,10 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class PauseRow:
-    """One pause of one rank.
+    """One pause of one rank; the fields sources ``attempt`` and ``pause`` are described in
+    :class:`hydroslurm.report.figures.PauseFigures`."""
 
-    Attributes:
-        at_s: since the run's first event; None without any stamp.
-        asked_us: from the signal of the rank that was signalled to this rank's being told, by
-            aligned dates; None for a rank that had a cause of its own.
-        stopped_us: from the request to SIGSTOP as the site's suspend grace has it; None where Slurm
-            did not suspend, or the resume came sooner.
-        profiled: None without a profile of it.
-    """
-
-    life: Life
+    attempt: Attempt
     pause: Pause
     at_s: float | None
     asked_us: float | None
@@ -64,29 +56,25 @@ class PauseRow:
     profiled: Profiled | None
 
 
-@dataclass(frozen=True, slots=True)
-class StopRow:
-    """One stop of one rank.
+@dataclass(frozen=True, kw_only=True)
+class StopLinks:
+    """What is known of a stop besides its own rank's log.
 
     Attributes:
         at_s: since the run's first event.
         left_s: from the request to the last event.
-        before, after: Slurm's life that was stopped, and the one that went on.
-        eligible_s: from the end of the one to the moment when the other might start.
+        eligible_s: from the end of the attempt to the moment when the next one might start.
         queued_s: from then to its start.
         start_s: from its start to the process's first event: srun, Python, imports.
-        samples_lost: with the steps; None where the loader did not tell how many a step has.
+        samples_lost: with the steps; null where the loader does not tell how many a step has.
         nsys_saving_ms: from the request to the start of the snapshot, by nsys.
-        nsys_durable_ms: from the request to parts on disk, by nsys; or to the save's failure.
+        nsys_durable_ms: from the request to parts on disk, or to the save's failure, by nsys.
         nsys_committed_ms: from the request to the commit, by nsys.
         nsys_requeued_ms: from the request until Slurm had the job again, by nsys.
     """
 
-    stopped: Stopped
     at_s: float
     left_s: float | None
-    before: SlurmLife | None
-    after: SlurmLife | None
     eligible_s: float | None
     queued_s: float | None
     start_s: float | None
@@ -95,6 +83,16 @@ class StopRow:
     nsys_durable_ms: float | None
     nsys_committed_ms: float | None
     nsys_requeued_ms: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRow(StopLinks):
+    """One stop of one rank; ``before`` and ``after`` are the attempt that was stopped and the one
+    that followed, in Slurm's accounting."""
+
+    stopped: Stopped
+    before: SlurmAttempt | None
+    after: SlurmAttempt | None
 
     @property
     def stop(self) -> Stop:
@@ -114,47 +112,49 @@ class Rows:
     stops: list[StopRow]
 
     @classmethod
-    def of(cls, history: History, beside: Beside) -> Rows:
-        return cls(pause_rows(history, beside), stop_rows(history, beside))
+    def of(cls, history: History, sources: ExternalSources | None = None) -> Rows:
+        sources = sources or ExternalSources()
+        return cls(pause_rows(history, sources), stop_rows(history, sources))
 
     @cached_property
     def pauses_in_time(self) -> list[PauseRow]:
         """Those that can be placed, all ranks together."""
         placed = [row for row in self.pauses if row.at_s is not None]
-        return sorted(placed, key=lambda row: (row.at_s or 0.0, row.life.rank))
+        return sorted(placed, key=lambda row: (row.at_s or 0.0, row.attempt.rank))
 
     @cached_property
     def stops_in_time(self) -> list[StopRow]:
         return sorted(self.stops, key=lambda row: (row.at_s, row.stop.rank))
 
 
-def pause_rows(history: History, beside: Beside) -> list[PauseRow]:
+def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
     """In order of rank, then of time."""
     asked = _Asked(history)
     return [
         PauseRow(
-            life=life,
+            attempt=attempt,
             pause=pause,
             at_s=None
             if pause.begin_mono_ns is None
-            else history.since_begin_s(life, pause.begin_mono_ns),
-            asked_us=asked.before_us(life, pause),
-            stopped_us=_stopped_us(pause, beside.accounting.suspend_grace_s),
-            profiled=_profiled(pause, beside.profiled_pause(life, pause)),
+            else history.since_begin_s(attempt, pause.begin_mono_ns),
+            asked_us=asked.before_us(attempt, pause),
+            stopped_us=_stopped_us(pause, sources.accounting.suspend_grace_s),
+            profiled=_profiled(pause, sources.profiled_pause(attempt, pause)),
         )
-        for life in history.lives
-        for pause in life.pauses
+        for attempt in history.attempts
+        for pause in attempt.pauses
     ]
 
 
-def stop_rows(history: History, beside: Beside) -> list[StopRow]:
+def stop_rows(history: History, sources: ExternalSources) -> list[StopRow]:
     """In order of rank, then of time."""
-    return [_stop_row(history, beside, stopped) for stopped in history.stopped]
+    return [_stop_row(history, sources, stopped) for stopped in history.stopped]
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a flat dataclass; ``asdict`` copies each of them, which takes long."""
-    return {name.name: getattr(value, name.name) for name in fields(value)}
+def fields_of(value: Any, kind: type[Any] | None = None) -> dict[str, Any]:
+    """The fields of a flat dataclass, or those of its base ``kind``; ``asdict`` would copy each
+    value."""
+    return {one.name: getattr(value, one.name) for one in fields(kind or value)}
 
 
 def _stopped_us(pause: Pause, grace_s: int | None) -> float | None:
@@ -191,53 +191,53 @@ class _Asked:
 
     def __init__(self, history: History) -> None:
         self._requests: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
-        for life, pause in _signalled(history):
+        for attempt, pause in _signalled(history):
             assert pause.requested_mono_ns is not None
-            begin_ns = life.epoch_ns(pause.requested_mono_ns)
-            end_ns = life.epoch_ns(pause.resumed_mono_ns or life.last_mono_ns)
-            self._requests.setdefault((life.job_id, life.restart_count), []).append(
+            begin_ns = attempt.epoch_ns(pause.requested_mono_ns)
+            end_ns = attempt.epoch_ns(pause.resumed_mono_ns or attempt.last_mono_ns)
+            self._requests.setdefault((attempt.job_id, attempt.restart_count), []).append(
                 (begin_ns, end_ns)
             )
         for requests in self._requests.values():
             requests.sort()
 
-    def before_us(self, life: Life, pause: Pause) -> float | None:
+    def before_us(self, attempt: Attempt, pause: Pause) -> float | None:
         if pause.main_cause != PEERS or pause.requested_mono_ns is None:
             return None
-        told_ns = life.epoch_ns(pause.requested_mono_ns)
-        requests = self._requests.get((life.job_id, life.restart_count), [])
+        told_ns = attempt.epoch_ns(pause.requested_mono_ns)
+        requests = self._requests.get((attempt.job_id, attempt.restart_count), [])
         at = bisect.bisect_right(requests, (told_ns, 1 << 63))
         # several may be in force: the first of them was it
         covering = [begin for begin, end in requests[max(0, at - 8) : at] if told_ns <= end]
         return (told_ns - covering[0]) / 1e3 if covering else None
 
 
-def _signalled(history: History) -> Iterator[tuple[Life, Pause]]:
-    for life in history.lives:
-        for pause in life.pauses:
+def _signalled(history: History) -> Iterator[tuple[Attempt, Pause]]:
+    for attempt in history.attempts:
+        for pause in attempt.pauses:
             if pause.main_cause not in (None, PEERS) and pause.requested_mono_ns is not None:
-                yield life, pause
+                yield attempt, pause
 
 
-def _stop_row(history: History, beside: Beside, stopped: Stopped) -> StopRow:
-    life, following, stop = stopped.life, stopped.following, stopped.stop
-    before = beside.slurm_life(life)
-    after = beside.slurm_life(following) if following else None
+def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> StopRow:
+    attempt, following, stop = stopped.attempt, stopped.following, stopped.stop
+    before = sources.slurm_attempt(attempt)
+    after = sources.slurm_attempt(following) if following else None
     if after is None and before is not None:
-        after = beside.accounting.after(before)  # waiting still, or without an event yet
-    seen = beside.profiled_stop(life, life.stops[0] if life.stops else None)
+        after = sources.accounting.after(before)  # waiting still, or without an event yet
+    seen = sources.profiled_stop(attempt, attempt.stops[0] if attempt.stops else None)
     end_s = before.end_epoch_s if before else None
     eligible_s = after.eligible_epoch_s if after else None
     started_s = after.start_epoch_s if after else None
     first_s = _by_slurms_date(following, started_s) if following else None
     gap_s = stop.waited_s
-    progress = life.progress
+    progress = attempt.progress
     per_step = progress.samples_per_step if progress else None
     lost = stop.steps_lost
     return StopRow(
         stopped=stopped,
-        at_s=history.since_begin_s(life, stopped.begin_mono_ns),
-        left_s=_since_us(seen_ns=stop.requested_mono_ns, end_ns=life.last_mono_ns, unit=1e6),
+        at_s=history.since_begin_s(attempt, stopped.begin_mono_ns),
+        left_s=_since_us(seen_ns=stop.requested_mono_ns, end_ns=attempt.last_mono_ns, unit=1e6),
         before=before,
         after=after if after != before else None,
         eligible_s=_later_s(end_s, eligible_s, within_s=gap_s),
@@ -256,11 +256,11 @@ def _since_us(*, seen_ns: int | None, end_ns: int | None, unit: float) -> float 
     return None if taken_us is None else taken_us / unit
 
 
-def _by_slurms_date(life: Life, started_s: float | None) -> float:
+def _by_slurms_date(attempt: Attempt, started_s: float | None) -> float:
     """Its first event. Where the date of its host was set, the controller's may have been the same
     one: what is nearest to the start that Slurm tells is believed."""
-    at_ns = life.epoch_ns(life.first_mono_ns)
-    found = (at_ns / 1e9, (at_ns + life.date_ahead_ns) / 1e9)
+    at_ns = attempt.epoch_ns(attempt.first_mono_ns)
+    found = (at_ns / 1e9, (at_ns + attempt.date_ahead_ns) / 1e9)
     return found[0] if started_s is None else min(found, key=lambda one: abs(one - started_s))
 
 

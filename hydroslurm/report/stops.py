@@ -1,7 +1,7 @@
-"""The stops of a run: from the request to the commit, the queue, and the next life's first step.
+"""The stops of a run: from the request to the commit, the queue, and the next attempt's first step.
 
-A stop belongs to one rank and two of its lives: the one that was stopped, and the one that went on.
-What the log does not hold is None and named in :attr:`Stop.missing`. Pure.
+A stop belongs to one rank and two of its attempts: the one that was stopped, and the one that
+followed. What is missing from the log is None and named in :attr:`Stop.missing`. Pure.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.pauses import Life
+from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.progress import Progress
 
 KILLED = "killed"
-"""It left without a word, and another life followed."""
+"""It left without a word, and another attempt followed."""
 LEFT = "left"
 """It ended in order, and no Run said how."""
 SILENT = "no more events"
@@ -31,13 +31,13 @@ class Stop:
 
     Attributes:
         rank: global rank.
-        restart_count: how often the job had been requeued before the life that was stopped.
-        life: its number in attempts.jsonl, from 1; None when its first lines are lost.
+        restart_count: how often the job had been requeued before the attempt that was stopped.
+        attempt: its number in attempts.jsonl, from 1; None when its first lines are lost.
         signal: the first that asked it to stop; None when it was killed, asked by its program, or
             told by another rank.
         of_rank: that other rank.
         reason: why, as Slurm said: ``preempted``, ``time_limit``, ``requeued``, ``cancelled`` ...
-        words: the same, for people.
+        message: the same, for people.
         requested_mono_ns: the signal handler's stamp.
         step: steps complete when it left.
         step_from: how that is known. By ``last_event`` it is the least that it can have been.
@@ -51,24 +51,24 @@ class Stop:
         requeue_error: why it has not.
         state_bytes: size of the state that was committed.
         left: how it ended: a word of attempts.jsonl, ``killed``, ``left`` or ``no more events``.
-        waited_s: from its last event to the first of the next life; by CLOCK_REALTIME where that
+        waited_s: from its last event to the first of the next attempt; by CLOCK_REALTIME where that
             one has another host. Slurm's wait and the start of Python.
-        first_step_s: from that first event to the end of the next life's first step: imports, the
-            load, and one step.
-        followed: another life of the rank came after it.
+        first_step_s: from that first event to the end of the next attempt's first step: imports,
+            the load, and one step.
+        followed: another attempt of the rank came after it.
         next_step: the step that this one began with.
-        steps_lost: made in this life and not in the state that the next one began with; of a life
-            whose ``step_from`` is ``last_event`` at least so many.
+        steps_lost: made in this attempt, but not in the state that the next one began with. If
+            ``step_from`` is ``last_event``, at least this many.
         missing: the events that this stop should have and that the log does not hold.
     """
 
     rank: int
     restart_count: int = 0
-    life: int | None = None
+    attempt: int | None = None
     signal: str | None = None
     of_rank: int | None = None
     reason: str | None = None
-    words: str | None = None
+    message: str | None = None
     requested_mono_ns: int | None = None
     step: int | None = None
     step_from: Literal["safe_point", "last_event"] | None = None
@@ -95,7 +95,7 @@ class Stop:
     @property
     def steps_lost_exactly(self) -> bool:
         """False where more may have been lost than :attr:`steps_lost` says; True where nothing can
-        have been lost yet, because no life followed."""
+        have been lost yet, because no attempt followed."""
         if self.left == "finished" or not self.followed:
             return True
         return self.steps_lost is not None and self.step_from == "safe_point"
@@ -103,31 +103,31 @@ class Stop:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A stop with the lives that it lies between."""
+    """A stop with the attempts that it lies between."""
 
     stop: Stop
-    life: Life
-    following: Life | None
+    attempt: Attempt
+    following: Attempt | None
 
     @property
     def begin_mono_ns(self) -> int:
-        """In the clock of :attr:`life`: the request, else its last event."""
+        """In the clock of :attr:`attempt`: the request, else its last event."""
         requested = self.stop.requested_mono_ns
-        return self.life.last_mono_ns if requested is None else requested
+        return self.attempt.last_mono_ns if requested is None else requested
 
 
-def stops_of(lives: Iterable[Life]) -> tuple[Stopped, ...]:
-    """The stops in the lives of any number of ranks, which come in order of rank and time.
+def stops_of(attempts: Iterable[Attempt]) -> tuple[Stopped, ...]:
+    """The stops in the attempts of any number of ranks, which come in order of rank and time.
 
-    A life was stopped when it was asked to stop, and when it ended without having finished and
+    An attempt was stopped when it was asked to stop, and when it ended without having finished and
     another one of its rank followed.
     """
     found = []
-    for _, of_rank in itertools.groupby(lives, key=lambda life: life.rank):
+    for _, of_rank in itertools.groupby(attempts, key=lambda attempt: attempt.rank):
         mine = list(of_rank)
-        for life, following in itertools.zip_longest(mine, mine[1:]):
-            if _was_stopped(life, following):
-                found.append(Stopped(_stop(life, following), life, following))
+        for attempt, following in itertools.zip_longest(mine, mine[1:]):
+            if _was_stopped(attempt, following):
+                found.append(Stopped(_stop(attempt, following), attempt, following))
     return tuple(found)
 
 
@@ -140,30 +140,30 @@ def steps_lost_total(stops: Iterable[Stop]) -> int:
     return max(by_rank.values(), default=0)
 
 
-def _was_stopped(life: Life, following: Life | None) -> bool:
-    ending = life.progress.ending if life.progress else None
-    if life.stops:
+def _was_stopped(attempt: Attempt, following: Attempt | None) -> bool:
+    ending = attempt.progress.ending if attempt.progress else None
+    if attempt.stops:
         return True
     if following is None or ending == "finished":
         return False
-    return ending is not None or not life.ended
+    return ending is not None or not attempt.ended
 
 
-def _stop(life: Life, following: Life | None) -> Stop:
-    request = life.stops[0] if life.stops else None
+def _stop(attempt: Attempt, following: Attempt | None) -> Stop:
+    request = attempt.stops[0] if attempt.stops else None
     since_ns = None if request is None else request.requested_mono_ns
-    seen = life.progress or Progress()
-    left = _left(life, following)
+    seen = attempt.progress or Progress()
+    left = _left(attempt, following)
     step, step_from = _step(seen)
     after = (following.progress if following else None) or Progress()
     return Stop(
-        rank=life.rank,
-        restart_count=life.restart_count,
-        life=seen.life,
+        rank=attempt.rank,
+        restart_count=attempt.restart_count,
+        attempt=seen.attempt,
         signal=request.signal if request else None,
-        of_rank=None if seen.stop_of_rank == life.rank else seen.stop_of_rank,
+        of_rank=None if seen.stop_of_rank == attempt.rank else seen.stop_of_rank,
         reason=seen.reason,
-        words=seen.words,
+        message=seen.message,
         requested_mono_ns=since_ns,
         step=step,
         step_from=step_from,
@@ -176,19 +176,19 @@ def _stop(life: Life, following: Life | None) -> Stop:
         requeue_error=seen.requeue_error,
         state_bytes=seen.state_bytes,
         left=left,
-        waited_s=_waited_s(life, following),
+        waited_s=_waited_s(attempt, following),
         first_step_s=_first_step_s(following),
         followed=following is not None,
         next_step=after.began_step,
         steps_lost=_steps_lost(left, step, after.began_step),
-        missing=tuple(kind.value for kind in _missing(life, following, left)),
+        missing=tuple(kind.value for kind in _missing(attempt, following, left)),
     )
 
 
-def _left(life: Life, following: Life | None) -> str:
-    if life.progress and life.progress.ending:
-        return life.progress.ending
-    if life.ended:
+def _left(attempt: Attempt, following: Attempt | None) -> str:
+    if attempt.progress and attempt.progress.ending:
+        return attempt.progress.ending
+    if attempt.ended:
         return LEFT
     return SILENT if following is None else KILLED
 
@@ -213,15 +213,15 @@ def _committed_ms(begin_ns: int | None, seen: Progress, commit_ns: int | None) -
     return _since_ms(begin_ns, commit_ns)
 
 
-def _waited_s(life: Life, following: Life | None) -> float | None:
+def _waited_s(attempt: Attempt, following: Attempt | None) -> float | None:
     """None where the date of another host is further back."""
     if following is None:
         return None
-    gap_ns = following.epoch_ns(following.first_mono_ns) - life.epoch_ns(life.last_mono_ns)
+    gap_ns = following.epoch_ns(following.first_mono_ns) - attempt.epoch_ns(attempt.last_mono_ns)
     return gap_ns / 1e9 if gap_ns >= 0 else None
 
 
-def _first_step_s(following: Life | None) -> float | None:
+def _first_step_s(following: Attempt | None) -> float | None:
     if following is None or following.progress is None:
         return None
     took_ms = _since_ms(following.first_mono_ns, following.progress.first_step_mono_ns)
@@ -236,16 +236,16 @@ def _steps_lost(left: str, step: int | None, next_step: int | None) -> int | Non
     return max(0, step - next_step)
 
 
-def _missing(life: Life, following: Life | None, left: str) -> Iterator[EventKind]:
+def _missing(attempt: Attempt, following: Attempt | None, left: str) -> Iterator[EventKind]:
     """Only what this way to leave does write: nothing of a Run where there was none, no requeue by
     a process outside of a job; one of several ranks asks Slurm for all."""
-    seen = life.progress
+    seen = attempt.progress
     if seen is None or left == "error":
         return
     wanted: dict[EventKind, object] = {}
     if left != "finished":
-        wanted[EventKind.STOP_REQUESTED] = life.stops or None
-        asks = life.job_id is not None and (life.world_size == 1 or life.rank == 0)
+        wanted[EventKind.STOP_REQUESTED] = attempt.stops or None
+        asks = attempt.job_id is not None and (attempt.world_size == 1 or attempt.rank == 0)
         if asks:
             wanted[EventKind.STOP_REASON] = seen.reason
         wanted[EventKind.SAFE_POINT] = seen.safe_point_mono_ns

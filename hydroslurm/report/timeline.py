@@ -8,49 +8,73 @@ left out, which the picture says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from hydroslurm.report.figures import summary, write_whole
-from hydroslurm.report.history import History
-from hydroslurm.report.labels import (
-    BAR,
-    INK,
-    QUICKLY,
-    Labels,
-    PlacedPause,
-    far_apart,
-    pauses_in_time,
-)
-from hydroslurm.report.lifelines import (
-    RUNNING,
-    Bar,
-    bars,
-    draw_lives,
-    draw_stops,
-    lifeline_legend,
-    marks,
-)
+from hydroslurm.report.history import History, summary
 from hydroslurm.report.pauses import Pause
 from hydroslurm.report.stops import steps_lost_total
+from hydroslurm.report.timeline_lanes import (
+    BAR,
+    INK,
+    RUNNING,
+    Bar,
+    above,
+    attempts_legend,
+    bars,
+    draw_attempts,
+    draw_stops,
+    marks,
+)
 
 MOST_LANES = 200
 """Ranks in one picture."""
 
 _WIDTH_IN = 12.0
-_DPI = 120
 _PIXELS = 1200
 """Of the picture's width that lanes have."""
 _MARK_PIXELS = 6
 """Between marks of one kind, of which the next would cover the last."""
 _LEGEND_COLUMNS = 6
+
+
+_PLOT_IN = 10.2  # what the margins and the names of the ranks leave of the picture's width
+_LANES_IN = 38.0  # the most that all lanes together may be high
+
+
+class PlacedPause(NamedTuple):
+    """A pause and where it lies, in seconds since the run's begin."""
+
+    begin_s: float
+    end_s: float
+    pause: Pause
+
+
+Placed = Mapping[int, list[PlacedPause]]
+"""By rank, in order of time."""
+
+
+def _placed_pauses(history: History, rank: int) -> list[PlacedPause]:
+    """The pauses of all attempts of a rank; one without any stamp cannot be placed.
+
+    One that was not resumed lasts to the last event of its attempt.
+    """
+    placed = []
+    for attempt in history.attempts_of(rank):
+        for pause in attempt.pauses:
+            if pause.begin_mono_ns is not None:
+                end_ns = pause.resumed_mono_ns or attempt.last_mono_ns
+                begin_s = history.since_begin_s(attempt, pause.begin_mono_ns)
+                placed.append(PlacedPause(begin_s, history.since_begin_s(attempt, end_ns), pause))
+    return sorted(placed, key=lambda one: one.begin_s)
 
 
 class _Look(NamedTuple):
@@ -69,23 +93,11 @@ _LOOKS = {
 _UNKNOWN = _Look("parked: unknown", "#999999", "++")
 
 
-def write_timeline(history: History, path: Path) -> Path:
-    """Draw the run into a PNG; returns the path.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
-    return write_whole(
-        path,
-        lambda part: timeline(history).savefig(part, format="png", dpi=_DPI, pil_kwargs=QUICKLY),
-    )
-
-
 def timeline(history: History) -> Figure:
     """The picture as a figure of its own: no global state of matplotlib is read or changed."""
     ranks, span_s = history.ranks[:MOST_LANES], history.observed_s
-    placed = {rank: pauses_in_time(history, rank) for rank in ranks}
-    labels = Labels.fitting(placed, span_s=span_s)
+    placed = {rank: _placed_pauses(history, rank) for rank in ranks}
+    labels = _Labels.fitting(placed, span_s=span_s)
     height_in = 1.9 + labels.lane_in * max(1, len(ranks)) + (0.2 if history.stopped else 0.0)
     figure = Figure(figsize=(_WIDTH_IN, height_in))
     FigureCanvasAgg(figure)
@@ -93,7 +105,7 @@ def timeline(history: History) -> Figure:
     axes.set_autoscale_on(False)
     axes.set_ylim(max(1, len(ranks)) - 0.45, -0.75)
     axes.set_xlim(-0.012 * max(span_s, 1e-3), 1.04 * max(span_s, 1e-3))  # room for the last label
-    draw_lives(axes, history, ranks)
+    draw_attempts(axes, history, ranks)
     left_out = draw_stops(axes, history, ranks)
     _draw_pauses(axes, list(placed.values()), pixel_s=span_s / _PIXELS)
     for lane, mine in enumerate(placed.values()):
@@ -111,6 +123,72 @@ def timeline(history: History) -> Figure:
     return figure
 
 
+@dataclass(frozen=True)
+class _Labels:
+    """How the latencies are written: one way for the whole picture, set by its densest lane.
+
+    Attributes:
+        size_pt: of the letters; 0 where there are too many lanes to write anything.
+        lane_in: the height of a lane that has room for the text.
+        gap_in: how far apart two labels of one lane must be.
+        upright: turned by 90 degrees.
+    """
+
+    size_pt: float
+    lane_in: float
+    gap_in: float
+    upright: bool = False
+
+    @classmethod
+    def fitting(cls, placed: Placed, *, span_s: float) -> _Labels:
+        lying = cls(size_pt=8, lane_in=0.75, gap_in=0.62)
+        upright = cls(size_pt=6.5, lane_in=1.2, gap_in=0.105, upright=True)
+        lanes = max(1, len(placed))
+        crowded = any(len(lying.kept(mine, span_s=span_s)) < len(mine) for mine in placed.values())
+        if upright.lane_in * lanes <= _LANES_IN and crowded:
+            return upright
+        if lying.lane_in * lanes <= _LANES_IN:
+            return lying
+        return cls(size_pt=0, lane_in=_LANES_IN / lanes, gap_in=0)
+
+    def draw(self, axes: Axes, mine: list[PlacedPause], *, lane: int, span_s: float) -> int:
+        """Write those that find room; returns how many were left out."""
+        kept = self.kept(mine, span_s=span_s)
+        style: dict[str, Any] = {
+            "fontproperties": FontProperties(size=self.size_pt),  # looked up once, not by each
+            "transform": above(axes, 6),
+            "color": INK,
+            "rotation": 90 if self.upright else 0,
+            "ha": "center" if self.upright else "left",
+            "va": "bottom",
+            "parse_math": False,
+        }
+        for one in kept:
+            axes.text(one.begin_s, lane - BAR / 2, _latency(one.pause), **style)
+        return len(mine) - len(kept)
+
+    def kept(self, mine: list[PlacedPause], *, span_s: float) -> list[PlacedPause]:
+        """The pauses whose label does not cover the one before."""
+        gap_s = self.gap_in / _PLOT_IN * span_s
+        kept: list[PlacedPause] = []
+        for one in mine if self.size_pt else ():
+            if not kept or one.begin_s - kept[-1].begin_s >= gap_s:
+                kept.append(one)
+        return kept
+
+
+def _latency(pause: Pause) -> str:
+    """With the unit that keeps it short; what became of the pause where nothing was measured; and a
+    mark where collectives were in flight."""
+    if pause.park_us is None:
+        return pause.outcome
+    mark = " !" if pause.in_flight else ""
+    if pause.park_us < 999.5:
+        return f"{pause.park_us:.0f} µs{mark}"
+    ms = pause.park_us / 1e3
+    return f"{ms:.1f} ms{mark}" if ms < 99.95 else f"{ms / 1e3:.2f} s{mark}"
+
+
 def _draw_pauses(axes: Axes, lanes: Sequence[list[PlacedPause]], *, pixel_s: float) -> None:
     """One collection per cause and one line per mark, none so close that it covers the next:
     a hundred thousand pauses are drawn in a second."""
@@ -125,10 +203,10 @@ def _draw_pauses(axes: Axes, lanes: Sequence[list[PlacedPause]], *, pixel_s: flo
             merged = _merged(all_spans, pixel_s)
             spans.setdefault(look, []).extend((begin, end, lane) for begin, end in merged)
         above, below = lane - BAR / 2 - 0.03, lane + BAR / 2 + 0.03
-        begun = far_apart([one.begin_s for one in mine], _MARK_PIXELS * pixel_s)
+        begun = _far_apart([one.begin_s for one in mine], _MARK_PIXELS * pixel_s)
         begins += [(at_s, above) for at_s in begun]
         resumed = sorted(one.end_s for one in mine if one.pause.resumed_mono_ns is not None)
-        ends += [(at_s, below) for at_s in far_apart(resumed, _MARK_PIXELS * pixel_s)]
+        ends += [(at_s, below) for at_s in _far_apart(resumed, _MARK_PIXELS * pixel_s)]
     for look, mine_spans in sorted(spans.items()):
         fill: dict[str, Any] = {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": "white"}
         bars(axes, mine_spans, lw=0, zorder=2, **fill)
@@ -136,6 +214,15 @@ def _draw_pauses(axes: Axes, lanes: Sequence[list[PlacedPause]], *, pixel_s: flo
         bars(axes, mine_spans, facecolor="none", edgecolor=INK, lw=0.8, zorder=3)
     marks(axes, begins, marker="v", ms=4.5, color=INK, mew=0.4, zorder=5)
     marks(axes, ends, marker="^", ms=4.5, color=INK, mew=0.4, zorder=5)
+
+
+def _far_apart(moments_s: list[float], gap_s: float) -> list[float]:
+    """Of moments in order those that are so far from the last one that was kept."""
+    kept: list[float] = []
+    for moment_s in moments_s:
+        if not kept or moment_s - kept[-1] >= gap_s:
+            kept.append(moment_s)
+    return kept
 
 
 def _merged(spans: Iterable[tuple[float, float]], pixel_s: float) -> list[tuple[float, float]]:
@@ -230,5 +317,5 @@ def _legend(history: History) -> list[Patch | Line2D]:
     if history.pauses:
         handles.append(Line2D([], [], marker="v", label="pause requested (+ time to park)", **mark))
         handles.append(Line2D([], [], marker="^", label="resumed", **mark))
-    handles += lifeline_legend(history)
+    handles += attempts_legend(history)
     return handles

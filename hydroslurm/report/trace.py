@@ -2,22 +2,20 @@
 
 The JSON object form of the Trace Event Format
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): a process per
-life, named after its rank, with three threads of its own: what the training did, what a pause was
-made of, and how it was saved. Complete events (``X``) of one thread never overlap unless one holds
+attempt, named after its rank, with three threads: what the training did, the parts of each pause,
+and how state was saved. Complete events (``X``) of one thread never overlap unless one holds
 the other, which the format asks for; requests are instants (``i``). Times are microseconds since
 the run's first event.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from hydroslurm.report.figures import write_whole
+from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.history import History
-from hydroslurm.report.pauses import Life, Pause
+from hydroslurm.report.pauses import Pause
 
 MOST_EVENTS = 50_000
 """A file that a browser opens in a second or two."""
@@ -29,18 +27,18 @@ Entry = dict[str, Any]
 
 def trace_of(history: History) -> dict[str, Any]:
     """The object that is written. Of a run that is too large the later pauses and saves of each
-    life are left out, and ``otherData`` says how many."""
-    lives = history.lives[: MOST_EVENTS // 20]
-    room = max(1, MOST_EVENTS // 10 // max(1, len(lives)))
+    attempt are left out, and ``otherData`` says how many."""
+    attempts = history.attempts[: MOST_EVENTS // 20]
+    room = max(1, MOST_EVENTS // 10 // max(1, len(attempts)))
     entries: list[Entry] = []
     pauses = saves = 0
-    for number, life in enumerate(lives, start=1):
-        entries += _life(history, life, number, room=room)
-        pauses += max(0, len(life.pauses) - room)
-        saves += max(0, len(life.progress.saves) - room) if life.progress else 0
+    for number, attempt in enumerate(attempts, start=1):
+        entries += _attempt(history, attempt, number, room=room)
+        pauses += max(0, len(attempt.pauses) - room)
+        saves += max(0, len(attempt.progress.saves) - room) if attempt.progress else 0
     other = {
         "run": history.name,
-        "lives_left_out": len(history.lives) - len(lives),
+        "attempts_left_out": len(history.attempts) - len(attempts),
         "pauses_left_out": pauses,
         "saves_left_out": saves,
         "clocks": " ".join(history.alignment.sentences()),
@@ -48,22 +46,12 @@ def trace_of(history: History) -> dict[str, Any]:
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": other}
 
 
-def write_trace(history: History, path: Path) -> Path:
-    """Write it; returns the path.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
-    text = json.dumps(trace_of(history), separators=(",", ":"), allow_nan=False)
-    return write_whole(path, lambda part: part.write_text(text + "\n"))
-
-
 class _Writer:
-    """Entries of one life, cut off at its end."""
+    """Entries of one attempt, cut off at its end."""
 
-    def __init__(self, history: History, life: Life, number: int) -> None:
+    def __init__(self, history: History, attempt: Attempt, number: int) -> None:
         self._history = history
-        self._life = life
+        self._attempt = attempt
         self._number = number
 
     def slice(
@@ -81,15 +69,15 @@ class _Writer:
             yield {**self._entry("i", thread, name, self._us(at_ns), args), "s": "t"}
 
     def names(self) -> Iterator[Entry]:
-        life, history = self._life, self._history
-        name = f"rank {life.rank}"
-        if history.several_lives:
-            name += f", life {history.life_number(life)}"
+        attempt, history = self._attempt, self._history
+        name = f"rank {attempt.rank}"
+        if history.several_attempts:
+            name += f", attempt {history.attempt_number(attempt)}"
         process = {"ph": "M", "pid": self._number, "tid": 0, "ts": 0}
         yield {
             **process,
             "name": "process_name",
-            "args": {"name": f"{name} ({life.host}, pid {life.pid})"},
+            "args": {"name": f"{name} ({attempt.host}, pid {attempt.pid})"},
         }
         yield {**process, "name": "process_sort_index", "args": {"sort_index": self._number}}
         for tid, thread in _THREADS.items():
@@ -103,20 +91,22 @@ class _Writer:
         return {"ph": phase, "cat": "hydroslurm", "name": name, **where, "args": told}
 
     def _us(self, mono_ns: int) -> float:
-        return self._history.since_begin_s(self._life, mono_ns) * 1e6
+        return self._history.since_begin_s(self._attempt, mono_ns) * 1e6
 
 
-def _life(history: History, life: Life, number: int, *, room: int) -> Iterator[Entry]:
-    write = _Writer(history, life, number)
+def _attempt(history: History, attempt: Attempt, number: int, *, room: int) -> Iterator[Entry]:
+    write = _Writer(history, attempt, number)
     yield from write.names()
-    progress = life.progress
+    progress = attempt.progress
     first_ns = progress.first_step_mono_ns if progress else None
-    yield from write.slice(_TRAINING, "starting", life.first_mono_ns, first_ns)
+    yield from write.slice(_TRAINING, "starting", attempt.first_mono_ns, first_ns)
     leave_ns = (progress.safe_point_mono_ns or progress.ended_mono_ns) if progress else None
-    begun_ns = life.first_mono_ns if progress is None else first_ns
+    begun_ns = attempt.first_mono_ns if progress is None else first_ns
     steps = {"began_step": progress.began_step, "last_step": progress.last_step} if progress else {}
-    yield from write.slice(_TRAINING, "training", begun_ns, leave_ns or life.last_mono_ns, **steps)
-    for request in life.stops[:room]:
+    yield from write.slice(
+        _TRAINING, "training", begun_ns, leave_ns or attempt.last_mono_ns, **steps
+    )
+    for request in attempt.stops[:room]:
         yield from write.instant(
             _SAVING, "stop_request", request.requested_mono_ns, signal=request.signal
         )
@@ -129,16 +119,20 @@ def _life(history: History, life: Life, number: int, *, room: int) -> Iterator[E
                 _SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **told
             )
             yield from write.slice(_SAVING, "committing", staged, save.durable_mono_ns)
-        yield from _leaving(write, life)
-    for pause in life.pauses[:room]:
-        yield from _pause(write, life, pause)
+        yield from _leaving(write, attempt)
+    for pause in attempt.pauses[:room]:
+        yield from _pause(write, attempt, pause)
 
 
-def _leaving(write: _Writer, life: Life) -> Iterator[Entry]:
-    progress = life.progress
+def _leaving(write: _Writer, attempt: Attempt) -> Iterator[Entry]:
+    progress = attempt.progress
     assert progress is not None
     yield from write.slice(
-        _TRAINING, "leaving", progress.safe_point_mono_ns, life.last_mono_ns, reason=progress.reason
+        _TRAINING,
+        "leaving",
+        progress.safe_point_mono_ns,
+        attempt.last_mono_ns,
+        reason=progress.reason,
     )
     yield from write.instant(_SAVING, "safe_point", progress.safe_point_mono_ns)
     yield from write.slice(
@@ -149,16 +143,16 @@ def _leaving(write: _Writer, life: Life) -> Iterator[Entry]:
     )
 
 
-def _pause(write: _Writer, life: Life, pause: Pause) -> Iterator[Entry]:
+def _pause(write: _Writer, attempt: Attempt, pause: Pause) -> Iterator[Entry]:
     """``parked`` on the training's thread; its parts beside it, one behind the other."""
     told = {"pause": pause.number, "causes": "+".join(pause.causes) or None, "step": pause.step}
     requested, parked = pause.requested_mono_ns, pause.parked_mono_ns
-    running = pause.released_mono_ns or pause.resumed_mono_ns or life.last_mono_ns
+    running = pause.released_mono_ns or pause.resumed_mono_ns or attempt.last_mono_ns
     yield from write.instant(_PAUSING, "pause_request", requested, signal=pause.signal)
     yield from write.slice(_PAUSING, "pausing", requested, parked, **told, operator=pause.operator)
     yield from write.slice(_TRAINING, "parked", parked, running, **told)
     drained = pause.drained_mono_ns
-    opened = pause.resumed_mono_ns or life.last_mono_ns
+    opened = pause.resumed_mono_ns or attempt.last_mono_ns
     if drained is not None and drained <= opened:
         yield from write.slice(_PAUSING, "draining", parked, drained)
     yield from write.instant(_PAUSING, "all_parked", pause.all_parked_mono_ns)

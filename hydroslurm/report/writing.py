@@ -1,46 +1,184 @@
-"""Write everything that a report consists of into the run folder."""
+"""Write all files of a report into the run folder; the only module here that writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import errno
+import io
+import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.report.beside import Beside
-from hydroslurm.report.drawing import Drawing
-from hydroslurm.report.figures import write_figures
+from hydroslurm.errors import RunFolderError
 from hydroslurm.report.history import History
-from hydroslurm.report.page import write_page
-from hydroslurm.report.rows import Rows
-from hydroslurm.report.trace import write_trace
+from hydroslurm.report.parallel import parallel_map
+
+if TYPE_CHECKING:  # the pictures are started before anything of this is imported
+    from matplotlib.figure import Figure
+
+    from hydroslurm.report.external_sources import ExternalSources
+    from hydroslurm.report.figures import Figures
+    from hydroslurm.report.rows import Rows
+
+MANY_PAUSES = 20_000
+_TIMELINE_DPI = 120
+_HISTOGRAMS_DPI = 110
+_FAST_PNG = {"compress_level": 1}
+"""The last tenth of a PNG's size takes as long to compress as the picture takes to draw."""
 
 
 def write_all(
     history: History,
-    beside: Beside,
-    figures: Mapping[str, Any],
+    sources: ExternalSources,
+    figures: Figures,
     rows: Rows,
     run: RunDir,
     *,
-    drawing: Drawing | None,
+    pictures: Iterator[None] | None,
 ) -> Iterator[Path]:
-    """Each path when it is written: figures, trace, pictures, and the page that holds them.
+    """Yield each path when it is written: figures, trace, pictures, and the page that holds them.
 
     Args:
-        drawing: None draws no pictures.
+        pictures: what :func:`start_pictures` returned; None: there are no pictures.
 
     Raises:
         RunFolderError: one of them cannot be written.
     """
     yield write_figures(figures, run.figures_json)
-    drawn: list[tuple[str, Path]] = []
     yield write_trace(history, run.trace_json)
-    if drawing is not None:
-        drawing.finish()
-        words = "One lane per rank over time: lives, pauses, stops and what each took"
-        drawn.append((words, run.timeline_png))
+    drawn: list[tuple[str, Path]] = []
+    if pictures is not None:
+        list(pictures)
+        alt = "One lane per rank over time: attempts, pauses, stops and what each took"
+        drawn.append((alt, run.timeline_png))
         if run.histograms_png.exists():
-            drawn.append(("How each latency is spread", run.histograms_png))
+            drawn.append(("The distribution of each latency", run.histograms_png))
         yield from (path for _, path in drawn)
-    yield write_page(history, beside, figures, rows, run.report_html, pictures=drawn)
+    from hydroslurm.report.page import page
+
+    images = [(alt, path.read_bytes()) for alt, path in drawn]
+    text = page(history, sources, figures, rows, pictures=images)
+    yield _write(run.report_html, text.encode())
+
+
+def start_pictures(history: History, run: RunDir) -> Iterator[None]:
+    """Draw both pictures in other processes from now on; iterate to wait for them.
+
+    Most of the time of a small run is matplotlib's import, which one process does for both.
+    """
+    return parallel_map(_draw_both, [(history, run)])
+
+
+def _draw_both(run_of: tuple[History, RunDir]) -> None:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy starts no threads then, so this may fork
+    from hydroslurm.report import histograms, timeline  # noqa: F401 - matplotlib, once
+
+    history, run = run_of
+    # a large run is drawn by one process: pages that a child touches are copied, and a large run
+    # has no memory to spare
+    if len(history.pauses) > MANY_PAUSES:
+        _redraw_histograms(run_of)
+        write_timeline(history, run.timeline_png)
+        return
+    other = parallel_map(_redraw_histograms, [run_of])
+    write_timeline(history, run.timeline_png)
+    list(other)
+
+
+def _redraw_histograms(run_of: tuple[History, RunDir]) -> None:
+    """Those of an earlier report are removed when there is nothing to draw."""
+    history, run = run_of
+    if write_histograms(history, run.histograms_png) is None:
+        run.histograms_png.unlink(missing_ok=True)
+
+
+def write_figures(figures: Figures, path: Path) -> Path:
+    """Write figures.json; returns the path.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    from hydroslurm.report.figures import figures_text
+
+    return _write(path, figures_text(figures).encode())
+
+
+def write_trace(history: History, path: Path) -> Path:
+    """Write trace.json; returns the path.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    from hydroslurm.report.trace import trace_of
+
+    text = json.dumps(trace_of(history), separators=(",", ":"), allow_nan=False)
+    return _write(path, f"{text}\n".encode())
+
+
+def write_timeline(history: History, path: Path) -> Path:
+    """Draw the run into a PNG; returns the path.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    from hydroslurm.report.timeline import timeline
+
+    return _write(path, _png(timeline(history), _TIMELINE_DPI))
+
+
+def write_histograms(history: History, path: Path) -> Path | None:
+    """Draw the latencies into a PNG; returns the path, None when nothing was measured.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    from hydroslurm.report.histograms import histograms, latencies
+
+    found = latencies(history)
+    return _write(path, _png(histograms(found), _HISTOGRAMS_DPI)) if found else None
+
+
+def _png(figure: Figure, dpi: int) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=dpi, pil_kwargs=_FAST_PNG)
+    return file.getvalue()
+
+
+def _write(path: Path, content: bytes) -> Path:
+    """Write a file of the report's folder, whole or not at all."""
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with _own_folder(path.parent) as folder:
+            part = folder / f"{path.name}.part"
+            part.unlink(missing_ok=True)
+            part.write_bytes(content)
+            part.replace(folder / path.name)
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror}. "
+            "Copy the run folder to a place that you can write, and report on the copy"
+        ) from error
+    return path
+
+
+@contextlib.contextmanager
+def _own_folder(path: Path) -> Iterator[Path]:
+    """The folder as it is now, whatever another user puts in its place meanwhile.
+
+    Someone who reports on another user's run, root above all, must not be led by a symbolic link to
+    overwrite files elsewhere.
+
+    Raises:
+        OSError: it is a link, or belongs to another user.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        owner = os.fstat(fd).st_uid
+        if owner != os.geteuid():
+            raise PermissionError(errno.EPERM, f"it belongs to uid {owner}", str(path))
+        yield Path(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)

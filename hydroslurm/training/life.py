@@ -107,4 +107,4 @@ class Life:
 
     def record(self, kind: EventKind, **data: object) -> None:
         """An event of this life's."""
-        self._controller.record(kind, {"life": self.number, **data})
+        self._controller.record(kind, {"attempt": self.number, **data})

@@ -51,7 +51,7 @@ def test_batch_job_is_parked_for_an_urgent_one(
     wait_until(lambda: "sha256" in log.read_text(), "the end of the training")
     assert re.search(r"accuracy 9\d\.\d+%", log.read_text())
     run_dir = RunDir(tmp_path / "hydroslurm-runs" / job)
-    wait_until(lambda: read_history(run_dir.root).lives[0].ended, "the last event")
+    wait_until(lambda: read_history(run_dir.root).attempts[0].ended, "the last event")
     (pause,) = read_history(run_dir.root).pauses
     assert pause.complete
     assert (pause.causes, pause.signal) == (("slurm",), "SIGTSTP")

@@ -218,7 +218,7 @@ def _events(run: RunDir, rank: int, pid: int) -> tuple[Event, ...]:
 
 def _end_step(run: RunDir, events: Mapping[int, Sequence[Event]]) -> int | None:
     numbers = {
-        event.data["life"]
+        event.data["attempt"]
         for one in events.values()
         for event in one
         if event.kind is EventKind.ATTEMPT_BEGAN

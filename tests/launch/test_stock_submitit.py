@@ -54,7 +54,7 @@ class Submitted:
 
         def stepped() -> bool:
             steps = [e for e in self.events() if e.kind is EventKind.FIRST_STEP]
-            return any(event.data["life"] == number for event in steps)
+            return any(event.data["attempt"] == number for event in steps)
 
         wait_until(stepped, f"life {number} of {self.node}", limit_s=LIMIT_S)
 

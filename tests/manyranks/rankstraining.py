@@ -203,6 +203,6 @@ def _of_life(events: list[Event], life: int) -> list[Event]:
     pids = {
         event.pid
         for event in events
-        if event.kind is EventKind.ATTEMPT_BEGAN and event.data["life"] == life
+        if event.kind is EventKind.ATTEMPT_BEGAN and event.data["attempt"] == life
     }
     return [event for event in events if event.pid in pids]

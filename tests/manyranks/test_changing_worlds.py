@@ -26,7 +26,7 @@ def test_every_sample_once_in_worlds_of_4_2_3_and_4_ranks(worlds_story: Story) -
     assert len(lives) == len(WORLDS)
     assert steps_lost(lives) == 0, lives
     ranks = Counter(
-        event.data["life"]
+        event.data["attempt"]
         for rank in range(max(WORLDS))
         for event in training.events_of(rank, EventKind.FIRST_STEP)
     )

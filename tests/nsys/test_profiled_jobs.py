@@ -18,7 +18,8 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.report.nsys.export import profiles_in
-from hydroslurm.report.nsys.profile import Profile, ProfiledPause, read_profile
+from hydroslurm.report.nsys.profile import Profile, ProfiledPause
+from hydroslurm.report.nsys.reader import read_profile
 
 pytestmark = pytest.mark.slurm
 
@@ -62,14 +63,14 @@ class Job:
         script = str(ROOT / "sbatch" / "profile.sbatch")
         self.job_id = self.slurm("sbatch", "--parsable", script, *options)
 
-    def events(self, kind: EventKind, *, life: int = 0) -> list[Event]:
+    def events(self, kind: EventKind, *, restart: int = 0) -> list[Event]:
         path = self.run.rank_events(0)
         found = read_events(path) if path.exists() else ()
-        return [e for e in found if e.kind is kind and e.restart_count == life]
+        return [e for e in found if e.kind is kind and e.restart_count == restart]
 
-    def wait_for(self, kind: EventKind, *, number: int = 1, life: int = 0) -> None:
-        what = f"{number} x {kind.value} of life {life}"
-        wait_until(lambda: len(self.events(kind, life=life)) >= number, f"{what}\n{self.log}")
+    def wait_for(self, kind: EventKind, *, number: int = 1, restart: int = 0) -> None:
+        what = f"{number} x {kind.value} of restart {restart}"
+        wait_until(lambda: len(self.events(kind, restart=restart)) >= number, f"{what}\n{self.log}")
 
     def pause(self, number: int, *, by_slurm: bool) -> None:
         """Until it goes on."""
@@ -88,10 +89,10 @@ class Job:
 
         wait_until(is_gone, f"end of job {self.job_id}")
 
-    def profile(self, *, life: int) -> Profile:
-        """Of a life that has ended: nsys says in the log that it has written it."""
-        path = self.run.root / "profile" / f"rank-0-life-{life}.nsys-rep"
-        wait_until(lambda: self.log.count("Generated:") > life, f"{path}\n{self.log}")
+    def profile(self, *, restart: int) -> Profile:
+        """Of an attempt that has ended: nsys says in the log that it has written it."""
+        path = self.run.root / "profile" / f"rank-0-life-{restart}.nsys-rep"
+        wait_until(lambda: self.log.count("Generated:") > restart, f"{path}\n{self.log}")
         return read_profile(path)
 
 
@@ -139,7 +140,7 @@ def cluster(torchrun_folder: object) -> Iterator[DevCluster]:
 
 @pytest.fixture(scope="module")
 def job(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Paused several times, then asked to save and leave: it is on its way to its second life."""
+    """Paused several times, then asked to save and leave: it is about to begin again."""
     job = Job(cluster, tmp_path_factory.mktemp("profiled"))
     job.submit("--epochs", "1000", "--log-every", "5")
     try:
@@ -161,7 +162,7 @@ def agreement_ns(told: int | None, event: Event) -> int:
 def test_pauses_of_a_suspended_job_agree_with_the_native_stamps(job: Job) -> None:
     """Each pause of the event log is in the report, by the very stamp of its request; parked and
     running differ by less than a millisecond, with the error of the clocks stated."""
-    profile = job.profile(life=0)
+    profile = job.profile(restart=0)
     pauses = {pause.requested_mono_ns: pause for pause in profile.pauses}
     parked = job.events(EventKind.PARKED)
     assert [e.data["requested_mono_ns"] for e in parked] == list(pauses)
@@ -196,7 +197,7 @@ def _is_ordered(pause: ProfiledPause) -> bool:
 
 def test_the_stop_of_a_requeued_job_agrees_with_the_event_log(job: Job) -> None:
     """Request, save, commit and the answer to the requeue."""
-    (stop,) = job.profile(life=0).stops
+    (stop,) = job.profile(restart=0).stops
     requested = job.events(EventKind.STOP_REQUESTED)[0]  # SIGURG; SIGTERM comes with the requeue
     started = job.events(EventKind.SAVE_STARTED)[-1]
     committed = job.events(EventKind.SAVE_COMMITTED)[-1]
@@ -251,10 +252,10 @@ def test_ranks_below_torchrun_are_told_apart_in_one_report(
 
 def test_every_life_leaves_a_report_of_its_own(job: Job) -> None:
     """Over a requeue, though all processes of the job step got each signal."""
-    job.wait_for(EventKind.FIRST_STEP, life=1)
+    job.wait_for(EventKind.FIRST_STEP, restart=1)
     job.slurm("scancel", "--signal=INT", job.job_id)
-    wait_until(job.is_gone, f"the end of the second life\n{job.log}")
+    wait_until(job.is_gone, f"the end of the second attempt\n{job.log}")
     names = [path.name for path in profiles_in(job.run.root / "profile")]
     assert names == ["rank-0-life-0.nsys-rep", "rank-0-life-1.nsys-rep"], job.log
-    pids = [e.pid for life in (0, 1) for e in job.events(EventKind.INSTALLED, life=life)]
-    assert [job.profile(life=life).pids for life in (0, 1)] == [(pid,) for pid in pids]
+    pids = [e.pid for restart in (0, 1) for e in job.events(EventKind.INSTALLED, restart=restart)]
+    assert [job.profile(restart=restart).pids for restart in (0, 1)] == [(pid,) for pid in pids]

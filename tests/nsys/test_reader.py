@@ -20,10 +20,11 @@ from nsys.reportfile import EPOCH_NS, Process, ReportFile
 from rich.console import Console
 
 from hydroslurm.errors import NsysMissing, ProfileError
-from hydroslurm.report.nsys.clocks import Clocks
 from hydroslurm.report.nsys.export import find_nsys, profiles_in
 from hydroslurm.report.nsys.gpu import BLOCK
-from hydroslurm.report.nsys.profile import Profile, ProfiledPause, read_profile
+from hydroslurm.report.nsys.profile import Profile, ProfiledPause
+from hydroslurm.report.nsys.reader import read_profile
+from hydroslurm.report.nsys.timebase import Timebase
 from hydroslurm.report.nsys.view import profile_figures, profile_view
 
 MS, S = 1_000_000, 1_000_000_000
@@ -358,7 +359,7 @@ def test_no_mark_is_early_and_so_the_earliest_is_trusted(
     def mono(nsys_ns: int) -> int:
         return 7 * S + nsys_ns + round(drift * nsys_ns)
 
-    told = Clocks([(ns + late, mono(ns)) for ns, late in marks]).mono(at_ns)
+    told = Timebase([(ns + late, mono(ns)) for ns, late in marks]).mono(at_ns)
     assert told is not None
     drifted = 500e-6 * max(abs(ns + late - at_ns) for ns, late in marks) + 2
     assert told[0] <= mono(at_ns) + drifted

@@ -7,8 +7,7 @@ from pathlib import Path
 from report.ranklog import RankLog
 
 from hydroslurm.core.events import Event, EventKind
-from hydroslurm.report.nsys.profile import Profile
-from hydroslurm.report.nsys.profiled import ProfiledPause, ProfiledStop
+from hydroslurm.report.nsys.profile import Profile, ProfiledPause, ProfiledStop
 
 
 def profile_of(log: RankLog, *, late_ns: int = 7_000, kernels: bool = True) -> Profile:

@@ -6,14 +6,12 @@ import pytest
 from report.ranklog import RankLog
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.accounting import Accounting, SlurmLife
-from hydroslurm.report.beside import Beside
+from hydroslurm.report.attempts import Attempt, attempts_of
 from hydroslurm.report.clocks import Alignment, align
 from hydroslurm.report.datewatch import DateWatch
+from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import History
-from hydroslurm.report.lives import lives_of
-from hydroslurm.report.pauses import Life
 
 S = 10**9
 
@@ -26,7 +24,7 @@ def watch(*moments: tuple[float, float]) -> DateWatch:
     return seen
 
 
-def two_hosts(*, off_s: float, apart_s: float = 0.004) -> tuple[Life, ...]:
+def two_hosts(*, off_s: float, apart_s: float = 0.004) -> tuple[Attempt, ...]:
     """Two ranks that parked together; the second one's date is off."""
     events = []
     for rank in range(2):
@@ -37,7 +35,7 @@ def two_hosts(*, off_s: float, apart_s: float = 0.004) -> tuple[Life, ...]:
         log.pause(20, for_s=2)
         log.add(EventKind.ALL_PARKED, 20 + apart_s, of_ranks=[0], in_flight=0, let_through=0)
         events += log.uninstalled(50).events
-    return lives_of(events)
+    return attempts_of(events)
 
 
 def test_one_late_record_moves_nothing() -> None:
@@ -60,7 +58,7 @@ def test_what_was_recorded_together_after_a_stop() -> None:
     assert (seen.set_ns, seen.offset_ns, seen.error_ns) == ([], 1000 * S, 0)
 
 
-def test_a_short_life_cannot_tell() -> None:
+def test_a_short_attempt_cannot_tell() -> None:
     """Nothing to compare with is not an error of 0."""
     assert watch((1, 0), (1.5, 0.1)).error_ns is None
     assert "too few" in Alignment().sentences()[0]
@@ -68,23 +66,23 @@ def test_a_short_life_cannot_tell() -> None:
 
 def test_hosts_that_agree_are_left_alone() -> None:
     """Dates that what the ranks did together allows are taken, with the bound it gives."""
-    lives, alignment = align(two_hosts(off_s=0.001))
+    attempts, alignment = align(two_hosts(off_s=0.001))
     (host,) = alignment.hosts
     assert (host.shift_ns, host.contradictory) == (0, False)
     assert host.error_ns == pytest.approx(0.005 * S, rel=0.05)
     assert alignment.error_ns is not None
-    assert lives[1].clock_offset_ns == pytest.approx(two_hosts(off_s=0.001)[1].clock_offset_ns)
+    assert attempts[1].clock_offset_ns == pytest.approx(two_hosts(off_s=0.001)[1].clock_offset_ns)
 
 
 @pytest.mark.parametrize("off_s", [7.0, -7.0])
 def test_hosts_that_cannot_be_right_are_shifted(off_s: float) -> None:
     """A date that would have a rank know before it happened is put right, and that is said."""
-    lives, alignment = align(two_hosts(off_s=off_s))
+    attempts, alignment = align(two_hosts(off_s=off_s))
     (host,) = alignment.hosts
     assert host.shift_ns == pytest.approx(off_s * S, abs=0.005 * S)
     assert host.error_ns is not None
     assert host.error_ns < 0.005 * S
-    begins = [life.epoch_ns(life.first_mono_ns) for life in lives]
+    begins = [attempt.epoch_ns(attempt.first_mono_ns) for attempt in attempts]
     assert begins[0] == pytest.approx(begins[1], abs=0.005 * S)
     assert "n1 was shifted by" in " ".join(alignment.sentences())
 
@@ -93,48 +91,50 @@ def test_a_date_that_was_set_while_the_run_went_on() -> None:
     """Bounds that fit no one difference are told, not averaged."""
     events = []
     for rank in range(2):
-        for life, off_s in enumerate((0.0, 60.0 * rank)):
-            log = RankLog(rank=rank, pid=10 + life, restart_count=life, host=f"n{rank}")
+        for attempt, off_s in enumerate((0.0, 60.0 * rank)):
+            log = RankLog(rank=rank, pid=10 + attempt, restart_count=attempt, host=f"n{rank}")
             log.date_off_s = off_s
-            log.installed(100 * life)
-            log.add(EventKind.RANKS_JOINED, 100 * life + 0.3, world_size=2, joined_s=0.3)
-            events += log.uninstalled(100 * life + 50).events
-    _, alignment = align(lives_of(events))
+            log.installed(100 * attempt)
+            log.add(EventKind.RANKS_JOINED, 100 * attempt + 0.3, world_size=2, joined_s=0.3)
+            events += log.uninstalled(100 * attempt + 50).events
+    _, alignment = align(attempts_of(events))
     assert alignment.hosts[0].contradictory
     assert alignment.error_ns is not None
     assert alignment.error_ns >= 59 * S
     assert "was set while the run went on" in " ".join(alignment.sentences())
 
 
-def test_the_lives_of_one_boot_are_counted_by_its_one_clock() -> None:
+def test_the_attempts_of_one_boot_are_counted_by_its_one_clock() -> None:
     """Three attempts of one rank, 7 s apart, whose host's date is set an hour ahead within the
     second and back behind it: no hour is spent anywhere, Slurm's moments find their attempts on
     either date, and both settings are named. A reboot is none."""
-    lives: list[Life] = []
+    attempts: list[Attempt] = []
     for number in range(3):
         log = RankLog(pid=10 + number, restart_count=number, boot="b1")
-        log.trains(100 * number, life=number + 1, step=20 * number)
+        log.trains(100 * number, attempt=number + 1, step=20 * number)
         log.date_off_s = 3600.0 if number == 1 else 0.0
-        log.stop(100 * number + 92.9, step=20 * (number + 1), life=number + 1)
-        lives += lives_of(log.events)
-    aligned, alignment = align(lives)
-    history = History(name="x", lives=aligned, alignment=alignment)
+        log.stop(100 * number + 92.9, step=20 * (number + 1), attempt=number + 1)
+        attempts += attempts_of(log.events)
+    aligned, alignment = align(attempts)
+    history = History(name="x", attempts=aligned, alignment=alignment)
     assert [stop.waited_s for stop in history.stops] == [pytest.approx(7), pytest.approx(7), None]
     assert alignment.set_ns == (("n1", 3600 * S), ("n1", -3600 * S))
     told = " ".join(alignment.sentences())
     assert "The date was set while the run went on: of n1 by +3,600 s, of n1 by -3,600 s." in told
     date_s = 1_700_000_000
     slurm = [
-        SlurmLife(7, n, "REQUEUED", None, None, date_s + 100 * n - 1, date_s + 100 * n + 95 + off_s)
+        SlurmAttempt(
+            7, n, "REQUEUED", None, None, date_s + 100 * n - 1, date_s + 100 * n + 95 + off_s
+        )
         for n, off_s in enumerate((0, 3600, 0))
     ]
     for accounting in (Accounting(), Accounting(tuple(slurm))):
-        goodput = goodput_of(history, Beside(accounting))
+        goodput = goodput_of(history, ExternalSources(accounting))
         assert goodput is not None
         assert goodput.queued_s == pytest.approx(14, abs=7)
         assert goodput.allocated_s == pytest.approx(280, abs=10)
-    reboot = RankLog(pid=20, boot="b2", boot_s=0.0, restart_count=3).trains(300, life=4)
-    again, alignment = align([*lives, *lives_of(reboot.events)])
+    reboot = RankLog(pid=20, boot="b2", boot_s=0.0, restart_count=3).trains(300, attempt=4)
+    again, alignment = align([*attempts, *attempts_of(reboot.events)])
     assert len(alignment.set_ns) == 2
     assert again[-1].epoch_ns(again[-1].first_mono_ns) == (date_s + 300) * S
 
@@ -142,6 +142,6 @@ def test_the_lives_of_one_boot_are_counted_by_its_one_clock() -> None:
 def test_hosts_with_nothing_in_common() -> None:
     """Where nothing bounds a host the error is not known, and not 0."""
     logs = [RankLog(rank=rank, host=f"n{rank}").installed().uninstalled(50) for rank in range(2)]
-    _, alignment = align(lives_of(event for log in logs for event in log.events))
+    _, alignment = align(attempts_of(event for log in logs for event in log.events))
     assert (alignment.error_ns, alignment.unbounded) == (None, ("n1",))
     assert "n1 differs is not known" in alignment.sentences()[0]

@@ -10,8 +10,9 @@ from report.ranklog import RankLog
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.report.figures import figures_of, percentile, summary, write_figures
-from hydroslurm.report.history import read_history
+from hydroslurm.report.figures import figures_of
+from hydroslurm.report.history import History, percentile, read_history, summary
+from hydroslurm.report.writing import write_figures
 
 
 def test_nearest_rank() -> None:
@@ -31,10 +32,10 @@ def test_run_without_pauses(run_dir: RunDir) -> None:
     """No pauses: counts are zero and summaries are empty."""
     RankLog().installed().uninstalled(5).write(run_dir)
     figures = figures_of(read_history(run_dir.root))
-    assert (figures["pauses"], figures["ranks"], figures["lives"]) == (0, 1, 1)
-    assert figures["park_us"] == {"count": 0}
-    assert figures["observed_s"] == pytest.approx(5)
-    assert figures["every_pause"] == []
+    assert (figures.pauses, figures.ranks, figures.attempts) == (0, 1, 1)
+    assert figures.park_us == {"count": 0}
+    assert figures.observed_s == pytest.approx(5)
+    assert figures.every_pause == ()
 
 
 def test_fifty_pauses_on_four_ranks(run_dir: RunDir) -> None:
@@ -46,14 +47,14 @@ def test_fifty_pauses_on_four_ranks(run_dir: RunDir) -> None:
             log.pause(2 * number + 1, cause=cause, park_us=4 * number + rank + 1)
         log.uninstalled(101).write(run_dir)
     figures = figures_of(read_history(run_dir.root))
-    assert (figures["pauses"], figures["incomplete"], figures["ranks"]) == (200, 0, 4)
-    assert figures["park_us"] == {"count": 200, "p50": 100, "p99": 198, "max": 200}
-    assert {cause: group["pauses"] for cause, group in figures["by_cause"].items()} == {
+    assert (figures.pauses, figures.incomplete, figures.ranks) == (200, 0, 4)
+    assert figures.park_us == {"count": 200, "p50": 100, "p99": 198, "max": 200}
+    assert {cause: group.pauses for cause, group in figures.by_cause.items()} == {
         "slurm": 100,
         "user": 100,
     }
-    assert figures["parked_total_s"] == pytest.approx(200, abs=0.1)
-    assert [row["at_s"] for row in figures["every_pause"][:2]] == pytest.approx([1, 3])
+    assert figures.parked_total_s == pytest.approx(200, abs=0.1)
+    assert [row.at_s for row in figures.every_pause[:2]] == pytest.approx([1, 3])
 
 
 def test_incomplete_pauses_and_stops_are_counted(run_dir: RunDir) -> None:
@@ -62,9 +63,9 @@ def test_incomplete_pauses_and_stops_are_counted(run_dir: RunDir) -> None:
     log.write(run_dir)
     RankLog(pid=2, restart_count=1).installed(9).uninstalled(10).write(run_dir)
     figures = figures_of(read_history(run_dir.root))
-    assert (figures["pauses"], figures["incomplete"]) == (2, 1)
-    assert (figures["lives"], figures["restarts"], figures["job_ids"]) == (2, 1, [7])
-    assert [row["outcome"] for row in figures["every_pause"]] == ["complete", "not resumed"]
+    assert (figures.pauses, figures.incomplete) == (2, 1)
+    assert (figures.attempts, figures.restarts, figures.job_ids) == (2, 1, (7,))
+    assert [row.outcome for row in figures.every_pause] == ["complete", "not resumed"]
 
 
 def test_written_whole(run_dir: RunDir) -> None:
@@ -72,7 +73,7 @@ def test_written_whole(run_dir: RunDir) -> None:
     RankLog().installed().pause(1).uninstalled(5).write(run_dir)
     figures = figures_of(read_history(run_dir.root))
     path = write_figures(figures, run_dir.figures_json)
-    assert json.loads(path.read_text()) == json.loads(json.dumps(figures))
+    assert json.loads(path.read_text()) == json.loads(json.dumps(figures.as_dict()))
     assert [entry.name for entry in run_dir.report.iterdir()] == ["figures.json"]
 
 
@@ -80,4 +81,4 @@ def test_report_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """A file where the folder should be gives an error that names the path."""
     (tmp_path / "report").write_text("")
     with pytest.raises(RunFolderError, match="cannot write"):
-        write_figures({}, RunDir(tmp_path).figures_json)
+        write_figures(figures_of(History(name="x")), RunDir(tmp_path).figures_json)

@@ -8,19 +8,20 @@ import pytest
 from report.ranklog import RankLog
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.accounting import Accounting, SlurmLife
-from hydroslurm.report.beside import Beside
+from hydroslurm.report.attempts import attempts_of
+from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt
 from hydroslurm.report.goodput import Goodput, goodput_of
 from hydroslurm.report.history import History
-from hydroslurm.report.lives import lives_of
 
 T0 = 1_700_000_000
 PARTS = ("productive", "made_again", "saving", "parked", "starting", "leaving", "unknown")
 
 
-def goodput(*logs: RankLog, slurm: tuple[SlurmLife, ...] = ()) -> Goodput:
-    history = History(name="run", lives=lives_of(event for log in logs for event in log.events))
-    found = goodput_of(history, Beside(Accounting(slurm)))
+def goodput(*logs: RankLog, slurm: tuple[SlurmAttempt, ...] = ()) -> Goodput:
+    history = History(
+        name="run", attempts=attempts_of(event for log in logs for event in log.events)
+    )
+    found = goodput_of(history, ExternalSources(Accounting(slurm)))
     assert found is not None
     parts = sum(getattr(found, f"{name}_s") for name in PARTS)
     assert parts == pytest.approx(found.allocated_s, abs=1e-6)
@@ -28,21 +29,21 @@ def goodput(*logs: RankLog, slurm: tuple[SlurmLife, ...] = ()) -> Goodput:
     return found
 
 
-def slurm_life(number: int, submit: int, eligible: int, start: int, end: int) -> SlurmLife:
+def slurm_attempt(number: int, submit: int, eligible: int, start: int, end: int) -> SlurmAttempt:
     moments = [T0 + one for one in (submit, eligible, start, end)]
-    return SlurmLife(7, number, "REQUEUED", *moments, suspended_s=0)
+    return SlurmAttempt(7, number, "REQUEUED", *moments, suspended_s=0)
 
 
-def two_lives(**second: Any) -> tuple[RankLog, RankLog]:
+def two_attempts(**second: Any) -> tuple[RankLog, RankLog]:
     """10.1 s, of which 2 parked; and 20 s later 15.1 s."""
-    one = RankLog(pid=1).trains(0, life=1).pause(5, for_s=2).stop(10, step=40)
-    two = RankLog(pid=2, restart_count=1).trains(30, life=2, **{"step": 40, **second})
-    return one, two.stop(45, step=100, life=2)
+    one = RankLog(pid=1).trains(0, attempt=1).pause(5, for_s=2).stop(10, step=40)
+    two = RankLog(pid=2, restart_count=1).trains(30, attempt=2, **{"step": 40, **second})
+    return one, two.stop(45, step=100, attempt=2)
 
 
 def test_the_parts_are_the_whole() -> None:
     """Starting, parked, saving and leaving are what they are, and the rest made steps."""
-    found = goodput(*two_lives())
+    found = goodput(*two_attempts())
     assert found.allocated_from == "events"
     assert found.starting_s == pytest.approx(5.0)
     assert found.parked_s == pytest.approx(2.0, abs=0.001)
@@ -55,8 +56,8 @@ def test_the_parts_are_the_whole() -> None:
 
 
 def test_steps_that_were_made_again_do_not_count() -> None:
-    """A life that began 13 steps back takes a third of the first one's time."""
-    found, whole = goodput(*two_lives(step=27)), goodput(*two_lives())
+    """An attempt that began 13 steps back takes a third of the first one's time."""
+    found, whole = goodput(*two_attempts(step=27)), goodput(*two_attempts())
     assert found.made_again_s == pytest.approx(5.52 * 13 / 39, rel=0.01)
     assert found.steps == 27 + 73
     assert found.of_wall is not None
@@ -67,20 +68,20 @@ def test_steps_that_were_made_again_do_not_count() -> None:
 def test_by_slurm() -> None:
     """With accounting the start of Python and the way out are allocated, and only the queue is
     not."""
-    lives = (slurm_life(0, -10, -10, -3, 11), slurm_life(1, 11, 17, 28, 47))
-    found = goodput(*two_lives(), slurm=lives)
+    attempts = (slurm_attempt(0, -10, -10, -3, 11), slurm_attempt(1, 11, 17, 28, 47))
+    found = goodput(*two_attempts(), slurm=attempts)
     assert (found.allocated_from, found.allocated_s, found.wall_s) == ("slurm", 33.0, 57.0)
     assert found.starting_s == pytest.approx(10.0)
     assert found.queued_s == pytest.approx(24.0)
 
 
 def test_killed() -> None:
-    """From the last event of a killed life nothing is known, and that is a part of its own."""
-    log = RankLog(pid=1).trains(0, life=1)
+    """From the last event of a killed attempt nothing is known, and that is a part of its own."""
+    log = RankLog(pid=1).trains(0, attempt=1)
     log.step = 30
     log.add(EventKind.SAVE_SKIPPED, 12)
-    after = RankLog(pid=2, restart_count=1).trains(60, life=2, step=20)
-    found = goodput(log, after.uninstalled(70), slurm=(slurm_life(0, 0, 0, 0, 50),))
+    after = RankLog(pid=2, restart_count=1).trains(60, attempt=2, step=20)
+    found = goodput(log, after.uninstalled(70), slurm=(slurm_attempt(0, 0, 0, 0, 50),))
     assert found.unknown_s == pytest.approx(38.0)
     assert found.at_most
     assert found.allocated_from == "both"
@@ -96,7 +97,7 @@ def test_without_steps() -> None:
 
 def test_saves_that_the_training_waits_for() -> None:
     """A copy of the state is waited for; the commit in the background is not."""
-    log = RankLog().trains(0, life=1)
+    log = RankLog().trains(0, attempt=1)
     for kind, at_s in (("started", 5.0), ("staged", 5.5), ("committed", 9.0)):
         save = {"checkpoint_step": 9, "save_kind": "periodic", "tier": "durable"}
         log.add(EventKind(f"save_{kind}"), at_s, **save)

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 
 import pytest
 from report.profiles import profile_of
 from report.ranklog import RankLog
-from rich.console import Console
+from report.views import history_of, shown
 
 from hydroslurm.errors import NoSuchJob, SlurmMissing
-from hydroslurm.report.accounting import Accounting, SlurmLife, ask_slurm
-from hydroslurm.report.beside import Beside
+from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt, ask_slurm
 from hydroslurm.report.figures import figures_of
-from hydroslurm.report.history import History
-from hydroslurm.report.lives import lives_of
 from hydroslurm.report.rows import Rows
-from hydroslurm.report.table import report_view
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.values import Job, JobState
 
 T0 = 1_700_000_000
 
 
-def history_of(*logs: RankLog) -> History:
-    return History(name="run", lives=lives_of(event for log in logs for event in log.events))
-
-
-def shown(history: History, beside: Beside, *, width: int = 80) -> list[str]:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(report_view(history, beside))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
-
-
 def requeued() -> tuple[RankLog, RankLog]:
-    first = RankLog(pid=1).trains(0, life=1).pause(4, for_s=3).stop(10, step=40)
-    return first, RankLog(pid=2, restart_count=1).trains(30, life=2, step=40)
+    first = RankLog(pid=1).trains(0, attempt=1).pause(4, for_s=3).stop(10, step=40)
+    return first, RankLog(pid=2, restart_count=1).trains(30, attempt=2, step=40)
 
 
-LIVES = (
-    SlurmLife(7, 0, "REQUEUED", T0 - 9, T0 - 9, T0 - 2, T0 + 11, suspended_s=3),
-    SlurmLife(7, 1, "RUNNING", T0 + 11, T0 + 17, T0 + 28),
+ATTEMPTS = (
+    SlurmAttempt(7, 0, "REQUEUED", T0 - 9, T0 - 9, T0 - 2, T0 + 11, suspended_s=3),
+    SlurmAttempt(7, 1, "RUNNING", T0 + 11, T0 + 17, T0 + 28),
 )
 
 
@@ -69,18 +53,18 @@ class Answers:
 
 
 def test_a_stop_up_to_the_next_start() -> None:
-    """Eligible, queue, and start of the process come from Slurm's two lives."""
-    (row,) = Rows.of(history_of(*requeued()), Beside(Accounting(LIVES, 2))).stops
-    assert (row.before, row.after) == LIVES
+    """Eligible, queue, and start of the process come from Slurm's two attempts."""
+    (row,) = Rows.of(history_of(*requeued()), ExternalSources(Accounting(ATTEMPTS, 2))).stops
+    assert (row.before, row.after) == ATTEMPTS
     assert (row.eligible_s, row.queued_s) == (6.0, 11.0)
     assert row.start_s == pytest.approx(2.0)
     assert row.left_s == pytest.approx(0.1)
 
 
 def test_a_job_that_still_waits() -> None:
-    """A stop whose next life is in the queue has what is known of it."""
-    waiting = (LIVES[0], dataclasses.replace(LIVES[1], state="PENDING", start_epoch_s=None))
-    (row,) = Rows.of(history_of(requeued()[0]), Beside(Accounting(waiting, 2))).stops
+    """A stop whose next attempt is in the queue has what is known of it."""
+    waiting = (ATTEMPTS[0], dataclasses.replace(ATTEMPTS[1], state="PENDING", start_epoch_s=None))
+    (row,) = Rows.of(history_of(requeued()[0]), ExternalSources(Accounting(waiting, 2))).stops
     assert (row.eligible_s, row.queued_s, row.start_s) == (6.0, None, None)
 
 
@@ -91,7 +75,7 @@ def test_sigstop(for_s: float, grace_s: int | None, stopped_us: float | None) ->
     """Slurm's SIGSTOP comes with the site's grace, unless the resume came before, and is not made
     up where the site was not asked."""
     history = history_of(RankLog().installed().pause(4, for_s=for_s))
-    (row,) = Rows.of(history, Beside(Accounting((), grace_s))).pauses
+    (row,) = Rows.of(history, ExternalSources(Accounting((), grace_s))).pauses
     assert row.stopped_us == stopped_us
 
 
@@ -99,7 +83,7 @@ def test_held_for_another_rank() -> None:
     """A rank that was told by another counts from that one's signal."""
     signalled = RankLog(rank=0, pid=10).installed().pause(4, cause="user")
     told = RankLog(rank=1, pid=11).installed().pause(4.0005, cause="peers")
-    own, peers = Rows.of(history_of(signalled, told), Beside()).pauses
+    own, peers = Rows.of(history_of(signalled, told), ExternalSources()).pauses
     assert own.asked_us is None
     assert peers.asked_us == pytest.approx(500, abs=1)
 
@@ -108,17 +92,17 @@ def test_nsys_beside_the_log() -> None:
     """A pause is joined by process and stamp; the difference is the largest of its latencies'."""
     first, second = requeued()
     history = history_of(first, second)
-    beside = Beside(profiles=(profile_of(first),))
-    (row,) = Rows.of(history, beside).pauses
+    sources = ExternalSources(profiles=(profile_of(first),))
+    (row,) = Rows.of(history, sources).pauses
     assert row.profiled is not None
     assert row.profiled.difference_us == pytest.approx(7.0, abs=0.01)
     assert row.profiled.park_us == pytest.approx(87.0, abs=0.01)
     assert (row.profiled.last_kernel_us, row.profiled.first_kernel_us) == pytest.approx((32, 90))
-    (stop,) = Rows.of(history, beside).stops
+    (stop,) = Rows.of(history, sources).stops
     assert stop.nsys_committed_ms == pytest.approx(50.007)
-    nsys = figures_of(history, beside)["nsys"]
-    assert (nsys["joined"], nsys["profiles"][0]["error_us"]) == (1, 0.9)
-    lines = "\n".join(shown(history, beside))
+    nsys = figures_of(history, sources).nsys
+    assert (nsys.joined, nsys.profiles[0].error_us) == (1, 0.9)
+    lines = "\n".join(shown(history, sources))
     for title in ("Pauses by the log and by nsys", "Stops by the log and by nsys"):
         assert title in lines
 
@@ -127,23 +111,25 @@ def test_a_profile_of_another_run() -> None:
     """A profile with other processes joins nothing, and that is said, with what it lacks."""
     other = RankLog(pid=999).installed().pause(4)
     lines = " ".join(
-        shown(history_of(requeued()[0]), Beside(profiles=(profile_of(other, kernels=False),)))
+        shown(
+            history_of(requeued()[0]), ExternalSources(profiles=(profile_of(other, kernels=False),))
+        )
     )
     assert "it holds no process of this run" in " ".join(lines.split())
     assert "no CUDA kernels were recorded" in " ".join(lines.split())
 
 
 def test_slurm_is_asked() -> None:
-    """Lives and grace come as values; a running life has no end, whatever its time limit."""
+    """Attempts and grace come as values; a running attempt has no end, whatever its time limit."""
     jobs = (
         Job(job_id=7, state=JobState.REQUEUED, start_epoch_s=T0 - 2, end_epoch_s=T0 + 11),
         Job(job_id=7, state=JobState.RUNNING, start_epoch_s=T0 + 28, end_epoch_s=T0 + 999),
     )
     history = history_of(*requeued())
-    answer = ask_slurm(Answers(*jobs), history.lives)  # type: ignore[arg-type]
-    assert [life.end_epoch_s for life in answer.lives] == [T0 + 11, None]
+    answer = ask_slurm(Answers(*jobs), history.attempts)  # type: ignore[arg-type]
+    assert [attempt.end_epoch_s for attempt in answer.attempts] == [T0 + 11, None]
     assert (answer.suspend_grace_s, answer.missing) == (5, ())
-    assert [answer.of(life) for life in history.lives] == list(answer.lives)
+    assert [answer.of(attempt) for attempt in history.attempts] == list(answer.attempts)
 
 
 def test_a_job_of_the_same_number_elsewhere() -> None:
@@ -151,8 +137,8 @@ def test_a_job_of_the_same_number_elsewhere() -> None:
     elsewhere = Job(
         job_id=7, state=JobState.COMPLETED, start_epoch_s=T0 - 999, end_epoch_s=T0 - 900
     )
-    answer = ask_slurm(Answers(elsewhere), history_of(*requeued()).lives)  # type: ignore[arg-type]
-    assert answer.lives == ()
+    answer = ask_slurm(Answers(elsewhere), history_of(*requeued()).attempts)  # type: ignore[arg-type]
+    assert answer.attempts == ()
     assert "another cluster" in answer.missing[0]
 
 
@@ -160,15 +146,17 @@ def test_a_job_of_the_same_number_elsewhere() -> None:
 def test_slurm_that_does_not_know(error: Exception | None) -> None:
     """The report goes on without it, and names what it lacks."""
     history = history_of(*requeued())
-    answer = ask_slurm(Answers(error=error), history.lives)  # type: ignore[arg-type]
-    assert answer.lives == ()
-    words = " ".join(" ".join(shown(history, Beside(answer))).split())
+    answer = ask_slurm(Answers(error=error), history.attempts)  # type: ignore[arg-type]
+    assert answer.attempts == ()
+    words = " ".join(" ".join(shown(history, ExternalSources(answer))).split())
     assert ("no program sacct" if error else "accounting has nothing") in words
 
 
 def test_everything_fits_into_80_columns() -> None:
     """No table of the full report cuts a number or a heading off."""
     first, second = requeued()
-    lines = shown(history_of(first, second), Beside(Accounting(LIVES, 2), (profile_of(first),)))
+    lines = shown(
+        history_of(first, second), ExternalSources(Accounting(ATTEMPTS, 2), (profile_of(first),))
+    )
     assert not any("…" in line for line in lines)
     assert max(map(len, lines)) <= 80

@@ -6,12 +6,12 @@ import re
 from html.parser import HTMLParser
 
 from report.ranklog import RankLog
+from report.views import history_of
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.beside import Beside
+from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
-from hydroslurm.report.lives import lives_of
 from hydroslurm.report.page import MOST_ROWS, page
 from hydroslurm.report.rows import Rows
 
@@ -42,20 +42,16 @@ class Reader(HTMLParser):
 
 
 def page_of(history: History, *, missing: tuple[str, ...] = ()) -> str:
-    beside = Beside(missing=missing)
-    rows = Rows.of(history, beside)
-    figures = figures_of(history, beside, rows)
+    sources = ExternalSources(missing=missing)
+    rows = Rows.of(history, sources)
+    figures = figures_of(history, sources, rows)
     pictures = [("a <b>picture</b>", b"\x89PNG")]
-    return page(history, beside, figures, rows, pictures=pictures)
-
-
-def history_of(*logs: RankLog, name: str = "run") -> History:
-    return History(name=name, lives=lives_of(event for log in logs for event in log.events))
+    return page(history, sources, figures, rows, pictures=pictures)
 
 
 def test_hostile_names_stay_text() -> None:
     """Names of a run, an operator, a host and a reason are shown and not obeyed."""
-    log = RankLog(host=HOSTILE).trains(0, life=1)
+    log = RankLog(host=HOSTILE).trains(0, attempt=1)
     begin = {"pause": 1, "requested_mono_ns": log.mono_ns(4)}
     log.add(EventKind.GATE_CLOSED, 4, causes=[HOSTILE], **begin)
     log.add(EventKind.FIRST_OPERATOR_HELD, 4, operator=HOSTILE, phase="forward", **begin)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ from report.ranklog import RankLog
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.report import crowd
-from hydroslurm.report.aside import Aside
+from hydroslurm.report import history as reading
 from hydroslurm.report.figures import MOST_ROWS, figures_of
-from hydroslurm.report.histograms import Latency, histograms, latencies, write_histograms
+from hydroslurm.report.histograms import Latency, histograms, latencies
 from hydroslurm.report.history import read_history
 from hydroslurm.report.lines import Line, Unread, lines_of, read_lines
+from hydroslurm.report.parallel import parallel_map
+from hydroslurm.report.writing import write_histograms
 
 
 def read(path: Path) -> tuple[list[Line], Unread]:
@@ -26,7 +29,7 @@ def read(path: Path) -> tuple[list[Line], Unread]:
 
 
 def some(rank: int = 0) -> RankLog:
-    log = RankLog(rank=rank, pid=10 + rank).trains(0, life=1).pause(4, cause="user")
+    log = RankLog(rank=rank, pid=10 + rank).trains(0, attempt=1).pause(4, cause="user")
     return log.stop(10, step=40)
 
 
@@ -62,7 +65,7 @@ def test_fields_that_an_older_writer_did_not_have(run_dir: RunDir) -> None:
     ((line,), unread) = read(run_dir.rank_events(0))
     assert (line.who.rank, line.who.job_id, line.step, line.data) == (0, None, None, {})
     assert unread == Unread()
-    json.dumps(figures_of(read_history(run_dir.root)), allow_nan=False)
+    json.dumps(figures_of(read_history(run_dir.root)).as_dict(), allow_nan=False)
 
 
 def test_what_could_not_be_read_is_named(run_dir: RunDir) -> None:
@@ -75,13 +78,13 @@ def test_what_could_not_be_read_is_named(run_dir: RunDir) -> None:
     with path.open("a") as file:
         file.write(f'{json.dumps(newer)}\n{json.dumps(unknown)}\n{{"v":1,"kind":"par')
     history = read_history(run_dir.root)
-    assert len(history.lives) == 1
+    assert len(history.attempts) == 1
     assert history.missing == (
         "Rank 0: torn lines that were passed over: 1.",
         "Rank 0: lines of a later version of hydroslurm, passed over: 2.",
         "Of 3 ranks 2 left no events: 1, 2.",
     )
-    assert figures_of(history)["missing"][:3] == list(history.missing)
+    assert figures_of(history).missing[:3] == history.missing
 
 
 def test_several_processes_read_the_same(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,22 +92,28 @@ def test_several_processes_read_the_same(run_dir: RunDir, monkeypatch: pytest.Mo
     for rank in range(3):
         some(rank).write(run_dir)
     alone = read_history(run_dir.root)
-    monkeypatch.setattr(crowd, "_WORTH_IT_BYTES", 0)
-    monkeypatch.setattr(crowd.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(reading, "_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(reading.os, "sched_getaffinity", lambda _: {0, 1})
     together = read_history(run_dir.root)
     assert together == alone
     assert figures_of(together) == figures_of(alone)
 
 
-def test_a_child_that_fails_is_heard() -> None:
-    """What goes wrong in the second process is raised in the first."""
+def test_a_process_that_fails_is_heard() -> None:
+    """What is raised in another process is raised where its result is taken; so is its death."""
 
-    def fail() -> bytes:
-        raise OSError("no room")
+    def work(item: int) -> bytes:
+        if item == 1:
+            raise OSError("no room")
+        if item == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return b"x" * 200_000
 
-    with pytest.raises(RunFolderError, match="no room"):
-        Aside(fail).answer()
-    assert Aside(lambda: b"x" * 200_000).answer() == b"x" * 200_000
+    assert list(parallel_map(work, [0, 0])) == [b"x" * 200_000] * 2
+    with pytest.raises(OSError, match="no room"):
+        list(parallel_map(work, [0, 1]))
+    with pytest.raises(RunFolderError, match="was killed"):
+        list(parallel_map(work, [2]))
 
 
 def test_rows_are_bounded_and_figures_are_of_all(run_dir: RunDir) -> None:
@@ -114,10 +123,10 @@ def test_rows_are_bounded_and_figures_are_of_all(run_dir: RunDir) -> None:
         log.pause(1 + number, for_s=0.5, park_us=50 + (number == MOST_ROWS + 4) * 9000)
     log.write(run_dir)
     figures = figures_of(read_history(run_dir.root))
-    assert (figures["pauses"], len(figures["every_pause"])) == (MOST_ROWS + 5, MOST_ROWS)
-    assert figures["every_pause_left_out"] == 5
-    assert figures["park_us"]["max"] == 9050
-    assert figures["events"] == len(log.events)
+    assert (figures.pauses, len(figures.every_pause)) == (MOST_ROWS + 5, MOST_ROWS)
+    assert figures.every_pause_left_out == 5
+    assert figures.park_us["max"] == 9050
+    assert figures.events == len(log.events)
 
 
 def test_histograms_of_what_was_measured(run_dir: RunDir) -> None:

@@ -13,13 +13,11 @@ from report.ranklog import RankLog
 from typer.testing import CliRunner
 
 from hydroslurm.cli import app
-from hydroslurm.report.accounting import Accounting, SlurmLife
-from hydroslurm.report.beside import Beside
+from hydroslurm.report.attempts import attempts_of
+from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
-from hydroslurm.report.lives import lives_of
-from hydroslurm.report.reference import reference
-from hydroslurm.report.schema import schema, schema_text
+from hydroslurm.report.schema import reference, schema, schema_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = schema()
@@ -52,20 +50,22 @@ def test_figures_of_everything_and_of_nothing_are_valid() -> None:
     """What is written is what the schema allows, with every source and with none."""
     validator = jsonschema.Draft202012Validator(SCHEMA)
     validator.check_schema(SCHEMA)
-    log = RankLog(pid=1).trains(0, life=1).pause(4).pause(6, until="parked")
+    log = RankLog(pid=1).trains(0, attempt=1).pause(4).pause(6, until="parked")
     log.stop(10, step=40)
-    after = RankLog(pid=2, restart_count=1).trains(20, life=2, step=30)
-    history = History(name="x", lives=lives_of([*log.events, *after.events]))
-    lives = tuple(
-        SlurmLife(7, number, "REQUEUED", *(1_700_000_000 + one for one in moments), suspended_s=1)
+    after = RankLog(pid=2, restart_count=1).trains(20, attempt=2, step=30)
+    history = History(name="x", attempts=attempts_of([*log.events, *after.events]))
+    attempts = tuple(
+        SlurmAttempt(
+            7, number, "REQUEUED", *(1_700_000_000 + one for one in moments), suspended_s=1
+        )
         for number, moments in enumerate(((-5, -4, -2, 11), (11, 15, 18, 40)))
     )
-    beside = Beside(Accounting(lives, 2), (profile_of(log),), ("something",))
-    full = figures_of(history, beside)
-    assert full["every_pause"][0]["nsys"] is not None
-    assert full["stops"]["every_stop"][0]["slurm_after"] is not None
+    sources = ExternalSources(Accounting(attempts, 2), (profile_of(log),), ("something",))
+    full = figures_of(history, sources)
+    assert full.every_pause[0].nsys is not None
+    assert full.stops.every_stop[0].slurm_after is not None
     for figures in (full, figures_of(history), figures_of(History(name="x"))):
-        validator.validate(json.loads(json.dumps(figures, allow_nan=False)))
+        validator.validate(json.loads(json.dumps(figures.as_dict(), allow_nan=False)))
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -10,24 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report.ranklog import RankLog
+from report.views import history_of
 
 from hydroslurm.core.events import Event, EventKind
+from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
-from hydroslurm.report.lives import lives_of
 from hydroslurm.report.stops import Stop
 
 
 def first(**options: Any) -> RankLog:
-    return RankLog(pid=1, **options).trains(0, life=1)
+    return RankLog(pid=1, **options).trains(0, attempt=1)
 
 
 def second(**options: Any) -> RankLog:
     return RankLog(pid=2, restart_count=1, **options)
-
-
-def history_of(*logs: RankLog) -> History:
-    return History(name="run", lives=lives_of(event for log in logs for event in log.events))
 
 
 def only_stop(*logs: RankLog) -> Stop:
@@ -37,10 +34,10 @@ def only_stop(*logs: RankLog) -> Stop:
 
 def test_whole() -> None:
     """Every part of a stop is measured from the first request, and no step is lost."""
-    stop = only_stop(first().stop(10, step=40), second().trains(20, life=2, step=40))
+    stop = only_stop(first().stop(10, step=40), second().trains(20, attempt=2, step=40))
     assert (stop.complete, stop.missing, stop.left) == (True, (), "preempted")
-    assert (stop.signal, stop.reason, stop.words) == ("SIGTERM", "preempted", "in words")
-    assert (stop.life, stop.step, stop.step_from, stop.next_step) == (1, 40, "safe_point", 40)
+    assert (stop.signal, stop.reason, stop.message) == ("SIGTERM", "preempted", "in words")
+    assert (stop.attempt, stop.step, stop.step_from, stop.next_step) == (1, 40, "safe_point", 40)
     parts = [stop.safe_point_ms, stop.staged_ms, stop.written_ms, stop.durable_ms, stop.requeued_ms]
     assert parts == pytest.approx([20, 30, 45, 50, 60], abs=0.01)
     assert (stop.waited_s, stop.first_step_s) == pytest.approx((9.9, 2.5), abs=0.001)
@@ -48,25 +45,25 @@ def test_whole() -> None:
 
 
 def test_several_in_a_row() -> None:
-    """Each stop lies between its own two lives, and a run that finished was not stopped again."""
-    last = RankLog(pid=3, restart_count=2).trains(40, life=3, step=70)
-    last.add(EventKind.RUN_FINISHED, 50, life=3)
-    last.add(EventKind.ATTEMPT_ENDED, 50, life=3, ending="finished").uninstalled(51)
+    """Each stop lies between its own two attempts; a run that finished was not stopped again."""
+    last = RankLog(pid=3, restart_count=2).trains(40, attempt=3, step=70)
+    last.add(EventKind.RUN_FINISHED, 50, attempt=3)
+    last.add(EventKind.ATTEMPT_ENDED, 50, attempt=3, ending="finished").uninstalled(51)
     history = history_of(
         first().stop(10, step=40),
-        second().trains(20, life=2, step=40).stop(30, step=75, life=2, reason="time_limit"),
+        second().trains(20, attempt=2, step=40).stop(30, step=75, attempt=2, reason="time_limit"),
         last,
     )
-    assert [(stop.life, stop.step, stop.steps_lost) for stop in history.stops] == [
+    assert [(stop.attempt, stop.step, stop.steps_lost) for stop in history.stops] == [
         (1, 40, 0),
         (2, 75, 5),
     ]
-    figures = figures_of(history)["stops"]
-    assert (figures["count"], figures["incomplete"], figures["steps_lost_total"]) == (2, 0, 5)
-    assert figures["by_reason"] == {"preempted": 1, "time_limit": 1}
-    assert figures["at_least"] is False
-    assert [row["at_s"] for row in figures["every_stop"]] == pytest.approx([10, 30])
-    assert figures_of(history)["stop_requests"] == 4
+    figures = figures_of(history).stops
+    assert (figures.count, figures.incomplete, figures.steps_lost_total) == (2, 0, 5)
+    assert figures.by_reason == {"preempted": 1, "time_limit": 1}
+    assert figures.at_least is False
+    assert [row.at_s for row in figures.every_stop] == pytest.approx([10, 30])
+    assert figures_of(history).stop_requests == 4
 
 
 @pytest.mark.parametrize(
@@ -80,8 +77,10 @@ def test_several_in_a_row() -> None:
     ],
 )
 def test_killed_on_the_way(until: str, missing: tuple[str, ...]) -> None:
-    """A life that was killed while it saved says what is missing; what it lost is counted."""
-    stop = only_stop(first().stop(10, step=40, until=until), second().trains(20, life=2, step=30))
+    """An attempt that was killed while it saved says what is missing; what it lost is counted."""
+    stop = only_stop(
+        first().stop(10, step=40, until=until), second().trains(20, attempt=2, step=30)
+    )
     assert stop.missing == missing
     assert stop.left == ("preempted" if until == "attempt_ended" else "killed")
     assert stop.steps_lost == (9 if until == "stop_requested" else 10)
@@ -94,7 +93,7 @@ def test_torn(torn: str) -> None:
     log = first().stop(10, step=40, without=(torn,))
     if torn == "stop_requested":
         assert all(event.kind is not EventKind.STOP_REQUESTED for event in log.events)
-    stop = only_stop(log, second().trains(20, life=2, step=40))
+    stop = only_stop(log, second().trains(20, attempt=2, step=40))
     assert stop.missing == (torn,)
     assert (stop.requeued_ms is None) == (torn in ("requeued", "stop_requested"))
     assert (stop.safe_point_ms is None) == (torn in ("safe_point", "stop_requested"))
@@ -104,34 +103,34 @@ def test_torn(torn: str) -> None:
 
 
 def test_killed_without_a_word() -> None:
-    """A life that left nothing but its steps, and that another one follows, lost what it is known
-    to have made since what the next one began with."""
+    """An attempt that left only its steps, and that another one follows, lost what it is known to
+    have made beyond the step that the next one began with."""
     log = first()
     log.step = 55
     log.add(EventKind.SAVE_COMMITTED, 9, checkpoint_step=50, save_kind="periodic", tier="durable")
-    history = history_of(log, second().trains(20, life=2, step=50))
+    history = history_of(log, second().trains(20, attempt=2, step=50))
     (stop,) = history.stops
     assert (stop.left, stop.signal, stop.reason, stop.durable_ms) == ("killed", None, None, None)
     assert (stop.step, stop.step_from, stop.steps_lost) == (55, "last_event", 5)
     assert stop.waited_s == pytest.approx(11)
     assert "stop_requested" in stop.missing
-    figures = figures_of(history)["stops"]
-    assert (figures["killed"], figures["steps_lost_total"], figures["at_least"]) == (1, 5, True)
-    assert figures["by_reason"] == {"killed": 1}
+    figures = figures_of(history).stops
+    assert (figures.killed, figures.steps_lost_total, figures.at_least) == (1, 5, True)
+    assert figures.by_reason == {"killed": 1}
 
 
 def test_still_running_or_never_followed() -> None:
-    """A life without an end that nobody followed may still run: that is no stop."""
+    """An attempt without an end that nobody followed may still run: that is no stop."""
     assert history_of(first()).stops == ()
 
 
 def test_an_error_that_was_run_again() -> None:
-    """A life that ended by an exception counts when another one went on; it had no request."""
+    """An attempt that ended by an exception counts when another one went on; it had no request."""
     log = first()
     log.step = 60
-    log.add(EventKind.ATTEMPT_ENDED, 9, life=1, ending="error").uninstalled(9.1)
+    log.add(EventKind.ATTEMPT_ENDED, 9, attempt=1, ending="error").uninstalled(9.1)
     assert history_of(log).stops == ()
-    stop = only_stop(log, second().trains(20, life=2, step=50))
+    stop = only_stop(log, second().trains(20, attempt=2, step=50))
     assert (stop.left, stop.missing, stop.steps_lost) == ("error", (), 10)
 
 
@@ -148,7 +147,7 @@ def test_finished_inside_the_grace() -> None:
     """Asked to stop, it came to its end: nothing is lost, also if Slurm starts it once more."""
     log = first()
     log.add(EventKind.STOP_REQUESTED, 10, signal="SIGTERM", requested_mono_ns=log.mono_ns(10))
-    log.add(EventKind.ATTEMPT_ENDED, 11, life=1, ending="finished").uninstalled(11.1)
+    log.add(EventKind.ATTEMPT_ENDED, 11, attempt=1, ending="finished").uninstalled(11.1)
     stop = only_stop(log, second().installed(20).uninstalled(21))
     assert (stop.left, stop.missing, stop.steps_lost) == ("finished", (), 0)
 
@@ -158,7 +157,7 @@ def test_outside_of_a_job() -> None:
     log = first(job_id=None).stop(
         10, step=40, reason="asked", without=("stop_reason", "requeue_asked", "requeued")
     )
-    stop = only_stop(log, RankLog(pid=2, job_id=None).trains(13, life=2, step=40))
+    stop = only_stop(log, RankLog(pid=2, job_id=None).trains(13, attempt=2, step=40))
     assert (stop.complete, stop.reason, stop.left, stop.steps_lost) == (True, None, "asked", 0)
 
 
@@ -176,7 +175,7 @@ def test_saved_already() -> None:
     log.step = 40
     log.add(EventKind.SAVE_COMMITTED, 9, checkpoint_step=40, save_kind="periodic", tier="durable")
     log.stop(10, step=40, without=("save_started", "save_staged", "save_committed"))
-    stop = only_stop(log, second().trains(20, life=2, step=40))
+    stop = only_stop(log, second().trains(20, attempt=2, step=40))
     assert (stop.durable_ms, stop.staged_ms, stop.missing) == (0.0, None, ())
 
 
@@ -187,7 +186,7 @@ def test_older_save_is_not_the_stops() -> None:
         EventKind.SAVE_COMMITTED, 10.03, checkpoint_step=30, save_kind="periodic", tier="durable"
     )
     log.stop(10, step=40, without=("save_committed",))
-    stop = only_stop(log, second().trains(20, life=2, step=30))
+    stop = only_stop(log, second().trains(20, attempt=2, step=30))
     assert (stop.durable_ms, stop.missing, stop.steps_lost) == (None, ("save_committed",), 10)
 
 
@@ -196,7 +195,7 @@ def test_fast_tier_only() -> None:
     log = first()
     log.add(EventKind.SAVE_COMMITTED, 10.04, checkpoint_step=40, save_kind="stop", tier="fast")
     log.stop(10, step=40, without=("save_staged", "save_committed"))
-    stop = only_stop(log, second().trains(20, life=2, step=40))
+    stop = only_stop(log, second().trains(20, attempt=2, step=40))
     assert (stop.durable_ms, stop.missing) == (None, ())
     assert stop.fast_ms == pytest.approx(40)
 
@@ -205,22 +204,22 @@ def test_two_ranks() -> None:
     """Each rank has its own stop; the run has lost what the rank has that lost the most."""
     logs = []
     for rank, begins in enumerate((40, 37)):
-        logs.append(RankLog(rank=rank, pid=10 + rank).trains(0, life=1).stop(10, step=40))
+        logs.append(RankLog(rank=rank, pid=10 + rank).trains(0, attempt=1).stop(10, step=40))
         after = RankLog(rank=rank, pid=20 + rank, restart_count=1)
-        logs.append(after.trains(20, life=2, step=begins))
+        logs.append(after.trains(20, attempt=2, step=begins))
     history = history_of(*logs)
     assert [(stop.rank, stop.steps_lost) for stop in history.stops] == [(0, 0), (1, 3)]
-    figures = figures_of(history)["stops"]
-    assert (figures["count"], figures["steps_lost_total"]) == (2, 3)
+    figures = figures_of(history).stops
+    assert (figures.count, figures.steps_lost_total) == (2, 3)
 
 
 @pytest.mark.parametrize(("off_s", "waited_s"), [(-3600.0, None), (3600.0, 3609.9)])
 def test_date_set_in_between(off_s: float, waited_s: float | None) -> None:
-    """What lies within a life is right all the same. Between two it is what the date says; set
-    back, it is not known, and the lives keep their order."""
-    last = second(date_off_s=off_s).trains(20, life=2, step=40).stop(30, step=70, life=2)
+    """What lies within an attempt is right all the same. Between two it is what the date says; set
+    back, it is not known, and the attempts keep their order."""
+    last = second(date_off_s=off_s).trains(20, attempt=2, step=40).stop(30, step=70, attempt=2)
     history = history_of(first().stop(10, step=40), last)
-    assert [stop.life for stop in history.stops] == [1, 2]
+    assert [stop.attempt for stop in history.stops] == [1, 2]
     stop = history.stops[0]
     assert (stop.durable_ms, stop.first_step_s) == pytest.approx((50, 2.5), abs=0.01)
     assert stop.waited_s == (None if waited_s is None else pytest.approx(waited_s))
@@ -240,10 +239,10 @@ def test_without_a_run() -> None:
 FULL = [
     event
     for rank in range(2)
-    for life in range(3)
-    for event in RankLog(rank=rank, pid=50 + life, restart_count=life)
-    .trains(30 * life, life=life + 1, step=20 * life)
-    .stop(30 * life + 9, step=20 * life + 20, life=life + 1)
+    for attempt in range(3)
+    for event in RankLog(rank=rank, pid=50 + attempt, restart_count=attempt)
+    .trains(30 * attempt, attempt=attempt + 1, step=20 * attempt)
+    .stop(30 * attempt + 9, step=20 * attempt + 20, attempt=attempt + 1)
     .events
 ]
 
@@ -255,8 +254,8 @@ FULL = [
 def test_any_lines_may_be_lost(kept: list[int], ordered: bool) -> None:
     """Whatever lines are left, in whatever order, no duration and no loss is negative."""
     events = [FULL[index] for index in (sorted(kept) if ordered else kept)]
-    figures = figures_of(History(name="x", lives=lives_of(events)))
-    for row in json.loads(json.dumps(figures, allow_nan=False))["stops"]["every_stop"]:
+    figures = figures_of(History(name="x", attempts=attempts_of(events)))
+    for row in json.loads(json.dumps(figures.as_dict(), allow_nan=False))["stops"]["every_stop"]:
         values = [row[key] for key in row if key.endswith(("_ms", "_s")) and key != "at_s"]
         assert all(value is None or value >= 0 for value in [*values, row["steps_lost"]])
 
@@ -267,7 +266,7 @@ damaged = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats()
 @settings(max_examples=100)
 @given(
     st.data(),
-    st.lists(st.sampled_from(["step", "life", "checkpoint_step", "ending", "reason", "tier"])),
+    st.lists(st.sampled_from(["step", "attempt", "checkpoint_step", "ending", "reason", "tier"])),
 )
 def test_any_fields(data: st.DataObject, names: list[str]) -> None:
     """Fields of any type and value never raise, and what comes out can be written as JSON."""
@@ -276,4 +275,6 @@ def test_any_fields(data: st.DataObject, names: list[str]) -> None:
         fields = {name: data.draw(damaged) for name in names if name in event.data}
         step = data.draw(damaged) if fields else event.step
         events.append(dataclasses.replace(event, data={**event.data, **fields}, step=step))
-    json.dumps(figures_of(History(name="x", lives=lives_of(events))), allow_nan=False)
+    json.dumps(
+        figures_of(History(name="x", attempts=attempts_of(events))).as_dict(), allow_nan=False
+    )

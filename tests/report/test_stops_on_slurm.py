@@ -9,8 +9,7 @@ from processes import wait_until
 from session.training import Training
 
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.report.accounting import Accounting, ask_slurm
-from hydroslurm.report.beside import Beside
+from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import read_history
 from hydroslurm.report.rows import Rows
@@ -26,13 +25,13 @@ def test_stops_of_a_real_run(requeue_cluster: DevCluster, tmp_path: Path) -> Non
     training.slurm("scontrol", "requeue", training.job_id)
     training.wait_for_life(2)
     training.slurm("scancel", training.job_id)
-    wait_until(lambda: read_history(training.run.root).lives[-1].ended, training.log())
+    wait_until(lambda: read_history(training.run.root).attempts[-1].ended, training.log())
 
     history = read_history(training.run.root)
     requeued, cancelled = history.stops
     assert (requeued.missing, cancelled.missing) == ((), ())
     assert (requeued.left, cancelled.left) == ("requeued", "cancelled")
-    assert (requeued.life, cancelled.life) == (1, 2)
+    assert (requeued.attempt, cancelled.attempt) == (1, 2)
     assert (requeued.steps_lost, requeued.next_step) == (0, requeued.step)
     for stop in (requeued, cancelled):
         parts = [stop.safe_point_ms, stop.staged_ms, stop.written_ms, stop.durable_ms]
@@ -46,21 +45,23 @@ def test_stops_of_a_real_run(requeue_cluster: DevCluster, tmp_path: Path) -> Non
     client = open_client("commands", environ=training.cluster.child_environ())
 
     def known() -> Accounting | None:
-        answer = ask_slurm(client, history.lives)
-        ended = [life.end_epoch_s for life in answer.lives]
+        answer = ask_slurm(client, history.attempts)
+        ended = [attempt.end_epoch_s for attempt in answer.attempts]
         return answer if len(ended) == 2 and all(ended) else None
 
-    wait_until(lambda: known() is not None, "both lives with their ends in accounting")
-    beside = Beside(known() or Accounting())
-    assert [life.state for life in beside.accounting.lives] == ["REQUEUED", "CANCELLED"]
-    assert beside.accounting.suspend_grace_s == 2
-    assert [beside.slurm_life(life) for life in history.lives] == list(beside.accounting.lives)
-    first, _ = Rows.of(history, beside).stops
+    wait_until(lambda: known() is not None, "both attempts with their ends in accounting")
+    sources = ExternalSources(known() or Accounting())
+    assert [attempt.state for attempt in sources.accounting.attempts] == ["REQUEUED", "CANCELLED"]
+    assert sources.accounting.suspend_grace_s == 2
+    assert [sources.slurm_attempt(attempt) for attempt in history.attempts] == list(
+        sources.accounting.attempts
+    )
+    first, _ = Rows.of(history, sources).stops
     assert first.samples_lost == 0  # the loader told how many a step has
     parts_s = (first.eligible_s, first.queued_s, first.start_s)
     assert None not in parts_s
     assert sum(part for part in parts_s if part is not None) < 300
-    goodput = goodput_of(history, beside)
+    goodput = goodput_of(history, sources)
     assert goodput is not None
     assert goodput.allocated_from == "slurm"
     assert goodput.allocated_s > history.observed_s - (requeued.waited_s or 0) - 2

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from report.ranklog import RankLog
-from rich.console import Console
+from report.views import legend, shown, texts
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.history import History, read_history
-from hydroslurm.report.lives import lives_of
-from hydroslurm.report.table import report_view
-from hydroslurm.report.timeline import timeline, write_timeline
+from hydroslurm.report.timeline import timeline
+from hydroslurm.report.writing import write_timeline
 
 
 def pixels(path: Path) -> tuple[int, int]:
@@ -34,20 +32,7 @@ def history(ranks: int, pauses: int) -> History:
         for number in range(pauses):
             log.pause(1 + 5 * number, for_s=2, park_us=101 + number)
         events += log.uninstalled(5 * pauses + 3).events
-    return History(name="run", lives=lives_of(events))
-
-
-def texts(figure: Figure) -> list[str]:
-    axes = figure.axes[0]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    return [*(text.get_text() for text in axes.texts), axes.get_xlabel(), *legend]
-
-
-def shown(run: History, *, width: int = 110, max_rows: int = 40) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(report_view(run, max_rows=max_rows))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return History(name="run", attempts=attempts_of(events))
 
 
 @pytest.mark.parametrize(("ranks", "pauses"), [(0, 0), (1, 0), (1, 1), (4, 50), (8, 60)])
@@ -63,11 +48,12 @@ def test_picture(run_dir: RunDir, ranks: int, pauses: int) -> None:
 @pytest.mark.parametrize(("ranks", "pauses"), [(1, 3), (8, 60)])
 def test_every_pause_carries_its_latency(ranks: int, pauses: int) -> None:
     """Up to 60 pauses on a rank each have their label, in µs; the axis names its unit."""
-    found = texts(timeline(history(ranks, pauses)))
+    figure = timeline(history(ranks, pauses))
+    found = texts(figure)
     for number in range(pauses):
         assert found.count(f"{101 + number} µs") == ranks
-    assert "time since the run's first event (s)" in found
-    assert "parked: slurm" in found
+    assert figure.axes[0].get_xlabel() == "time since the run's first event (s)"
+    assert "parked: slurm" in legend(figure)
 
 
 def test_labels_that_find_no_room_are_counted() -> None:
@@ -83,28 +69,29 @@ def test_causes_differ_without_colour() -> None:
     log = RankLog().installed()
     for number, cause in enumerate(("slurm", "user", "api", "terminal")):
         log.pause(1 + 5 * number, cause=cause, for_s=2)
-    figure = timeline(History(name="run", lives=lives_of(log.uninstalled(30).events)))
+    figure = timeline(History(name="run", attempts=attempts_of(log.uninstalled(30).events)))
     patches = [h for h in figure.legends[0].legend_handles if h.get_label().startswith("parked")]  # type: ignore[union-attr]
     hatches = {patch.get_hatch() for patch in patches}  # type: ignore[union-attr]
     assert len(patches) == len(hatches) == 4
     assert None not in hatches
 
 
-def test_lives_and_stops_in_the_picture(run_dir: RunDir) -> None:
-    """Lives over requeues are named, a stop request and a life without an end are in the legend."""
+def test_attempts_and_stops_in_the_picture(run_dir: RunDir) -> None:
+    """Attempts over requeues are named; a stop request and an unended attempt are in the legend."""
     log = RankLog(pid=1).installed().pause(2)
     log.add(EventKind.STOP_REQUESTED, 6, signal="SIGTERM", requested_mono_ns=log.mono_ns(6))
     log.write(run_dir)
     RankLog(pid=2, restart_count=1).installed(20).pause(22).uninstalled(30).write(run_dir)
-    found = texts(timeline(read_history(run_dir.root)))
-    assert {"life 1", "life 2", "stop requested", "no more events"} <= set(found)
+    figure = timeline(read_history(run_dir.root))
+    found = [*texts(figure), *legend(figure)]
+    assert {"attempt 1", "attempt 2", "stop requested", "no more events"} <= set(found)
 
 
 def test_table_rows(run_dir: RunDir) -> None:
     """A row tells cause, the two latencies, the parked time and the operator."""
     log = RankLog().installed().pause(2, cause="user", park_us=1530, for_s=2.5, resume_us=41)
     log.pause(6, until="parked").write(run_dir)
-    output = shown(read_history(run_dir.root))
+    output = "\n".join(shown(read_history(run_dir.root), width=110))
     row = next(line for line in output.splitlines() if "aten::linear" in line)
     assert row.split() == ["2.00", "0", "1", "user", "1,530", "2.498", "41", "aten::linear"]
     assert "not resumed" in output
@@ -113,7 +100,7 @@ def test_table_rows(run_dir: RunDir) -> None:
 
 def test_long_table_says_what_it_leaves_out() -> None:
     """Only so many rows are shown, in order of time; the percentiles are of all pauses."""
-    output = shown(history(2, 10), max_rows=5)
+    output = "\n".join(shown(history(2, 10), width=110, max_rows=5))
     assert output.count("aten::linear") == 5
     assert "15 later pauses are left out" in output
     (parked,) = (
@@ -138,7 +125,7 @@ def test_long_table_says_what_it_leaves_out() -> None:
 def test_table_of_a_rank_that_heard_nothing(log: RankLog, words: str, run_dir: RunDir) -> None:
     """A rank whose handlers were lost is not said to have had no pause."""
     log.write(run_dir)
-    said = " ".join(shown(read_history(run_dir.root)).split())
+    said = " ".join(" ".join(shown(read_history(run_dir.root))).split())
     assert "Nothing was paused" not in said
     assert f"Rank 0: other code replaced hydroslurm's {words}: pauses" in said
 
@@ -146,4 +133,4 @@ def test_table_of_a_rank_that_heard_nothing(log: RankLog, words: str, run_dir: R
 @pytest.mark.parametrize(("run", "words"), [(0, "No events yet"), (1, "Nothing was paused")])
 def test_table_of_nothing(run: int, words: str) -> None:
     """A run without events, and one without pauses, get a sentence instead of a table."""
-    assert words in shown(history(run, 0))
+    assert any(words in line for line in shown(history(run, 0), width=110))

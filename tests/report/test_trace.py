@@ -8,22 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from report.ranklog import RankLog
+from report.views import history_of
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.report.history import History
-from hydroslurm.report.lives import lives_of
-from hydroslurm.report.trace import MOST_EVENTS, trace_of, write_trace
+from hydroslurm.report.trace import MOST_EVENTS, trace_of
+from hydroslurm.report.writing import write_trace
 
 
-def history_of(*logs: RankLog) -> History:
-    return History(name="run", lives=lives_of(event for log in logs for event in log.events))
-
-
-def two_lives() -> History:
-    first = RankLog(pid=1).trains(0, life=1).pause(4, for_s=2)
+def two_attempts() -> History:
+    first = RankLog(pid=1).trains(0, attempt=1).pause(4, for_s=2)
     first.add(EventKind.DRAINED, 4.1, pause=1, drain_us=9e4)
     return history_of(
-        first.stop(10, step=40), RankLog(pid=2, restart_count=1).trains(20, life=2, step=40)
+        first.stop(10, step=40), RankLog(pid=2, restart_count=1).trains(20, attempt=2, step=40)
     )
 
 
@@ -54,8 +51,8 @@ def check(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
 
 
 def test_everything_that_took_time_is_a_slice() -> None:
-    """A process per life with its name, slices that nest, and requests as instants."""
-    trace = trace_of(two_lives())
+    """A process per attempt with its name, slices that nest, and requests as instants."""
+    trace = trace_of(two_attempts())
     slices = check(trace)
     names = {entry["name"] for mine in slices.values() for entry in mine}
     assert names == {
@@ -65,12 +62,12 @@ def test_everything_that_took_time_is_a_slice() -> None:
     instants = {entry["name"] for entry in trace["traceEvents"] if entry["ph"] == "i"}
     assert {"pause_request", "resume_request", "stop_request"} <= instants
     titles = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
-    assert titles == ["rank 0, life 1 (n1, pid 1)", "rank 0, life 2 (n1, pid 2)"]
+    assert titles == ["rank 0, attempt 1 (n1, pid 1)", "rank 0, attempt 2 (n1, pid 2)"]
 
 
 def test_a_slice_is_where_it_was() -> None:
     """Microseconds since the run's first event."""
-    entries = trace_of(two_lives())["traceEvents"]
+    entries = trace_of(two_attempts())["traceEvents"]
     parked = next(entry for entry in entries if entry["name"] == "parked")
     assert round(parked["ts"]) == 4_000_080
     assert round(parked["dur"]) == 1_999_960
@@ -80,7 +77,9 @@ def test_torn_runs() -> None:
     """What has no end lasts to the last event, and what has no begin is left out."""
     log = RankLog().installed().pause(2).pause(5, until="parked")
     check(trace_of(history_of(log)))
-    check(trace_of(history_of(RankLog().trains(0, life=1).stop(10, step=4, until="save_staged"))))
+    check(
+        trace_of(history_of(RankLog().trains(0, attempt=1).stop(10, step=4, until="save_staged")))
+    )
     check(trace_of(History(name="nothing")))
 
 

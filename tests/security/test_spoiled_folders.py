@@ -32,14 +32,14 @@ from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.metrics import JobCollector
 from hydroslurm.observe.table import for_programs
 from hydroslurm.observe.watcher import Watcher
-from hydroslurm.report.beside import Beside
+from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import read_history
 from hydroslurm.report.page import page
 from hydroslurm.report.rows import Rows
-from hydroslurm.report.table import report_view
-from hydroslurm.report.timeline import write_timeline
+from hydroslurm.report.terminal import report_view
 from hydroslurm.report.trace import trace_of
+from hydroslurm.report.writing import write_timeline
 from hydroslurm.slurm.values import Job, JobState
 from hydroslurm.training.lives import Ledger
 
@@ -164,16 +164,16 @@ def test_report(run: RunDir, tmp_path: Path) -> None:
             read_history(run.root)
         return
     history = read_history(run.root)
-    beside = Beside()
-    rows = Rows.of(history, beside)
-    figures = figures_of(history, beside, rows)
-    json.dumps(figures, allow_nan=False)
+    sources = ExternalSources()
+    rows = Rows.of(history, sources)
+    figures = figures_of(history, sources, rows)
+    json.dumps(figures.as_dict(), allow_nan=False)
     json.dumps(trace_of(history), allow_nan=False)
     console = Console(markup=False, emoji=False, width=200)
     with console.capture() as said:
-        console.print(report_view(history, beside, figures, rows))
+        console.print(report_view(history, sources, figures, rows))
     assert all(c.isprintable() or c == "\n" for c in said.get())
-    shown = page(history, beside, figures, rows, pictures=[])
+    shown = page(history, sources, figures, rows, pictures=[])
     shown.encode()
     assert "<script" not in shown
     write_timeline(history, tmp_path / "report" / "timeline.png")

@@ -138,8 +138,8 @@ class Training:
                 for e in self.events()
                 if e.kind in (EventKind.FIRST_STEP, EventKind.ATTEMPT_BEGAN)
             ]
-            first = any(e.data["life"] == number for e in made if e.kind is EventKind.FIRST_STEP)
-            return first or any(e.data["life"] > number for e in made)
+            first = any(e.data["attempt"] == number for e in made if e.kind is EventKind.FIRST_STEP)
+            return first or any(e.data["attempt"] > number for e in made)
 
         wait_until(begun, f"life {number}\n{self.log()}", limit_s=LIMIT_S)
 

@@ -60,8 +60,8 @@ def test_the_answer_is_that_all_are_parked(story: Story) -> None:
 
     history = read_history(story.run.root)
     figures = figures_of(history)
-    assert (figures["pauses"], figures["incomplete"], figures["in_flight"]) == (WORLD, 0, 0)
-    assert figures["all_parked_us"]["count"] == WORLD
+    assert (figures.pauses, figures.incomplete, figures.in_flight) == (WORLD, 0, 0)
+    assert figures.all_parked_us["count"] == WORLD
     assert {pause.rank: pause.main_cause for pause in history.pauses} == {
         0: "peers",
         1: "user",

@@ -34,9 +34,9 @@ def test_a_preempted_run_goes_on_where_it_was(scene: Scene, tmp_path: Path) -> N
     )
     assert json.loads(scene.printed(0).splitlines()[-1]) == json.loads(alone.stdout)
     # pausable from the start, then by its Run: one attempt of a report each
-    lives = read_history(scene.run.root).lives
-    assert [one.restart_count for one in lives] == [0, 1]
-    assert all(one.progress is not None for one in lives)
+    attempts = read_history(scene.run.root).attempts
+    assert [one.restart_count for one in attempts] == [0, 1]
+    assert all(one.progress is not None for one in attempts)
 
 
 @pytest.mark.scene("asked")

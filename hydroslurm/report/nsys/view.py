@@ -6,36 +6,14 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from hydroslurm.report.nsys.profile import Profile
-from hydroslurm.report.nsys.profiled import ProfiledPause, ProfiledStop
+from hydroslurm.report.nsys.profile import Profile, ProfiledPause, ProfiledStop
+from hydroslurm.report.tables import Column, Table, in_terminal, number, table_of
 
-_UNKNOWN = "?"
 _US, _MS, _S = 1e3, 1e6, 1e9
-_Column = tuple[str, str, float, str]
-"""Heading, key of the figures, nanoseconds in its unit, format."""
-
-_PAUSE_COLUMNS: tuple[_Column, ...] = (
-    ("request →\nparked\n(µs)", "park_ns", _US, ",.0f"),
-    ("→ device\nidle\n(µs)", "drain_ns", _US, ",.0f"),
-    ("→ last\nkernel end\n(µs)", "last_kernel_ns", _US, ",.0f"),
-    ("parked\n\n(s)", "parked_ns", _S, ".3f"),
-    ("resume →\nrunning\n(µs)", "resume_ns", _US, ",.0f"),
-    ("→ first\nkernel\n(µs)", "first_kernel_ns", _US, ",.0f"),
-    ("error\n\n(±µs)", "error_ns", _US, ",.1f"),
-)
-_STOP_COLUMNS: tuple[_Column, ...] = (
-    ("request →\nsaving\n(ms)", "saving_ns", _MS, ",.1f"),
-    ("→ durable\n\n(ms)", "durable_ns", _MS, ",.1f"),
-    ("→ commit-\nted\n(ms)", "committed_ns", _MS, ",.1f"),
-    ("→ requeue\nanswered\n(ms)", "requeued_ns", _MS, ",.1f"),
-    ("error\n\n(±µs)", "error_ns", _US, ",.1f"),
-)
-_ONLY_IF_THERE = {"drain_ns", "last_kernel_ns", "first_kernel_ns"}
+_Row = dict[str, Any]
 
 
 def profile_figures(profile: Profile) -> dict[str, Any]:
@@ -59,14 +37,11 @@ def profile_view(profile: Profile, *, max_rows: int = 40) -> RenderableType:
     parts: list[RenderableType] = [Text(_heading(profile), style="bold")]
     figures = profile_figures(profile)
     if profile.pauses:
-        parts.append(_table(figures["pauses"], "pause", "number", _PAUSE_COLUMNS, max_rows))
+        parts.append(in_terminal(_pauses_table(figures["pauses"], max_rows)))
     if profile.stops:
-        parts.append(_table(figures["stops"], "step", "step", _STOP_COLUMNS, max_rows))
+        parts.append(in_terminal(_stops_table(figures["stops"], max_rows)))
     if profile.pids and not profile.pauses and not profile.stops:
         parts.append(Text("Nothing was paused or stopped while nsys recorded."))
-    hidden = max(len(profile.pauses) - max_rows, 0)
-    if hidden:
-        parts.append(Text(f"{hidden} more pauses are left out."))
     if profile.alignment_error_ns is not None:
         parts.append(
             Text(
@@ -118,32 +93,44 @@ def _between(start_ns: int | None, end_ns: int | None) -> int | None:
     return None if start_ns is None or end_ns is None else end_ns - start_ns
 
 
-def _table(
-    rows: Sequence[dict[str, Any]],
-    counted: str,
-    key: str,
-    columns: Sequence[_Column],
-    max_rows: int,
-) -> Table:
-    shown = [c for c in columns if c[1] not in _ONLY_IF_THERE or _is_there(rows, c[1])]
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("process", justify="right")
-    table.add_column(counted, justify="right")
-    table.add_column("signal")
-    for heading, _, _, _ in shown:
-        table.add_column(heading, justify="right")
-    for row in rows[:max_rows]:
-        cells = [_cell(row[name], unit, form) for _, name, unit, form in shown]
-        table.add_row(str(row["pid"]), _cell(row[key], 1, ".0f"), _signal(row["signal"]), *cells)
-    return table
+def _pauses_table(rows: Sequence[_Row], most: int) -> Table:
+    columns = [
+        *_who("pause", "number"),
+        _latency("request →\nparked\n(µs)", "park_ns", _US, ",.0f"),
+        _latency("→ device\nidle\n(µs)", "drain_ns", _US, ",.0f", optional=True),
+        _latency("→ last\nkernel end\n(µs)", "last_kernel_ns", _US, ",.0f", optional=True),
+        _latency("parked\n\n(s)", "parked_ns", _S, ".3f"),
+        _latency("resume →\nrunning\n(µs)", "resume_ns", _US, ",.0f"),
+        _latency("→ first\nkernel\n(µs)", "first_kernel_ns", _US, ",.0f", optional=True),
+        _latency("error\n\n(±µs)", "error_ns", _US, ",.1f"),
+    ]
+    return table_of("", columns, rows, most=most)
 
 
-def _is_there(rows: Sequence[dict[str, Any]], key: str) -> bool:
-    return any(row[key] is not None for row in rows)
+def _stops_table(rows: Sequence[_Row], most: int) -> Table:
+    columns = [
+        *_who("step", "step"),
+        _latency("request →\nsaving\n(ms)", "saving_ns", _MS, ",.1f"),
+        _latency("→ durable\n\n(ms)", "durable_ns", _MS, ",.1f"),
+        _latency("→ commit-\nted\n(ms)", "committed_ns", _MS, ",.1f"),
+        _latency("→ requeue\nanswered\n(ms)", "requeued_ns", _MS, ",.1f"),
+        _latency("error\n\n(±µs)", "error_ns", _US, ",.1f"),
+    ]
+    return table_of("", columns, rows, most=most)
 
 
-def _cell(value: int | None, unit: float, form: str) -> str:
-    return _UNKNOWN if value is None else format(value / unit, form)
+def _who(counted: str, key: str) -> list[Column[_Row]]:
+    return [
+        Column("process", lambda row: str(row["pid"])),
+        Column(counted, lambda row: number(row[key], "d")),
+        Column("signal", lambda row: _signal(row["signal"]), left=True),
+    ]
+
+
+def _latency(
+    heading: str, key: str, unit_ns: float, spec: str, *, optional: bool = False
+) -> Column[_Row]:
+    return Column(heading, lambda row: number(row[key], spec, unit_ns), optional=optional)
 
 
 def _signal(number: int) -> str:

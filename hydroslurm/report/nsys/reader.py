@@ -1,24 +1,79 @@
-"""Marks of one process -> its pauses and its stop."""
+"""Read one nsys report: the marks of each process become its pauses and its stop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from hydroslurm.report.nsys.clocks import Clocks
-from hydroslurm.report.nsys.gpu import Gpu
-from hydroslurm.report.nsys.marks import Moment, ProcessMarks, Range, Request
-from hydroslurm.report.nsys.profiled import ProfiledPause, ProfiledStop
+from hydroslurm.report.nsys.database import open_database
+from hydroslurm.report.nsys.export import as_sqlite
+from hydroslurm.report.nsys.gpu import Gpu, read_gpu
+from hydroslurm.report.nsys.marks import Marks, Moment, ProcessMarks, Range, Request, read_marks
+from hydroslurm.report.nsys.profile import Profile, ProfiledPause, ProfiledStop
+from hydroslurm.report.nsys.timebase import Timebase
 
 
-class _Teller:
+def read_profile(path: Path) -> Profile:
+    """Read ``*.nsys-rep`` or ``*.sqlite``. A cut-off file is read as far as it goes.
+
+    An ``.nsys-rep`` is turned into SQLite first, which stays beside it where that can be written.
+
+    Raises:
+        NsysMissing: the report has to be exported, and there is no ``nsys`` here.
+        ProfileError: not a report of nsys, or nothing of it can be read.
+    """
+    with as_sqlite(path) as exported, open_database(exported) as database:
+        marks = read_marks(database)
+        timebase = Timebase(marks.clocks)
+        paused = [m.global_pid for m in marks.by_pid.values() if m.requests["pause_request"]]
+        gpu = read_gpu(database, global_pids=paused)
+        pauses = [p for pid in marks.pids for p in pauses_of(marks.by_pid[pid], timebase, gpu)]
+        stops = [s for pid in marks.pids for s in stops_of(marks.by_pid[pid], timebase)]
+        stated = [p.error_ns for p in pauses] + [s.error_ns for s in stops]
+        errors = [error_ns for error_ns in stated if error_ns is not None]
+        epoch_ns = database.session_epoch_ns()
+        return Profile(
+            path=path,
+            host=database.host(),
+            session_epoch_ns=epoch_ns,
+            pids=marks.pids,
+            pauses=tuple(pauses),
+            stops=tuple(stops),
+            alignment_error_ns=max(errors, default=None),
+            missing=(*database.missing, *_absent(marks, gpu)),
+            epoch_offset_ns=timebase.epoch_offset_ns(epoch_ns),
+            version=database.version(),
+        )
+
+
+def _absent(marks: Marks, gpu: Gpu) -> list[str]:
+    sentences = list(marks.missing)
+    if not marks.pids:
+        return sentences
+    timed = any(several for one in marks.by_pid.values() for several in one.ranges.values())
+    if timed and len(marks.clocks) < 2:
+        sentences.append(
+            f"{len(marks.clocks)} `clock` mark(s) where two are needed: what nsys timed itself "
+            "cannot be told in the clock of the event log"
+        )
+    if not gpu.pids:
+        sentences.append(
+            "no kernels, copies or memsets: profiled without --trace=cuda, or no GPU was used"
+        )
+    elif idle := [str(pid) for pid in marks.pids if pid not in gpu.pids]:
+        sentences.append(f"no kernels, copies or memsets of process {', '.join(idle)}")
+    return sentences
+
+
+class _Converter:
     """nsys's moments in CLOCK_MONOTONIC, and the worst error among them."""
 
-    def __init__(self, clocks: Clocks) -> None:
-        self._clocks = clocks
+    def __init__(self, timebase: Timebase) -> None:
+        self._timebase = timebase
         self.error_ns: int | None = None
 
     def mono(self, nsys_ns: int | None) -> int | None:
-        told = None if nsys_ns is None else self._clocks.mono(nsys_ns)
+        told = None if nsys_ns is None else self._timebase.mono(nsys_ns)
         if told is None:
             return None
         self.error_ns = max(told[1], self.error_ns or 0)
@@ -39,12 +94,12 @@ class _Between:
     draining: list[Range]
 
 
-def pauses_of(marks: ProcessMarks, clocks: Clocks, gpu: Gpu) -> list[ProfiledPause]:
+def pauses_of(marks: ProcessMarks, timebase: Timebase, gpu: Gpu) -> list[ProfiledPause]:
     """In order. A request that closed no gate makes none, unless the recording ends with it."""
-    return [_told(marks.pid, pause, clocks, gpu) for pause in _pauses(marks)]
+    return [_told(marks.pid, pause, timebase, gpu) for pause in _pauses(marks)]
 
 
-def stops_of(marks: ProcessMarks, clocks: Clocks) -> list[ProfiledStop]:
+def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
     """At most one: a process ends with its stop. What it saves before is no part of one."""
     requests, requeueing = marks.requests["stop_request"], marks.ranges["requeueing"]
     if not requests and not requeueing:
@@ -54,7 +109,7 @@ def stops_of(marks: ProcessMarks, clocks: Clocks) -> list[ProfiledStop]:
     since_ns = first.nsys_ns if first else 0
     saving = _last([r for r in marks.ranges["saving"] if r.end_ns is None or r.end_ns >= since_ns])
     committing = _last([r for r in marks.ranges["committing"] if saving and _same(r, saving)])
-    tell = _Teller(clocks)
+    tell = _Converter(timebase)
     requeued = _last([r for r in requeueing if r.begin_ns >= since_ns])
     return [
         ProfiledStop(
@@ -148,10 +203,10 @@ def _request_of(moment: Moment, requests: list[Request]) -> Request:
     return next(found, Request(moment.nsys_ns, moment.stamp_mono_ns, signal=0))
 
 
-def _told(pid: int, pause: _Between, clocks: Clocks, gpu: Gpu) -> ProfiledPause:
-    tell = _Teller(clocks)
+def _told(pid: int, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPause:
+    tell = _Converter(timebase)
     parked_ns, tid = _parked(pause)
-    running_ns = _running(pause, clocks)
+    running_ns = _running(pause, timebase)
     drained_ns = pause.draining[-1].end_ns if pause.draining else None
     # what is vacated is copied after the drain, and what comes back is copied before threads run
     idle_ns = drained_ns if drained_ns is not None else running_ns
@@ -194,12 +249,12 @@ def _rest_of_quiet(pause: _Between, tid: int | None) -> int | None:
     return pause.at_rest.stamp_mono_ns if tid is None and pause.at_rest is not None else None
 
 
-def _running(pause: _Between, clocks: Clocks) -> int | None:
+def _running(pause: _Between, timebase: Timebase) -> int | None:
     """When the first thread ran again. It may do so before ``resuming`` is emitted: handlers open
     the gate. A thread that was let through for a collective before is not meant."""
     since_ns = pause.resuming[-1].begin_ns if pause.resuming else None
     if pause.resumed is not None:
-        stamp_ns = clocks.nsys(pause.resumed.stamp_mono_ns)
+        stamp_ns = timebase.nsys(pause.resumed.stamp_mono_ns)
         since_ns = min(x for x in (stamp_ns, since_ns) if x is not None) if stamp_ns else since_ns
     if since_ns is None:
         return None

@@ -1,4 +1,4 @@
-"""Events -> lives and pauses: complete, torn, several lives in one file, damaged lines."""
+"""Events -> attempts and pauses: complete, torn, several attempts in one file, damaged lines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from report.ranklog import RankLog
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
+from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History, read_history
-from hydroslurm.report.lives import lives_of
 from hydroslurm.report.pauses import Pause
 
 
 def only_pause(log: RankLog) -> Pause:
-    (life,) = lives_of(log.events)
-    (pause,) = life.pauses
+    (attempt,) = attempts_of(log.events)
+    (pause,) = attempt.pauses
     return pause
 
 
@@ -93,9 +93,9 @@ def test_late_release_belongs_to_its_own_pause() -> None:
     released = next(e for e in log.events if e.kind is EventKind.FIRST_OPERATOR_RELEASED)
     log.events.remove(released)
     log.events.append(released)
-    (life,) = lives_of(log.events)
-    assert [pause.resume_us for pause in life.pauses] == [40, 40]
-    assert all(pause.complete for pause in life.pauses)
+    (attempt,) = attempts_of(log.events)
+    assert [pause.resume_us for pause in attempt.pauses] == [40, 40]
+    assert all(pause.complete for pause in attempt.pauses)
 
 
 def test_signals_go_to_the_pause_they_asked_for() -> None:
@@ -105,8 +105,8 @@ def test_signals_go_to_the_pause_they_asked_for() -> None:
     log.pause(4, for_s=1, cause="api")
     log.add(EventKind.SIGNAL_RECEIVED, 6, signal="SIGCONT", sender_pid=1, count=1)
     log.pause(7, for_s=1, cause="user")
-    (life,) = lives_of(log.events)
-    assert [pause.signal for pause in life.pauses] == ["SIGTSTP", None, "SIGUSR1"]
+    (attempt,) = attempts_of(log.events)
+    assert [pause.signal for pause in attempt.pauses] == ["SIGTSTP", None, "SIGUSR1"]
 
 
 def test_causes_add_up() -> None:
@@ -131,51 +131,52 @@ def test_devices() -> None:
     assert only_pause(log).undrained_s == 10
 
 
-def test_two_lives_in_one_file(run_dir: RunDir) -> None:
-    """After a requeue the pauses are numbered anew, and belong to another life of the rank."""
+def test_two_attempts_in_one_file(run_dir: RunDir) -> None:
+    """After a requeue the pauses are numbered anew, and belong to another attempt of the rank."""
     first = RankLog(pid=10).installed().pause(1).pause(3, until="parked")
     second = RankLog(pid=11, restart_count=1).installed(20).pause(22, for_s=2).uninstalled(30)
     first.write(run_dir)
     second.write(run_dir)
     history = read_history(run_dir.root)
-    assert [(life.pid, len(life.pauses), life.ended) for life in history.lives] == [
+    assert [(attempt.pid, len(attempt.pauses), attempt.ended) for attempt in history.attempts] == [
         (10, 2, False),
         (11, 1, True),
     ]
     assert history.restarts == 1
     assert history.observed_s == pytest.approx(30)
-    assert [history.begin_s(life) for life in history.lives] == pytest.approx([0, 20])
+    assert [history.begin_s(attempt) for attempt in history.attempts] == pytest.approx([0, 20])
 
 
-def test_interleaved_lives() -> None:
+def test_interleaved_attempts() -> None:
     """Lines of a dying process between those of the new one change nothing."""
     old = RankLog(pid=10).installed().pause(1).pause(3)
     new = RankLog(pid=10, restart_count=1).installed(5).pause(6).pause(8)
     mixed = [event for pair in zip(old.events, new.events, strict=True) for event in pair]
-    assert lives_of(mixed) == lives_of([*old.events, *new.events])
+    assert attempts_of(mixed) == attempts_of([*old.events, *new.events])
 
 
 def test_installed_twice_in_one_process() -> None:
     """A script that was started pausable, then by its Run, then by itself again: one attempt, whose
     pauses are counted through. A second Run of the process begins another."""
     unasked = RankLog().installed().pause(1).uninstalled(3)
-    run = RankLog().trains(4, life=1).pause(8, cause="user")
-    run.add(EventKind.ATTEMPT_ENDED, 10, life=1, ending="finished").uninstalled(10.1)
+    run = RankLog().trains(4, attempt=1).pause(8, cause="user")
+    run.add(EventKind.ATTEMPT_ENDED, 10, attempt=1, ending="finished").uninstalled(10.1)
     behind = RankLog().installed(10.2).pause(11, cause="api").uninstalled(13)
     events = [event for log in (unasked, run, behind) for event in log.events]
-    (life,) = lives_of(events)
-    assert [(pause.number, pause.causes) for pause in life.pauses] == [
+    (attempt,) = attempts_of(events)
+    assert [(pause.number, pause.causes) for pause in attempt.pauses] == [
         (1, ("slurm",)),
         (2, ("user",)),
         (3, ("api",)),
     ]
-    assert life.ended
-    assert life.progress is not None
-    assert (life.progress.life, life.progress.ending) == (1, "finished")
-    assert (life.last_mono_ns - life.first_mono_ns) / 1e9 == pytest.approx(13)
-    second = RankLog().trains(14, life=2).uninstalled(20)
+    assert attempt.ended
+    assert attempt.progress is not None
+    assert (attempt.progress.attempt, attempt.progress.ending) == (1, "finished")
+    assert (attempt.last_mono_ns - attempt.first_mono_ns) / 1e9 == pytest.approx(13)
+    second = RankLog().trains(14, attempt=2).uninstalled(20)
     assert [
-        life.progress and life.progress.life for life in lives_of([*events, *second.events])
+        attempt.progress and attempt.progress.attempt
+        for attempt in attempts_of([*events, *second.events])
     ] == [
         1,
         2,
@@ -188,8 +189,8 @@ def test_ranks_are_lined_up_by_wall_clock(run_dir: RunDir) -> None:
         log = RankLog(rank=rank, host=f"n{rank}", boot_s=1e5 * (rank + 1))
         log.installed().pause(4).uninstalled(9).write(run_dir)
     history = read_history(run_dir.root)
-    stamps = [(life, life.pauses[0].requested_mono_ns) for life in history.lives]
-    at_s = [history.since_begin_s(life, stamp) for life, stamp in stamps if stamp is not None]
+    stamps = [(attempt, attempt.pauses[0].requested_mono_ns) for attempt in history.attempts]
+    at_s = [history.since_begin_s(attempt, stamp) for attempt, stamp in stamps if stamp is not None]
     assert at_s == pytest.approx([4, 4])
 
 
@@ -207,8 +208,8 @@ def test_event_without_fields(damage: Any) -> None:
     """An event whose fields are something else counts as one without fields."""
     log = RankLog().installed().pause(1)
     events = [dataclasses.replace(event, data=damage) for event in log.events]
-    (life,) = lives_of(events)
-    assert life.pauses == ()
+    (attempt,) = attempts_of(events)
+    assert attempt.pauses == ()
 
 
 @pytest.mark.parametrize("value", [-5.0, float("nan"), float("inf"), "80", True, None])
@@ -240,13 +241,13 @@ def test_not_a_run_folder(tmp_path: Path, seen: str) -> None:
 
 
 def test_job_that_has_not_started(tmp_path: Path) -> None:
-    """A folder with a submission and no events is a run without lives."""
+    """A folder with a submission and no events is a run without attempts."""
     (tmp_path / "submission.json").write_text("{}")
     assert read_history(tmp_path) == History(name=tmp_path.name)
 
 
 def full_log() -> list[Event]:
-    """Two ranks, two lives each, all causes: what hypothesis takes lines away from."""
+    """Two ranks, two attempts each, all causes: what hypothesis takes lines away from."""
     events: list[Event] = []
     for rank in range(2):
         for restart in range(2):
@@ -269,14 +270,16 @@ FULL = full_log()
 def test_any_lines_may_be_lost(kept: list[int], ordered: bool) -> None:
     """Whatever lines are left, in whatever order, the pauses make sense and become figures."""
     events = [FULL[index] for index in (sorted(kept) if ordered else kept)]
-    history = History(name="x", lives=lives_of(events))
+    history = History(name="x", attempts=attempts_of(events))
     for pause in history.pauses:
         assert pause.complete == (pause.outcome == "complete")
         for value in (pause.park_us, pause.parked_s, pause.resume_us):
             assert value is None or value >= 0
     figures = figures_of(history)
-    assert figures["pauses"] == len(history.pauses) == len(figures["every_pause"])
-    assert json.loads(json.dumps(figures, allow_nan=False))["incomplete"] <= figures["pauses"]
+    assert figures.pauses == len(history.pauses) == len(figures.every_pause)
+    assert (
+        json.loads(json.dumps(figures.as_dict(), allow_nan=False))["incomplete"] <= figures.pauses
+    )
 
 
 json_values = st.recursive(
@@ -305,7 +308,9 @@ def test_any_fields(rows: list[tuple[EventKind, int, Any, Any]]) -> None:
         Event(kind=kind, mono_ns=mono_ns, epoch_ns=mono_ns // 2, step=step, data=data)
         for kind, mono_ns, data, step in rows
     ]
-    json.dumps(figures_of(History(name="x", lives=lives_of(events))), allow_nan=False)
+    json.dumps(
+        figures_of(History(name="x", attempts=attempts_of(events))).as_dict(), allow_nan=False
+    )
 
 
 @given(noise=st.lists(st.binary(max_size=30), max_size=5), cut=st.integers(0, 400))

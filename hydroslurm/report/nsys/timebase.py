@@ -25,7 +25,7 @@ _APART_NS = 1_000_000_000
 """Marks further apart than this measure the drift."""
 
 
-class Clocks:
+class Timebase:
     """The two clocks of one report, which all its processes share."""
 
     def __init__(self, marks: Sequence[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""The lives of a rank in the timeline: its processes, what ended them, and the gaps between.
+"""The attempts of a rank in the timeline: its processes, what ended them, and the gaps between.
 
 What is told apart by colour is told apart by shape or hatching, too.
 """
@@ -14,12 +14,15 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.transforms import ScaledTranslation, Transform
 
+from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.history import History
-from hydroslurm.report.labels import BAR, INK, above
-from hydroslurm.report.pauses import Life
 from hydroslurm.report.stops import KILLED, Stopped
 
+BAR = 0.34
+"""Height of a lane's bar; lanes are 1 apart."""
+INK = "#222222"
 Bar = tuple[float, float, int]
 """Begin and end in seconds since the run's begin, and the lane."""
 
@@ -38,7 +41,7 @@ _LETTER = 0.0056
 
 @dataclass(frozen=True)
 class Gap:
-    """Between two lives of a rank, in seconds since the run's begin; closed by the next first
+    """Between two attempts of a rank, in seconds since the run's begin; closed by the next first
     event."""
 
     begin_s: float
@@ -46,9 +49,9 @@ class Gap:
     stopped: Stopped
 
 
-def draw_lives(axes: Axes, history: History, ranks: Sequence[int]) -> None:
+def draw_attempts(axes: Axes, history: History, ranks: Sequence[int]) -> None:
     """The bar of each process, its start hatched. When it was killed or still runs, dashes follow
-    its last event, to the next life of the rank, or to the last event of the run."""
+    its last event, to the next attempt of the rank, or to the last event of the run."""
     style: dict[str, Any] = {"fontproperties": FontProperties(size=7), "transform": above(axes, -9)}
     style |= {"va": "top", "color": INK, "parse_math": False}
     running: list[Bar] = []
@@ -56,21 +59,21 @@ def draw_lives(axes: Axes, history: History, ranks: Sequence[int]) -> None:
     silent: list[Bar] = []
     between: list[Bar] = []
     for lane, rank in enumerate(ranks):
-        lives = history.lives_of(rank)
-        begins_s = [history.begin_s(life) for life in lives]
-        for life, begin_s in zip(lives, begins_s, strict=True):
-            end_s = history.since_begin_s(life, life.last_mono_ns)
+        attempts = history.attempts_of(rank)
+        begins_s = [history.begin_s(attempt) for attempt in attempts]
+        for attempt, begin_s in zip(attempts, begins_s, strict=True):
+            end_s = history.since_begin_s(attempt, attempt.last_mono_ns)
             running.append((begin_s, end_s, lane))
-            first_s = _first_step_s(history, life)
+            first_s = _first_step_s(history, attempt)
             if first_s is not None:
                 starting.append((begin_s, first_s, lane))
             until_s = min((other_s for other_s in begins_s if other_s > end_s), default=None)
-            if not life.ended:
+            if not attempt.ended:
                 silent.append((end_s, history.observed_s if until_s is None else until_s, lane))
             elif until_s is not None:
                 between.append((end_s, until_s, lane))
-            if history.several_lives:
-                words = f"life {history.life_number(life)}"
+            if history.several_attempts:
+                words = f"attempt {history.attempt_number(attempt)}"
                 axes.text(begin_s, lane + BAR / 2, words, **style)
     bars(axes, running, facecolor=RUNNING, edgecolor=INK, lw=0.6)
     bars(axes, starting, lw=0, **_STARTING)
@@ -85,19 +88,28 @@ def draw_stops(axes: Axes, history: History, ranks: Sequence[int]) -> int:
     lanes = {rank: lane for lane, rank in enumerate(ranks)}
     _mark_stops(axes, history, lanes)
     saved = [
-        (history.since_begin_s(one.life, one.life.progress.durable_mono_ns), lanes[one.stop.rank])
+        (
+            history.since_begin_s(one.attempt, one.attempt.progress.durable_mono_ns),
+            lanes[one.stop.rank],
+        )
         for one in history.stopped
-        if one.stop.rank in lanes and one.life.progress and one.life.progress.durable_mono_ns
+        if one.stop.rank in lanes and one.attempt.progress and one.attempt.progress.durable_mono_ns
     ]
     marks(axes, saved, marker="D", ms=6, color=_SAVED, zorder=6)
     first_steps = [
         (at_s, lane)
         for rank, lane in lanes.items()
-        for life in history.lives_of(rank)
-        if (at_s := _first_step_s(history, life)) is not None
+        for attempt in history.attempts_of(rank)
+        if (at_s := _first_step_s(history, attempt)) is not None
     ]
     marks(axes, first_steps, marker=">", ms=7, color=_FIRST_STEP, zorder=5)
     return _write_gaps(axes, history, lanes)
+
+
+def above(axes: Axes, points: float) -> Transform:
+    """Data, moved up by so many points; below with a negative number."""
+    figure = axes.figure
+    return axes.transData + ScaledTranslation(0, points / 72, figure.dpi_scale_trans)
 
 
 def bars(axes: Axes, spans: Sequence[Bar], **style: Any) -> None:
@@ -115,20 +127,22 @@ def marks(axes: Axes, places: Sequence[tuple[float, float]], **style: Any) -> No
     axes.add_line(Line2D([x for x, _ in places], [y for _, y in places], **style))
 
 
-def lifeline_legend(history: History) -> list[Patch | Line2D]:
+def attempts_legend(history: History) -> list[Patch | Line2D]:
     """Only what the picture holds."""
     mark: dict[str, Any] = {"ls": "", "ms": 6}
     handles: list[Patch | Line2D] = []
-    if any(life.progress and life.progress.first_step_mono_ns for life in history.lives):
+    if any(
+        attempt.progress and attempt.progress.first_step_mono_ns for attempt in history.attempts
+    ):
         handles.append(Patch(lw=0.6, label="starting: imports, load", **_STARTING))
         handles.append(Line2D([], [], marker=">", color=_FIRST_STEP, label="first step", **mark))
     if history.stop_requests:
         handles.append(Line2D([], [], marker="X", color=_STOP, label="stop requested", **mark))
     if any(stop.durable_ms is not None for stop in history.stops):
         handles.append(Line2D([], [], marker="D", color=_SAVED, label="saved", **mark))
-    if any(one.life.ended and one.following for one in history.stopped):
-        handles.append(Line2D([], [], color=INK, lw=1.4, ls=_DOTS, label="between two lives"))
-    if not all(life.ended for life in history.lives):
+    if any(one.attempt.ended and one.following for one in history.stopped):
+        handles.append(Line2D([], [], color=INK, lw=1.4, ls=_DOTS, label="between two attempts"))
+    if not all(attempt.ended for attempt in history.attempts):
         handles.append(Line2D([], [], color=INK, lw=0.9, ls=_DASHES, label="no more events"))
     return handles
 
@@ -140,10 +154,10 @@ def _lines(axes: Axes, spans: Sequence[Bar], **style: Any) -> None:
 
 def _mark_stops(axes: Axes, history: History, lanes: Mapping[int, int]) -> None:
     places = [
-        (history.since_begin_s(life, request.requested_mono_ns), lane)
+        (history.since_begin_s(attempt, request.requested_mono_ns), lane)
         for rank, lane in lanes.items()
-        for life in history.lives_of(rank)
-        for request in life.stops[:1]  # Slurm asks twice, within milliseconds
+        for attempt in history.attempts_of(rank)
+        for request in attempt.stops[:1]  # Slurm asks twice, within milliseconds
     ]
     poles = [((at_s, lane - _FLAG), (at_s, lane + BAR / 2)) for at_s, lane in places]
     axes.add_collection(LineCollection(poles, colors=_STOP, lw=1.4, zorder=4), autolim=False)
@@ -186,10 +200,10 @@ def _cost(gap: Gap) -> str:
 def _gaps(history: History) -> Iterator[Gap]:
     for one in history.stopped:
         if one.following is not None:
-            begin_s = history.since_begin_s(one.life, one.life.last_mono_ns)
+            begin_s = history.since_begin_s(one.attempt, one.attempt.last_mono_ns)
             yield Gap(begin_s, history.begin_s(one.following), one)
 
 
-def _first_step_s(history: History, life: Life) -> float | None:
-    stamp = life.progress.first_step_mono_ns if life.progress else None
-    return None if stamp is None else history.since_begin_s(life, stamp)
+def _first_step_s(history: History, attempt: Attempt) -> float | None:
+    stamp = attempt.progress.first_step_mono_ns if attempt.progress else None
+    return None if stamp is None else history.since_begin_s(attempt, stamp)

@@ -1,73 +1,125 @@
-"""The lines of any number of ranks, read as lives. Pure.
+"""The attempts of any number of ranks, from the lines of their logs. Pure.
 
-A *life* is one process of one rank. A run folder keeps one file per rank over all requeues, so one
-file holds several lives, and around a requeue the old process may still write while the new one
-does. What tells them apart is the restart count, the host and the pid, never the place in the
-file. A process that installs twice has two lives.
+An *attempt* here is one process of one rank. A run folder keeps one file per rank over all
+requeues, so one file holds several attempts, and around a requeue the old process may still write
+while the new one does. The restart count, the host and the pid tell them apart, never the position
+in the file. A process that installs twice makes two attempts only if it makes two ``Run``s.
 
-Lines are read once and let go: of a life only its pauses, its saves and some stamps are kept.
+Lines are read once and dropped: an attempt keeps its pauses, its saves and some timestamps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.report.datewatch import DateWatch
-from hydroslurm.report.drafts import OF_PAUSES, Pauses
-from hydroslurm.report.fields import data_of, integer, text
-from hydroslurm.report.lines import Line, Who, lines_of
-from hydroslurm.report.pauses import Life, Pause, StopRequest
-from hydroslurm.report.progress import OF_A_RUN, Follower
+from hydroslurm.report.lines import Line, Who, data_of, integer, lines_of, text
+from hydroslurm.report.pauses import OF_PAUSES, Pause, PausesBuilder
+from hydroslurm.report.progress import OF_A_RUN, Progress, ProgressBuilder
 
-_OF_FOLLOWER = OF_A_RUN | {EventKind.STOP_AGREED}
+_OF_PROGRESS = OF_A_RUN | {EventKind.STOP_AGREED}
 
 
-def lives_of(events: Iterable[Event]) -> tuple[Life, ...]:
-    """The lives in the events of any number of ranks, in order of rank and then of appearance.
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """A signal that asked a rank to save and leave; the stamp is the handler's."""
 
-    Within one file that is the order of time, also when the date was set between two lives.
+    rank: int
+    requested_mono_ns: int
+    signal: str | None = None
+    restart_count: int = 0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One process of one rank, from its first event to its last.
+
+    Attributes:
+        clock_offset_ns: CLOCK_REALTIME minus CLOCK_MONOTONIC (see ``report.datewatch.DateWatch``).
+        clock_error_ns: by how much that changed in the attempt, unless it was set; None where one
+            event cannot tell.
+        ended: it uninstalled; False when it was killed or is still running.
+        pauses, stops: those of this attempt. Two stop requests for one preemption are normal.
+        progress: what its ``Run`` wrote down; None where there was none.
+        world_size: ranks that it was joined with, itself included; 1: it was alone.
+        joined_mono_ns: all of them had joined; None for one that was alone.
+        boot: of its host; CLOCK_MONOTONIC is one clock within it. None where that was not told.
+        date_set_ns: by how much the date was set while the process lived, each time.
+        date_ahead_ns: by how much its date was ahead, as it began, of the one that is counted with.
+        lost_signals: whose handlers somebody else replaced: such signals were not heard any more.
     """
-    return lives_in(lines_of(events))
+
+    rank: int
+    restart_count: int
+    pid: int
+    host: str
+    job_id: int | None
+    first_mono_ns: int
+    last_mono_ns: int
+    clock_offset_ns: int
+    ended: bool
+    pauses: tuple[Pause, ...] = ()
+    stops: tuple[StopRequest, ...] = ()
+    progress: Progress | None = None
+    world_size: int = 1
+    clock_error_ns: int | None = None
+    joined_mono_ns: int | None = None
+    lost_signals: tuple[str, ...] = ()
+    boot: str | None = None
+    date_set_ns: tuple[int, ...] = ()
+    date_ahead_ns: int = 0
+
+    def epoch_ns(self, mono_ns: int) -> int:
+        """A timestamp of this attempt as CLOCK_REALTIME, comparable across ranks and attempts."""
+        return mono_ns + self.clock_offset_ns
 
 
-def lives_in(lines: Iterable[Line]) -> tuple[Life, ...]:
-    """As :func:`lives_of`, of lines."""
-    drafts: list[_LifeDraft] = []
-    newest: dict[tuple[int, int, str, int], _LifeDraft] = {}
+def attempts_of(events: Iterable[Event]) -> tuple[Attempt, ...]:
+    """The attempts in the events of any number of ranks, in order of rank and then of appearance.
+
+    Within one file that is the order of time, also when the date was set between two attempts.
+    """
+    return attempts_in(lines_of(events))
+
+
+def attempts_in(lines: Iterable[Line]) -> tuple[Attempt, ...]:
+    """As :func:`attempts_of`, of lines."""
+    drafts: list[_AttemptDraft] = []
+    newest: dict[tuple[int, int, str, int], _AttemptDraft] = {}
     writer: Who | None = None
-    draft: _LifeDraft | None = None
+    draft: _AttemptDraft | None = None
     for line in lines:
         # most lines come from the process that wrote the one before
         if line.who is not writer:
             writer, draft = line.who, newest.get(line.who[:4])
-        # a life whose first line is lost starts with whatever line comes first
+        # an attempt whose first line is lost starts with whatever line comes first
         if draft is None or line.kind is EventKind.INSTALLED:
             date = DateWatch() if draft is None else draft.date
-            draft = newest[line.who[:4]] = _LifeDraft(line.who, date)
+            draft = newest[line.who[:4]] = _AttemptDraft(line.who, date)
             drafts.append(draft)
         draft.add(line)
-    lives = [draft.finish() for draft in _joined(drafts)]
-    return tuple(sorted(lives, key=lambda life: life.rank))
+    attempts = [draft.finish() for draft in _joined(drafts)]
+    return tuple(sorted(attempts, key=lambda attempt: attempt.rank))
 
 
-def _joined(drafts: Iterable[_LifeDraft]) -> list[_LifeDraft]:
+def _joined(drafts: Iterable[_AttemptDraft]) -> list[_AttemptDraft]:
     """The installations of each process put together, up to a second ``Run``."""
-    lives: list[_LifeDraft] = []
-    newest: dict[tuple[int, int, str, int], _LifeDraft] = {}
+    attempts: list[_AttemptDraft] = []
+    newest: dict[tuple[int, int, str, int], _AttemptDraft] = {}
     for draft in drafts:
-        life = newest.get(draft.who[:4])
-        if life is None or (life.has_run and draft.has_run):
+        attempt = newest.get(draft.who[:4])
+        if attempt is None or (attempt.has_run and draft.has_run):
             newest[draft.who[:4]] = draft
-            lives.append(draft)
+            attempts.append(draft)
         else:
-            life.go_on(draft)
-    return lives
+            attempt.go_on(draft)
+    return attempts
 
 
-class _LifeDraft:
-    """A life, or one installation of it, while its lines are being read."""
+class _AttemptDraft:
+    """An attempt, or one installation of it, while its lines are being read."""
 
     def __init__(self, who: Who, date: DateWatch) -> None:
         """``date``: of the process, whose installations share it."""
@@ -77,10 +129,10 @@ class _LifeDraft:
         self._last_ns = 0
         self._last_kind: EventKind | None = None
         self._world_size = 1
-        self._pauses = Pauses()
-        self._pauses_since: list[Pauses] = []
+        self._pauses = PausesBuilder()
+        self._pauses_since: list[PausesBuilder] = []
         self._stops: list[StopRequest] = []
-        self._progress = Follower()
+        self._progress = ProgressBuilder()
         self._joined_ns: int | None = None
         self._boot: str | None = None
         self._lost_signals: dict[str, None] = {}
@@ -89,7 +141,7 @@ class _LifeDraft:
     def has_run(self) -> bool:
         return self._progress.has_run
 
-    def go_on(self, again: _LifeDraft) -> None:
+    def go_on(self, again: _AttemptDraft) -> None:
         """Take in what the process did since it was installed again."""
         assert self._first_ns is not None
         assert again._first_ns is not None
@@ -120,7 +172,7 @@ class _LifeDraft:
         self._progress.note_step(line.step)
         if kind in OF_PAUSES:
             self._pauses.add(line)
-        elif kind in _OF_FOLLOWER:
+        elif kind in _OF_PROGRESS:
             self._progress.add(line)
         elif kind is EventKind.STOP_REQUESTED:
             self._stops.append(_stop(line))
@@ -135,10 +187,10 @@ class _LifeDraft:
         if "world_size" in line.data:
             self._world_size = max(self._world_size, integer(line.data, "world_size") or 1)
 
-    def finish(self) -> Life:
+    def finish(self) -> Attempt:
         assert self._first_ns is not None
         who = self.who
-        return Life(
+        return Attempt(
             rank=who.rank,
             restart_count=who.restart_count,
             pid=who.pid,
@@ -160,7 +212,7 @@ class _LifeDraft:
         )
 
 
-def _numbered(parts: Iterable[Pauses]) -> tuple[Pause, ...]:
+def _numbered(parts: Iterable[PausesBuilder]) -> tuple[Pause, ...]:
     """One after the other: each installation counts its own from 1."""
     found: list[Pause] = []
     for part in parts:

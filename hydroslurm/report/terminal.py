@@ -1,0 +1,174 @@
+"""What a person reads in the terminal: the tables of a run, and the sentences below them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from hydroslurm.report.external_sources import ExternalSources
+from hydroslurm.report.figures import Figures, figures_of
+from hydroslurm.report.history import History
+from hydroslurm.report.rows import Rows
+from hydroslurm.report.run_tables import (
+    goodput_table,
+    latency_table,
+    pause_chains,
+    pauses_table,
+    profiled_pauses,
+    profiled_stops,
+    slurm_table,
+    stop_chains,
+    stops_table,
+)
+from hydroslurm.report.stops import KILLED
+from hydroslurm.report.tables import Table, in_terminal
+
+_MOST_CHAINS = 20
+_NOT_HEARD = "No pause was seen, but signal handlers were lost: see below."
+
+
+def report_view(
+    history: History,
+    sources: ExternalSources | None = None,
+    figures: Figures | None = None,
+    rows: Rows | None = None,
+    *,
+    max_rows: int = 40,
+) -> RenderableType:
+    """The tables of pauses and of stops, each with its percentiles below, then link by link, where
+    the time went, and what is missing; one sentence when there was neither.
+
+    Args:
+        figures, rows: of the same run, if they have been made already.
+    """
+    sources = sources or ExternalSources()
+    rows = rows or Rows.of(history, sources)
+    figures = figures or figures_of(history, sources, rows)
+    heading = Text(_heading(figures), style="bold")
+    below = [Text(sentence) for sentence in _last_sentences(history, sources)]
+    if not history.attempts:
+        why = "No events yet: the job has not started, or pausing was never installed in it."
+        return Group(heading, Text(why), *below)
+    parts = [heading, *_about_pauses(history, figures, rows, max_rows)]
+    if rows.stops:
+        parts += _about_stops(history, figures, rows, max_rows)
+    elif not history.pauses:
+        heard = not any(attempt.lost_signals for attempt in history.attempts)
+        parts.append(Text("Nothing was paused." if heard else _NOT_HEARD))
+    most = min(max_rows, _MOST_CHAINS)
+    tables = [*_chains(history, sources, rows, most=most), goodput_table(figures)]
+    parts += [in_terminal(table) for table in tables if table is not None and table.rows]
+    return Group(*parts, *below)
+
+
+def stop_sentences(
+    history: History, figures: Figures, rows: Rows | None = None, *, most: int = 5
+) -> list[str]:
+    """What was lost, and what is missing from the log."""
+    stops = [row.stopped for row in (rows or Rows.of(history, ExternalSources())).stops_in_time]
+    least = "at least " if figures.stops.at_least else ""
+    said = [f"Steps lost: {least}{figures.stops.steps_lost_total}."]
+    torn = [one for one in stops if not one.stop.complete]
+    for one in torn[:most]:
+        which = f"Attempt {history.attempt_number(one.attempt)} of rank {one.stop.rank}"
+        if one.stop.left == KILLED and one.stop.requested_mono_ns is None:
+            said.append(f"{which} was killed without warning.")
+        else:
+            said.append(f"{which} wrote no {', '.join(one.stop.missing)}.")
+    if len(torn) > most:
+        said.append(f"{len(torn) - most} more stops are incomplete: see figures.json.")
+    for one in stops:
+        if one.stop.requeue_error:
+            said.append(f"Not requeued by rank {one.stop.rank}: {one.stop.requeue_error}")
+    return said
+
+
+def _about_pauses(
+    history: History, figures: Figures, rows: Rows, max_rows: int
+) -> list[RenderableType]:
+    if not history.pauses:
+        return []
+    table = pauses_table(history, rows.pauses_in_time, most=max_rows)
+    percentiles = in_terminal(latency_table(figures, "pause"))
+    sentences = map(Text, _together_sentences(history, figures))
+    return [*_cut(table, "pauses"), percentiles, *sentences]
+
+
+def _about_stops(
+    history: History, figures: Figures, rows: Rows, max_rows: int
+) -> list[RenderableType]:
+    table = stops_table(history, rows.stops_in_time, most=max_rows)
+    percentiles = in_terminal(latency_table(figures, "stop"))
+    return [
+        *_cut(table, "stops"),
+        percentiles,
+        *map(Text, stop_sentences(history, figures, rows)),
+    ]
+
+
+def _cut(table: Table, what: str) -> list[RenderableType]:
+    """The first table of its kind needs no title; below it stand the percentiles."""
+    parts = [in_terminal(replace(table, title="", left_out=0))]
+    if table.left_out:
+        said = f"{table.left_out} later {what} are left out; the figures below are of all."
+        parts.append(Text(said))
+    return parts
+
+
+def _chains(
+    history: History, sources: ExternalSources, rows: Rows, *, most: int
+) -> list[Table | None]:
+    pauses, stops = rows.pauses_in_time, rows.stops_in_time
+    return [
+        pause_chains(history, pauses, most=most),
+        stop_chains(history, stops, most=most),
+        profiled_pauses(history, pauses, most=most),
+        profiled_stops(history, stops, most=most),
+        slurm_table(sources),
+    ]
+
+
+def _last_sentences(history: History, sources: ExternalSources) -> Sequence[str]:
+    clocks = history.alignment.sentences() if history.attempts else []
+    return [*clocks, *sources.sentences(history)]
+
+
+def _together_sentences(history: History, figures: Figures) -> list[str]:
+    """What a suspend could have interrupted."""
+    said = []
+    if figures.in_flight:
+        said.append(
+            f"{_counted(figures.in_flight, 'pause')} with collectives in flight (! above): such a "
+            "suspend has to be shorter than their timeout."
+        )
+    alone = sum(
+        pause.all_parked_us is None and pause.parked_mono_ns is not None
+        for attempt in history.attempts
+        if attempt.world_size > 1
+        for pause in attempt.pauses
+    )
+    if alone:
+        said.append(f"{_counted(alone, 'pause')} ended before all ranks were parked.")
+    return said
+
+
+def _heading(figures: Figures) -> str:
+    jobs = ", ".join(map(str, figures.job_ids))
+    parts = [
+        f"run {figures.run}",
+        f"job {jobs}" if jobs else "no Slurm job",
+        _counted(figures.ranks, "rank"),
+        f"observed {figures.observed_s:.1f} s",
+    ]
+    if figures.restarts:
+        parts.append(_counted(figures.restarts, "requeue"))
+    if figures.stops.count:
+        parts.append(_counted(figures.stops.count, "stop"))
+    return ", ".join(parts)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

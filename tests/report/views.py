@@ -1,0 +1,44 @@
+"""What a reader sees of a run: the terminal's text, and the words in a picture."""
+
+from __future__ import annotations
+
+import io
+
+from matplotlib.figure import Figure
+from report.ranklog import RankLog
+from rich.console import Console
+
+from hydroslurm.report.attempts import attempts_of
+from hydroslurm.report.external_sources import ExternalSources
+from hydroslurm.report.history import History
+from hydroslurm.report.terminal import report_view
+
+
+def history_of(*logs: RankLog, name: str = "run") -> History:
+    """The history of all these processes."""
+    events = [event for log in logs for event in log.events]
+    return History(name=name, attempts=attempts_of(events))
+
+
+def shown(
+    history: History,
+    sources: ExternalSources | None = None,
+    *,
+    width: int = 80,
+    max_rows: int = 40,
+) -> list[str]:
+    """The lines of the report in a terminal."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report_view(history, sources, max_rows=max_rows))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def texts(figure: Figure) -> list[str]:
+    """What is written into a picture's axes."""
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def legend(figure: Figure) -> list[str]:
+    """The labels of its legend."""
+    return [text.get_text() for text in figure.legends[0].get_texts()]
