@@ -204,7 +204,7 @@ def test_a_sleeping_main_thread_is_quiet_and_late_when_it_comes(tmp_path: Path) 
         rank.signal(signal.SIGUSR1)
         assert rank.expect("PARKED") == "0 1"
         rank.say("data")
-        rank.expect("LATE_HELD")
+        rank.expect("LATE_OPERATOR_HELD")
         rank.signal(signal.SIGUSR2)
         rank.expect("ran")
         assert rank.wait() == 0
@@ -537,7 +537,7 @@ def test_ctrl_z_stops_the_process_and_fg_continues_it(tmp_path: Path) -> None:
                                causes=Cause.SLURM | Cause.TERMINAL)])
         print("ready", flush=True)
         model, kinds = torch.nn.Linear(2, 2), []
-        while "FIRST_RELEASED" not in kinds:
+        while "FIRST_OPERATOR_RELEASED" not in kinds:
             model(torch.ones(1, 2))
             kinds += [event.kind.name for event in gate.wait_events(0)]
         print("went on", "TERMINAL_STOP" in kinds, flush=True)

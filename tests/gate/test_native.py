@@ -103,17 +103,17 @@ def test_main_thread_parks_and_goes_on(rank: Rank) -> None:
         assert rank.gate.status().state is GateState.PARKED
         assert rank.gate.status().held == 1
         rank.resume()
-        rank.until(EventKind.FIRST_RELEASED)
+        rank.until(EventKind.FIRST_OPERATOR_RELEASED)
 
     rank.drive(_small_step, script)
     assert rank.kinds() == [
         EventKind.SIGNAL_RECEIVED,
         EventKind.GATE_CLOSED,
-        EventKind.FIRST_HELD,
+        EventKind.FIRST_OPERATOR_HELD,
         EventKind.PARKED,
         EventKind.SIGNAL_RECEIVED,
-        EventKind.GATE_OPENED,
-        EventKind.FIRST_RELEASED,
+        EventKind.RESUMED,
+        EventKind.FIRST_OPERATOR_RELEASED,
     ]
     stamps = [event.mono_ns for event in rank.events]
     assert stamps == sorted(stamps)
@@ -150,14 +150,14 @@ def test_gradients_are_bit_identical(rank: Rank) -> None:
             rank.pause()
             rank.until(EventKind.PARKED, n)
             rank.resume()
-            rank.until(EventKind.GATE_OPENED, n)
+            rank.until(EventKind.RESUMED, n)
         while not results:
             threading.Event().wait(0.001)
 
     rank.drive(lambda: results.append(_gradients(60)), script)
     assert results
     assert set(results) == {expected}
-    assert rank.kinds().count(EventKind.FIRST_HELD) > 400
+    assert rank.kinds().count(EventKind.FIRST_OPERATOR_HELD) > 400
 
 
 class PythonNode(torch.autograd.Function):
@@ -194,7 +194,7 @@ def test_gil_is_given_up(rank: Rank, work: Callable[[], object]) -> None:
             rank.pause()
             rank.until(EventKind.PARKED, n)  # which needs the GIL, as all that this thread does
             rank.resume()
-            rank.until(EventKind.GATE_OPENED, n)
+            rank.until(EventKind.RESUMED, n)
         return sum(event.held for event in rank.events if event.kind is EventKind.PARKED)
 
     assert rank.drive(work, script) >= 15
@@ -234,7 +234,7 @@ def test_python_threads_are_held_and_exempt_ones_pass(rank: Rank) -> None:
             threading.Event().wait(0.001)
         assert counts["user"] == user_at
         rank.resume()
-        assert rank.until(EventKind.GATE_OPENED).passed >= 100
+        assert rank.until(EventKind.RESUMED).passed >= 100
         rank.pause()
         parked = rank.until(EventKind.PARKED, 2)
         assert parked.held + parked.quiet == 2
@@ -321,7 +321,7 @@ def test_starts_from_another_thread(gate: NativeGate) -> None:
             signal.raise_signal(signal.SIGUSR1)
             assert rank.until(EventKind.PARKED).causes == Cause.USER
             signal.raise_signal(signal.SIGUSR2)
-            rank.until(EventKind.GATE_OPENED)
+            rank.until(EventKind.RESUMED)
 
         rank.drive(_small_step, script)
     finally:
@@ -358,7 +358,7 @@ def test_stop_lets_everybody_go(gate: NativeGate) -> None:
 
     def script() -> None:
         rank.pause()
-        rank.until(EventKind.FIRST_HELD)
+        rank.until(EventKind.FIRST_OPERATOR_HELD)
         gate.stop()
         gate.start(RULES)
 

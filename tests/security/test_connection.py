@@ -255,7 +255,7 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
         env={"PYTHONPATH": str(public)},
     )
     assert "has the key" not in tried
-    assert "will not have this rank" in tried
+    assert "refuses this rank" in tried
     found.socket.close()
     joined = join_coordinator(
         find_coordinator(first, secret, ports=[port], timeout_s=30), first, {"pid": os.getpid()}
