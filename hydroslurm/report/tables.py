@@ -100,7 +100,7 @@ def in_terminal(table: Table) -> RenderableType:
     )
     shown.title, shown.title_justify = table.title or None, "left"
     for index, (heading, left) in enumerate(zip(table.headings, table.left, strict=True)):
-        if index and "\n" not in heading:
+        if index and not left and "\n" not in heading:
             heading = heading.replace(" ", "\n")  # numbers decide how wide a column is
         widest = max((len(row[index]) for row in table.rows), default=0)
         shown.add_column(

@@ -113,7 +113,8 @@ def above(axes: Axes, points: float) -> Transform:
 
 
 def bars(axes: Axes, spans: Sequence[Bar], **style: Any) -> None:
-    """One collection for all of them: each costs as much as a thousand bars."""
+    """One collection for all lanes: ``broken_barh`` makes one per lane and colour, which takes half
+    as long again to draw for 200 ranks."""
     corners = []
     for begin_s, end_s, lane in spans:
         right_s, top, bottom = max(begin_s, end_s), lane - BAR / 2, lane + BAR / 2

@@ -1,4 +1,4 @@
-"""What sacct prints of the lives of jobs -> frozen values. Pure."""
+"""What sacct prints of jobs, and sacctmgr of qualities of service -> frozen values. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
-from hydroslurm.slurm.values import Job
+from hydroslurm.slurm.job_fields import job_of_fields
+from hydroslurm.slurm.values import Job, Qos
 
 FIELDS = (
     "JobIDRaw",
@@ -30,7 +31,10 @@ FIELDS = (
     "JobName",
     "WorkDir",
 )
-"""The columns that ``read_lives`` reads, in this order."""
+"""The columns of sacct that ``read_lives`` reads, in this order."""
+
+QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "Preempt")
+"""The columns of sacctmgr that ``read_qoses`` reads, in this order."""
 
 DELIMITER = "\x1f"
 """ASCII's unit separator: a name, a comment or a path may hold any printable delimiter."""
@@ -55,6 +59,19 @@ def read_lives(output: str) -> tuple[Job, ...]:
     return tuple(counted)
 
 
+def read_qoses(output: str) -> tuple[Qos, ...]:
+    """Read ``sacctmgr -n -P show qos format=QOS_FIELDS``.
+
+    Raises:
+        UnreadableOutput: a row with another number of columns.
+    """
+    return tuple(
+        text.read_record(_qos_of_cells, line.split("|"), line)
+        for line in output.splitlines()
+        if line.strip()
+    )
+
+
 def _sacct_rows(output: str) -> Iterator[list[str]]:
     """Rows of the right length; a newline inside a comment, a name or a path is put back."""
     held = ""
@@ -73,29 +90,31 @@ def _job_of_sacct(cells: list[str]) -> Job:
     state, flags = text.parse_state(cell["State"])
     code, signal = text.parse_exit(cell["ExitCode"])
     array = re.fullmatch(r"(\d+)_(\d+|\[.*\])", cell["JobID"])
-    minutes = cell["TimelimitRaw"]
     by = re.fullmatch(r"CANCELLED by (\d+)", cell["State"])
-    return Job(
-        job_id=int(cell["JobIDRaw"]),
+    return job_of_fields(
+        "sacct",
+        lambda name, _: cell[name],
         state=state,
         flags=flags,
-        name=cell["JobName"],
-        user=cell["User"],
-        partition=cell["Partition"],
-        nodes=text.expand_nodes(cell["NodeList"]),
-        n_nodes=text.leading_int(cell["NNodes"]),
-        n_cpus=text.leading_int(cell["NCPUS"]),
-        submit_epoch_s=text.parse_moment(cell["Submit"]),
-        eligible_epoch_s=text.parse_moment(cell["Eligible"]),
-        start_epoch_s=text.parse_moment(cell["Start"]),
-        end_epoch_s=text.parse_moment(cell["End"]),
-        suspended_s=text.parse_duration_s(cell["Suspended"]),
-        time_limit_s=int(minutes) * 60 if minutes.isdecimal() else None,
-        work_dir=cell["WorkDir"],
-        comment=cell["Comment"],
         exit_code=code,
         exit_signal=signal,
         array_job_id=int(array[1]) if array else None,
-        cancelled_by_uid=int(by[1]) if by else None,
         array_task_id=int(array[2]) if array and array[2].isdecimal() else None,
+        cancelled_by_uid=int(by[1]) if by else None,
+    )
+
+
+def _qos_of_cells(cells: list[str]) -> Qos:
+    if len(cells) != len(QOS_FIELDS):
+        raise UnreadableOutput(
+            f"sacctmgr printed a row without {len(QOS_FIELDS)} columns: {cells!r}"
+        )
+    cell = dict(zip(QOS_FIELDS, cells, strict=True))
+    mode = cell["PreemptMode"].upper()
+    return Qos(
+        name=cell["Name"],
+        grace_time_s=text.parse_duration_s(cell["GraceTime"]) or 0,
+        # "cluster" is how a QOS without a mode of its own prints
+        preempt_mode="" if mode == "CLUSTER" else mode,
+        preempts=tuple(name for name in cell["Preempt"].split(",") if name),
     )
