@@ -75,7 +75,7 @@ def latencies(history: History) -> list[Latency]:
 
 
 def histograms(found: Sequence[Latency]) -> Figure:
-    """A figure of its own; there must be one latency at least."""
+    """Draw at least one latency into a new figure."""
     columns = min(_COLUMNS, len(found))
     rows = math.ceil(len(found) / columns)
     width_in, height_in = 4.0 * columns, 2.4 * rows + 0.35

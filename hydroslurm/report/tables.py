@@ -1,5 +1,7 @@
-"""What a table is, whoever shows it: headings with units, and cells of text; and how the terminal
-shows it. The page of :mod:`hydroslurm.report.page` renders the same tables as HTML."""
+"""One table model for the terminal, the page and nsys reports; and how a terminal shows a table.
+
+:mod:`hydroslurm.report.page` renders the same tables as HTML.
+"""
 
 from __future__ import annotations
 

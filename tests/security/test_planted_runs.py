@@ -18,7 +18,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import add_condition
-from hydroslurm.jobs.supervisor.steps import start_step
+from hydroslurm.jobs.supervisor.job_step import start_step
 from hydroslurm.training import finished
 from hydroslurm.training.arguments import fast_store
 from hydroslurm.training.attempts import AttemptLog
