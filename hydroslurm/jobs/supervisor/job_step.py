@@ -21,8 +21,7 @@ from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
 from hydroslurm.core.files import open_regular
-from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
-from hydroslurm.core.supervised import ATTEMPTS_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
+from hydroslurm.core.rundir import ATTEMPTS_ENV, RUN_DIR_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV, RunDir
 from hydroslurm.jobs.images import Runtime, pyxis_options
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
