@@ -1,14 +1,15 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Variables: see setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults lint bench clean
+.PHONY: help setup demo test faults lint docs bench clean
 PY := .venv/bin/python
 
 help:
-	@echo 'make demo    two acts on a private Slurm: paused in place; stopped, requeued, continued. Tables and pictures'
+	@echo 'make demo    two acts on a private Slurm: paused in place; stopped, requeued, resumed. Tables and pictures'
 	@echo 'make test    run every test, those on a real Slurm included'
 	@echo 'make faults  200 randomised fault rounds of runs of 2 to 4 ranks (about ten minutes)'
 	@echo 'make lint    format, lint and type checks'
-	@echo 'make bench   measure every figure that README quotes, peers included (about an hour and a half)'
+	@echo 'make docs    build the site into build/site; broken links and anchors fail'
+	@echo 'make bench   measure every figure in README and docs, peers included (about an hour and a half)'
 	@echo 'make setup   only install what the others need'
 
 setup:
@@ -28,9 +29,13 @@ lint: setup
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
 
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo 'build/site/index.html'
+
 bench: setup
 	@profiling/compare/setup.sh
 	@$(PY) profiling/bench.py $(ARGS)
 
 clean:
-	rm -rf .venv .hydroslurm .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .hydroslurm build .mypy_cache .ruff_cache .pytest_cache

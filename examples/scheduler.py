@@ -4,7 +4,7 @@
 
 It starts a long training, pauses it when an urgent one comes, and resumes it when that has ended.
 The long one keeps its process and its memory, loses no step, and uses no processor while it waits.
-On a cluster Slurm does this: `scontrol suspend`, or two partitions (see sbatch/README.md).
+On a cluster Slurm does this: `scontrol suspend`, or two partitions (see docs/partitions.md).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Run every profiling script, keep what it printed in profiling/results/, bring README's table up
-to date.
+"""Run every profiling script, keep what it printed in profiling/results/, and bring the tables in
+README and docs/ up to date.
 
     bench.py                    everything, about three quarters of an hour
     bench.py --only overhead    one of them
-    bench.py --readme           only the table, from the results that are there
-    bench.py --quick --out DIR  to see that it all runs; never in README
+    bench.py --readme           only the tables, from the results that are there
+    bench.py --quick --out DIR  to see that it all runs; changes no page
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 
 from compare import table as compare_table
-from readme_table import load, replace_between, table
+from readme_table import headlines, load, replace_between, table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-README = HERE.parent / "README.md"
+ROOT = HERE.parent
 SCRIPTS = (
     "overhead",
     "pause_latency",
@@ -63,21 +63,24 @@ def run(name: str, *, quick: bool, out: Path) -> bool:
     return True
 
 
-def update_readme(readme: Path, results: Path) -> None:
-    """Rewrite what is between the markers of the figures, and between those of the comparison."""
+def update_pages(root: Path, results: Path) -> None:
+    """Rewrite what is between the markers in README, the figures' page and the comparison's."""
     found = load(results)
-    text = replace_between(readme.read_text(), table(found))
+    readme, figures = root / "README.md", root / "docs/performance.md"
+    readme.write_text(replace_between(readme.read_text(), headlines(found)))
+    figures.write_text(replace_between(figures.read_text(), table(found)))
     if "compare" in found:
+        page = root / "docs/comparison.md"
         between = {"begin": compare_table.BEGIN, "end": compare_table.END}
-        text = replace_between(text, compare_table.table(found["compare"]), **between)
-    readme.write_text(text)
+        new = replace_between(page.read_text(), compare_table.table(found["compare"]), **between)
+        page.write_text(new)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="few rounds; README is left alone")
+    parser.add_argument("--quick", action="store_true", help="few rounds; no page is changed")
     parser.add_argument("--only", choices=SCRIPTS, action="append", help="may be given again")
-    parser.add_argument("--readme", action="store_true", help="run nothing, rewrite the table")
+    parser.add_argument("--readme", action="store_true", help="run nothing, rewrite the tables")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     chosen = parser.parse_args()
     if chosen.quick and chosen.out == RESULTS and not chosen.readme:
@@ -85,8 +88,8 @@ def main() -> int:
     wanted = () if chosen.readme else chosen.only or SCRIPTS
     failed = [name for name in wanted if not run(name, quick=chosen.quick, out=chosen.out)]
     if not chosen.quick and chosen.out == RESULTS:
-        update_readme(README, RESULTS)
-        print(f"{README.name} has the new figures")
+        update_pages(ROOT, RESULTS)
+        print("README.md and docs/ have the new figures")
     return 1 if failed else 0
 
 

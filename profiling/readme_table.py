@@ -1,4 +1,5 @@
-"""The figures in README: made from profiling/results/*.json, and from nowhere else."""
+"""The figures in docs/performance.md, and the headlines of README: made from
+profiling/results/*.json, and from nowhere else."""
 
 from __future__ import annotations
 
@@ -153,7 +154,7 @@ ROWS = (
     ),
     Row("… 4 ranks", "ranks", "signal_to_all_durable_ms_4_p50", "ms"),
     Row(
-        "suspended for 10 × the collectives' time-out: 4 ranks, DDP, went on of 10; peer: without",
+        "suspends of 10 × the collectives' timeout survived by 4 ranks (DDP), of 10; peer: without",
         "long_suspend",
         "continued_ddp",
         goal="10",
@@ -204,6 +205,17 @@ ROWS = (
 )
 
 
+HEADLINES = (
+    ("overhead", "ratio_installed"),
+    ("pause_latency", "pause_us_p50"),
+    ("suspend_latency", "command_to_parked_ms_p50"),
+    ("stop", "sigterm_to_durable_ms_p50"),
+    ("stock_submitit", "steps_lost_executor"),
+    ("long_suspend", "continued_ddp"),
+)
+"""The rows of README, by script and key."""
+
+
 def load(folder: Path) -> Results:
     """Script name -> what it printed, of those that were measured in full."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
@@ -227,6 +239,18 @@ def table(results: Results) -> str:
         ours = _text(value, row.unit)
         lines.append(f"| {row.what} | {ours} | {row.goal} | {theirs} | `{row.script}.py` |")
     return "\n".join([*lines, "", *(f"Measured {place}." for place in used)])
+
+
+def headlines(results: Results) -> str:
+    """README's few rows, as Markdown."""
+    rows = {(row.script, row.key): row for row in ROWS}
+    lines = ["| what | hydroslurm | peer |", "| --- | --- | --- |"]
+    for script, key in HEADLINES:
+        row, result = rows[script, key], results.get(script, {})
+        if result.get(key) is not None:
+            theirs = _text(result.get(row.incumbent_key), row.unit) or "–"
+            lines.append(f"| {row.what} | {_text(result[key], row.unit)} | {theirs} |")
+    return "\n".join(lines)
 
 
 def replace_between(text: str, block: str, *, begin: str = BEGIN, end: str = END) -> str:

@@ -58,8 +58,7 @@ def install(
     import os
 
     from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
-    from hydroslurm.slurm.spank.place import plugstack_of
-    from hydroslurm.slurm.spank.plugstack import added, apply
+    from hydroslurm.slurm.spank.plugstack import added, apply, plugstack_of
 
     path = plugstack or plugstack_of(os.environ)
     target = (lib or path.parent).absolute() / PLUGIN
@@ -81,8 +80,7 @@ def uninstall(plugstack: Plugstack = None, dry_run: DryRun = False) -> None:
     """Take the line out of plugstack.conf again. The plugin's file stays, for jobs that run."""
     import os
 
-    from hydroslurm.slurm.spank.place import plugstack_of
-    from hydroslurm.slurm.spank.plugstack import apply, removed
+    from hydroslurm.slurm.spank.plugstack import apply, plugstack_of, removed
 
     change = removed(plugstack or plugstack_of(os.environ))
     if not dry_run:

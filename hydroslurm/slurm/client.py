@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from hydroslurm.errors import SlurmMissing, UsageError
-from hydroslurm.slurm.commands import CommandClient
+from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.retry import Patience
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
@@ -55,145 +53,6 @@ _bound_conf: str | None = None
 asks that cluster for ever after, whatever SLURM_CONF says then (seen on 25.11.7)."""
 
 
-class SlurmClient(Protocol):
-    """What can be asked of Slurm. Every call may raise, beside what it names:
-
-    - SlurmMissing: no Slurm here.
-    - ControllerUnreachable: slurmctld is away, and the retries are used up.
-    - SlurmTimeout: one call took too long; whether Slurm acted on it is not known.
-    - NoSuchJob: slurmctld does not know the job (it forgets ended ones after MinJobAge).
-    - NotPermitted: this user may not do that.
-    - UnreadableOutput: an answer of a form that no known release has.
-
-    Calls block. They may be made from any thread, several at once, never from a signal handler. An
-    id is a raw job id; the id of an array stands for all its tasks with the commands backend.
-    """
-
-    @property
-    def backend(self) -> str:
-        """``commands`` or ``pyslurm``."""
-
-    @property
-    def why(self) -> str:
-        """One line: which backend this is, and why it was chosen."""
-
-    def job(self, job_id: int) -> Job:
-        """Describe one job."""
-
-    def jobs(
-        self, *, user: str | None = None, ids: Collection[int] | None = None
-    ) -> tuple[Job, ...]:
-        """Describe the jobs that slurmctld knows, ended ones included, with one request.
-
-        Args:
-            user: only this user's.
-            ids: only these jobs, and the tasks of these arrays. Unknown ones are left out.
-        """
-
-    def history(self, job_id: int) -> tuple[Job, ...]:
-        """Every life of a job from accounting, oldest first; a requeue begins a new one.
-
-        Raises:
-            NoSuchJob: accounting has nothing on it (yet: records arrive a moment late).
-        """
-
-    def submit_line(self, job_id: int) -> str:
-        """The words that the job was submitted with, from accounting; empty where it has none."""
-
-    def partitions(self) -> tuple[Partition, ...]:
-        """Describe all partitions, hidden ones included."""
-
-    def qoses(self) -> tuple[Qos, ...] | None:
-        """Describe all qualities of service; None when accounting is away or there is none."""
-
-    def batch_script(self, job_id: int) -> str | None:
-        """The batch script as submitted; None for what has none, or is another user's."""
-
-    def config(self) -> Config:
-        """The controller's configuration."""
-
-    def suspend(self, job_id: int) -> None:
-        """Send SIGTSTP to a running job, then SIGSTOP; success when it is suspended already.
-
-        Raises:
-            WrongJobState: it does not run.
-        """
-
-    def resume(self, job_id: int) -> None:
-        """Continue a suspended job.
-
-        Raises:
-            WrongJobState: it is not suspended.
-        """
-
-    def requeue(self, job_id: int) -> None:
-        """End a batch job and put it back into the queue; success when it is pending already.
-
-        An ended batch job is started once more. Nothing tells "requeued by this call" from "was
-        requeued before it": what matters to the caller is that the job will run again.
-
-        Raises:
-            WrongJobState: not a batch job, or submitted with --no-requeue.
-        """
-
-    def requeue_hold(self, job_id: int) -> None:
-        """As :meth:`requeue`, and hold it until :meth:`release`; a pending job is held."""
-
-    def signal(
-        self,
-        job_id: int,
-        signal: str | int | signal.Signals,
-        *,
-        step: int | None = None,
-        batch: bool = False,
-        full: bool = False,
-    ) -> None:
-        """Send a signal to the job steps of a running job.
-
-        Args:
-            signal: ``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signal.SIGUSR1``.
-            step: only this job step; one that does not exist is not noticed by Slurm.
-            batch: the batch shell only.
-            full: the job steps and the batch shell.
-
-        Raises:
-            WrongJobState: the job does not run, is suspended, or (``batch``) has no batch shell.
-            UsageError: no such signal, or two of ``step``, ``batch`` and ``full``.
-        """
-
-    def cancel(self, job_id: int) -> None:
-        """End a job for good; success when it has ended already."""
-
-    def hold(self, job_id: int) -> None:
-        """Keep a job from starting. A running one goes on, and stays held once it is requeued.
-
-        Raises:
-            WrongJobState: it has ended.
-        """
-
-    def release(self, job_id: int) -> None:
-        """Let a held job start; success when it is not held.
-
-        Raises:
-            WrongJobState: it has ended.
-        """
-
-    def set_requeue(self, job_id: int, *, allowed: bool) -> None:
-        """Say whether Slurm may start a job again; its owner may change that while it runs.
-
-        Raises:
-            WrongJobState: it has ended.
-        """
-
-    def node_address(self, name: str) -> str:
-        """Where a node is reached: a host name or an address. Slurm knows it also where the name of
-        the node does not resolve.
-
-        Raises:
-            SlurmError: there is no such node.
-        """
-
-
 def open_client(
     prefer: str | None = None,
     *,
@@ -225,7 +84,7 @@ def open_client(
             f"no Slurm backend {prefer!r} ({source}); there are 'commands' and 'pyslurm'"
         )
     if prefer == "commands":
-        return CommandClient(environ, patience=patience, why=f"commands: {source}")
+        return SlurmClient(environ, patience=patience, why=f"commands: {source}")
     obstacle = _pyslurm_obstacle(environ)
     if obstacle is None:
         from hydroslurm.slurm.pyslurm_backend import PyslurmClient
@@ -236,7 +95,7 @@ def open_client(
         return PyslurmClient(environ, patience=patience, why=f"pyslurm: {reason}")
     if prefer == "pyslurm":
         raise SlurmMissing(f"the pyslurm backend was {source}, but {obstacle}")
-    return CommandClient(environ, patience=patience, why=f"commands: {obstacle}")
+    return SlurmClient(environ, patience=patience, why=f"commands: {obstacle}")
 
 
 def find_slurm_conf(environ: Mapping[str, str]) -> Path | None:

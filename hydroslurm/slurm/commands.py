@@ -1,4 +1,4 @@
-"""The client over scontrol, squeue, sacct and scancel."""
+"""The client: what can be asked of Slurm, over scontrol, squeue, sacct and scancel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydroslurm.errors import (
     UsageError,
     WrongJobState,
 )
-from hydroslurm.slurm import refusals, sacct_text, sacctmgr_text, scontrol_text, squeue_json
+from hydroslurm.slurm import accounting_text, refusals, scontrol_text, squeue_json
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.programs import Programs
 from hydroslurm.slurm.retry import Patience
@@ -25,8 +25,23 @@ from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 Result = TypeVar("Result")
 
 
-class CommandClient:
-    """As :class:`hydroslurm.slurm.client.SlurmClient` says."""
+class SlurmClient:
+    """What can be asked of Slurm. Every call may raise, beside what it names:
+
+    - SlurmMissing: no Slurm here.
+    - ControllerUnreachable: slurmctld is away, and the retries are used up.
+    - SlurmTimeout: one call took too long; whether Slurm acted on it is not known.
+    - NoSuchJob: slurmctld does not know the job (it forgets ended ones after MinJobAge).
+    - NotPermitted: this user may not do that.
+    - UnreadableOutput: an answer of a form that no known release has.
+
+    Calls block. They may be made from any thread, several at once, never from a signal handler. An
+    id is a raw job id; the id of an array stands for all its tasks with the commands backend.
+
+    Attributes:
+        backend: ``commands`` or ``pyslurm``.
+        why: one line: which backend this is, and why it was chosen.
+    """
 
     backend = "commands"
 
@@ -43,6 +58,7 @@ class CommandClient:
         self._patience = patience or Patience()
 
     def job(self, job_id: int) -> Job:
+        """Describe one job."""
         output = self._ask("scontrol", "show", "job", str(checked_job_id(job_id)))
         for job in scontrol_text.read_jobs(output):
             if job.job_id == job_id:
@@ -52,6 +68,12 @@ class CommandClient:
     def jobs(
         self, *, user: str | None = None, ids: Collection[int] | None = None
     ) -> tuple[Job, ...]:
+        """Describe the jobs that slurmctld knows, ended ones included, with one request.
+
+        Args:
+            user: only this user's.
+            ids: only these jobs, and the tasks of these arrays. Unknown ones are left out.
+        """
         if ids is not None and not ids:
             return ()
         wanted = None if ids is None else frozenset(checked_job_id(i) for i in ids)
@@ -63,10 +85,23 @@ class CommandClient:
         )
 
     def history(self, job_id: int) -> tuple[Job, ...]:
-        columns = ",".join(sacct_text.FIELDS)
-        options = ("-D", "-X", "-P", "-n", f"--delimiter={sacct_text.DELIMITER}", "-o", columns)
+        """Every life of a job from accounting, oldest first; a requeue begins a new one.
+
+        Raises:
+            NoSuchJob: accounting has nothing on it (yet: records arrive a moment late).
+        """
+        columns = ",".join(accounting_text.FIELDS)
+        options = (
+            "-D",
+            "-X",
+            "-P",
+            "-n",
+            f"--delimiter={accounting_text.DELIMITER}",
+            "-o",
+            columns,
+        )
         output = self._ask("sacct", *options, "-j", str(checked_job_id(job_id)))
-        lives = tuple(job for job in sacct_text.read_lives(output) if job.job_id == job_id)
+        lives = tuple(job for job in accounting_text.read_lives(output) if job.job_id == job_id)
         if not lives:
             raise NoSuchJob(
                 f"sacct -D -j {job_id}: accounting has nothing on it. Records arrive a moment "
@@ -75,14 +110,17 @@ class CommandClient:
         return lives
 
     def submit_line(self, job_id: int) -> str:
+        """The words that the job was submitted with, from accounting; empty where it has none."""
         options = ("-X", "-P", "-n", "-o", "SubmitLine")
         return self._ask("sacct", *options, "-j", str(checked_job_id(job_id))).rstrip("\n")
 
     def partitions(self) -> tuple[Partition, ...]:
+        """Describe all partitions, hidden ones included."""
         return scontrol_text.read_partitions(self._ask("scontrol", "-a", "-o", "show", "partition"))
 
     def qoses(self) -> tuple[Qos, ...] | None:
-        columns = f"format={','.join(sacctmgr_text.FIELDS)}"
+        """Describe all qualities of service; None when accounting is away or there is none."""
+        columns = f"format={','.join(accounting_text.QOS_FIELDS)}"
         timeout_s = self._patience.call_timeout_s
         try:
             # one attempt: without slurmdbd it would be refused for as long as one asks
@@ -91,9 +129,10 @@ class CommandClient:
             )
         except SlurmError:
             return None
-        return sacctmgr_text.read_qoses(output)
+        return accounting_text.read_qoses(output)
 
     def batch_script(self, job_id: int) -> str | None:
+        """The batch script as submitted; None for what has none, or is another user's."""
         try:
             script = self._ask(
                 "scontrol", "write", "batch_script", str(checked_job_id(job_id)), "-"
@@ -103,24 +142,35 @@ class CommandClient:
         return script or None
 
     def config(self) -> Config:
+        """The controller's configuration."""
         return scontrol_text.read_config(self._ask("scontrol", "show", "config"))
 
     def suspend(self, job_id: int) -> None:
+        """Send SIGTSTP to a running job, then SIGSTOP; success when it is suspended already.
+
+        Raises:
+            WrongJobState: it does not run.
+        """
         self._act(job_id, "scontrol", "suspend", str(job_id))
 
     def resume(self, job_id: int) -> None:
+        """Continue a suspended job.
+
+        Raises:
+            WrongJobState: it is not suspended.
+        """
         self._act(job_id, "scontrol", "resume", str(job_id))
 
     def requeue(self, job_id: int) -> None:
-        self._act(job_id, "scontrol", "requeue", str(job_id), pending_is_success=True)
+        """End a batch job and put it back into the queue; success when it is pending already.
 
-    def requeue_hold(self, job_id: int) -> None:
-        try:
-            self._act(job_id, "scontrol", "requeuehold", str(job_id))
-        except WrongJobState as error:
-            if refusals.ALREADY_PENDING not in str(error):
-                raise
-            self.hold(job_id)
+        An ended batch job is started once more. Nothing tells "requeued by this call" from "was
+        requeued before it": what matters to the caller is that the job will run again.
+
+        Raises:
+            WrongJobState: not a batch job, or submitted with --no-requeue.
+        """
+        self._act(job_id, "scontrol", "requeue", str(job_id), pending_is_success=True)
 
     def signal(
         self,
@@ -131,6 +181,18 @@ class CommandClient:
         batch: bool = False,
         full: bool = False,
     ) -> None:
+        """Send a signal to the job steps of a running job.
+
+        Args:
+            signal: ``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signal.SIGUSR1``.
+            step: only this job step; one that does not exist is not noticed by Slurm.
+            batch: the batch shell only.
+            full: the job steps and the batch shell.
+
+        Raises:
+            WrongJobState: the job does not run, is suspended, or (``batch``) has no batch shell.
+            UsageError: no such signal, or two of ``step``, ``batch`` and ``full``.
+        """
         number = signal_number(signal)
         if (step is not None) + batch + full > 1:
             raise UsageError("only one of step=, batch= and full= can be asked for")
@@ -150,20 +212,26 @@ class CommandClient:
         )
 
     def cancel(self, job_id: int) -> None:
+        """End a job for good; success when it has ended already."""
         # scancel says nothing of an id that does not exist, and exits with 0
         self.job(job_id)
         self._act(job_id, "scancel", str(job_id))
 
-    def hold(self, job_id: int) -> None:
-        self._act(job_id, "scontrol", "hold", str(job_id))
-
-    def release(self, job_id: int) -> None:
-        self._act(job_id, "scontrol", "release", str(job_id))
-
     def set_requeue(self, job_id: int, *, allowed: bool) -> None:
+        """Say whether Slurm may start a job again; its owner may change that while it runs.
+
+        Raises:
+            WrongJobState: it has ended.
+        """
         self._act(job_id, "scontrol", "update", f"JobId={job_id}", f"Requeue={int(allowed)}")
 
     def node_address(self, name: str) -> str:
+        """Where a node is reached: a host name or an address. Slurm knows it also where the name of
+        the node does not resolve.
+
+        Raises:
+            SlurmError: there is no such node.
+        """
         return scontrol_text.read_node_address(self._ask("scontrol", "-o", "show", "node", name))
 
     def _all_jobs(self, user: str | None) -> tuple[Job, ...]:

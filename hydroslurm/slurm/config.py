@@ -12,7 +12,7 @@ from types import MappingProxyType
 class Config(Mapping[str, str]):
     """slurm.conf as the controller has it: Slurm's names -> text, empty for Slurm's (null).
 
-    With the pyslurm backend only the names in ``pyslurm_values.CONFIG_NAMES`` are there.
+    With the pyslurm backend only the names in ``pyslurm_backend.CONFIG_NAMES`` are there.
     """
 
     entries: Mapping[str, str] = field(repr=False)
@@ -59,11 +59,6 @@ class Config(Mapping[str, str]):
     def kill_wait_s(self) -> int:
         """Seconds between SIGTERM and SIGKILL of a job that is being ended."""
         return self._seconds("KillWait", 30)
-
-    @property
-    def message_timeout_s(self) -> int:
-        """Seconds after which Slurm's own programs give up on one message."""
-        return self._seconds("MessageTimeout", 10)
 
     @property
     def cred_expire_s(self) -> int:
@@ -126,22 +121,6 @@ class Config(Mapping[str, str]):
         found = re.search(r"requeue_delay=(\d+)", self.get("SchedulerParameters", ""))
         waits_s = int(found[1]) if found and self.version >= (25, 11) else self.cred_expire_s
         return waits_s + 1
-
-    @property
-    def over_time_limit_s(self) -> int:
-        """How long a job may pass its time limit; very long for UNLIMITED."""
-        if self.get("OverTimeLimit", "").upper().startswith("UNLIMITED"):
-            return 65535 * 60
-        return self._seconds("OverTimeLimit", 0) * 60
-
-    @property
-    def preempt_exempt_s(self) -> int:
-        """How long a job has run before it can be requeued or cancelled by a preemption."""
-        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", self.get("PreemptExemptTime", ""))
-        days, hours, minutes, seconds = (
-            (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
-        )
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
     @property
     def has_accounting(self) -> bool:

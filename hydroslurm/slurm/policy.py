@@ -83,8 +83,6 @@ class SitePolicy:
         requeue_why: why, or why not.
         requeue_wait_s: how long a requeued job waits at the least.
         suspend_grace_s: seconds between SIGTSTP and SIGSTOP of a suspend.
-        over_time_s: how long it may pass its time limit.
-        exempt_s: how long it runs before it can be requeued or cancelled by a preemption.
         signals_children: a signal reaches every process of a job step, not the srun tasks only.
         preemptors: the partitions or QOS that may preempt it; None when not known.
         unknown: what could not be read, in words.
@@ -102,8 +100,6 @@ class SitePolicy:
     requeue_why: str = ""
     requeue_wait_s: int = 121
     suspend_grace_s: int = 2
-    over_time_s: int = 0
-    exempt_s: int = 0
     signals_children: bool = True
     preemptors: tuple[str, ...] | None = None
     unknown: tuple[str, ...] = ()
@@ -186,7 +182,6 @@ def site_policy(
     if action is PreemptAction.REQUEUE and not may_requeue:
         action = PreemptAction.CANCEL
         why = f"{why}, but {requeue_why}: Slurm kills what it cannot requeue"
-    over_s = partition.over_time_limit_s
     return SitePolicy(
         action=action,
         action_why=why,
@@ -200,8 +195,6 @@ def site_policy(
         requeue_why=requeue_why,
         requeue_wait_s=config.requeue_wait_s,
         suspend_grace_s=config.suspend_grace_time_s,
-        over_time_s=config.over_time_limit_s if over_s is None else over_s,
-        exempt_s=config.preempt_exempt_s,
         signals_children=config.signals_children,
         preemptors=rule.preemptors,
         unknown=rule.unknown,

@@ -23,32 +23,54 @@ What was read in the source of pyslurm 25.11.2 and is met here:
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from hydroslurm.errors import (
-    ControllerUnreachable,
-    UnreadableOutput,
-    UsageError,
-    WrongJobState,
-)
-from hydroslurm.slurm import refusals
+from hydroslurm.errors import ControllerUnreachable, UnreadableOutput, UsageError, WrongJobState
+from hydroslurm.slurm import refusals, text
 from hydroslurm.slurm.commands import (
-    CommandClient,
+    SlurmClient,
     check_signallable,
     checked_job_id,
     signal_number,
 )
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.pyslurm_values import config_of_pyslurm, job_of_pyslurm, partition_of_pyslurm
+from hydroslurm.slurm.job_fields import job_of_fields, minutes_s, number
 from hydroslurm.slurm.retry import Patience
-from hydroslurm.slurm.values import Job, Partition, Qos
+from hydroslurm.slurm.values import Job, Partition
 
 Result = TypeVar("Result")
 
+CONFIG_NAMES: Mapping[str, str] = {
+    "AccountingStorageType": "accounting_storage_type",
+    "AuthInfo": "auth_info",
+    "ClusterName": "cluster_name",
+    "JobFileAppend": "job_file_append",
+    "JobRequeue": "job_requeue",
+    "KillWait": "kill_wait_time",
+    "MessageTimeout": "message_timeout",
+    "OverTimeLimit": "over_time_limit",
+    "MpiDefault": "mpi_default",
+    "PreemptMode": "preempt_mode",
+    "PreemptParameters": "preempt_parameters",
+    "PreemptType": "preempt_type",
+    "ProctrackType": "proctrack_type",
+    "RequeueExit": "requeue_exit",
+    "SLURM_VERSION": "version",
+    "SchedulerParameters": "scheduler_parameters",
+    "SlurmctldParameters": "slurmctld_parameters",
+}
+"""Slurm's name -> pyslurm's, for what ``config()`` tells with this backend."""
 
-class PyslurmClient:
-    """As :class:`hydroslurm.slurm.client.SlurmClient` says."""
+
+class PyslurmClient(SlurmClient):
+    """A :class:`~hydroslurm.slurm.commands.SlurmClient` that asks libslurm where pyslurm can.
+
+    Left to the programs: ``history`` (pyslurm.db gives the last start of a job only, sacct -D all),
+    ``qoses`` (it would hold a connection to slurmdbd open for one question), a signal to one job
+    step (it would have to be loaded first), and what pyslurm has no call for.
+    """
 
     backend = "pyslurm"
 
@@ -63,91 +85,50 @@ class PyslurmClient:
         """Import pyslurm.
 
         Args:
-            environ: for ``history``, which asks sacct.
+            environ: of the programs.
             module: stands in for pyslurm; None imports it.
         """
+        super().__init__(environ, patience=patience, why=why)
         if module is None:
             import pyslurm
 
             module = pyslurm
-        self.why = why
         self._pyslurm = module
-        self._patience = patience or Patience()
-        self._commands = CommandClient(environ, patience=self._patience)
 
     def job(self, job_id: int) -> Job:
         checked_job_id(job_id)
-        return self._ask(
+        return self._call(
             f"load job {job_id}", lambda: job_of_pyslurm(self._pyslurm.Job.load(job_id))
         )
 
-    def jobs(
-        self, *, user: str | None = None, ids: Collection[int] | None = None
-    ) -> tuple[Job, ...]:
-        if ids is not None and not ids:
-            return ()
-        wanted = None if ids is None else frozenset(checked_job_id(i) for i in ids)
-        known = self._ask(
-            "load jobs",
-            lambda: [job_of_pyslurm(each) for each in self._pyslurm.Jobs.load().values()],
-        )
-        return tuple(
-            job
-            for job in known
-            if (user is None or job.user == user)
-            and (wanted is None or job.job_id in wanted or job.array_job_id in wanted)
-        )
-
-    def history(self, job_id: int) -> tuple[Job, ...]:
-        # pyslurm.db tells the last life of a job only; sacct -D tells all
-        return self._commands.history(job_id)
-
-    def submit_line(self, job_id: int) -> str:
-        return self._commands.submit_line(job_id)
-
     def partitions(self) -> tuple[Partition, ...]:
-        return self._ask(
+        return self._call(
             "load partitions",
             lambda: tuple(
                 partition_of_pyslurm(p) for p in self._pyslurm.Partitions.load().values()
             ),
         )
 
-    def qoses(self) -> tuple[Qos, ...] | None:
-        # pyslurm.db would hold a connection to slurmdbd open; this is asked once in a job's life
-        return self._commands.qoses()
-
-    def batch_script(self, job_id: int) -> str | None:
-        return self._commands.batch_script(job_id)
-
     def config(self) -> Config:
-        return self._ask(
+        return self._call(
             "load configuration",
             lambda: config_of_pyslurm(self._pyslurm.slurmctld.Config.load()),
         )
 
     def suspend(self, job_id: int) -> None:
         self.job(job_id)  # raises NoSuchJob
-        self._act(job_id, "suspend", lambda job: job.suspend())
+        self._change(job_id, "suspend", lambda job: job.suspend())
 
     def resume(self, job_id: int) -> None:
         self.job(job_id)  # raises NoSuchJob
-        self._act(job_id, "resume", lambda job: job.unsuspend())
+        self._change(job_id, "resume", lambda job: job.unsuspend())
 
     def requeue(self, job_id: int) -> None:
         try:
-            self._act(job_id, "requeue", lambda job: job.requeue())
+            self._change(job_id, "requeue", lambda job: job.requeue())
         except WrongJobState as error:
             if refusals.ALREADY_PENDING not in str(error):
                 raise
-
-    def requeue_hold(self, job_id: int) -> None:
-        try:
-            self._act(job_id, "requeue and hold", lambda job: job.requeue(hold=True))
-        except WrongJobState as error:
-            if refusals.ALREADY_PENDING not in str(error):
-                raise
-            self.hold(job_id)
 
     def signal(
         self,
@@ -158,17 +139,15 @@ class PyslurmClient:
         batch: bool = False,
         full: bool = False,
     ) -> None:
-        number = signal_number(signal)
-        if (step is not None) + batch + full > 1:
-            raise UsageError("only one of step=, batch= and full= can be asked for")
         if step is not None:
-            # pyslurm.JobStep.send_signal exists, but needs the step to be loaded first; scancel
-            # takes "12.0"
-            self._commands.signal(job_id, number, step=step)
+            super().signal(job_id, signal, step=step, batch=batch, full=full)
             return
+        number = signal_number(signal)
+        if batch and full:
+            raise UsageError("only one of step=, batch= and full= can be asked for")
         check_signallable(self.job(job_id), number)
         steps = "batch" if batch else "all" if full else "children"
-        self._act(
+        self._change(
             job_id,
             f"signal {number}",
             lambda job: job.send_signal(number, steps=steps),
@@ -177,21 +156,15 @@ class PyslurmClient:
 
     def cancel(self, job_id: int) -> None:
         if not self.job(job_id).state.has_ended:
-            self._act(job_id, "cancel", lambda job: job.cancel())
+            self._change(job_id, "cancel", lambda job: job.cancel())
 
-    def hold(self, job_id: int) -> None:
-        self._act(job_id, "hold", lambda job: job.hold())
+    def _all_jobs(self, user: str | None) -> tuple[Job, ...]:  # noqa: ARG002 - pyslurm loads all
+        return self._call(
+            "load jobs",
+            lambda: tuple(job_of_pyslurm(each) for each in self._pyslurm.Jobs.load().values()),
+        )
 
-    def release(self, job_id: int) -> None:
-        self._act(job_id, "release", lambda job: job.release())
-
-    def set_requeue(self, job_id: int, *, allowed: bool) -> None:
-        self._commands.set_requeue(job_id, allowed=allowed)
-
-    def node_address(self, name: str) -> str:
-        return self._commands.node_address(name)
-
-    def _act(
+    def _change(
         self,
         job_id: int,
         verb: str,
@@ -200,11 +173,11 @@ class PyslurmClient:
         may_repeat: Callable[[ControllerUnreachable], bool] = lambda _: True,
     ) -> None:
         checked_job_id(job_id)
-        self._ask(
+        self._call(
             f"{verb} job {job_id}", lambda: call(self._pyslurm.Job(job_id)), may_repeat=may_repeat
         )
 
-    def _ask(
+    def _call(
         self,
         doing: str,
         call: Callable[[], Result],
@@ -216,10 +189,77 @@ class PyslurmClient:
                 return call()
             except self._pyslurm.RPCError as error:
                 raise refusals.refusal(str(error), doing=f"pyslurm: {doing}") from error
-            except (AttributeError, TypeError) as error:
+            except (AttributeError, TypeError, ValueError) as error:
                 raise UnreadableOutput(
                     f"pyslurm: {doing}: {error}. This backend knows pyslurm 25.11; "
                     "HYDROSLURM_SLURM_BACKEND=commands does without it"
                 ) from error
 
         return self._patience.retry(once, may_repeat=may_repeat)
+
+
+def job_of_pyslurm(job: Any) -> Job:
+    """``pyslurm.Job`` -> Job."""
+    state, flags = text.parse_state(job.state)
+    array_id = number(job.array_id)
+    read = job_of_fields(
+        "pyslurm",
+        lambda name, _: getattr(job, name, None) if name == "qos" else getattr(job, name),
+        state=state,
+        flags=flags,
+        exit_code=job.exit_code,
+        exit_signal=job.exit_code_signal,
+        array_job_id=array_id,
+        # 0 is a task's number, and is also what pyslurm makes None of: "not in an array" is told by
+        # array_id
+        array_task_id=(number(job.array_task_id) or _first_task(job)) if array_id else None,
+        gres=text.join_gres(_gres_of_pyslurm(job)),
+    )
+    return replace(read, std_err=read.std_err or read.std_out)
+
+
+def partition_of_pyslurm(partition: Any) -> Partition:
+    """``pyslurm.Partition`` -> Partition."""
+    return Partition(
+        name=partition.name,
+        state=partition.state,
+        priority_tier=number(partition.priority_tier) or 0,
+        preempt_mode=partition.preempt_mode or "OFF",
+        grace_time_s=number(partition.preemption_grace_time) or 0,
+        nodes=text.expand_nodes(partition.nodes or ""),
+        max_time_s=minutes_s(partition.max_time),
+        is_default=bool(partition.is_default),
+    )
+
+
+def config_of_pyslurm(config: Any) -> Config:
+    """``pyslurm.slurmctld.Config`` -> Config, in the words of ``scontrol show config``."""
+    entries = {name: _as_text(getattr(config, field)) for name, field in CONFIG_NAMES.items()}
+    cgroup = getattr(config, "cgroup_config", None)
+    children = getattr(cgroup, "signal_children_processes", None)
+    if children is not None:
+        entries["SignalChildrenProcesses"] = "yes" if children else "no"
+    return Config(entries)
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, Mapping):
+        return ",".join(key if v is True else f"{key}={v}" for key, v in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(str(each) for each in value)
+    return str(value)
+
+
+def _gres_of_pyslurm(job: Any) -> list[str]:
+    """``{"gpu:tesla": 2}`` as Slurm's text. Only ``--gres`` is told; the name is deprecated."""
+    per_node = getattr(job, "gres_per_node", None) or {}
+    return [f"gres:{name}:{count}" for name, count in per_node.items()]
+
+
+def _first_task(job: Any) -> int | None:
+    """Task 0, which pyslurm does not tell from "no number"; None for tasks not started."""
+    return None if job.array_tasks_waiting else 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import zip_longest
 
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
 from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.job_fields import job_of_fields
 from hydroslurm.slurm.values import Job, Partition
 
 # Fields of `scontrol show job` that stand on a line of their own and may hold anything, "Key=" and
@@ -40,7 +42,7 @@ def read_jobs(output: str) -> tuple[Job, ...]:
     if not output.strip() or output.startswith("No jobs in the system"):
         return ()
     blocks = _RECORD_START.split(output.strip("\n"))
-    return tuple(text.read_record(_job_of_fields, _job_fields(block), block) for block in blocks)
+    return tuple(text.read_record(_job_of_text, _job_fields(block), block) for block in blocks)
 
 
 def read_partitions(output: str) -> tuple[Partition, ...]:
@@ -118,52 +120,27 @@ def _pairs(line: str) -> dict[str, str]:
     return fields
 
 
-def _job_of_fields(fields: Mapping[str, str]) -> Job:
+def _job_of_text(fields: Mapping[str, str]) -> Job:
     state, flags = text.parse_state(fields["JobState"])
     code, signal = text.parse_exit(fields.get("ExitCode", ""))
     array_task = fields.get("ArrayTaskId", "")
-    return Job(
-        job_id=int(fields["JobId"]),
+    job = job_of_fields(
+        "scontrol",
+        lambda name, required: fields[name] if required else _present(fields.get(name)),
         state=state,
         flags=flags,
-        name=fields["JobName"],
-        user=re.sub(r"\(\d+\)$", "", fields["UserId"]),
-        partition=fields["Partition"],
-        reason=fields.get("Reason", ""),
-        nodes=text.expand_nodes(fields.get("NodeList", "")),
-        n_nodes=text.leading_int(fields.get("NumNodes", "")),
-        n_tasks=text.leading_int(fields.get("NumTasks", "")),
-        n_cpus=text.leading_int(fields.get("NumCPUs", "")),
-        submit_epoch_s=text.parse_moment(fields["SubmitTime"]),
-        eligible_epoch_s=text.parse_moment(fields.get("EligibleTime", "")),
-        start_epoch_s=text.parse_moment(fields.get("StartTime", "")),
-        end_epoch_s=text.parse_moment(fields.get("EndTime", "")),
-        time_limit_s=text.parse_duration_s(fields.get("TimeLimit", "")),
-        restart_count=int(fields.get("Restarts", "0")),
-        preempt_epoch_s=text.parse_moment(fields.get("PreemptTime", "")),
-        suspend_epoch_s=text.parse_moment(fields.get("SuspendTime", "")),
-        pre_suspend_s=int(fields.get("SecsPreSuspend", "0")),
-        work_dir=_present(fields.get("WorkDir", "")),
-        std_out=_present(fields.get("StdOut", "")),
-        # 25.11 prints no StdErr for a job without one of its own
-        std_err=_present(fields.get("StdErr", "")) or _present(fields.get("StdOut", "")),
-        # 22.05 pads the comment with one space
-        comment=_present(fields.get("Comment", "").removesuffix(" ")),
         exit_code=code,
         exit_signal=signal,
         array_job_id=int(fields["ArrayJobId"]) if "ArrayJobId" in fields else None,
         array_task_id=int(array_task) if array_task.isdecimal() else None,
-        is_batch=fields["BatchFlag"] != "0" if "BatchFlag" in fields else None,
-        may_requeue=fields["Requeue"] != "0" if "Requeue" in fields else None,
-        memory_per_node_bytes=text.parse_memory_bytes(fields.get("MinMemoryNode", "")),
-        memory_per_cpu_bytes=text.parse_memory_bytes(fields.get("MinMemoryCPU", "")),
-        qos=_present(fields.get("QOS", "")),
-        gres=text.join_gres(_present(fields.get(name, "")) for name in _TRES_PER),
+        gres=text.join_gres(_present(fields.get(name)) or "" for name in _TRES_PER),
     )
+    # 22.05 pads the comment with one space; 25.11 prints no StdErr for a job without one of its own
+    return replace(job, comment=job.comment.removesuffix(" "), std_err=job.std_err or job.std_out)
 
 
-def _present(value: str) -> str:
-    return "" if value == "(null)" else value
+def _present(value: str | None) -> str | None:
+    return None if value == "(null)" else value
 
 
 def _partition_of_fields(fields: Mapping[str, str]) -> Partition:
@@ -176,10 +153,4 @@ def _partition_of_fields(fields: Mapping[str, str]) -> Partition:
         nodes=text.expand_nodes(fields.get("Nodes", "")),
         max_time_s=text.parse_duration_s(fields["MaxTime"]),
         is_default=fields["Default"] == "YES",
-        over_time_limit_s=_minutes_s(fields.get("OverTimeLimit", "")),
     )
-
-
-def _minutes_s(value: str) -> int | None:
-    minutes = text.leading_int(value)
-    return None if minutes is None else minutes * 60

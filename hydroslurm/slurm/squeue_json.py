@@ -10,6 +10,7 @@ from typing import Any
 
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
+from hydroslurm.slurm.job_fields import job_of_fields, number
 from hydroslurm.slurm.values import Job
 
 _TRES_PER = ("job", "node", "socket", "task")
@@ -38,62 +39,28 @@ def read_jobs(output: str) -> tuple[Job, ...]:
 def _job_of_json(row: Mapping[str, Any]) -> Job:
     state, flags = text.parse_state(row["job_state"])
     code, signal = _exit_of_json(row.get("exit_code"))
-    minutes = _number(row.get("time_limit"))
-    array_id = _number(row.get("array_job_id")) or None
-    job = Job(
-        job_id=int(row["job_id"]),
+    array_id = number(row.get("array_job_id")) or None
+    reason = row.get("state_description") or row.get("state_reason") or ""
+    job = job_of_fields(
+        "json",
+        lambda name, required: row[name] if required else row.get(name),
         state=state,
         flags=flags,
-        name=row["name"] or "",
-        user=row["user_name"] or "",
-        partition=row["partition"] or "",
-        reason=(row.get("state_description") or row.get("state_reason") or "").replace(" ", "_"),
-        nodes=text.expand_nodes(row.get("nodes") or ""),
-        n_nodes=_number(row.get("node_count")),
-        n_tasks=_number(row.get("tasks")),
-        n_cpus=_number(row.get("cpus")),
-        submit_epoch_s=_number(row["submit_time"]) or None,
-        eligible_epoch_s=_number(row.get("eligible_time")) or None,
-        start_epoch_s=_number(row.get("start_time")) or None,
-        end_epoch_s=_number(row.get("end_time")) or None,
-        time_limit_s=minutes * 60 if minutes else None,
-        restart_count=_number(row.get("restart_cnt")) or 0,
-        preempt_epoch_s=_number(row.get("preempt_time")) or None,
-        suspend_epoch_s=_number(row.get("suspend_time")) or None,
-        pre_suspend_s=_number(row.get("pre_sus_time")) or 0,
-        work_dir=row.get("current_working_directory") or "",
-        comment=row.get("comment") or "",
+        reason=reason.replace(" ", "_"),
         exit_code=code,
         exit_signal=signal,
         array_job_id=array_id,
-        array_task_id=_number(row.get("array_task_id")) if array_id else None,
-        is_batch=row.get("batch_flag"),
-        may_requeue=row.get("requeue"),
-        memory_per_node_bytes=_megabytes(row.get("memory_per_node")),
-        memory_per_cpu_bytes=_megabytes(row.get("memory_per_cpu")),
-        qos=row.get("qos") or "",
+        array_task_id=number(row.get("array_task_id")) if array_id else None,
         gres=text.join_gres(row.get(f"tres_per_{what}") or "" for what in _TRES_PER),
     )
     return _with_files(job, row)
 
 
-def _number(value: Any) -> int | None:
-    """``5``, ``null`` or ``{"set": true, "infinite": false, "number": 5}``; infinite is None."""
-    if isinstance(value, Mapping):
-        value = value["number"] if value.get("set") and not value.get("infinite") else None
-    return None if value is None else int(value)
-
-
-def _megabytes(value: Any) -> int | None:
-    number = _number(value)
-    return number * 2**20 if number else None
-
-
 def _exit_of_json(value: Any) -> tuple[int | None, int | None]:
     """The wait status of 22.05, or the object of later ones."""
     if isinstance(value, Mapping):
-        code = _number(value.get("return_code")) or 0
-        signal = _number((value.get("signal") or {}).get("id")) or 0
+        code = number(value.get("return_code")) or 0
+        signal = number((value.get("signal") or {}).get("id")) or 0
         return text.job_exit_code(code), signal
     if value is None:
         return None, None

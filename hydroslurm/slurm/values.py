@@ -161,7 +161,6 @@ class Partition:
         preempt_mode: as Slurm prints it, ``OFF``, ``SUSPEND``, ``REQUEUE``, ``CANCEL`` ...
         grace_time_s: the least time between a preempted job's SIGTERM and its SIGKILL.
         max_time_s: None when unlimited.
-        over_time_limit_s: how long a job may pass its time limit here; None: as cluster-wide.
     """
 
     name: str
@@ -172,7 +171,6 @@ class Partition:
     nodes: tuple[str, ...] = ()
     max_time_s: int | None = None
     is_default: bool = False
-    over_time_limit_s: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The comparison as README shows it: a Markdown table, and what cannot be read off it. Pure."""
+"""The comparison in docs/comparison.md: a Markdown table, and what cannot be read off it. Pure."""
 
 from __future__ import annotations
 

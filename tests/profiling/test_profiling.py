@@ -112,7 +112,7 @@ def test_gpu_check() -> None:
 
 
 def test_bench_keeps_results_and_spares_readme(tmp_path: Path) -> None:
-    """A quick bench writes the results where it is told, marked as quick, and no README table."""
+    """A quick bench writes the results where it is told, marked as quick, and changes no page."""
     readme = (PROFILING.parent / "README.md").read_bytes()
     argv = [sys.executable, str(PROFILING / "bench.py"), "--quick", "--only", "gpu_check"]
     subprocess.run(
@@ -150,7 +150,7 @@ def test_the_table_has_a_line_per_figure_and_says_where_it_was_measured() -> Non
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:
-    """The rest of README stays as it is, and a README without the markers is refused."""
+    """The rest of a page stays as it is, and a page without the markers is refused."""
     begin, end = readme_table.BEGIN, readme_table.END
     text = f"before\n{begin}\nold\n{end}\nafter\n"
     assert readme_table.replace_between(text, "new") == f"before\n{begin}\nnew\n{end}\nafter\n"

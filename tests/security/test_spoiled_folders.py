@@ -4,6 +4,7 @@ nothing is waited for, and what is told can be shown."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -22,11 +23,11 @@ from hydroslurm.core.ack import EventTail, JudgePause, wait_for_answers
 from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
-from hydroslurm.jobs.launch import submission
-from hydroslurm.jobs.launch.control import job_status, pause_job
-from hydroslurm.jobs.launch.follow import follow_files
-from hydroslurm.jobs.launch.overview import conditions_of
-from hydroslurm.jobs.launch.plainjob import PlainJob, my_jobs
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.control.logs import follow_files
+from hydroslurm.jobs.control.overview import conditions_of
+from hydroslurm.jobs.control.plain_job import PlainJob, my_jobs
+from hydroslurm.jobs.control.requests import job_status, pause_job
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.metrics import JobCollector
@@ -41,7 +42,7 @@ from hydroslurm.report.terminal import report_view
 from hydroslurm.report.trace import trace_of
 from hydroslurm.report.writing import write_timeline
 from hydroslurm.slurm.values import Job, JobState
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 NO_FILES = ("fifos", "devices", "folders")
 """Kinds that have something else in the place of every file."""
@@ -112,9 +113,9 @@ def test_status(run: RunDir) -> None:
     assert agentstate.latest(run.agent_events(0)) is None or run.agent_events(0).is_file()
     if run.root.name in (*NO_FILES, "endless"):
         with pytest.raises(RunFolderError, match="cannot read"):
-            Ledger(run.lives_jsonl).lives()
+            AttemptLog(run.attempts_jsonl).attempts()
     else:
-        assert Ledger(run.lives_jsonl).lives() == ()
+        assert AttemptLog(run.attempts_jsonl).attempts() == ()
     assert Attempts(run.attempts).all() == ()
     assert read_address(run.tensorboard_json) is None
     assert my_jobs(Slurm((_job(run),)), "u") == ()  # type: ignore[arg-type]
@@ -199,7 +200,7 @@ def test_a_folder_that_is_not_ours_is_not_written(home: Path, tmp_path: Path) ->
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / "run" / "report").mkdir()
-    (tmp_path / "run" / "report" / "timeline.png.part").symlink_to(victim)
+    (tmp_path / "run" / "report" / f".timeline.png.{os.getpid()}").symlink_to(victim)
     write_timeline(history, tmp_path / "run" / "report" / "timeline.png")
     assert victim.read_text() == "mine"
 

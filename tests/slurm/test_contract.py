@@ -168,18 +168,6 @@ def test_requeue(client: SlurmClient, jobs: Jobs) -> None:
         client.signal(job_id, "USR1")
 
 
-def test_requeue_hold_and_release(client: SlurmClient, jobs: Jobs) -> None:
-    """A job that was requeued and held does not start, and after its release it does."""
-    job_id = jobs.submit()
-    _wait_state(client, job_id, JobState.RUNNING)
-    client.requeue_hold(job_id)
-    job = _wait(client, job_id, lambda job: job.state.is_waiting and job.restart_count == 1)
-    client.requeue_hold(job_id)
-    client.release(job_id)
-    job = _wait_state(client, job_id, JobState.RUNNING)
-    assert job.restart_count == 1
-
-
 def test_lives_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> None:
     """History has one entry for each life, the first one ended by the requeue."""
     job_id = jobs.submit()
@@ -200,17 +188,6 @@ def test_lives_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> None:
     assert lives[0].state is JobState.REQUEUED
     assert lives[0].nodes
     assert lives[1].state is JobState.CANCELLED
-
-
-def test_hold_and_release(client: SlurmClient, jobs: Jobs) -> None:
-    """A held job waits; released it starts; a pending job that is requeued and held is held."""
-    job_id = jobs.submit("--begin=now+1hour")
-    client.hold(job_id)
-    assert client.job(job_id).reason in {"JobHeldUser", "JobHeldAdmin"}
-    client.release(job_id)
-    assert client.job(job_id).reason not in {"JobHeldUser", "JobHeldAdmin"}
-    client.requeue_hold(job_id)
-    assert client.job(job_id).reason in {"JobHeldUser", "JobHeldAdmin"}
 
 
 def test_signals(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
@@ -236,7 +213,7 @@ def test_cancel(client: SlurmClient, jobs: Jobs) -> None:
     client.cancel(job_id)
     _wait_state(client, job_id, JobState.CANCELLED)
     client.cancel(job_id)
-    for act in (client.suspend, client.resume, client.hold, client.release):
+    for act in (client.suspend, client.resume):
         with pytest.raises(WrongJobState):
             act(job_id)
     with pytest.raises(WrongJobState):
@@ -327,7 +304,7 @@ def test_arrays(client: SlurmClient, jobs: Jobs) -> None:
 
 @pytest.mark.parametrize(
     "act",
-    ["job", "history", "suspend", "resume", "requeue", "requeue_hold", "cancel", "hold", "release"],
+    ["job", "history", "suspend", "resume", "requeue", "cancel"],
 )
 def test_unknown_job(client: SlurmClient, act: str) -> None:
     """Every request for a job that does not exist says so, and leaves it out of lists."""

@@ -26,7 +26,7 @@ from hydroslurm.errors import (
     UsageError,
     WrongJobState,
 )
-from hydroslurm.slurm.commands import CommandClient
+from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.retry import Patience
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -47,7 +47,7 @@ class Stage:
         path.write_text(f'#!/bin/sh\necho "{program} $*" >> "{self.root}/calls"\n{script}\n')
         path.chmod(0o755)
 
-    def client(self, *, call_timeout_s: float = 20, **environ: str) -> CommandClient:
+    def client(self, *, call_timeout_s: float = 20, **environ: str) -> SlurmClient:
         patience = Patience(
             call_timeout_s=call_timeout_s,
             give_up_after_s=30,
@@ -56,7 +56,7 @@ class Stage:
             uniform=lambda low, high: (low + high) / 2,
         )
         path = f"{self.root}/bin:{os.defpath}"
-        return CommandClient({"PATH": path, **environ}, patience=patience)
+        return SlurmClient({"PATH": path, **environ}, patience=patience)
 
     @property
     def calls(self) -> list[str]:
@@ -190,7 +190,7 @@ def test_a_sentence_that_says_nothing(stage: Stage, answer: str, error: type[Slu
     [
         ("scontrol", "Access/permission denied for job 1", 1, "suspend", NotPermitted),
         ("scontrol", "Access/permission denied for job 1", 1, "requeue", NotPermitted),
-        ("scontrol", "2_0-3: Invalid user id", 1, "hold", NotPermitted),
+        ("scontrol", "2_0-3: Invalid user id", 1, "suspend", NotPermitted),
         (
             "scancel",
             "scancel: error: Kill job error on job id 1: Access/permission denied",
@@ -213,8 +213,8 @@ def test_a_sentence_that_says_nothing(stage: Stage, answer: str, error: type[Slu
             "requeue",
             WrongJobState,
         ),
-        ("scontrol", "Job has already finished for job 1", 1, "hold", WrongJobState),
-        ("scontrol", "slurm_suspend error: The moon is full", 1, "release", SlurmError),
+        ("scontrol", "Job has already finished for job 1", 1, "suspend", WrongJobState),
+        ("scontrol", "slurm_suspend error: The moon is full", 1, "suspend", SlurmError),
     ],
 )
 def test_refusals(
@@ -230,22 +230,12 @@ def test_refusals(
     assert len([call for call in stage.calls if call.startswith(program)]) == 1
 
 
-def test_requeue_hold_of_a_pending_job_holds_it(stage: Stage) -> None:
-    """Slurm refuses requeuehold for a pending job; what was wanted is a hold."""
-    stage.stand_in(
-        "scontrol",
-        '[ "$1" = hold ] || { echo "Job is pending execution for job 5" >&2; exit 1; }',
-    )
-    stage.client().requeue_hold(5)
-    assert stage.calls == ["scontrol requeuehold 5", "scontrol hold 5"]
-
-
 def test_time_out(stage: Stage) -> None:
     """A program that does not end is ended, and the error says that the outcome is not known."""
     pid_file = stage.root / "pid"
     stage.stand_in("scontrol", f"echo $$ > {pid_file}; exec sleep 60")
     patience = Patience(call_timeout_s=0.5)
-    client = CommandClient({"PATH": f"{stage.root}/bin:{os.defpath}"}, patience=patience)
+    client = SlurmClient({"PATH": f"{stage.root}/bin:{os.defpath}"}, patience=patience)
     begin = time.monotonic()
     with pytest.raises(SlurmTimeout, match=r"scontrol suspend 5: no answer within 0\.5 s"):
         client.suspend(5)
@@ -321,9 +311,9 @@ def test_the_environment_of_the_programs(stage: Stage) -> None:
 def test_no_slurm_here(tmp_path: Path) -> None:
     """Without the programs, or with a SLURM_CONF that is not there, the error says what to do."""
     with pytest.raises(SlurmMissing, match="no program scontrol on PATH"):
-        CommandClient({"PATH": str(tmp_path)}).job(1)
+        SlurmClient({"PATH": str(tmp_path)}).job(1)
     with pytest.raises(SlurmMissing, match="SLURM_CONF names"):
-        CommandClient({"PATH": os.defpath, "SLURM_CONF": str(tmp_path / "no.conf")}).job(1)
+        SlurmClient({"PATH": os.defpath, "SLURM_CONF": str(tmp_path / "no.conf")}).job(1)
 
 
 @pytest.mark.parametrize("job_id", [0, -1, True, "5,6", "-a"])

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from hydroslurm.errors import UsageError
+from hydroslurm.slurm.accounting_text import read_qoses
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.policy import (
     KILL_COMES_EARLY_S,
@@ -17,7 +18,6 @@ from hydroslurm.slurm.policy import (
     find_partition,
     site_policy,
 )
-from hydroslurm.slurm.sacctmgr_text import read_qoses
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1", "n2"))
@@ -167,28 +167,16 @@ def test_settings_of_slurm_conf() -> None:
     """What a site sets by words in a list, by minutes or by days is read; defaults are Slurm's."""
     plain = Config({})
     assert (plain.job_requeue, plain.send_user_signal, plain.gang) == (True, False, False)
-    assert (plain.over_time_limit_s, plain.preempt_exempt_s, plain.requeue_wait_s) == (0, 0, 121)
+    assert plain.requeue_wait_s == 121
     assert (plain.has_accounting, plain.appends_output, plain.requeue_exit) == (False, False, "")
     assert Config({"PreemptParameters": "a,send_user_signal"}).send_user_signal
     assert Config({"SlurmctldParameters": "preempt_send_user_signal"}).send_user_signal
-    assert Config({"OverTimeLimit": "5 min"}).over_time_limit_s == 300
-    assert Config({"OverTimeLimit": "UNLIMITED"}).over_time_limit_s > 86400
-    assert Config({"PreemptExemptTime": "1-00:00:10"}).preempt_exempt_s == 86410
-    assert Config({"PreemptExemptTime": "NOT_SET"}).preempt_exempt_s == 0
     delay = {"SchedulerParameters": "x=1,requeue_delay=3"}
     assert Config({**delay, "SLURM_VERSION": "25.11.7"}).requeue_wait_s == 4
     assert Config({**delay, "SLURM_VERSION": "24.11.1"}).requeue_wait_s == 121
     cgroup = {"ProctrackType": "proctrack/cgroup"}
     assert not Config(cgroup).signals_children
     assert Config({**cgroup, "SignalChildrenProcesses": "yes"}).signals_children
-
-
-def test_over_time_of_the_partition_counts_first() -> None:
-    """OverTimeLimit of a partition stands before the cluster's."""
-    config = Config({**REQUEUE, "OverTimeLimit": "5 min"})
-    assert site_policy(config, _low()).over_time_s == 300
-    own = Partition(name="low", preempt_mode="REQUEUE", over_time_limit_s=60)
-    assert site_policy(config, own).over_time_s == 60
 
 
 def test_find_partition() -> None:

@@ -133,8 +133,6 @@ class StandIn:
                     "suspend",
                     "unsuspend",
                     "requeue",
-                    "hold",
-                    "release",
                     "cancel",
                     "send_signal",
                 ]:
@@ -212,7 +210,7 @@ def test_partitions_and_config(client: PyslurmClient) -> None:
     assert config.version == (25, 11, 7)
     assert (config.kill_wait_s, config.cred_expire_s, config.suspend_grace_time_s) == (30, 5, 7)
     assert (config.job_requeue, config.appends_output, config.has_accounting) == (True, True, True)
-    assert (config.requeue_wait_s, config.over_time_limit_s) == (10, 120)
+    assert (config.requeue_wait_s, config["OverTimeLimit"]) == (10, "2")
     assert (config.gang, config.signals_children, config.send_user_signal) == (True, False, False)
     assert config["PreemptParameters"] == "suspend_grace_time=7,youngest_first"
 
@@ -222,9 +220,6 @@ def test_acts(client: PyslurmClient, module: StandIn) -> None:
     client.suspend(501)
     client.resume(501)
     client.requeue(501)
-    client.requeue_hold(501)
-    client.hold(501)
-    client.release(501)
     client.signal(501, "USR1")
     client.signal(501, "USR1", batch=True)
     client.signal(501, "USR1", full=True)
@@ -233,9 +228,6 @@ def test_acts(client: PyslurmClient, module: StandIn) -> None:
         ("suspend", 501),
         ("unsuspend", 501),
         ("requeue", 501),
-        ("requeue", 501, True),
-        ("hold", 501),
-        ("release", 501),
         ("send_signal", 501, 10, "children"),
         ("send_signal", 501, 10, "batch"),
         ("send_signal", 501, 10, "all"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import UnreadableOutput
-from hydroslurm.slurm import sacct_text, scontrol_text, squeue_json
+from hydroslurm.slurm import accounting_text, scontrol_text, squeue_json
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.values import Job, JobState
 
@@ -134,7 +134,7 @@ def test_config() -> None:
     assert config.version == (22, 5, 8)
     assert config.cluster_name == "probe"
     assert config.preempt_mode == "GANG,SUSPEND"
-    assert (config.kill_wait_s, config.cred_expire_s, config.message_timeout_s) == (5, 5, 10)
+    assert (config.kill_wait_s, config.cred_expire_s) == (5, 5)
     assert config.suspend_grace_time_s == 2
     assert config.proctrack_type == "proctrack/linuxproc"
     assert config["Prolog"] == ""
@@ -153,7 +153,7 @@ def test_config_defaults_and_newer_grace() -> None:
 
 def test_lives_of_a_job() -> None:
     """Each requeue begins a new life, in order, and counts one restart more."""
-    lives = [j for j in sacct_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 1]
+    lives = [j for j in accounting_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 1]
     assert [life.restart_count for life in lives] == [0, 1]
     assert lives[0].state is JobState.REQUEUED
     assert lives[0].nodes == ("n2",)
@@ -163,10 +163,10 @@ def test_lives_of_a_job() -> None:
 def test_exit_codes_have_one_meaning() -> None:
     """What ended with 143 reads 15 everywhere: sacct of 22.05 and pyslurm say no more, while sacct
     of 25.11, scontrol and squeue say 143."""
-    (life,) = [j for j in sacct_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 2]
+    (life,) = [j for j in accounting_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 2]
     newer = _text("22.05/sacct.txt").replace("\x1f15:0\x1f", "\x1f143:0\x1f")
     assert newer != _text("22.05/sacct.txt")
-    (later,) = [j for j in sacct_text.read_lives(newer) if j.job_id == 2]
+    (later,) = [j for j in accounting_text.read_lives(newer) if j.job_id == 2]
     told = [life, later, _scontrol("22.05/show_job.txt")[14], _squeue("22.05/squeue.json")[14]]
     assert [(job.exit_code, job.exit_signal) for job in told] == [(15, 0)] * 4
 
@@ -181,16 +181,16 @@ def test_stderr_without_a_file_of_its_own() -> None:
 
 def test_suspended_time() -> None:
     """Accounting adds up a life's suspends, here of 4 and of 3 s; a life without one has 0."""
-    lives = sacct_text.read_lives(_text("22.05/sacct.txt"))
+    lives = accounting_text.read_lives(_text("22.05/sacct.txt"))
     suspended = {life.name: life.suspended_s for life in lives}
     assert (suspended["parked"], suspended["again"]) == (7, 0)
 
 
 def test_sacct_row_with_newline() -> None:
     """A newline in a comment, a name or a path does not tear a row."""
-    row = _text("22.05/sacct.txt").splitlines()[0].split(sacct_text.DELIMITER)
-    row[sacct_text.FIELDS.index("Comment")] = "two\nlines"
-    (life,) = sacct_text.read_lives(sacct_text.DELIMITER.join(row) + "\n")
+    row = _text("22.05/sacct.txt").splitlines()[0].split(accounting_text.DELIMITER)
+    row[accounting_text.FIELDS.index("Comment")] = "two\nlines"
+    (life,) = accounting_text.read_lives(accounting_text.DELIMITER.join(row) + "\n")
     assert life.comment == "two\nlines"
 
 
@@ -246,4 +246,4 @@ def test_other_garbage_refused() -> None:
     with pytest.raises(UnreadableOutput, match="PriorityTier"):
         scontrol_text.read_partitions("PartitionName=low State=UP")
     with pytest.raises(UnreadableOutput, match="columns"):
-        sacct_text.read_lives("1|2|3\n")
+        accounting_text.read_lives("1|2|3\n")

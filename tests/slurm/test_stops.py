@@ -10,7 +10,7 @@ import pytest
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import ControllerUnreachable, NoSuchJob
 from hydroslurm.slurm import scontrol_text
-from hydroslurm.slurm.commands import CommandClient
+from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import StopKind
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why, follow_up, why_stopped
 from hydroslurm.slurm.values import Job, JobState
@@ -114,7 +114,7 @@ def test_newer_json_says_it_in_its_flags() -> None:
     assert why_stopped(waiting, now_epoch_s=0).pending_again
 
 
-class Answers(CommandClient):
+class Answers(SlurmClient):
     """Stands in for a client whose answers are given: a job or an error, then lives or an error."""
 
     def __init__(self, job: Job | Exception, *histories: tuple[Job, ...] | Exception) -> None:

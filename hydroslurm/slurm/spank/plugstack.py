@@ -1,4 +1,4 @@
-"""The line of plugstack.conf that names the plugin.
+"""plugstack.conf: where this machine's Slurm reads it, and the line in it that names the plugin.
 
 It says ``optional``: were the file not there one day, Slurm would go on without it.
 """
@@ -6,10 +6,12 @@ It says ``optional``: were the file not there one day, Slurm would go on without
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.errors import SpankError
+from hydroslurm.errors import SlurmError, SlurmMissing, SpankError
+from hydroslurm.slurm.client import find_slurm_conf, open_client
 from hydroslurm.slurm.spank.build import PLUGIN
 
 MARK = "# --preempt for srun, sbatch and salloc; made by `hydroslurm spank install`"
@@ -37,6 +39,24 @@ class Change:
         lines = [f"  - {line}" for line in old if line not in new]
         lines += [f"  + {line}" for line in new if line not in old]
         return "\n".join([f"{self.path}:", *lines])
+
+
+def plugstack_of(environ: Mapping[str, str]) -> Path:
+    """What PlugStackConfig says, else the file beside slurm.conf.
+
+    Raises:
+        SlurmMissing: there is no slurm.conf here.
+    """
+    try:
+        named = open_client(environ=environ).config().get("PlugStackConfig")
+    except SlurmError:  # slurmctld need not be up for this
+        named = None
+    if named and named != "(null)":
+        return Path(named)
+    conf = find_slurm_conf(environ)
+    if conf is None:
+        raise SlurmMissing("no slurm.conf on this machine; name the file with --plugstack")
+    return conf.parent / "plugstack.conf"
 
 
 def added(path: Path, plugin: Path) -> Change:

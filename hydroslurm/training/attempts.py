@@ -1,0 +1,258 @@
+"""attempts.jsonl: a line when an attempt of a run begins, a line when it ends; their limits.
+
+An attempt without an end was killed: by a crash, by running out of memory, by a node failure, or by
+a SIGKILL before it could leave. Each line is one write and an fsync, so a kill can tear only the
+last line, and torn lines are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hydroslurm.core.files import open_regular, parse_json, read_regular
+from hydroslurm.core.rundir import ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.core.trust import check_trusted
+from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageError
+
+Ending = Literal["preempted", "time_limit", "cancelled", "requeued", "asked", "error", "finished"]
+DIED = "died"
+
+FORMAT = 2
+_MOST_BYTES = 64 << 20
+"""Half a million attempts."""
+
+_BUDGETS = {
+    "preempted": "preemptions",
+    "requeued": "preemptions",
+    "asked": "preemptions",
+    "time_limit": "time_limits",
+    "error": "failures",
+    DIED: "failures",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often a run may be started again, by cause; None means no limit.
+
+    Attributes:
+        preemptions: attempts that ended by a preemption, a requeue or a person's signal.
+        time_limits: attempts that ended at their time limit.
+        failures: attempts that ended by an exception, or died (killed, crashed, node failure).
+        attempts_without_progress: consecutive attempts that began at the same step.
+    """
+
+    preemptions: int | None = None
+    time_limits: int | None = None
+    failures: int | None = 10
+    attempts_without_progress: int | None = 5
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 1 if name == "attempts_without_progress" else 0
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= least):
+                raise UsageError(
+                    f"Limits({name}={value!r}): wanted a whole number of {least} or more, or None "
+                    "for no limit"
+                )
+
+
+def limits_of(given: Limits | None, environ: Mapping[str, str]) -> Limits:
+    """The limits of a run: its script's, overridden by HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS.
+
+    The supervisor of a TrainingJob counts failures itself, over all ranks, so under one a run has
+    no limit on them unless its script sets one.
+
+    Raises:
+        UsageError: the variable is not a whole number of 1 or more.
+    """
+    limits = given or Limits(failures=None if environ.get(SUPERVISED_ENV) else Limits.failures)
+    text = environ.get(ATTEMPTS_ENV)
+    if not text:
+        return limits
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"{ATTEMPTS_ENV}={text!r}: wanted a whole number of 1 or more")
+    return replace(limits, attempts_without_progress=int(text))
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt as recorded in the file.
+
+    Attributes:
+        number: from 1.
+        step: where it began.
+        job_id, restart_count: Slurm's; None and 0 outside of a job.
+        ending: None while it runs, or when it died.
+        end_step: where it ended; None with ``ending``.
+    """
+
+    number: int
+    began_epoch_ns: int
+    step: int
+    job_id: int | None = None
+    restart_count: int = 0
+    ending: str | None = None
+    end_step: int | None = None
+
+
+class AttemptLog:
+    """The attempts.jsonl of one run. Used by rank 0 only, from one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def attempts(self) -> tuple[AttemptRecord, ...]:
+        """All attempts, oldest first.
+
+        Raises:
+            RunFolderError: the file cannot be read, or an older hydroslurm wrote it.
+        """
+        try:
+            text = read_regular(self.path, limit_bytes=_MOST_BYTES)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self.path}: {error.strerror}") from error
+        found: dict[int, AttemptRecord] = {}
+        for line in text.splitlines():
+            _fold(found, line, self.path)
+        return tuple(found[number] for number in sorted(found))
+
+    def set_aside_foreign(self) -> None:
+        """Rename a file that another user may have written: its entries could end this run, and
+        ours must not be appended to it.
+
+        Raises:
+            RunFolderError: it cannot be renamed.
+        """
+        try:
+            check_trusted(self.path, what="the list of attempts", shared=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self.path}: {error.strerror}") from error
+        except UntrustedFile as error:
+            aside = self.path.with_name(f"{self.path.name}.not-ours")
+            try:
+                self.path.replace(aside)
+            except OSError as refused:
+                raise RunFolderError(f"{error}. It is in the way: {refused.strerror}") from error
+            warnings.warn(
+                f"hydroslurm: {error}. It was renamed to {aside.name}, and the count of attempts "
+                "starts over",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def begin(self, step: int, *, now_epoch_ns: int, job_id: int | None, restart_count: int) -> int:
+        """Record that an attempt begins; returns its number."""
+        number = max((attempt.number for attempt in self.attempts()), default=0) + 1
+        self._append(
+            {
+                "attempt": number,
+                "began_epoch_ns": now_epoch_ns,
+                "step": step,
+                "job_id": job_id,
+                "restart_count": restart_count,
+            }
+        )
+        return number
+
+    def end(self, number: int, ending: Ending, *, step: int, now_epoch_ns: int) -> None:
+        """Record why an attempt ends, and at which step."""
+        self._append(
+            {"attempt": number, "ended": ending, "step": step, "ended_epoch_ns": now_epoch_ns}
+        )
+
+    def _append(self, row: dict[str, Any]) -> None:
+        line = json.dumps({"v": FORMAT, **row}).encode() + b"\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            try:
+                size = os.fstat(fd).st_size
+                if size and os.pread(fd, 1, size - 1) != b"\n":
+                    line = b"\n" + line  # a kill tore the line before
+                os.write(fd, line)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write {self.path}: {error.strerror}. The run's folder must be on a file "
+                "system that this node can write"
+            ) from error
+
+
+def check_limits(attempts: Sequence[AttemptRecord], limits: Limits, *, step: int) -> None:
+    """Decide whether one more attempt may begin at ``step``. Pure.
+
+    Raises:
+        RunEnded: it may not; the message gives the limit, the count and how to continue.
+    """
+    spent = {"preemptions": 0, "time_limits": 0, "failures": 0}
+    for attempt in attempts:
+        budget = _BUDGETS.get(attempt.ending or DIED)
+        if budget:
+            spent[budget] += 1
+    for name, count in spent.items():
+        limit = getattr(limits, name)
+        if limit is not None and count > limit:
+            raise RunEnded(
+                f"this run has been started again after {count} {name.replace('_', ' ')}, and "
+                f"Limits({name}={limit}) allows {limit}. Look at its logs; raise the limit, or "
+                f"remove lines from attempts.jsonl, to continue from step {step}"
+            )
+    stuck = 0
+    for attempt in reversed(attempts):
+        if attempt.step != step or attempt.ending == "cancelled":
+            break
+        stuck += 1
+    allowed = limits.attempts_without_progress
+    if allowed is not None and stuck >= allowed:
+        endings = ", ".join(attempt.ending or DIED for attempt in attempts[-stuck:])
+        raise RunEnded(
+            f"no progress: the last {stuck} attempts all began at step {step} and none got further "
+            f"(they ended: {endings}). Is the time between two preemptions shorter than the start "
+            "and one step, or does every attempt fail at the same place? "
+            f"Limits(attempts_without_progress={allowed}) decides"
+        )
+
+
+def _fold(found: dict[int, AttemptRecord], line: bytes, path: Path) -> None:
+    try:
+        row = parse_json(line)
+        if "life" in row:
+            raise RunFolderError(
+                f"{path} was written by an older version of hydroslurm (format {row.get('v')!r}, "
+                f"wanted {FORMAT}). Finish the run with that version, or give a new directory="
+            )
+        number, step = _whole(row["attempt"]), _whole(row["step"])
+        if "ended" in row:
+            if number in found:
+                found[number] = replace(found[number], ending=str(row["ended"]), end_step=step)
+            return
+        job_id = row.get("job_id")
+        found[number] = AttemptRecord(
+            number=number,
+            began_epoch_ns=_whole(row["began_epoch_ns"]),
+            step=step,
+            job_id=job_id if type(job_id) is int else None,
+            restart_count=_whole(row.get("restart_count", 0)),
+        )
+    except (ValueError, KeyError, TypeError):
+        return  # torn, or written by a later version
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value

@@ -1,0 +1,400 @@
+/* CollectiveWindows: a closed gate that lets the training threads go on to a collective. */
+#include "harness.h"
+
+static void pause_now(uint32_t cause = HS_CAUSE_API) { CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, cause), 0); }
+static void resume_now(uint32_t cause = HS_CAUSE_API) { CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, cause), 0); }
+
+/* A thread of autograd's that trains: three operators, one collective, and again. */
+class Rank {
+  public:
+    Rank() : thread_([this] { train(); }) {}
+    ~Rank() {
+        end_.store(true);
+        thread_.join();
+    }
+    std::atomic<int64_t> issued{0}, operators{0};
+    std::atomic<bool> waits{false}; /* inside the next collective, until it is taken back */
+    std::atomic<bool> waiting{false};
+
+  private:
+    void train() {
+        prctl(PR_SET_NAME, "pt_autograd_0");
+        while (!end_.load()) {
+            for (int i = 0; i < 3; ++i) {
+                fake_operator("aten::mm");
+                operators.fetch_add(1);
+            }
+            fake_operator("c10d::allreduce_");
+            issued.fetch_add(1);
+            while (waits.load()) {
+                waiting.store(true);
+                const timespec moment = {0, 500'000'000};
+                nanosleep(&moment, nullptr);
+            }
+            waiting.store(false);
+        }
+    }
+    std::atomic<bool> end_{false};
+    std::thread thread_;
+};
+
+/* The body runs in another thread, for a main thread that polls is never quiet. */
+static void with_main_asleep(const std::function<void()> &body) { std::thread(body).join(); }
+
+/* The n-th PARKED, and how many the rank had issued when the gate closed. */
+static int64_t parked_at(const Rank &rank, int n) {
+    until_event(HS_EVENT_PARKED, n);
+    return rank.issued.load();
+}
+
+/* After let_through(n) exactly n more collectives have been issued, and the thread stands before the next one. */
+TEST(let_through_counts) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        int parked = 0;
+        for (const int n : {1, 3, 1, 17}) {
+            pause_now(HS_CAUSE_PEERS);
+            const int64_t then = parked_at(rank, ++parked);
+            CHECK_EQ(hs_gate_let_through(n), 0);
+            const bool as_before = status().state == HS_STATE_PARKED;
+            CHECK(!as_before || rank.issued.load() == then + n); /* never PARKED and not gone on yet */
+            const hs_event arrived = until_event(HS_EVENT_PARKED, ++parked);
+            CHECK_EQ(rank.issued.load(), then + n);
+            CHECK_EQ(arrived.count, n);
+            CHECK_EQ(arrived.held, 1);
+            CHECK_EQ(strcmp(arrived.text, "c10d::allreduce_"), 0);
+            CHECK_EQ(status().state, HS_STATE_PARKED);
+            CHECK_EQ(status().window_open, 1);
+            CHECK_EQ(status().allowance, 0);
+            CHECK_EQ(status().let_through, n);
+            resume_now(HS_CAUSE_PEERS);
+            until([&] { return rank.issued > then + n; });
+            until([] { return status().closed_mono_ns == 0; });
+            CHECK_EQ(status().window_open, 0);
+        }
+    });
+    hs_gate_stop();
+}
+
+/* What is told, in which order, and that no stamp goes back: LET_THROUGH between two PARKED of the same request. */
+TEST(let_through_is_told) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        const int64_t asked_ns = hs::mono_ns();
+        CHECK_EQ(hs_gate_let_through(5), 0);
+        until_event(HS_EVENT_PARKED, 2);
+        resume_now();
+        until_event(HS_EVENT_FIRST_OPERATOR_RELEASED);
+        const hs_event through = until_event(HS_EVENT_LET_THROUGH);
+        CHECK_EQ(through.count, 5);
+        CHECK(through.value_ns >= asked_ns && through.mono_ns >= through.value_ns);
+        const hs_event first = until_event(HS_EVENT_PARKED), second = until_event(HS_EVENT_PARKED, 2);
+        CHECK_EQ(first.value_ns, second.value_ns);
+        CHECK_EQ(first.count, 0);
+        CHECK_EQ(first.text[0], '\0');
+        CHECK(second.mono_ns > through.mono_ns);
+        CHECK_EQ(until_event(HS_EVENT_RESUMED).count, 5);
+    });
+    int at = 0;
+    const int order[] = {HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_GATE_CLOSED, HS_EVENT_FIRST_OPERATOR_HELD, HS_EVENT_PARKED, HS_EVENT_LET_THROUGH,
+                         HS_EVENT_PARKED, HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_RESUMED, HS_EVENT_FIRST_OPERATOR_RELEASED};
+    for (const hs_event &event : seen())
+        if (event.kind == order[at]) ++at; /* a PARKED that was taken back may stand in between */
+    CHECK_EQ(at, 9);
+    CHECK_EQ(count_of(HS_EVENT_FIRST_OPERATOR_HELD), 1);
+    CHECK_EQ(count_of(HS_EVENT_FIRST_OPERATOR_RELEASED), 1);
+    hs_gate_stop();
+}
+
+/* n = 0, and any n while the gate is open, change nothing and are not kept for the next closing. */
+TEST(let_through_of_nothing) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        CHECK_EQ(hs_gate_let_through(4), 0);
+        until([] { return hs::gate.window.wanted.load() == 0; });
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        const int64_t operators = rank.operators.load(), issued = rank.issued.load();
+        CHECK_EQ(hs_gate_let_through(0), 0);
+        CHECK_EQ(status().state, HS_STATE_PARKED);
+        pause_now(); /* answered when the watcher has looked */
+        until_event(HS_EVENT_CAUSES_CHANGED);
+        CHECK_EQ(rank.operators.load(), operators);
+        CHECK_EQ(rank.issued.load(), issued);
+        CHECK_EQ(count_of(HS_EVENT_LET_THROUGH), 0);
+        resume_now();
+        until([&] { return rank.issued > issued; });
+    });
+    hs_gate_stop();
+}
+
+/* Two calls add up, whether the first is used up or not. */
+TEST(let_through_adds_up) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        pause_now();
+        const int64_t then = parked_at(rank, 1);
+        CHECK_EQ(hs_gate_let_through(2), 0);
+        CHECK_EQ(hs_gate_let_through(3), 0);
+        until([&] { return rank.issued == then + 5 && status().state == HS_STATE_PARKED; });
+        CHECK_EQ(hs_gate_let_through(1), 0);
+        until([&] { return rank.issued == then + 6 && status().state == HS_STATE_PARKED; });
+        read_events();
+        int64_t told = 0;
+        for (const hs_event &event : seen()) told += event.kind == HS_EVENT_LET_THROUGH ? event.count : 0;
+        CHECK_EQ(told, 6);
+        resume_now();
+    });
+    hs_gate_stop();
+}
+
+/* What is left is lost when the gate opens, and a new closing holds at any operator again. */
+TEST(let_through_ends_with_the_closing) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        rank.waits.store(true); /* so that the allowance cannot be used up */
+        CHECK_EQ(hs_gate_let_through(1000), 0);
+        until([&] { return rank.waiting.load(); });
+        CHECK(status().allowance > 0);
+        resume_now();
+        until_event(HS_EVENT_RESUMED);
+        CHECK_EQ(status().allowance, 0);
+        rank.waits.store(false);
+        const int64_t issued = rank.issued.load();
+        until([&] { return rank.issued > issued + 10; });
+        read_events();
+        const int parked = count_of(HS_EVENT_PARKED);
+        pause_now();
+        until_event(HS_EVENT_PARKED, parked + 1);
+        CHECK_EQ(status().allowance, 0);
+        CHECK_EQ(status().window_open, 0);
+        const int64_t then = rank.operators.load();
+        resume_now();
+        until([&] { return rank.operators > then; });
+    });
+    hs_gate_stop();
+}
+
+/* A thread that waits inside a collective is quiet, and parked. When it goes on that is taken back, and it parks again before
+ * the first collective that is not allowed for. */
+TEST(quiet_thread_goes_on_to_its_collective) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        rank.waits.store(true);
+        const int64_t then = rank.issued.load();
+        CHECK_EQ(hs_gate_let_through(3), 0);
+        until([&] { return rank.waiting.load() && status().state == HS_STATE_PARKED; });
+        CHECK_EQ(status().quiet, 2); /* and the main thread */
+        CHECK_EQ(rank.issued.load(), then + 1);
+        CHECK_EQ(status().allowance, 2);
+        rank.waits.store(false);
+        until([&] { return rank.issued == then + 3 && status().state == HS_STATE_PARKED && status().held == 1; });
+        read_events();
+        CHECK_EQ(seen().back().kind, HS_EVENT_PARKED);
+        CHECK_EQ(seen().back().count, 3);
+        CHECK_EQ(seen().back().held, 1);
+        resume_now();
+    });
+    hs_gate_stop();
+}
+
+/* hold_here closes a window: the thread is held at its next operator of any kind, and the allowance is gone. */
+TEST(hold_here_closes_a_window) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        CHECK_EQ(hs_gate_hold_here(), 0); /* open: nothing to end */
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        CHECK_EQ(hs_gate_hold_here(), 0); /* no window: nothing to close */
+        CHECK_EQ(hs_gate_let_through(1'000'000'000), 0);
+        until_event(HS_EVENT_LET_THROUGH);
+        CHECK_EQ(hs_gate_hold_here(), 0);
+        const hs_event ended = until_event(HS_EVENT_LET_THROUGH, 2);
+        CHECK_EQ(ended.count, 0);
+        CHECK(ended.value_ns > 0);
+        until([] { return status().state == HS_STATE_PARKED; });
+        CHECK_EQ(status().window_open, 0);
+        const int64_t then = rank.operators.load(), issued = rank.issued.load();
+        CHECK_EQ(hs_gate_let_through(2), 0); /* and again from here */
+        until([&] { return rank.issued == issued + 2 && status().state == HS_STATE_PARKED; });
+        CHECK(rank.operators.load() > then);
+        resume_now();
+    });
+    hs_gate_stop();
+}
+
+/* Of two calls the later counts, also when the watcher has not seen to the first. */
+TEST(last_of_let_through_and_hold_here) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        for (int i = 0; i < 200; ++i) {
+            CHECK_EQ(hs_gate_let_through(1'000'000), 0);
+            CHECK_EQ(hs_gate_hold_here(), 0);
+            until([] { return status().state == HS_STATE_PARKED && !hs::gate.window.ended.load(); });
+            CHECK_EQ(status().window_open, 0);
+            const int64_t issued = rank.issued.load();
+            CHECK_EQ(hs_gate_hold_here(), 0);
+            CHECK_EQ(hs_gate_let_through(1), 0);
+            until([&] { return rank.issued == issued + 1 && status().state == HS_STATE_PARKED; });
+            read_events();
+        }
+        resume_now();
+    });
+    hs_gate_stop();
+}
+
+/* A stop ends a window as it opens any closing; what comes after it lets nobody through. */
+TEST(stop_during_a_window) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        CHECK_EQ(hs_gate_let_through(2), 0);
+        until_event(HS_EVENT_PARKED, 2);
+        CHECK_EQ(hs_gate_request(HS_ACTION_STOP, 0), 0);
+        const int64_t issued = rank.issued.load();
+        until([&] { return rank.issued > issued + 10; });
+        until([] { return status().state == HS_STATE_STOPPING; });
+        CHECK_EQ(hs_gate_let_through(1), 0);
+        CHECK_EQ(status().state, HS_STATE_STOPPING);
+        CHECK_EQ(status().window_open, 0);
+    });
+    hs_gate_stop();
+}
+
+/* Two threads share one allowance, and what exempt threads and backends issue is not counted. */
+TEST(threads_share_the_allowance) {
+    start_usual();
+    Rank a, b;
+    std::atomic<bool> end{false};
+    std::thread saver([&] {
+        hs_gate_exempt(1);
+        while (!end.load()) {
+            fake_operator("c10d::barrier");
+            const timespec moment = {0, 1'000'000};
+            nanosleep(&moment, nullptr);
+        }
+    });
+    until([&] { return a.issued > 10 && b.issued > 10; });
+    with_main_asleep([&] {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        const int64_t then = a.issued + b.issued;
+        CHECK_EQ(hs_gate_let_through(9), 0);
+        until([&] { return a.issued + b.issued == then + 9 && status().state == HS_STATE_PARKED; });
+        CHECK_EQ(status().held, 2);
+        CHECK(status().passed > 0);
+        resume_now();
+    });
+    end.store(true);
+    saver.join();
+    hs_gate_stop();
+}
+
+/* Only torch's collectives are counted: not what wraps them, not their nodes in the graph, not a look for NaN. */
+TEST(names_that_are_collectives) {
+    start_usual();
+    std::atomic<bool> end{false};
+    std::thread controller([&] {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        CHECK_EQ(hs_gate_let_through(2), 0);
+        until([] { return status().let_through == 2 && status().state == HS_STATE_PARKED && status().held == 1; });
+        read_events();
+        CHECK_EQ(strcmp(seen().back().text, "c10d::send"), 0);
+        end.store(true);
+        resume_now();
+    });
+    until([] { return status().closed_mono_ns != 0; });
+    for (const char *name : {"aten::mm", "_c10d_functional::all_reduce", "c10d::allreduce_", "c10d::check_for_nan",
+                             "_c10d_functional::wait_tensor", "c10d_functional::broadcast", "c10d:", "", "record_param_comms",
+                             "c10d::recv_any_source_", "c10d::send"})
+        fake_operator(name);
+    CHECK(end.load());
+    controller.join();
+    hs_gate_stop();
+}
+
+/* Closing, letting through and opening as fast as it goes: nobody is lost, and nothing passes uncounted. */
+TEST(window_races) {
+    start_usual();
+    {
+        Rank rank;
+        until([&] { return rank.issued > 10; });
+        with_main_asleep([&] {
+            uint64_t random = 4711;
+            for (int i = 0; i < 2000; ++i) {
+                random = random * 6364136223846793005u + 1442695040888963407u;
+                pause_now();
+                if (random >> 33 & 1) hs_gate_let_through(static_cast<int64_t>(random >> 40 & 3));
+                if (random >> 34 & 1) hs_gate_hold_here();
+                if (random >> 35 & 1) until([] { return status().state != HS_STATE_RUNNING; });
+                if (i % 50 == 0) {
+                    hs_gate_hold_here();
+                    until([] { return status().state == HS_STATE_PARKED && !hs::gate.window.ended.load() && status().allowance == 0; });
+                    const int64_t then = rank.issued.load();
+                    CHECK_EQ(hs_gate_let_through(2), 0);
+                    until([&] { return status().let_through >= 2 && status().state == HS_STATE_PARKED; });
+                    until([&] { return rank.issued.load() == then + 2; });
+                }
+                resume_now();
+                read_events();
+            }
+            until([] { return status().closed_mono_ns == 0; });
+        });
+        const int64_t then = rank.issued.load();
+        until([&] { return rank.issued > then + 10; });
+    }
+    hs_gate_stop();
+    CHECK(!fake.armed.load());
+}
+
+/* A child forked from a window has an open gate and no allowance. */
+TEST(fork_in_a_window) {
+    start_usual();
+    std::thread controller([&] {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        CHECK_EQ(hs_gate_let_through(1), 0);
+    });
+    until([] { return status().closed_mono_ns != 0; });
+    fake_operator("aten::mm"); /* held until it is let through */
+    controller.join();
+    const pid_t child = fork_child();
+    if (child == 0) {
+        for (int i = 0; i < 5; ++i) fake_operator("c10d::allreduce_");
+        const hs_status now = status();
+        _exit(now.window_open == 0 && now.allowance == 0 && now.state == HS_STATE_RUNNING ? 0 : 1);
+    }
+    int how = 0;
+    CHECK_EQ(waitpid(child, &how, 0), child);
+    CHECK(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    resume_now();
+    hs_gate_stop();
+}
