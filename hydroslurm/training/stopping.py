@@ -19,7 +19,7 @@ from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, ExitForRequeue
-from hydroslurm.errors import HubLost, RanksError, SaveFailed, StaleAttempt
+from hydroslurm.errors import CoordinatorLost, RanksError, SaveFailed, StaleAttempt
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.notice import notice
@@ -152,7 +152,7 @@ def agree_on_plan(
     """Have one rank ask Slurm what the stop means, for all.
 
     Raises:
-        AgreementFailed, HubLost: the answer cannot reach all ranks.
+        AgreementFailed, CoordinatorLost: the answer cannot reach all ranks.
     """
 
     def ask() -> dict[str, Any]:
@@ -198,7 +198,7 @@ def exit_together(
 
 def _logs_for_all(rank_group: RankGroup, error: RanksError) -> bool:
     """Whether this rank is the first of the remaining ones; without a coordinator none knows."""
-    if isinstance(error, HubLost):
+    if isinstance(error, CoordinatorLost):
         return True
     missing = getattr(error, "missing", ())
     return rank_group.rank == min(set(range(rank_group.world_size)).difference(missing), default=0)
