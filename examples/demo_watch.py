@@ -33,7 +33,7 @@ def wait_for_attempt(run: RunDir, name: str, number: int) -> None:
     _wait_for(run, number, _trains, f"attempt {number} of {name} to make a step")
     if number > 1:
         step = history(run).stops[number - 2].next_step
-        say(f"[cyan]{name}[/]: attempt {number} goes on from step {step}")
+        say(f"[cyan]{name}[/]: attempt {number} resumes from step {step}")
 
 
 def tell_stop(run: RunDir, name: str, number: int) -> None:

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
         set_step,
         uninstall,
     )
+    from hydroslurm.training.attempts import Limits
     from hydroslurm.training.ddp_buckets import warm_up_ddp_buckets
-    from hydroslurm.training.lives import Limits
     from hydroslurm.training.run import Run
 
 __version__ = "0.1.0"
@@ -98,7 +98,7 @@ _HOME = {
     "SignalPlan": "hydroslurm.gate.signals",
     "set_torch_environment": "hydroslurm.coordination.rendezvous",
     "warm_up_ddp_buckets": "hydroslurm.training.ddp_buckets",
-    "Limits": "hydroslurm.training.lives",
+    "Limits": "hydroslurm.training.attempts",
     "Job": "hydroslurm.compat.job",
     "JobRunner": "hydroslurm.compat.jobrunner",
     "CheckpointManager": "hydroslurm.compat.manager",

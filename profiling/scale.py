@@ -70,7 +70,7 @@ class Writers:
     def _begin(self, job_id: int, run: RunDir, log: EventLog) -> None:
         run.create()
         self._event(log, job_id, EventKind.INSTALLED)
-        self._event(log, job_id, EventKind.ATTEMPT_BEGAN, life=1, step=0)
+        self._event(log, job_id, EventKind.ATTEMPT_BEGAN, attempt=1, step=0)
         for pause in range(1, PAUSES + 1):
             stamps = {"pause": pause, "requested_mono_ns": time.monotonic_ns()}
             self._event(log, job_id, EventKind.SIGNAL_RECEIVED, signal="SIGUSR1", count=1)

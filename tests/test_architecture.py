@@ -30,8 +30,8 @@ MAY_IMPORT = {
     "compat": TRAINING | {"training"},
     "jobs": COORDINATION | {"runtime"},
     "report": BASE | {"slurm"},
-    "observe": BASE | {"slurm", "checkpoint", "training.lives", "jobs"},
-    "devcluster": {"errors", "core.files", "slurm.spank.build"},
+    "observe": BASE | {"slurm", "checkpoint", "training.attempts", "jobs"},
+    "devcluster": {"errors", "core.files", "core.trust", "slurm.spank.build"},
     "cli": {""},  # everything
     "__init__": {""},
 }

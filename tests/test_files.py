@@ -1,75 +1,15 @@
-"""hydroslurm.core.files: what may be obeyed, and what may be shown."""
+"""hydroslurm.core.files: reading what anybody may have written, atomic writes, growing files."""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from hydroslurm.core import files
-from hydroslurm.errors import UntrustedFile
-
-ME = os.getuid()
-as_root = pytest.mark.skipif(ME != 0, reason="needs root, to give files to somebody else")
-
-
-def _tree(tmp_path: Path) -> Path:
-    folder = tmp_path / "a" / "b"
-    folder.mkdir(parents=True, mode=0o755)
-    for one in (tmp_path / "a", folder):
-        one.chmod(0o755)
-    file = folder / "lib.so"
-    file.write_text("x")
-    file.chmod(0o644)
-    return file
-
-
-def test_our_own_file_is_trusted(tmp_path: Path) -> None:
-    """A file of ours in folders of ours, below a sticky /tmp, is trusted."""
-    files.check_trusted(_tree(tmp_path), what="the library")
-
-
-@pytest.mark.parametrize("where", ["a", "a/b", "a/b/lib.so"])
-def test_what_others_can_write_is_not_trusted(tmp_path: Path, where: str) -> None:
-    """One place on the way that everybody can write is enough; the message names it."""
-    file = _tree(tmp_path)
-    (tmp_path / where).chmod(0o777)
-    with pytest.raises(UntrustedFile, match=rf"others can write {tmp_path / where} "):
-        files.check_trusted(file, what="the library")
-
-
-@as_root
-@pytest.mark.parametrize("where", ["a", "a/b", "a/b/lib.so"])
-def test_what_somebody_else_owns_is_not_trusted(tmp_path: Path, where: str) -> None:
-    """Another owner could change it at any time, whatever its mode is."""
-    file = _tree(tmp_path)
-    os.chown(tmp_path / where, 12345, 12345)
-    with pytest.raises(UntrustedFile, match="belongs to uid 12345"):
-        files.check_trusted(file, what="the library")
-
-
-def test_links_are_followed(tmp_path: Path) -> None:
-    """A link of ours into a folder that others can write is not trusted."""
-    file = _tree(tmp_path)
-    link = tmp_path / "link"
-    link.symlink_to(file.parent)
-    files.check_trusted(link / "lib.so", what="the library")
-    (tmp_path / "a").chmod(0o777)
-    with pytest.raises(UntrustedFile, match="others can write"):
-        files.check_trusted(link / "lib.so", what="the library")
-
-
-def test_a_ring_of_links_ends(tmp_path: Path) -> None:
-    """Links that lead to each other are an OSError, not a hang."""
-    (tmp_path / "x").symlink_to(tmp_path / "y")
-    (tmp_path / "y").symlink_to(tmp_path / "x")
-    files_seen = files.is_trusted(tmp_path / "x" / "lib.so")
-    assert files_seen is False
+from hydroslurm.core.files import Tail, atomic_file, write_atomically
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -137,97 +77,101 @@ def test_plain_json_is_read() -> None:
     assert files.parse_json(str((1 << 63) - 1)) == (1 << 63) - 1
 
 
-@as_root
-def test_a_folder_that_people_share_is_enough_for_a_run(tmp_path: Path) -> None:
-    """Folders above that are a colleague's and a group's are taken with ``shared``, and without it
-    they are not; the file itself must be ours, and nobody else's to write."""
-    file = _tree(tmp_path)
-    for place in (tmp_path / "a", tmp_path / "a" / "b"):
-        os.chown(place, 12345, 12345)
-        place.chmod(0o2770)
-    assert files.is_trusted(file, shared=True)
-    assert not files.is_trusted(file)
-    os.chown(file, 0, 12345)
-    file.chmod(0o664)
-    assert not files.is_trusted(file, shared=True)
-    os.chown(file, 12345, 12345)
-    file.chmod(0o644)
-    assert not files.is_trusted(file, shared=True)
+def test_a_written_file_is_whole_and_private(tmp_path: Path) -> None:
+    """The content is replaced, the mode is the one asked for, and nothing else is left."""
+    path = tmp_path / "state.json"
+    path.write_text("old")
+    write_atomically(path, "new", durable=True)
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
 
 
-@as_root
-@pytest.mark.parametrize("mode", [0o777, 0o1777])
-def test_a_strangers_folder_in_everybodys_is_not_shared(tmp_path: Path, mode: int) -> None:
-    """Where anybody can make a folder, one of somebody else's is no project folder."""
-    file = _tree(tmp_path)
-    os.chown(tmp_path / "a" / "b", 12345, 12345)
-    assert files.is_trusted(file, shared=True)
-    (tmp_path / "a").chmod(mode)
-    assert not files.is_trusted(file, shared=True)
+def test_an_interrupted_write_leaves_the_old_content(tmp_path: Path) -> None:
+    """An exception inside the block changes nothing and leaves no temporary file."""
+    path = tmp_path / "state.json"
+    path.write_text("old")
+    with pytest.raises(TypeError), atomic_file(path) as file:
+        file.writelines([b"half of the n", "text"])  # type: ignore[list-item]
+    assert path.read_text() == "old"
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
 
 
-@as_root
-def test_a_strangers_link_in_everybodys_folder_is_not_shared(tmp_path: Path) -> None:
-    """The same of a link that leads to what is ours: its owner can let it lead elsewhere."""
-    file = _tree(tmp_path)
-    (tmp_path / "a").chmod(0o1777)
-    link = tmp_path / "a" / "link"
-    link.symlink_to(file.parent)
-    assert files.is_trusted(link / "lib.so", shared=True)
-    os.lchown(link, 12345, 12345)
-    assert not files.is_trusted(link / "lib.so", shared=True)
+def test_an_exclusive_write_replaces_nothing(tmp_path: Path) -> None:
+    """Of two exclusive writers the first wins; the second leaves nothing behind."""
+    path = tmp_path / "000001.ended.json"
+    write_atomically(path, "first", exclusive=True)
+    with pytest.raises(FileExistsError):
+        write_atomically(path, "second", exclusive=True)
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
-@as_root
-def test_more_owners_can_be_named(tmp_path: Path) -> None:
-    """``owners`` are believed as root is, also for code."""
-    file = _tree(tmp_path)
-    for place in (tmp_path / "a", file):
-        os.chown(place, 12345, 12345)
-    assert files.is_trusted(tmp_path / "a" / "b" / "lib.so") is False
-    files.check_trusted(file, what="the library", owners={12345})
+def test_a_planted_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    """A link under the temporary name leads no write elsewhere."""
+    victim, path = tmp_path / "victim", tmp_path / "state.json"
+    victim.write_text("precious")
+    (tmp_path / f".state.json.{os.getpid()}").symlink_to(victim)
+    write_atomically(path, b"ours")
+    assert (victim.read_text(), path.read_text()) == ("precious", "ours")
 
 
-@as_root
-def test_a_containers_view_of_root_is_believed() -> None:
-    """In a user namespace without root, as Apptainer makes it, / and /home belong to "nobody":
-    what is ours below them is still trusted, and a file of a stranger's is not, nor what lies in a
-    folder that anybody could have made."""
-    with tempfile.TemporaryDirectory(prefix="hs-", dir="/opt") as name:
-        Path(name).chmod(0o755)
-        file = _tree(Path(name))
-        for place in (file, file.parent):
-            os.chown(place, 12345, 12345)
-        theirs = Path(name) / "a" / "theirs.so"
-        theirs.write_text("x")
-        os.chown(theirs, 23456, 23456)
-        assert _as_seen_from_a_container(file, theirs) == "[True, False]\n"
-        file.parent.parent.parent.chmod(0o1777)
-        assert _as_seen_from_a_container(file, theirs) == "[False, False]\n"
+def test_a_tail_yields_complete_lines_once(tmp_path: Path) -> None:
+    """A torn last line comes when it is complete; the file need not exist at first."""
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert list(tail.lines()) == []
+    path.write_bytes(b"one\ntw")
+    assert list(tail.lines()) == [b"one\n"]
+    assert tail.rest == b"tw"
+    with path.open("ab") as file:
+        file.write(b"o\n\nthree")
+    assert list(tail.lines()) == [b"two\n", b"\n"]
+    assert list(tail.lines()) == []
 
 
-def _as_seen_from_a_container(*paths: Path) -> str:
-    """Which are trusted by uid 12345 in a namespace that has no other user."""
-    code = """
-import ctypes, os, sys
-from pathlib import Path
-from hydroslurm.core import files
-if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):
-    sys.exit(os.strerror(ctypes.get_errno()))
-print("ready", flush=True)
-input()
-os.setresuid(1000, 1000, 1000)
-print([files.is_trusted(Path(one)) for one in sys.argv[1:]])
-"""
-    command = [sys.executable, "-c", code, *map(str, paths)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        if child.stdout.readline() != "ready\n":
-            pytest.skip(f"no user namespaces here: {child.stderr.read().strip()}")
-        Path(f"/proc/{child.pid}/uid_map").write_text("1000 12345 1\n")
-        said, failure = child.communicate("\n", timeout=60)
-    assert not failure
-    return said
+def test_a_tail_begins_where_it_is_told(tmp_path: Path) -> None:
+    """At the end, or at the first whole line of the last bytes."""
+    path = tmp_path / "log"
+    path.write_bytes(b"first\nsecond\nthird\n")
+    at_end = Tail(path, last_bytes=0)
+    assert list(Tail(path, last_bytes=13).lines()) == [b"second\n", b"third\n"]
+    assert list(Tail(path, last_bytes=12).lines()) == [b"third\n"]
+    assert len(list(Tail(path, last_bytes=100).lines())) == 3
+    with path.open("ab") as file:
+        file.write(b"fourth\n")
+    assert list(at_end.lines()) == [b"fourth\n"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_tail_survives_truncation_and_replacement(tmp_path: Path, *, replaced: bool) -> None:
+    """A file that became shorter, or is another one, is read from its beginning."""
+    path = tmp_path / "log"
+    path.write_bytes(b"a long first line\nhalf a li")
+    tail = Tail(path)
+    list(tail.lines())
+    if replaced:
+        write_atomically(path, b"of the other file, which is longer than that\n")
+        assert list(tail.lines()) == [b"of the other file, which is longer than that\n"]
+    else:
+        path.write_bytes(b"short\n")
+        assert list(tail.lines()) == [b"short\n"]
+
+
+def test_a_tail_bounds_what_it_keeps(tmp_path: Path) -> None:
+    """A line without an end costs no memory and not the line after it; most_bytes bounds a call."""
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * (files.MOST_LINE_BYTES * 3) + b"\nafter\n")
+    tail = Tail(path)
+    assert list(tail.lines(most_bytes=files.MOST_LINE_BYTES * 2)) == []
+    assert len(tail.rest) == 0
+    assert list(tail.lines()) == [b"after\n"]
+
+
+def test_a_tail_refuses_what_is_no_file(tmp_path: Path) -> None:
+    """A link or a FIFO in the place of the log is an OSError, not a wait."""
+    (tmp_path / "link").symlink_to("/etc/hostname")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("link", "fifo"):
+        with pytest.raises(OSError, match="where a regular file was expected"):
+            list(Tail(tmp_path / name).lines())

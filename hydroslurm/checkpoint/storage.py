@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from hydroslurm.core.files import check_trusted, open_regular
+from hydroslurm.core.files import open_regular
+from hydroslurm.core.trust import check_trusted
 
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 """Before the umask: who may read a checkpoint is decided by the folder that it lies in. Nobody else

@@ -15,8 +15,8 @@ from hydroslurm.errors import SaveFailed
 from hydroslurm.training.notice import notice
 
 _IN_GROUP = {
-    Group.DOWNLOAD: "what was fetched stays; nothing was trained in this life",
-    Group.BUILD: "nothing was trained in this life",
+    Group.DOWNLOAD: "what was fetched stays; nothing was trained in this attempt",
+    Group.BUILD: "nothing was trained in this attempt",
     Group.INIT: "a cut init leaves nothing behind; it runs again from its beginning",
     Group.EXIT: "the last epoch is committed; the exit group runs again from its beginning",
 }

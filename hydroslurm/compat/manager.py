@@ -23,8 +23,8 @@ from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import UsageError
 from hydroslurm.slurm import jobfolder
+from hydroslurm.training.attempts import Limits
 from hydroslurm.training.cursor import Cursor
-from hydroslurm.training.lives import Limits
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.reading import CheckpointReader
 

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from hydroslurm.coordination.greeting import KEY_BYTES, RankGreeting
 from hydroslurm.coordination.world import KEY_ENV, World
-from hydroslurm.core.files import check_trusted, read_regular
+from hydroslurm.core.files import read_regular
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import NoSecret, UntrustedFile, UsageError
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 

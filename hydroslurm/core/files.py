@@ -1,179 +1,31 @@
-"""Files and texts that somebody else may have written: whose they are, and how they are read.
+"""Read files that anybody may have written, write files atomically, follow files that grow.
 
-Two questions, which are never mixed up. *May it be obeyed?* A library that is loaded, a folder that
-a daemon's configuration comes from, a checkpoint that is resumed: :func:`check_trusted`. *May it be
-shown?* Any content of any person's run folder: :func:`read_regular` and :func:`parse_json`, which
-never wait, never read without bound, and raise nothing but OSError and ValueError.
+Readers never follow a link, never wait for a FIFO, never read without bound, and raise only OSError
+and ValueError, so any person's run folder can be shown. Whether a file may be *obeyed* is another
+question: :mod:`hydroslurm.core.trust`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import functools
-import grp
 import json
 import math
 import os
-import pwd
 import re
 import stat
 import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from hydroslurm.errors import UntrustedFile
+from typing import Any, BinaryIO
 
 MAX_DEPTH = 64
 """Of lists and objects inside each other; what we write ourselves stays below ten."""
 
-SAFE_ENV = "HYDROSLURM_SAFE_DIRECTORY"
-"""Environment variable: folders, with colons between, below which run folders and checkpoints are
-believed whoever owns them. Code is never loaded because of it."""
+MOST_LINE_BYTES = 1 << 20
+"""A line that is longer is skipped by :class:`Tail`."""
 
-# --- may it be obeyed? --------------------------------------------------------------------------
-
-
-def check_trusted(
-    path: Path, *, what: str, shared: bool = False, owners: Collection[int] = ()
-) -> None:
-    """Require that nobody but this user and root can have written or replaced ``path``.
-
-    Looked at are the file itself, every folder above it, and the same of whatever symbolic links on
-    the way lead to. A folder with the sticky bit that all can write (``/tmp``) is no danger to an
-    entry in it that is ours. What is group-writable is trusted only where the group is the user's
-    private one, as Debian and Red Hat make them. Root owns the machine already, so that its files
-    are trusted.
-
-    Args:
-        path: must exist.
-        what: names it in the message: "the gate library".
-        shared: it may lie in a folder that people share, as run folders and checkpoints do in a
-            lab's ``drwxrws---``; never for code. ``path`` itself must still be ours or root's, and
-            a file only we can write. Folders may be the group's: refused would be how labs work,
-            and colleagues cannot make files that are ours, they can only move them. A folder above
-            may belong to somebody else, unless it lies in one where anybody can make folders: an
-            administrator made ``/project/lab`` for a colleague, and a stranger ``/tmp/lab``.
-            What lies below a folder of ``HYDROSLURM_SAFE_DIRECTORY`` is not looked at.
-        owners: users who are believed as root is.
-
-    Raises:
-        UntrustedFile: somebody else owns it or could write it; the message says how to mend it.
-        OSError: it cannot be looked at.
-    """
-    if shared and _is_declared_safe(path):
-        return
-    ends = {path.absolute(), _real(path)}
-    otherwise = f", or trust all below a folder: {SAFE_ENV}=FOLDER" if shared else ""
-    for place in _places(path):
-        status = place.lstat()
-        if status.st_uid not in (os.getuid(), 0, *owners) and (
-            place in ends or not _may_be_anothers(place, status, shared=shared)
-        ):
-            raise UntrustedFile(
-                f"{what} {path} is not used: {place} belongs to uid {status.st_uid}, and only what "
-                f"belongs to you (uid {os.getuid()}) or to root is trusted. Remove it, or choose "
-                f"another place{otherwise}"
-            )
-        # a link itself has no mode, and only the owner of its folder can replace it
-        if not stat.S_ISLNK(status.st_mode) and _others_write(place, status, shared=shared):
-            raise UntrustedFile(
-                f"{what} {path} is not used: others can write {place} "
-                f"(mode {stat.S_IMODE(status.st_mode):04o}). "
-                f"Look at what lies there, then: chmod go-w {place}{otherwise}"
-            )
-
-
-def is_trusted(path: Path, *, shared: bool = False) -> bool:
-    """:func:`check_trusted` as a question; False also where nothing is."""
-    try:
-        check_trusted(path, what="", shared=shared)
-    except (OSError, UntrustedFile):
-        return False
-    return True
-
-
-def _is_declared_safe(path: Path) -> bool:
-    """For file systems that keep no owners (CIFS, all_squash), and for those who share on purpose.
-    What links lead out of such a folder is not in it."""
-    named = os.environ.get(SAFE_ENV, "").split(os.pathsep)
-    return any(_real(path).is_relative_to(_real(Path(one))) for one in named if one[:1] == "/")
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError for a ring of links
-
-
-def _may_be_anothers(place: Path, status: os.stat_result, *, shared: bool) -> bool:
-    """Whether a place on the way may have another owner than us and root."""
-    if stat.S_ISREG(status.st_mode) or place.parent.stat().st_mode & stat.S_IWOTH:
-        return False
-    return shared or (_is_hidden_root(status.st_uid) and not status.st_mode & 0o022)
-
-
-@functools.cache
-def _is_hidden_root(uid: int) -> bool:
-    """Whether this may be the machine's root as it is seen from a container without one (Apptainer,
-    rootless podman): whoever has no number in a user namespace is shown there as one "nobody"."""
-    try:
-        mapped = Path("/proc/self/uid_map").read_text().split()
-        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
-    except (OSError, ValueError):
-        return False
-    return mapped != ["0", "0", "4294967295"] and uid == nobody
-
-
-def _places(path: Path) -> Iterator[Path]:
-    """The path, the folders above it, and those of all that links on it lead to."""
-    todo, seen = [path.absolute()], set()
-    while todo:
-        place = todo.pop()
-        if place in seen:
-            continue
-        seen.add(place)
-        yield place
-        if place.is_symlink():
-            if len(seen) > 400:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-            todo.append(place.parent / place.readlink())
-        if place.name == "..":
-            todo.append(place.resolve())
-        if place.parent != place:
-            todo.append(place.parent)
-
-
-def _others_write(place: Path, status: os.stat_result, *, shared: bool) -> bool:
-    mode = status.st_mode
-    if stat.S_ISDIR(mode) and mode & stat.S_ISVTX:
-        return False  # only the owner of an entry can replace it, and that one is looked at, too
-    if mode & stat.S_IWOTH:
-        return True
-    if shared and stat.S_ISDIR(mode):
-        return False
-    return bool(mode & stat.S_IWGRP) and not _is_private_group(place, status.st_gid)
-
-
-def _is_private_group(place: Path, gid: int) -> bool:
-    """Whether a group has this user (or, for root's own, root) as its only member."""
-    try:
-        os.getxattr(place, "system.posix_acl_access")
-        return False  # the group's bits are a mask then, for people who are named elsewhere
-    except OSError:
-        pass
-    if gid == 0:
-        return not set(grp.getgrgid(0).gr_mem) - {"root"}
-    try:
-        me, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
-    except KeyError:
-        return False
-    return (
-        group.gr_gid == me.pw_gid
-        and group.gr_name == me.pw_name
-        and not set(group.gr_mem) - {me.pw_name}
-    )
-
-
-# --- may it be shown? ---------------------------------------------------------------------------
+_CHUNK_BYTES = 1 << 20
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
@@ -244,6 +96,150 @@ def read_end(path: Path, *, most_bytes: int) -> bytes:
             return file.read(most_bytes)
         file.seek(size_bytes - most_bytes)
         return file.read(most_bytes).partition(b"\n")[2]
+
+
+@contextlib.contextmanager
+def atomic_file(
+    path: Path, *, mode: int = 0o600, durable: bool = False, exclusive: bool = False
+) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of ``path`` when the block ends without an exception.
+
+    Readers see the old content or the new one, never a part. Anything planted under the temporary
+    name (a link, a FIFO) is removed, never followed.
+
+    Args:
+        mode: permissions, before the umask.
+        durable: survive a crash of the machine: fsync the file before, and its folder after.
+        exclusive: ``path`` must not exist yet; of two writers one wins.
+
+    Raises:
+        FileExistsError: ``exclusive``, and it does exist.
+        OSError: it cannot be written; ``path`` is as it was, and no temporary file is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # of a process with our pid that was killed
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if exclusive:
+            os.link(temporary, path)  # unlike rename(), fails where the name is taken
+            temporary.unlink()
+        else:
+            temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_folder(path.parent)
+
+
+def write_atomically(
+    path: Path,
+    content: str | bytes,
+    *,
+    mode: int = 0o600,
+    durable: bool = False,
+    exclusive: bool = False,
+) -> None:
+    """Replace ``path`` with this content (text: UTF-8); arguments as for :func:`atomic_file`."""
+    data = content.encode() if isinstance(content, str) else content
+    with atomic_file(path, mode=mode, durable=durable, exclusive=exclusive) as file:
+        file.write(data)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a crash of the machine."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Tail:
+    """Follow a file that others append to, complete line by complete line.
+
+    The file need not exist yet. One that was truncated or replaced is read from its beginning. A
+    line longer than :data:`MOST_LINE_BYTES` is skipped, so that a hostile file costs neither memory
+    nor the lines after it.
+    """
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        """``last_bytes``: begin so far before the end (0: only what is appended from now on);
+        None: at the beginning."""
+        self.path = path
+        self.rest = b""
+        """What follows the last newline that was read: a line still being written, or torn."""
+        self._offset = 0
+        self._file_id: tuple[int, int] | None = None
+        self._skipping = False
+        if last_bytes is not None:
+            self._begin_near_end(last_bytes)
+
+    def read(self, *, most_bytes: int = _CHUNK_BYTES) -> bytes:
+        """Return the next bytes as they are, at most so many; empty: nothing new.
+
+        Raises:
+            OSError: as for :func:`open_regular`, but for a file that does not exist.
+        """
+        # opened each time: on NFS only an open asks the server for the size that the file has now
+        try:
+            fd = open_regular(self.path)
+        except FileNotFoundError:
+            return b""
+        try:
+            status = os.fstat(fd)
+            file_id = (status.st_dev, status.st_ino)
+            if status.st_size < self._offset or file_id != (self._file_id or file_id):
+                self._offset, self.rest, self._skipping = 0, b"", False
+            self._file_id = file_id
+            data = os.pread(fd, most_bytes, self._offset)
+        finally:
+            os.close(fd)
+        self._offset += len(data)
+        return data
+
+    def lines(self, *, most_bytes: int = 1 << 30) -> Iterator[bytes]:
+        """Yield the complete lines that were appended since, each with its newline, at most so many
+        bytes of them: somebody may write faster than we read.
+
+        Raises:
+            OSError: as for :meth:`read`.
+        """
+        left = most_bytes
+        while left > 0:
+            asked = min(left, _CHUNK_BYTES)
+            data = self.read(most_bytes=asked)
+            left -= len(data)
+            yield from self._split(data)
+            if len(data) < asked:
+                return
+
+    def _split(self, data: bytes) -> list[bytes]:
+        *lines, rest = (self.rest + data).split(b"\n")
+        if lines and self._skipping:
+            del lines[0]
+            self._skipping = False
+        if len(rest) > MOST_LINE_BYTES:
+            rest, self._skipping = b"", True
+        self.rest = b"" if self._skipping else rest
+        return [line + b"\n" for line in lines if len(line) < MOST_LINE_BYTES]
+
+    def _begin_near_end(self, last_bytes: int) -> None:
+        try:
+            status = os.lstat(self.path)
+        except OSError:
+            return
+        self._file_id = (status.st_dev, status.st_ino)
+        # one byte sooner: where a line begins exactly there, that byte is a newline, skipped alone
+        self._offset = max(0, status.st_size - last_bytes - bool(last_bytes))
+        self._skipping = self._offset > 0 and last_bytes > 0
 
 
 def clean(text: str, *, most: int = 400) -> str:

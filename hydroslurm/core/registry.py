@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydroslurm.core.files import check_trusted, is_trusted, parse_json, read_regular
+from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
 
 _LIMIT_BYTES = 1 << 16

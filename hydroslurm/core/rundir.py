@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.core.files import check_trusted
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
 
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
@@ -125,7 +125,7 @@ class RunDir:
         return self.root / "claim.json"
 
     @property
-    def lives_jsonl(self) -> Path:
+    def attempts_jsonl(self) -> Path:
         return self.root / "attempts.jsonl"
 
     @property

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.core.files import check_trusted, is_trusted
+from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.devcluster.config import WARNING
 from hydroslurm.errors import ClusterError
 

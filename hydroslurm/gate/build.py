@@ -33,7 +33,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.core.files import check_trusted, is_trusted, open_regular
+from hydroslurm.core.files import open_regular
+from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import GateError, GateSelfTestFailed, UntrustedFile
 from hydroslurm.gate.compiler import (
     FLAGS,

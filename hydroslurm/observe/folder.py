@@ -13,7 +13,7 @@ from hydroslurm.core.rankstate import RankState
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.observe.rankfile import RankFile
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def _changed_ns(path: Path) -> int:
 def _life_in(run: RunDir, restart_count: int) -> tuple[int, int] | None:
     """A life whose begin is too far back in the events, from attempts.jsonl."""
     try:
-        lives = Ledger(run.lives_jsonl).lives()
+        lives = AttemptLog(run.attempts_jsonl).attempts()
     except RunFolderError:
         return None
     for life in reversed(lives):

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm.core import rundir
-from hydroslurm.core.files import clean, is_trusted, open_regular, parse_json, read_regular
+from hydroslurm.core.files import clean, open_regular, parse_json, read_regular
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import is_trusted
 from hydroslurm.errors import RunFolderError, SlurmError, UsageError
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def _written_epoch_s(run: RunDir) -> float:
 
 def _state(run: RunDir) -> tuple[Path, ...]:
     folders = (run.events, run.checkpoints, run.epochs)
-    return (*folders, run.claim_json, run.lives_jsonl, run.finished_json)
+    return (*folders, run.claim_json, run.attempts_jsonl, run.finished_json)
 
 
 def _candidates(default: RunDir) -> list[RunDir]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core import rundir
 from hydroslurm.core.fence import Fence
-from hydroslurm.core.files import check_trusted
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.supervised import SAVE_EVERY_ENV
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.runtime import autoload
 from hydroslurm.runtime import install as installation

@@ -28,8 +28,8 @@ from hydroslurm.errors import (
 )
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.training import finished
+from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
-from hydroslurm.training.life import Life
 from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.oversights import LoopWatch
@@ -58,7 +58,7 @@ class Beginning(ABC):
     _fence: Fence
     _has_begun: bool
     _is_closed: bool
-    _life: Life
+    _attempt: CurrentAttempt
     _objects: Objects
     _resumed_unasked: bool | None
     _saver: Saver
@@ -124,7 +124,7 @@ class Beginning(ABC):
             UsageError: the run has begun, the name is taken, or it is not an object with
                 ``state_dict`` and ``load_state_dict``.
         """
-        if self._life.number is not None:
+        if self._attempt.number is not None:
             raise UsageError(
                 f"register({name!r}) comes too late: the run has been resumed already, by resume() "
                 "or the first look at run.step or run.epoch"
@@ -149,7 +149,7 @@ class Beginning(ABC):
             return resumed
         if self._has_begun:
             raise UsageError("resume() was called already; a run goes on once")
-        if self._life.number is not None:
+        if self._attempt.number is not None:
             raise UsageError(_COULD_NOT_RESUME)
         return self._begin(may_load=True, seen="")
 
@@ -160,7 +160,7 @@ class Beginning(ABC):
         Raises:
             UsageError: a checkpoint is committed, which the loop would begin without.
         """
-        if self._is_closed or self._life.number is not None:
+        if self._is_closed or self._attempt.number is not None:
             if may_load:  # an error that is being handled may look at the step
                 return
             raise UsageError(
@@ -212,12 +212,12 @@ class Beginning(ABC):
             )
         begins_at = found.checkpoint.step if found else 0
         try:
-            number = company.decide("life", lambda: self._life.enter(begins_at))
+            number = company.decide("attempt", lambda: self._attempt.enter(begins_at))
         except RunEnded as error:
             self._say(str(error))
             self._leave()
             raise ExitForRequeue.must_not_run_again() from error
-        self._life.begin(number, begins_at)
+        self._attempt.begin(number, begins_at)
         if found is None:
             self._say(f"a new run, step 0 ({self.dir.root})")
             return False
@@ -234,7 +234,7 @@ class Beginning(ABC):
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
-        self._say(f"life {number} goes on from step {self._step} ({found.checkpoint.path})")
+        self._say(f"attempt {number} resumes from step {self._step} ({found.checkpoint.path})")
         return True
 
     # --- inside

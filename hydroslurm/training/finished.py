@@ -13,8 +13,9 @@ import time
 import warnings
 from dataclasses import dataclass
 
-from hydroslurm.core.files import check_trusted, open_regular, parse_json, read_regular
+from hydroslurm.core.files import open_regular, parse_json, read_regular
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
 
 _LIMIT_BYTES = 4096

@@ -160,7 +160,7 @@ class Together:
             if request is not None and _age_s(request) > STOPPED_GATHER_S:
                 raise AgreementFailed(
                     f"not all {self.world_size} ranks have come, and {request.words}; nothing was "
-                    "trained in this life"
+                    "trained in this attempt"
                 )
 
     def arrive(self) -> StopRequest | None:

@@ -28,7 +28,7 @@ from hydroslurm.slurm.policy import SitePolicy, read_policy
 from hydroslurm.slurm.restarts import Start, requeue
 from hydroslurm.slurm.retry import Patience
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
-from hydroslurm.training.lives import Ending
+from hydroslurm.training.attempts import Ending
 from hydroslurm.training.notice import notice
 
 ANSWER_S = 2.0

@@ -47,12 +47,12 @@ from hydroslurm.training.arguments import (
     fence_of,
     run_directory,
 )
+from hydroslurm.training.attempts import Limits, limits_of
 from hydroslurm.training.beginning import Beginning
 from hydroslurm.training.composition import Composition
+from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import UNSETTLED, is_settled
-from hydroslurm.training.life import Life
-from hydroslurm.training.lives import Limits, limits_of
 from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects, require_savable
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
@@ -174,7 +174,7 @@ class Run(Beginning):
                 undo.callback(installation.uninstall)
             if loader is not None:
                 self._use(loader)
-            self._life = Life(
+            self._attempt = CurrentAttempt(
                 self.dir,
                 self._controller,
                 limits=limits_of(limits, environ),
@@ -200,7 +200,7 @@ class Run(Beginning):
                 reads_ahead=self._company.rank == 0,
             )
             self._stopping = Stopping(
-                self._company, life=self._life, saver=self._saver, leaver=leaver
+                self._company, attempt=self._attempt, saver=self._saver, leaver=leaver
             )
             self._controller.claim_stops(leaver.hear)
             undo.pop_all()
@@ -266,7 +266,7 @@ class Run(Beginning):
         if self._watch.on:
             self._watch.at_safe_point(self._step)
         stop = self._arrive()
-        if self._life.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
+        if self._attempt.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
             if self._company.world_size > 2 and is_settled(self._model) is False:
                 self._say(UNSETTLED)
             if words := oversights.recompiles(self._model, self._cursor.loader):
@@ -400,10 +400,10 @@ class Run(Beginning):
                 self.save()
             except SaveFailed as error:
                 self._say(f"{error}. A restart trains on from there")
-        self._life.record(EventKind.RUN_FINISHED)
+        self._attempt.record(EventKind.RUN_FINISHED)
         with self._leaving_when_stale():
             self._company.decide("finish", self._write_finished)
-        self._life.record_end("finished")
+        self._attempt.record_end("finished")
         self._leave()
 
     def close(self) -> None:
@@ -435,8 +435,8 @@ class Run(Beginning):
                 self._leave_if_cut_short(error)
             if self._company.rank == 0:
                 with contextlib.suppress(StaleAttempt):  # the newer one writes the ledger
-                    self._life.end("error", step=self._step)
-            self._life.record_end("error")
+                    self._attempt.end("error", step=self._step)
+            self._attempt.record_end("error")
             self.close()
 
     # --- inside
@@ -450,7 +450,7 @@ class Run(Beginning):
             Departure: as of a stop that nothing could be saved at.
         """
         request = self._controller.stop_request
-        if request is None or self._life.number is None:
+        if request is None or self._attempt.number is None:
             return
         broken = self._company.broken()
         if broken is None:
@@ -539,7 +539,7 @@ class Run(Beginning):
 
     def _write_finished(self) -> None:
         self._fence.check("the end of the run")
-        self._life.end("finished", step=self._step)
+        self._attempt.end("finished", step=self._step)
         if self._rest_is_redone:
             ending.at_good_end(self.dir, step=self._step, fence=self._fence)
         else:

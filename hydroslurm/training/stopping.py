@@ -22,7 +22,7 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, ExitForRequeue
 from hydroslurm.errors import HubLost, RanksError, SaveFailed, StaleAttempt
 from hydroslurm.runtime.controller import StopRequest
-from hydroslurm.training.life import Life
+from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.notice import notice
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.requeue import StopHandler, StopPlan
@@ -35,17 +35,17 @@ class Stopping:
     """The way out of one run."""
 
     def __init__(
-        self, company: RankGroup, *, life: Life, saver: Saver, leaver: StopHandler
+        self, company: RankGroup, *, attempt: CurrentAttempt, saver: Saver, leaver: StopHandler
     ) -> None:
         self._company = company
-        self._life = life
+        self._attempt = attempt
         self._saver = saver
         self._leaver = leaver
 
     def obey(self, request: StopRequest, *, step: int, save_by: SaveBy) -> ExitForRequeue:
         """Save and have the job started again; the way out is returned, to be raised."""
         waited_us = (time.monotonic_ns() - request.mono_ns) / 1e3
-        self._life.record(EventKind.SAFE_POINT, waited_us=waited_us)
+        self._attempt.record(EventKind.SAFE_POINT, waited_us=waited_us)
         self._leaver.hear(request)  # the controller's thread may be about to
         try:
             orders, saved = self._save(step, save_by)
@@ -70,7 +70,7 @@ class Stopping:
     ) -> ExitForRequeue:
         """Ranks are gone, and a state without theirs is none: leave while there is time to, so that
         the job goes on from its newest checkpoint; or fails, where their end is the reason."""
-        self._life.record(EventKind.AGREEMENT_FAILED, what="stop", words=str(error))
+        self._attempt.record(EventKind.AGREEMENT_FAILED, what="stop", words=str(error))
         request = request or _now()
         self._leaver.hear(request)
         self._saver.give_up()
@@ -117,9 +117,9 @@ class Stopping:
             self._company,
             self._leaver,
             orders,
-            before=lambda: self._life.end(orders.ending, step=step),
+            before=lambda: self._attempt.end(orders.ending, step=step),
         )
-        self._life.record_end(orders.ending)
+        self._attempt.record_end(orders.ending)
         return departure
 
 

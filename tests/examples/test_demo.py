@@ -13,7 +13,7 @@ def test_second_act_without_slurm(run: Callable[..., str], tmp_path: Path) -> No
     output = run("demo.py", "--local", "--act", "2", "--epochs", "4", "--dir", str(tmp_path))
     assert "the same weights, optimizer and losses, bit for bit, after 2 stops" in output
     assert "Steps lost: 0." in output
-    assert "life 2 goes on from step" in output
+    assert "attempt 2 resumes from step" in output
     (picture,) = tmp_path.glob("*/act-2/runs/stopped/report/timeline.png")
     assert picture.stat().st_size > 5000
 

@@ -15,7 +15,7 @@ from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 KEPT_BY_ALL = 50
 """A run that keeps so many checkpoints removes none of them in a round."""
@@ -223,7 +223,7 @@ def _end_step(run: RunDir, events: Mapping[int, Sequence[Event]]) -> int | None:
         for event in one
         if event.kind is EventKind.ATTEMPT_BEGAN
     }
-    lives = [life for life in Ledger(run.lives_jsonl).lives() if life.number in numbers]
+    lives = [life for life in AttemptLog(run.attempts_jsonl).attempts() if life.number in numbers]
     return lives[-1].end_step if lives else None
 
 

@@ -27,7 +27,7 @@ from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.jobs.launch.handle import PausableJob
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -149,7 +149,7 @@ def test_a_submitted_function_outlives_its_preemptions(
     step; ``job.result()`` is what the function returns when it is left alone."""
     job = stopped_twice[executor]
     assert job.job.result() == alone
-    lives = Ledger(job.run.lives_jsonl).lives()
+    lives = AttemptLog(job.run.attempts_jsonl).attempts()
     assert [life.ending for life in lives] == ["preempted", "time_limit", "finished"]
     assert [life.step for life in lives[1:]] == [life.end_step for life in lives[:-1]]
     seen = Counter((event.restart_count, event.kind) for event in job.events())

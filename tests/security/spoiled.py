@@ -63,7 +63,7 @@ SPOIL = r"""
     (home / "numbers/events/pulse.json").write_text(json.dumps(pulse))
     words = lines(
         line(kind="installed", host=NASTY),
-        line(kind="attempt_began", host=NASTY, data={"life": 1, "step": 0}),
+        line(kind="attempt_began", host=NASTY, data={"attempt": 1, "step": 0}),
         line(kind="gate_closed", host=NASTY, data={"pause": 1, "causes": [NASTY]}),
         line(kind="first_operator_held", host=NASTY, data={"pause": 1, "operator": NASTY}),
         line(kind="parked", host=NASTY,

@@ -21,7 +21,7 @@ from hydroslurm.jobs.supervisor.conditions import add_condition
 from hydroslurm.jobs.supervisor.steps import start_step
 from hydroslurm.training import finished
 from hydroslurm.training.arguments import fast_store
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planting import job, python, train
@@ -157,7 +157,7 @@ def test_planted_lives_do_not_end_a_run(open_run: Path, stranger: Stranger) -> N
         import json, sys
         with open(sys.argv[1], "w") as file:
             for life in range(1, 40):
-                row = {"life": life, "began_epoch_ns": 1, "step": 3}
+                row = {"attempt": life, "began_epoch_ns": 1, "step": 3}
                 file.write(json.dumps(row) + chr(10))
         """,
         str(lives),
@@ -165,7 +165,7 @@ def test_planted_lives_do_not_end_a_run(open_run: Path, stranger: Stranger) -> N
     done = train(open_run)
     assert "at step 3 with 2.0" in done.stdout, done.stdout
     assert f"{lives} belongs to uid {stranger.uid}" in done.stdout
-    assert [life.number for life in Ledger(lives).lives()] == [1]
+    assert [life.number for life in AttemptLog(lives).attempts()] == [1]
     assert lives.stat().st_uid == os.getuid()
 
 
@@ -201,7 +201,7 @@ def _add_condition(folder: Path) -> None:
 
 def _append_life(folder: Path) -> None:
     with pytest.raises(RunFolderError):
-        Ledger(folder / "target").begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
+        AttemptLog(folder / "target").begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
 
 
 def _start_step(folder: Path) -> None:

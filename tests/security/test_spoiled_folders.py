@@ -41,7 +41,7 @@ from hydroslurm.report.terminal import report_view
 from hydroslurm.report.trace import trace_of
 from hydroslurm.report.writing import write_timeline
 from hydroslurm.slurm.values import Job, JobState
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 NO_FILES = ("fifos", "devices", "folders")
 """Kinds that have something else in the place of every file."""
@@ -112,9 +112,9 @@ def test_status(run: RunDir) -> None:
     assert agentstate.latest(run.agent_events(0)) is None or run.agent_events(0).is_file()
     if run.root.name in (*NO_FILES, "endless"):
         with pytest.raises(RunFolderError, match="cannot read"):
-            Ledger(run.lives_jsonl).lives()
+            AttemptLog(run.attempts_jsonl).attempts()
     else:
-        assert Ledger(run.lives_jsonl).lives() == ()
+        assert AttemptLog(run.attempts_jsonl).attempts() == ()
     assert Attempts(run.attempts).all() == ()
     assert read_address(run.tensorboard_json) is None
     assert my_jobs(Slurm((_job(run),)), "u") == ()  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from processes import child
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 PROGRAM = Path(__file__).with_name("ends_of_a_run.py")
 Attempt = Callable[[str], tuple[int, list[str]]]
@@ -56,7 +56,7 @@ def test_what_follows_the_training_is_done_until_its_process_ends_well(
     code, said = attempt("error")
     assert (code, "behind" in said) == (0, False)
     assert "has finished at step 3; nothing to do" in "\n".join(said)
-    assert [life.step for life in Ledger(run.lives_jsonl).lives()] == [0, 3, 3, 3]
+    assert [life.step for life in AttemptLog(run.attempts_jsonl).attempts()] == [0, 3, 3, 3]
 
 
 def test_the_end_of_a_child_is_that_of_its_run(

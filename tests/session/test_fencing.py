@@ -22,7 +22,7 @@ from hydroslurm.errors import StaleAttempt
 from hydroslurm.slurm.client import JobState, open_client
 from hydroslurm.slurm.restarts import Start, check_newest
 from hydroslurm.slurm.values import Job
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 
 ATTEMPT = f"""
 import os, sys, time
@@ -94,7 +94,7 @@ def reach(attempt: Child, *, further: int) -> None:
 def state_of(run: RunDir) -> tuple[dict[str, int], str, bool]:
     """Everything that a stale attempt must not touch."""
     inodes = {path.name: path.stat().st_ino for path in run.checkpoints.iterdir()}
-    return inodes, run.lives_jsonl.read_text(), run.finished_json.exists()
+    return inodes, run.attempts_jsonl.read_text(), run.finished_json.exists()
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -120,7 +120,7 @@ def test_an_attempt_that_wakes_up_late_leaves_all_as_it_is(
     reach(new, further=20)
     new.signal(signal.SIGTERM)
     assert new.wait() == RUN_AGAIN, str(new)
-    assert [life.ending for life in Ledger(run.lives_jsonl).lives()] == [None, "asked"]
+    assert [life.ending for life in AttemptLog(run.attempts_jsonl).attempts()] == [None, "asked"]
 
 
 def test_an_attempt_that_is_done_too_late_does_not_finish_the_run(

@@ -185,7 +185,7 @@ def test_an_srun_allocation_says_that_the_same_command_continues(
 
     assert "run the same command again" in life()
     second = life()
-    assert "life 2 goes on from step" in second
+    assert "attempt 2 resumes from step" in second
 
 
 def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:

@@ -19,7 +19,7 @@ import hydroslurm
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.training import finished
-from hydroslurm.training.lives import Ledger
+from hydroslurm.training.attempts import AttemptLog
 from hydroslurm.training.oversights import recompiles
 
 STEPS = 6
@@ -89,7 +89,7 @@ def test_the_first_look_at_the_step_resumes(tmp_path: Path) -> None:
     again = Loop(tmp_path / "run")
     again.from_the_step_of_the_run()
     again.run.close()
-    lives = Ledger(tmp_path / "run" / "attempts.jsonl").lives()
+    lives = AttemptLog(tmp_path / "run" / "attempts.jsonl").attempts()
     assert [life.step for life in lives] == [0, 2]
     assert torch.equal(again.model.weight, alone.model.weight)
 
@@ -141,7 +141,7 @@ def test_never_from_0_where_something_is_committed(forgetting: str, tmp_path: Pa
             "look": lambda: again.run.step,
         }[forgetting]()
     assert names(tmp_path) == ["step-000000003"]
-    assert len(Ledger(tmp_path / "attempts.jsonl").lives()) == 1
+    assert len(AttemptLog(tmp_path / "attempts.jsonl").attempts()) == 1
     assert finished.step_of(again.run.dir) is None
     assert again.run.resume() is True  # a script that warms its optimizer up, and then resumes
     again.run.close()

@@ -18,7 +18,7 @@ from hydroslurm.checkpoint import folders
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
 from hydroslurm.errors import SaveFailed, StateMismatch, UnsavableState, UsageError
 from hydroslurm.training import ending
-from hydroslurm.training.lives import Ledger, Limits
+from hydroslurm.training.attempts import AttemptLog, Limits
 
 EPOCHS = 3
 
@@ -69,7 +69,7 @@ def test_stopped_and_continued_it_ends_with_the_same_bits(
     last = Training(tmp_path)
     last.train(epochs=EPOCHS)
     assert same(last.bits(), alone)
-    lives = Ledger(last.run.dir.lives_jsonl).lives()
+    lives = AttemptLog(last.run.dir.attempts_jsonl).attempts()
     assert [life.step for life in lives] == [
         0,
         *[sum(moments[: n + 1]) for n in range(len(moments))],
@@ -115,7 +115,7 @@ def test_killed_it_goes_on_from_the_last_periodic_save(
     killed.run.close()
     again = Training(tmp_path)
     again.train(epochs=EPOCHS)
-    lives = Ledger(again.run.dir.lives_jsonl).lives()
+    lives = AttemptLog(again.run.dir.attempts_jsonl).attempts()
     assert lives[0].ending is None
     assert lives[1].step in (4, 8)  # the save of step 8 is skipped if that of step 4 still runs
     assert same(again.bits(), alone)
@@ -266,7 +266,7 @@ def test_no_progress_in_five_lives_ends_with_93(
     with caplog.at_level("INFO", logger="hydroslurm"), pytest.raises(SystemExit) as leaving:
         last.run.resume()
     assert leaving.value.code == MUST_NOT_RUN_AGAIN
-    assert "no progress: the last 5 lives all began at step 0" in caplog.text
+    assert "no progress: the last 5 attempts all began at step 0" in caplog.text
 
 
 def test_a_spent_budget_ends_with_93(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -369,7 +369,7 @@ def test_the_fast_tier_is_used_where_it_is_newer(tmp_path: Path, alone: tuple[An
     again.run.resume()
     assert {one.name[:5] for one in mine.iterdir()} == {"step-"}
     again.train(epochs=EPOCHS)
-    assert Ledger(again.run.dir.lives_jsonl).lives()[1].step == 7
+    assert AttemptLog(again.run.dir.attempts_jsonl).attempts()[1].step == 7
     assert same(again.bits(), alone)
     durable = {one.name for one in (tmp_path / "run" / "checkpoints").iterdir()}
     assert not durable & {one.name for one in mine.glob("*")}

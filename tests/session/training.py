@@ -17,7 +17,7 @@ from processes import wait_until
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.training.lives import Ledger, LifeRecord
+from hydroslurm.training.attempts import AttemptLog, AttemptRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_run.py"
@@ -122,8 +122,8 @@ class Training:
         path = self.run.rank_events(0)
         return list(read_events(path)) if path.exists() else []
 
-    def lives(self) -> tuple[LifeRecord, ...]:
-        return Ledger(self.run.lives_jsonl).lives()
+    def lives(self) -> tuple[AttemptRecord, ...]:
+        return AttemptLog(self.run.attempts_jsonl).attempts()
 
     def log(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
@@ -174,7 +174,7 @@ class Training:
         return dict(json.loads(self.out.read_text()))
 
 
-def steps_lost(lives: tuple[LifeRecord, ...]) -> int:
+def steps_lost(lives: tuple[AttemptRecord, ...]) -> int:
     """Steps that were trained and are not in the state that the next life begins with."""
     return sum(
         before.end_step - after.step

@@ -14,7 +14,7 @@ from processes import Child, wait_until
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.training.lives import Ledger, LifeRecord
+from hydroslurm.training.attempts import AttemptLog, AttemptRecord
 
 PROGRAM = Path(__file__).with_name("crew.py")
 _numbers = itertools.count()
@@ -99,8 +99,8 @@ class Story:
         begin = len(kinds) - 1 - kinds[::-1].index(EventKind.INSTALLED)
         return kinds[begin:].count(kind)
 
-    def lives(self) -> tuple[LifeRecord, ...]:
-        return Ledger(self.run.lives_jsonl).lives()
+    def lives(self) -> tuple[AttemptRecord, ...]:
+        return AttemptLog(self.run.attempts_jsonl).attempts()
 
     def events(self, rank: int, *kinds: EventKind) -> list[Event]:
         found = read_events(self.run.rank_events(rank))

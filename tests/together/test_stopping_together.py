@@ -74,7 +74,7 @@ def test_a_rank_that_has_died_leaves_the_last_checkpoint(story: Story) -> None:
     assert life.end().codes[0] in (RUN_AGAIN, 1), life.said  # 1: its collective failed before
     again = story.live(WORLD)
     assert set(again.codes.values()) == {0}, again.said
-    assert "goes on from step 3" in again.said
+    assert "resumes from step 3" in again.said
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -86,14 +86,14 @@ def test_a_newer_attempt_ends_all_ranks_of_the_older_one(told: bool, story: Stor
         story.crew.expect("rank ")
     wait_until((story.run.checkpoints / "step-000000003").exists, "the save of step 3")
     Fence(story.run.claim_json).claim()
-    before = story.run.lives_jsonl.read_text()
+    before = story.run.attempts_jsonl.read_text()
     if told:
         life.signal(1)
     story.go()
     assert set(life.end().codes.values()) == {MUST_NOT_RUN_AGAIN}, life.said
     assert "Only the newest attempt" in life.said
     assert [path.name for path in story.run.checkpoints.iterdir()] == ["step-000000003"]
-    assert story.run.lives_jsonl.read_text() == before
+    assert story.run.attempts_jsonl.read_text() == before
 
 
 def test_saves_by_the_clock_are_of_one_step(story: Story, alone: Story) -> None:

@@ -151,8 +151,8 @@ def test_facts_older_than_what_is_read(tmp_path: Path) -> None:
     folder of the checkpoints do."""
     run = RunDir(tmp_path)
     write(run.rank_events(0), began(30), *[event(EventKind.CAUSES_CHANGED, causes=[])] * 3000)
-    row = {"life": 1, "began_epoch_ns": int(NOW_S * 1e9), "step": 30, "restart_count": 0}
-    run.lives_jsonl.write_text(json.dumps(row) + "\n")
+    row = {"attempt": 1, "began_epoch_ns": int(NOW_S * 1e9), "step": 30, "restart_count": 0}
+    run.attempts_jsonl.write_text(json.dumps(row) + "\n")
     (run.checkpoints / "step-000000030").mkdir(parents=True)
     (run.checkpoints / ".tmp-step-000000090.x.1.y").mkdir()
     followed = FollowedRun(run)

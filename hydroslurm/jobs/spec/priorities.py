@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from hydroslurm.core.files import check_trusted
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec.part import Part
 from hydroslurm.jobs.spec.scheduler import Nice

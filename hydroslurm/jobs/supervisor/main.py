@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hydroslurm.core.files import check_trusted
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.launch.plan import Plan
 from hydroslurm.jobs.spec.reading import loads

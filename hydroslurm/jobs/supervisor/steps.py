@@ -22,7 +22,7 @@ from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
 from hydroslurm.core.files import open_regular
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
-from hydroslurm.core.supervised import LIVES_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
+from hydroslurm.core.supervised import ATTEMPTS_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
 from hydroslurm.jobs.launch.images import Runtime, pyxis_options
 from hydroslurm.jobs.launch.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -201,7 +201,7 @@ def rank_variables(job: TrainingJob) -> dict[str, str]:
     if wanted.save_every_seconds is not None:
         made[SAVE_EVERY_ENV] = str(wanted.save_every_seconds)
     if wanted.attempts_without_progress is not None:
-        made[LIVES_ENV] = str(wanted.attempts_without_progress)
+        made[ATTEMPTS_ENV] = str(wanted.attempts_without_progress)
     return made
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hydroslurm.core.events import EventKind, read_events
-from hydroslurm.core.files import check_trusted
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.jobs.launch.control import run_dir_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver

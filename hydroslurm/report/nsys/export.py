@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hydroslurm.core.files import is_trusted
+from hydroslurm.core.trust import is_trusted
 from hydroslurm.errors import NsysMissing, ProfileError
 
 EXPORT_TIMEOUT_S = 1800

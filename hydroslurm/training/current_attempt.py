@@ -1,4 +1,4 @@
-"""This life of a run: whether it may begin, when it began, and why it ends."""
+"""The attempt this process is part of: whether it may begin, when it began, and why it ends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hydroslurm.errors import RunFolderError
 from hydroslurm.gate.marks import NO_RANGE, Emit, Range
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training.lives import Ending, Ledger, Limits, check_limits
+from hydroslurm.training.attempts import AttemptLog, Ending, Limits, check_limits
 
 
-class Life:
-    """One start of a run: all its ranks. Written down in attempts.jsonl, by one rank for all, and
-    in the events of each.
+class CurrentAttempt:
+    """One start of a run, with all its ranks. One rank records it in attempts.jsonl for all; each
+    rank records it in its own events.
 
     Attributes:
         number: from 1; None before it has begun.
@@ -32,7 +32,7 @@ class Life:
         allocation: Allocation | None,
     ) -> None:
         self.number: int | None = None
-        self._ledger = Ledger(run.lives_jsonl)
+        self._log = AttemptLog(run.attempts_jsonl)
         self._controller = controller
         self._limits = limits
         self._fence = fence
@@ -42,17 +42,17 @@ class Life:
         self._stepping = NO_RANGE
 
     def enter(self, step: int) -> int:
-        """Write down for all ranks that a life begins at a step; returns its number.
+        """Record for all ranks that an attempt begins at a step; returns its number.
 
         Raises:
-            RunEnded: a limit is spent, or lives pass without progress. Nothing is written down.
-            StaleAttempt: a newer attempt has claimed the folder. The same.
+            RunEnded: a limit is spent, or attempts make no progress. Nothing is recorded.
+            StaleAttempt: a newer attempt has claimed the folder. Nothing is recorded.
         """
         self._check_fence("the start")
-        self._ledger.set_aside_foreign()
-        check_limits(self._ledger.lives(), self._limits, step=step)
+        self._log.set_aside_foreign()
+        check_limits(self._log.attempts(), self._limits, step=step)
         allocation = self._allocation
-        return self._ledger.begin(
+        return self._log.begin(
             step,
             now_epoch_ns=time.time_ns(),
             job_id=allocation.job_id if allocation else None,
@@ -60,14 +60,14 @@ class Life:
         )
 
     def begin(self, number: int, step: int) -> None:
-        """This rank begins the life that was entered."""
+        """Begin, on this rank, the attempt that was entered."""
         self.number = number
         self._controller.step = step
         self.record(EventKind.ATTEMPT_BEGAN, step=step)
         self._mark_step(step)
 
     def note_step(self, step: int, *, samples_per_step: int | None = None) -> bool:
-        """Tell the events how far it is; True for the first step of this life."""
+        """Pass the step on to events and NVTX; True for the first step of this attempt."""
         self._controller.step = step
         if self._marks_steps:
             self._mark_step(step)
@@ -78,19 +78,23 @@ class Life:
         return True
 
     def end(self, ending: Ending, *, step: int) -> None:
-        """Write down for all ranks why it ends; nothing if it never began.
+        """Record for all ranks why it ends; does nothing if it never began.
 
         Raises:
-            StaleAttempt: a newer attempt writes this ledger now.
+            StaleAttempt: a newer attempt writes this log now.
         """
         if self.number is not None:
-            self._check_fence("the end of this life")
-            self._ledger.end(self.number, ending, step=step, now_epoch_ns=time.time_ns())
+            self._check_fence("the end of this attempt")
+            self._log.end(self.number, ending, step=step, now_epoch_ns=time.time_ns())
 
     def record_end(self, ending: Ending) -> None:
-        """This rank's event of it."""
+        """Record the end in this rank's events."""
         if self.number is not None:
             self.record(EventKind.ATTEMPT_ENDED, ending=ending)
+
+    def record(self, kind: EventKind, **data: object) -> None:
+        """Record an event of this attempt."""
+        self._controller.record(kind, {"attempt": self.number, **data})
 
     def _check_fence(self, what: str) -> None:
         try:
@@ -99,12 +103,8 @@ class Life:
             raise RunFolderError(f"cannot read {self._fence.path}: {error.strerror}") from error
 
     def _mark_step(self, step: int) -> None:
-        """NVTX: one step is over at this safe point, and the next begins."""
+        """NVTX: one step ends at this safe point, and the next begins."""
         marks = self._controller.marks
         marks.end(self._stepping)
         if self._marks_steps:
             self._stepping = marks.begin(Range.STEP, step + 1)
-
-    def record(self, kind: EventKind, **data: object) -> None:
-        """An event of this life's."""
-        self._controller.record(kind, {"attempt": self.number, **data})

@@ -1,0 +1,123 @@
+"""attempts.jsonl: what is written, what a kill may tear, and when a run must not go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hydroslurm.core.supervised import ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.errors import RunEnded, RunFolderError, UsageError
+from hydroslurm.training.attempts import AttemptLog, AttemptRecord, Limits, check_limits, limits_of
+
+
+def _attempts(*endings: tuple[int, str | None]) -> tuple[AttemptRecord, ...]:
+    """Lives that began at these steps and ended so."""
+    return tuple(
+        AttemptRecord(number, 0, step, ending=ending)
+        for number, (step, ending) in enumerate(endings, 1)
+    )
+
+
+def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
+    """A life without an end stays one that died."""
+    log = AttemptLog(tmp_path / "attempts.jsonl")
+    assert log.attempts() == ()
+    first = log.begin(0, now_epoch_ns=5, job_id=7, restart_count=0)
+    log.end(first, "preempted", step=12, now_epoch_ns=6)
+    assert log.begin(12, now_epoch_ns=7, job_id=7, restart_count=1) == 2
+    assert log.attempts() == (
+        AttemptRecord(1, 5, 0, 7, 0, "preempted", 12),
+        AttemptRecord(2, 7, 12, 7, 1, None, None),
+    )
+
+
+@pytest.mark.parametrize("cut", range(2, 60, 7))
+def test_a_torn_line_costs_that_line_only(cut: int, tmp_path: Path) -> None:
+    """A kill in the middle of a write: the line before is read, and the next one is whole."""
+    path = tmp_path / "attempts.jsonl"
+    log = AttemptLog(path)
+    log.begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
+    log.begin(3, now_epoch_ns=2, job_id=None, restart_count=0)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [attempt.step for attempt in log.attempts()] == [0]
+    assert log.begin(4, now_epoch_ns=3, job_id=None, restart_count=0) == 2
+    assert [attempt.step for attempt in log.attempts()] == [0, 4]
+
+
+def test_a_folder_in_its_place_is_told(tmp_path: Path) -> None:
+    """What cannot be written or read is an error that names the file."""
+    (tmp_path / "attempts.jsonl").mkdir()
+    log = AttemptLog(tmp_path / "attempts.jsonl")
+    with pytest.raises(RunFolderError, match=r"attempts\.jsonl"):
+        log.attempts()
+
+
+@pytest.mark.parametrize(
+    ("limits", "attempts", "words"),
+    [
+        (
+            Limits(preemptions=2),
+            _attempts((0, "preempted"), (5, "requeued"), (9, "asked")),
+            "3 preem",
+        ),
+        (Limits(time_limits=0), _attempts((0, "time_limit"), (5, None)), "1 time limits"),
+        (Limits(failures=1), _attempts((0, None), (5, "error")), "2 failures"),
+        (
+            Limits(attempts_without_progress=2),
+            _attempts((0, "preempted"), (9, None), (9, None)),
+            "step 9",
+        ),
+    ],
+)
+def test_a_spent_limit_ends_the_run(
+    limits: Limits, attempts: tuple[AttemptRecord, ...], words: str
+) -> None:
+    """Each cause has its own budget; the message says what was counted."""
+    with pytest.raises(RunEnded, match=words):
+        check_limits(attempts, limits, step=9)
+
+
+@pytest.mark.parametrize(
+    ("limits", "attempts"),
+    [
+        (Limits(failures=1), _attempts((0, "preempted"), (5, "requeued"), (7, None))),
+        (Limits(preemptions=1), _attempts((0, "time_limit"), (5, "preempted"), (7, None))),
+        (Limits(attempts_without_progress=2), _attempts((9, None), (0, None), (9, None))),
+        (Limits(attempts_without_progress=1), _attempts((9, "cancelled"))),
+        (Limits(), _attempts(*[(n, "preempted") for n in range(9)])),
+    ],
+)
+def test_what_is_within_its_limits_goes_on(
+    limits: Limits, attempts: tuple[AttemptRecord, ...]
+) -> None:
+    """Preemptions are without limit by default, and one cause never uses up another's budget."""
+    check_limits(attempts, limits, step=9)
+
+
+@pytest.mark.parametrize("options", [{"failures": -1}, {"attempts_without_progress": 0}])
+def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    """No life at all is not a limit."""
+    with pytest.raises(UsageError, match="wanted a whole number"):
+        Limits(**options)
+
+
+def test_the_environment_has_its_say_about_limits() -> None:
+    """A spec's attemptsWithoutProgress counts above the script's; a supervised run counts no
+    failures unless its script says so."""
+    assert limits_of(None, {}) == Limits()
+    assert limits_of(None, {SUPERVISED_ENV: "1"}) == Limits(failures=None)
+    assert limits_of(Limits(failures=3), {SUPERVISED_ENV: "1", ATTEMPTS_ENV: "9"}) == Limits(
+        failures=3, attempts_without_progress=9
+    )
+    with pytest.raises(UsageError, match="HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS='many'"):
+        limits_of(None, {ATTEMPTS_ENV: "many"})
+
+
+def test_a_file_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    """An attempts.jsonl in the older format is named, with what to do, and not silently ignored."""
+    path = tmp_path / "attempts.jsonl"
+    path.write_text('{"v": 1, "life": 1, "began_epoch_ns": 1, "step": 3}\n')
+    with pytest.raises(RunFolderError, match="older version of hydroslurm"):
+        AttemptLog(path).attempts()
