@@ -1,5 +1,5 @@
-"""How far each attempt of a job has come, as the job itself writes it: also one that was killed, and
-one that was never asked to stop.
+"""How far each attempt of a job has come, as the job itself writes it: also one that was killed,
+and one that was never asked to stop.
 
 One file per attempt, named by Slurm's count of restarts, holds two numbers: the step with which the
 attempt began, and the last one that it made.
@@ -50,5 +50,5 @@ def read_progress(folder: Path) -> list[AttemptSpan]:
 
 
 def steps_lost(attempts: Sequence[AttemptSpan]) -> list[int]:
-    """Per restart, how many steps had been made and were not in what the next attempt began with."""
+    """Per restart, how many steps had been made that the next attempt did not begin with."""
     return [before.end - after.begin for before, after in itertools.pairwise(attempts)]

@@ -139,7 +139,7 @@ def compare(profile: Profile, folder: Path, epochs: int) -> list[Arm]:
 
 
 def preempt_all(arms: Sequence[Arm], way: str, attempt: int) -> None:
-    """Preempt all jobs at once, and wait until each makes steps again, in this attempt, or is over."""
+    """Preempt all jobs at once; wait until each makes steps again, in this attempt, or is over."""
     commands = [arm.preempt(way) for arm in arms]
     wait(
         lambda: all(arm.attempts == attempt or arm.is_over for arm in arms),

@@ -69,7 +69,7 @@ def _attempt(began_ms: int, steps: tuple[int, int], **more: Any) -> attempts.Att
 def test_figures_of_a_pause_and_a_stop() -> None:
     """Parked and running are the ends of the silence around a resume, durable is the last save, and
     lost is what the next attempt had not."""
-    of_course = [
+    course_attempts = [
         _attempt(
             0,
             (0, 50),
@@ -84,7 +84,7 @@ def test_figures_of_a_pause_and_a_stop() -> None:
         drive.Strike(Event(2.0, "requeue"), "PENDING"),
     )
     course = drive.Course(strikes, submitted_ns=0, done_ns=20_000 * MS, by_hand=())
-    got = figures.of_course(course, of_course, steps_per_epoch=40, steps=100, bare_step_s=0.1)
+    got = figures.of_course(course, course_attempts, steps_per_epoch=40, steps=100, bare_step_s=0.1)
     assert got["events_struck"] == 2
     assert got["command_to_signal_ms_p50"] == 3.0
     assert got["signal_to_parked_ms_p50"] == 2.0
@@ -98,10 +98,10 @@ def test_figures_of_a_pause_and_a_stop() -> None:
 def test_a_save_of_an_epoch_is_none_of_the_stop() -> None:
     """What the next attempt found was the begin of an epoch, and steps were lost: nothing was saved
     for the stop."""
-    of_course = [_attempt(0, (0, 50), signals=((15, 1005 * MS),)), _attempt(9000, (40, 100))]
+    course_attempts = [_attempt(0, (0, 50), signals=((15, 1005 * MS),)), _attempt(9000, (40, 100))]
     strike = drive.Strike(Event(1.0, "requeue"), "RUNNING", 1000 * MS, saves=[1500 * MS])
     course = drive.Course((strike,), 0, 20_000 * MS, ())
-    got = figures.of_course(course, of_course, steps_per_epoch=40, steps=100, bare_step_s=0.1)
+    got = figures.of_course(course, course_attempts, steps_per_epoch=40, steps=100, bare_step_s=0.1)
     assert got["signal_to_durable_ms_p50"] is None
     assert got["steps_lost_per_preemption"] == 10
 
