@@ -74,6 +74,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     )
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by mkdocs for each page: docstrings' cross-references (``:meth:`~a.b.C.d```) become
+    code with the short name."""
+    html = re.sub(r":(?:meth|class|func|mod|attr|data|exc):(?=<code)", "", html)
+    return re.sub(r"(<code[^>]*>)~(?:\w+\.)*(\w+\.\w+|\w+)(?=</code>)", r"\1\2", html)
+
+
 def from_root(name: str) -> str:
     """A Markdown file of the repository's top as a page of the site."""
     text = (ROOT / name).read_text()

@@ -1,4 +1,4 @@
-"""``hydroslurm report``: what the pauses and the stops of a run cost, and what a profile shows."""
+"""``hydroslurm report``: what the pauses and stops of a run cost, and what a profile shows."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def report(
     schema: Schema = False,
     markdown: Markdown = False,
 ) -> None:
-    """Show every pause and every stop of a run, link by link, where its time went and what it lost.
+    """Show every pause and stop of a run, link by link, where its time went and what it lost.
 
     Writes figures.json, timeline.png, histograms.png, report.html (one page with everything) and
     trace.json (for ui.perfetto.dev) into the run folder's report/. Profiles of nsys in its profile/
-    are joined, and so is Slurm's accounting. Works while the run goes on. A report of nsys alone
-    shows the marks in it.
+    are joined, and so is Slurm's accounting. Works while the run is
+    still going. A report of nsys alone shows the marks in it.
     """
     import gc
 
@@ -75,7 +75,7 @@ def report(
 
 
 def _console() -> Console:
-    """Brackets and colons in the names of others are just that."""
+    """Brackets and colons in names are not markup."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False)
@@ -123,18 +123,18 @@ def _report_run(
 
 
 def _rendered(view: RenderableType) -> str:
-    """Without rich's own print, which ends the program when nobody reads any more."""
+    """As text: rich's own print ends the program when its reader has left."""
     console = _console()
     with console.capture() as captured:
         console.print(view)
     return captured.get().removesuffix("\n")
 
 
-def _print(words: str, *, err: bool = False) -> None:
-    """In a pipe whose reader has left (``| head``) the rest is not printed, and the files are
-    written all the same."""
+def _print(text: str, *, err: bool = False) -> None:
+    """If the reader of a pipe has left (``| head``), the rest is not printed; the files are still
+    written."""
     try:
-        typer.echo(words, err=err)
+        typer.echo(text, err=err)
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno() if err else sys.stdout.fileno())
@@ -142,7 +142,7 @@ def _print(words: str, *, err: bool = False) -> None:
 
 
 def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
-    """Those that can be read, and of the others why not: the rest of the report stands."""
+    """The profiles that can be read, and why the others cannot: the rest of the report stands."""
     from hydroslurm.errors import HydroslurmError
     from hydroslurm.report.nsys.reader import read_profile
 

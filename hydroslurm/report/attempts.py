@@ -24,7 +24,7 @@ _OF_PROGRESS = OF_A_RUN | {EventKind.STOP_AGREED}
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A signal that asked a rank to save and leave; the stamp is the handler's."""
+    """A signal that asked a rank to save and exit, with the handler's timestamp."""
 
     rank: int
     requested_mono_ns: int
@@ -38,17 +38,17 @@ class Attempt:
 
     Attributes:
         clock_offset_ns: CLOCK_REALTIME minus CLOCK_MONOTONIC (see ``report.datewatch.DateWatch``).
-        clock_error_ns: by how much that changed in the attempt, unless it was set; None where one
-            event cannot tell.
-        ended: it uninstalled; False when it was killed or is still running.
+        clock_error_ns: by how much that drifted during the attempt, changes of the date aside; None
+            where the events are too few to measure it.
+        ended: it uninstalled; False if it was killed or is still running.
         pauses, stops: those of this attempt. Two stop requests for one preemption are normal.
-        progress: what its ``Run`` wrote down; None where there was none.
-        world_size: ranks that it was joined with, itself included; 1: it was alone.
-        joined_mono_ns: all of them had joined; None for one that was alone.
-        boot: of its host; CLOCK_MONOTONIC is one clock within it. None where that was not told.
-        date_set_ns: by how much the date was set while the process lived, each time.
-        date_ahead_ns: by how much its date was ahead, as it began, of the one that is counted with.
-        lost_signals: whose handlers somebody else replaced: such signals were not heard any more.
+        progress: what its ``Run`` recorded; None without a ``Run``.
+        world_size: ranks in its group, itself included.
+        joined_mono_ns: all of them had joined; None for a single rank.
+        boot: boot id of its host; CLOCK_MONOTONIC is one clock within it. None if unknown.
+        date_set_ns: each change of the date while the process ran.
+        date_ahead_ns: how far its date was ahead of the aligned one when it began.
+        lost_signals: signals whose handlers other code replaced, so that they had no effect.
     """
 
     rank: int
@@ -114,7 +114,7 @@ def _joined(drafts: Iterable[_AttemptDraft]) -> list[_AttemptDraft]:
             newest[draft.who[:4]] = draft
             attempts.append(draft)
         else:
-            attempt.go_on(draft)
+            attempt.extend(draft)
     return attempts
 
 
@@ -141,8 +141,8 @@ class _AttemptDraft:
     def has_run(self) -> bool:
         return self._progress.has_run
 
-    def go_on(self, again: _AttemptDraft) -> None:
-        """Take in what the process did since it was installed again."""
+    def extend(self, again: _AttemptDraft) -> None:
+        """Merge what the process did after it installed again."""
         assert self._first_ns is not None
         assert again._first_ns is not None
         self._first_ns = min(self._first_ns, again._first_ns)
@@ -153,7 +153,7 @@ class _AttemptDraft:
         self._stops += again._stops
         self._lost_signals |= again._lost_signals
         self._boot = self._boot or again._boot
-        if again.has_run:  # it looked for the other ranks under a name of its own
+        if again.has_run:  # it searched for the other ranks under its own name
             self._progress = again._progress
             self._joined_ns = again._joined_ns or self._joined_ns
         elif self._joined_ns is None:
@@ -225,7 +225,7 @@ def _numbered(parts: Iterable[PausesBuilder]) -> tuple[Pause, ...]:
 
 
 def _lost_unseen(line: Line) -> dict[str, None]:
-    """Where nobody looked before the end, how many they were is known, and not which."""
+    """Without a check before the end, only the number of lost handlers is known."""
     number = integer(line.data, "handlers_replaced_by_others") or 0
     return {f"{number} signal{'' if number == 1 else 's'}": None} if number > 0 else {}
 

@@ -27,10 +27,10 @@ class HostClock:
 
     Attributes:
         host: its name.
-        shift_ns: to be taken from its dates; 0 where they agree as far as anybody can tell.
-        error_ns: the most that is left; None where nothing that ranks did together bounds it.
-        bounds: how many such things were found.
-        contradictory: they do not fit one difference: a date was set while the run went on.
+        shift_ns: subtracted from its dates; 0 where the dates are consistent.
+        error_ns: the largest remaining error; None where no joint action of ranks bounds it.
+        bounds: how many such actions were found.
+        contradictory: no single shift satisfies them: a date was set during the run.
     """
 
     host: str
@@ -42,14 +42,14 @@ class HostClock:
 
 @dataclass(frozen=True)
 class Alignment:
-    """How the times of a run were lined up.
+    """How the clocks of a run were aligned.
 
     Attributes:
-        hosts: those beside the first rank's.
-        set_ns: hosts whose date was set while the run went on, and by how much.
-        within_ns: the largest error within an attempt; None where no attempt could tell.
+        hosts: those other than the first rank's.
+        set_ns: hosts whose date was set during the run, and by how much.
+        within_ns: the largest error within an attempt; None if no attempt has enough events.
         between_ns: the largest between hosts; None with one host, or with ``unbounded`` ones.
-        unbounded: hosts of which only their own date is known.
+        unbounded: hosts whose date nothing bounds.
     """
 
     hosts: tuple[HostClock, ...] = ()
@@ -76,7 +76,7 @@ class Alignment:
         return between_ns + (within_ns or 0)
 
     def sentences(self) -> list[str]:
-        """For people, always one at least."""
+        """For people; always at least one."""
         said = []
         if self.within_ns is None:
             said.append("Clocks: the events are too few to tell whether the date was set meanwhile")
@@ -106,7 +106,7 @@ class Alignment:
 
 
 def align(attempts: Sequence[Attempt]) -> tuple[tuple[Attempt, ...], Alignment]:
-    """The attempts with their dates lined up, and what is to be said about it."""
+    """Return the attempts with aligned dates, and how they were aligned."""
     attempts, set_ns = _by_boot(attempts)
     within = [attempt.clock_error_ns for attempt in attempts if attempt.clock_error_ns is not None]
     within_ns = max(within, default=None)
@@ -134,10 +134,10 @@ def _by_boot(attempts: Sequence[Attempt]) -> tuple[list[Attempt], tuple[tuple[st
         boot: statistics.median_low([attempt.clock_offset_ns for attempt in of_boot])
         for boot, of_boot in boots.items()
     }
-    told: list[tuple[str, int]] = []
+    changes: list[tuple[str, int]] = []
     for of_boot in boots.values() or [attempts]:
-        told += _set_as_seen([attempt for attempt in of_boot if attempt.rank == of_boot[0].rank])
-    return [_dated(attempt, dates.get(attempt.boot or "")) for attempt in attempts], tuple(told)
+        changes += _set_as_seen([attempt for attempt in of_boot if attempt.rank == of_boot[0].rank])
+    return [_dated(attempt, dates.get(attempt.boot or "")) for attempt in attempts], tuple(changes)
 
 
 def _dated(attempt: Attempt, offset_ns: int | None) -> Attempt:
@@ -164,7 +164,7 @@ def _clock(host: str, attempts: Sequence[Attempt], *, first: str) -> HostClock:
     ahead = [
         bound
         for here, there in _together(attempts, first, host)
-        for bound in _bounds(_meetings(here), _meetings(there))
+        for bound in _bounds(_joint_actions(here), _joint_actions(there))
     ]
     if not ahead:
         return HostClock(host)
@@ -192,10 +192,10 @@ def _together(
             yield by_host[first], by_host[host]
 
 
-_Meetings = Mapping[tuple[str, int], tuple[int, int]]
+_JointActions = Mapping[tuple[str, int], tuple[int, int]]
 
 
-def _meetings(attempt: Attempt) -> _Meetings:
+def _joint_actions(attempt: Attempt) -> _JointActions:
     """What this rank did together with all: a name -> the moment (date) before which it cannot have
     come about, and the one at which this rank knew that it had."""
     found: dict[tuple[str, int], tuple[int, int]] = {}
@@ -207,7 +207,7 @@ def _meetings(attempt: Attempt) -> _Meetings:
     add("joined", 0, attempt.first_mono_ns, attempt.joined_mono_ns)
     all_parked = [pause for pause in attempt.pauses if pause.all_parked_mono_ns is not None]
     for number, pause in enumerate(all_parked):
-        # numbers count what all ranks were told, so that all have the same ones
+        # all ranks learn of every such moment, so their counts agree
         add("parked", number, pause.parked_mono_ns, pause.all_parked_mono_ns)
     for save in attempt.progress.saves if attempt.progress else ():
         if save.step is not None:
@@ -215,9 +215,9 @@ def _meetings(attempt: Attempt) -> _Meetings:
     return found
 
 
-def _bounds(here: _Meetings, there: _Meetings) -> Iterable[tuple[int, int]]:
-    """Of what both took part in. Meetings that are counted are compared only when both have as
-    many: a line that is lost would shift them."""
+def _bounds(here: _JointActions, there: _JointActions) -> Iterable[tuple[int, int]]:
+    """Of what both took part in. Actions that are counted are compared only when both have the
+    same number of them: a lost line would shift the count."""
     counts = [sum(name == "parked" for name, _ in side) for side in (here, there)]
     for key in here.keys() & there.keys():
         if key[0] == "parked" and counts[0] != counts[1]:

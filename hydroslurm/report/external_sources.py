@@ -29,17 +29,17 @@ _MOST = 200
 
 @dataclass(frozen=True)
 class SlurmAttempt:
-    """One attempt of a job in Slurm's accounts; moments in seconds since 1970, None where not told.
+    """One attempt of a job in Slurm's accounting; seconds since 1970, None where unknown.
 
     Attributes:
         job_id: Slurm's.
-        number: attempts before, as far as accounting holds them.
-        state: how it ended, ``REQUEUED``, ``PREEMPTED`` ...; or what it does now.
+        number: earlier attempts, as far as accounting has them.
+        state: how it ended (``REQUEUED``, ``PREEMPTED`` ...), or its current state.
         submit_epoch_s: when it was submitted, or requeued.
-        eligible_epoch_s: from when on it might start.
-        start_epoch_s: when it was given its nodes.
-        end_epoch_s: when it gave them back; None while it goes on.
-        suspended_s: how long it was suspended in all.
+        eligible_epoch_s: when it became eligible to start.
+        start_epoch_s: when its nodes were allocated.
+        end_epoch_s: when they were released; None while it runs.
+        suspended_s: how long it was suspended in total.
     """
 
     job_id: int
@@ -59,7 +59,7 @@ class Accounting:
     Attributes:
         attempts: those of all jobs, by job, oldest first.
         suspend_grace_s: between SIGTSTP and SIGSTOP on this site, today.
-        missing: what could not be learned, in sentences.
+        missing: what Slurm could not answer, in sentences.
     """
 
     attempts: tuple[SlurmAttempt, ...] = ()
@@ -116,16 +116,16 @@ def ask_slurm(client: SlurmClient, attempts: Iterable[Attempt]) -> Accounting:
 
 
 def no_answer(error: SlurmError) -> str:
-    """Why Slurm told nothing, in a line. Of a Slurm that is missing only that: a report is often
-    read where there is none, and neither the PATH nor what to do about it helps there."""
-    words = " ".join(str(error).split())
+    """Why Slurm did not answer, in one line. If Slurm is not installed, only that: reports are
+    often read on machines without it, where neither the PATH nor a remedy helps."""
+    why = " ".join(str(error).split())
     if isinstance(error, SlurmMissing):
-        words = words.partition(" (")[0].partition(". ")[0]
-    return f"Slurm could not be asked: {words if len(words) <= _MOST else words[:_MOST] + ' ...'}"
+        why = why.partition(" (")[0].partition(". ")[0]
+    return f"Slurm could not be asked: {why if len(why) <= _MOST else why[:_MOST] + ' ...'}"
 
 
 def not_asked(why: str) -> Accounting:
-    """Where Slurm is not there, or is not to be asked."""
+    """For a machine without Slurm, or a report that must not ask it."""
     return Accounting(missing=(why,))
 
 
@@ -182,9 +182,9 @@ class ExternalSources:
         return [_sentence(one) for one in said]
 
 
-def _sentence(words: str) -> str:
-    words = clean(words, most=2000)
-    return words if words.endswith((".", "!", "?")) else f"{words}."
+def _sentence(text: str) -> str:
+    text = clean(text, most=2000)
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def span_us(begin_ns: int | None, end_ns: int | None) -> float | None:
@@ -207,8 +207,8 @@ def _attempts(client: SlurmClient, job_id: int, missing: list[str]) -> list[Slur
 
 
 def _attempt(job: Job) -> SlurmAttempt:
-    # of a running job squeue tells the end of its time limit
-    goes_on = not job.state.has_ended and job.state is not JobState.REQUEUED
+    # for a running job squeue shows the end of its time limit
+    is_running = not job.state.has_ended and job.state is not JobState.REQUEUED
     return SlurmAttempt(
         job_id=job.job_id,
         number=job.restart_count,
@@ -216,7 +216,7 @@ def _attempt(job: Job) -> SlurmAttempt:
         submit_epoch_s=job.submit_epoch_s,
         eligible_epoch_s=job.eligible_epoch_s,
         start_epoch_s=job.start_epoch_s,
-        end_epoch_s=None if goes_on else job.end_epoch_s,
+        end_epoch_s=None if is_running else job.end_epoch_s,
         suspended_s=job.suspended_s,
     )
 

@@ -38,19 +38,19 @@ class Goodput:
     """Seconds of one run, of its first rank.
 
     Attributes:
-        of_allocated: productive ÷ allocated time; None where no step was told.
-        of_wall: productive time ÷ wall clock; None where no step was told.
-        at_most: True where more steps than known may have been made again.
-        allocated_from: who says so; ``both``: some attempts Slurm does not know.
+        of_allocated: productive ÷ allocated time; None where no steps were recorded.
+        of_wall: productive time ÷ wall clock; None where no steps were recorded.
+        at_most: True where more steps than known may have been repeated.
+        allocated_from: source of the allocated time; ``both``: Slurm does not know some attempts.
         wall_s: from the submission, or the first event, to the end, or the last event.
-        allocated_s: the job held its nodes, suspended time included.
-        productive_s: making steps that counted.
-        made_again_s: making steps that were made again in a later attempt.
+        allocated_s: the job held its nodes, including suspended time.
+        productive_s: steps that counted.
+        made_again_s: steps that a later attempt repeated.
         saving_s: waiting for a copy of the state, or for a save in the foreground.
-        parked_s: from a pause's request until it ran again.
+        parked_s: from each pause's request until the rank ran again.
         starting_s: from the start of the allocation to the end of an attempt's first step.
         leaving_s: from a stop's safe point, or the training's end, to the end of the allocation.
-        unknown_s: after the last event of a process that was killed; or where no step was told.
+        unknown_s: after the last event of a killed process; all, if no steps were recorded.
         queued_s: between allocations, and before the first.
         steps: how many counted.
         step_s: mean seconds of a step.
@@ -187,7 +187,7 @@ class _Window:
         self._history = history
         self._attempt = attempt
         progress = attempt.progress
-        self.steps_told = progress is not None and progress.began_step is not None
+        self.has_steps = progress is not None and progress.began_step is not None
         first = progress.first_step_mono_ns if progress else None
         leave = progress and (progress.safe_point_mono_ns or progress.ended_mono_ns)
         end_s = self._at(leave or attempt.last_mono_ns)
@@ -261,7 +261,7 @@ class _Parts:
         trained_s = max(0.0, end_s - begin_s - parked_s - saving_s)
         self.parked_s += parked_s
         self.saving_s += saving_s
-        if not window.steps_told:
+        if not window.has_steps:
             self.unknown_s += trained_s
             return
         timed = window.steps - 1

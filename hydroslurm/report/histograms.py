@@ -8,14 +8,11 @@ because a pause inside a long operator takes a hundred times as long as the medi
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -78,7 +75,7 @@ def latencies(history: History) -> list[Latency]:
 
 
 def histograms(found: Sequence[Latency]) -> Figure:
-    """A figure of its own; there must be one latency at least."""
+    """Draw at least one latency into a new figure."""
     columns = min(_COLUMNS, len(found))
     rows = math.ceil(len(found) / columns)
     width_in, height_in = 4.0 * columns, 2.4 * rows + 0.35
@@ -136,17 +133,13 @@ def _draw(axes: Axes, latency: Latency) -> None:
     logs = [math.log10(max(value_s, 1e-7)) for value_s in latency.values_s]  # 0 has a place, too
     low = math.floor(logs[0])
     high = max(math.ceil(logs[-1]), low + 1)
-    width = (high - low) / _BINS
-    counts = Counter(min(_BINS - 1, int((value - low) / width)) for value in logs)
-    corners = []
-    for index, count in counts.items():
-        left, right = low + width * index, low + width * (index + 1)
-        corners.append(((left, 0), (left, count), (right, count), (right, 0)))
-    fill: dict[str, Any] = {"facecolor": latency.colour, "hatch": latency.hatch}
-    axes.set_autoscale_on(False)
+    # one polygon: a rectangle per bin takes a quarter longer to draw
+    axes.hist(
+        logs, bins=_BINS, range=(low, high), histtype="stepfilled", facecolor=latency.colour,
+        hatch=latency.hatch, edgecolor="white", lw=0.3,
+    )  # fmt: skip
     axes.set_xlim(low, high)
-    axes.set_ylim(0, 1.12 * max(counts.values()))
-    axes.add_collection(PolyCollection(corners, edgecolor="white", lw=0.3, **fill), autolim=False)
+    axes.margins(y=0.12)
     named = []
     for percent, (name, colour, dashes) in ((50, _MEDIAN), (99, _P99)):
         at = percentile(logs, percent)
@@ -159,7 +152,7 @@ def _draw(axes: Axes, latency: Latency) -> None:
     title = f"{latency.title}\nn = {len(logs):,}, {', '.join(named)}"
     axes.set_title(title, fontsize=8.5, loc="left")
     axes.set_xlabel("time (logarithmic)", fontsize=8)
-    axes.set_ylabel("number", fontsize=8)
+    axes.set_ylabel("count", fontsize=8)
     axes.tick_params(labelsize=7.5)
     axes.grid(axis="x", lw=0.4, color="#BBBBBB")
     axes.set_axisbelow(True)

@@ -34,7 +34,7 @@ class History:
     Attributes:
         events: lines that were read.
         missing: what could not be read, in sentences.
-        alignment: how the clocks of attempts and hosts were lined up.
+        alignment: how the clocks of attempts and hosts were aligned.
     """
 
     name: str
@@ -153,12 +153,16 @@ def read_history(folder: Path) -> History:
         (attempt for part in parts for attempt in part.attempts), key=lambda attempt: attempt.rank
     )
     aligned, alignment = align(attempts)
-    said = sorted((s for part in parts for s in part.sentences), key=lambda one: one[0])
+    found = sorted((s for part in parts for s in part.sentences), key=lambda one: one[0])
     return History(
         clean(folder.resolve().name),
         aligned,
         events=sum(part.events for part in parts),
-        missing=(*(words for _, words in said), *_ranks_missing(aligned), *_unheard(aligned)),
+        missing=(
+            *(sentence for _, sentence in found),
+            *_ranks_missing(aligned),
+            *_lost_signals(aligned),
+        ),
         alignment=alignment,
     )
 
@@ -241,8 +245,8 @@ def _ranks_missing(attempts: Iterable[Attempt]) -> Iterator[str]:
         yield f"Of {wanted} ranks {len(absent)} left no events: {which}."
 
 
-def _unheard(attempts: Iterable[Attempt]) -> Iterator[str]:
-    """Signals that somebody else took: what they asked for left no event."""
+def _lost_signals(attempts: Iterable[Attempt]) -> Iterator[str]:
+    """Signals whose handlers other code replaced: what they asked for left no event."""
     found: dict[tuple[str, ...], dict[int, None]] = {}
     for attempt in attempts:
         if attempt.lost_signals:
@@ -251,8 +255,8 @@ def _unheard(attempts: Iterable[Attempt]) -> Iterator[str]:
         which = ", ".join(map(str, list(ranks)[:10])) + (" ..." if len(ranks) > 10 else "")
         yield (
             f"Rank{'' if len(ranks) == 1 else 's'} {which}: other code replaced hydroslurm's "
-            f"handlers of {', '.join(signals)}: pauses and stops that were asked for with them "
-            "while they were lost were not heard, and are not in this report."
+            f"handlers of {', '.join(signals)}: pauses and stops requested with them meanwhile "
+            "had no effect, and are not in this report."
         )
 
 

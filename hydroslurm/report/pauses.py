@@ -42,13 +42,13 @@ class Pause:
         causes: why, in order of appearance: ``slurm``, ``user``, ``api``, ``terminal``; ``peers``:
             because another rank of the job was paused.
         signal: the signal that asked for it, None for a call of ``pause()``.
-        step: training step when the gate closed, None when nobody told us.
+        step: training step when the gate closed, None if unknown.
         requested_mono_ns: the signal handler's stamp, or that of the call.
         closed_mono_ns: the gate was armed.
         held_mono_ns: the first operator was held; None when the rank was quiet.
         parked_mono_ns: no training thread issues anything any more, for the first time. A rank that
             is let through to a collective of its peers parks again.
-        all_parked_mono_ns: all ranks were told that all of them are parked, at the same
+        all_parked_mono_ns: every rank learned that all of them are parked, at the same
             collectives; None for a rank that is alone, and where that was not reached.
         drained_mono_ns: the devices have finished what was launched; None without devices.
         resume_requested_mono_ns: the stamp of the request that opened the gate.
@@ -97,7 +97,7 @@ class Pause:
     missing: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[type[Pause], tuple[object, ...]]:
-        """Of a hundred thousand: what dataclass makes takes three times as long."""
+        """Pickled by the hundred thousand: what dataclass generates takes three times as long."""
         return Pause, _values_of(self)
 
     @property
@@ -106,8 +106,7 @@ class Pause:
 
     @property
     def main_cause(self) -> str | None:
-        """The first of its own causes, ``peers`` only where it has none; None when they are
-        lost."""
+        """Its first cause other than ``peers``, else ``peers``; None if its causes are lost."""
         for cause in self.causes:
             if cause != PEERS:
                 return cause
@@ -115,7 +114,7 @@ class Pause:
 
     @property
     def outcome(self) -> Outcome:
-        """In one word what became of it; ``withdrawn`` was resumed before it had parked."""
+        """What became of it; a ``withdrawn`` pause was resumed before it had parked."""
         parked, resumed = self.parked_mono_ns is not None, self.resumed_mono_ns is not None
         if self.complete:
             return "complete"
@@ -127,7 +126,7 @@ class Pause:
 
     @property
     def begin_mono_ns(self) -> int | None:
-        """The earliest stamp that is known."""
+        """The earliest known timestamp."""
         stamps = (self.requested_mono_ns, self.closed_mono_ns, self.held_mono_ns)
         later = (self.parked_mono_ns, self.resume_requested_mono_ns, self.resumed_mono_ns)
         return next((stamp for stamp in (*stamps, *later) if stamp is not None), None)

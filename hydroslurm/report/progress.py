@@ -102,12 +102,12 @@ class Progress:
             asked for, where it had been saved already.
         state_bytes: that were committed.
         requeued_mono_ns: Slurm has the job in its queue again.
-        requeue_error: why it has not, in Slurm's words.
+        requeue_error: why not, as Slurm reports it.
         stop_of_rank: whose signal it was that the ranks agreed to stop for; None where that is not
             told, or the rank was alone.
         ending: how it ended, in the word of attempts.jsonl.
         ended_mono_ns: that was written down.
-        samples_per_step: of all ranks together; None where the loader did not tell.
+        samples_per_step: of all ranks together; None if the loader did not record it.
         saves: all of them, in the order in which they began.
     """
 

@@ -24,7 +24,7 @@ from hydroslurm.report.stops import Stop, Stopped
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """A pause as nsys saw it; microseconds, None where its report does not tell.
+    """A pause as nsys saw it; microseconds, None where its report lacks them.
 
     Attributes:
         park_us, drain_us, resume_us: as those of the log.
@@ -66,7 +66,7 @@ class StopLinks:
         eligible_s: from the end of the attempt to the moment when the next one might start.
         queued_s: from then to its start.
         start_s: from its start to the process's first event: srun, Python, imports.
-        samples_lost: with the steps; null where the loader does not tell how many a step has.
+        samples_lost: with the steps; null where the loader does not record how many a step has.
         nsys_saving_ms: from the request to the start of the snapshot, by nsys.
         nsys_durable_ms: from the request to parts on disk, or to the save's failure, by nsys.
         nsys_committed_ms: from the request to the commit, by nsys.
@@ -204,12 +204,12 @@ class _Asked:
     def before_us(self, attempt: Attempt, pause: Pause) -> float | None:
         if pause.main_cause != PEERS or pause.requested_mono_ns is None:
             return None
-        told_ns = attempt.epoch_ns(pause.requested_mono_ns)
+        learned_ns = attempt.epoch_ns(pause.requested_mono_ns)
         requests = self._requests.get((attempt.job_id, attempt.restart_count), [])
-        at = bisect.bisect_right(requests, (told_ns, 1 << 63))
+        at = bisect.bisect_right(requests, (learned_ns, 1 << 63))
         # several may be in force: the first of them was it
-        covering = [begin for begin, end in requests[max(0, at - 8) : at] if told_ns <= end]
-        return (told_ns - covering[0]) / 1e3 if covering else None
+        covering = [begin for begin, end in requests[max(0, at - 8) : at] if learned_ns <= end]
+        return (learned_ns - covering[0]) / 1e3 if covering else None
 
 
 def _signalled(history: History) -> Iterator[tuple[Attempt, Pause]]:
@@ -258,7 +258,7 @@ def _since_us(*, seen_ns: int | None, end_ns: int | None, unit: float) -> float 
 
 def _by_slurms_date(attempt: Attempt, started_s: float | None) -> float:
     """Its first event. Where the date of its host was set, the controller's may have been the same
-    one: what is nearest to the start that Slurm tells is believed."""
+    one: the one nearest to Slurm's start time is used."""
     at_ns = attempt.epoch_ns(attempt.first_mono_ns)
     found = (at_ns / 1e9, (at_ns + attempt.date_ahead_ns) / 1e9)
     return found[0] if started_s is None else min(found, key=lambda one: abs(one - started_s))

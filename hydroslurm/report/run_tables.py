@@ -170,7 +170,7 @@ def stops_table(
     columns: list[Column[StopRow]] = [
         Column("at\n(s)", lambda row: f"{row.at_s:.1f}" if row.at_s < 1e4 else f"{row.at_s:.0f}"),
         Column("rank", lambda row: str(row.stop.rank)),
-        Column("at-\ntempt", lambda row: str(history.attempt_number(row.stopped.attempt))),
+        Column("attempt", lambda row: str(history.attempt_number(row.stopped.attempt))),
         Column("stopped by", lambda row: _why(row.stop), left=True),
         Column("signal", lambda row: row.stop.signal, optional=True, left=True, wide=True),
         Column("safe\npoint\n(ms)", lambda row: number(row.stop.safe_point_ms, ",.0f")),

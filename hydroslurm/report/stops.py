@@ -16,11 +16,11 @@ from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.progress import Progress
 
 KILLED = "killed"
-"""It left without a word, and another attempt followed."""
+"""It left no further events, and another attempt followed."""
 LEFT = "left"
-"""It ended in order, and no Run said how."""
+"""It ended in order, and no Run recorded how."""
 SILENT = "no more events"
-"""Nothing more is known: it is still saving, or was killed and not started again."""
+"""Nothing more is known: it is still saving, or was killed and not restarted."""
 
 _REQUEUES = frozenset({"preempted", "time_limit", "requeued", "asked"})
 

@@ -1,5 +1,7 @@
-"""What a table is, whoever shows it: headings with units, and cells of text; and how the terminal
-shows it. The page of :mod:`hydroslurm.report.page` renders the same tables as HTML."""
+"""One table model for the terminal, the page and nsys reports; and how a terminal shows a table.
+
+:mod:`hydroslurm.report.page` renders the same tables as HTML.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ def in_terminal(table: Table) -> RenderableType:
     )
     shown.title, shown.title_justify = table.title or None, "left"
     for index, (heading, left) in enumerate(zip(table.headings, table.left, strict=True)):
-        if index and "\n" not in heading:
+        if index and not left and "\n" not in heading:
             heading = heading.replace(" ", "\n")  # numbers decide how wide a column is
         widest = max((len(row[index]) for row in table.rows), default=0)
         shown.add_column(

@@ -94,7 +94,7 @@ _UNKNOWN = _Look("parked: unknown", "#999999", "++")
 
 
 def timeline(history: History) -> Figure:
-    """The picture as a figure of its own: no global state of matplotlib is read or changed."""
+    """Draw the run into a new figure; matplotlib's global state is neither read nor changed."""
     ranks, span_s = history.ranks[:MOST_LANES], history.observed_s
     placed = {rank: _placed_pauses(history, rank) for rank in ranks}
     labels = _Labels.fitting(placed, span_s=span_s)

@@ -1,6 +1,6 @@
 """The attempts of a rank in the timeline: its processes, what ended them, and the gaps between.
 
-What is told apart by colour is told apart by shape or hatching, too.
+Whatever differs in colour also differs in shape or hatching.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def draw_attempts(axes: Axes, history: History, ranks: Sequence[int]) -> None:
             elif until_s is not None:
                 between.append((end_s, until_s, lane))
             if history.several_attempts:
-                words = f"attempt {history.attempt_number(attempt)}"
-                axes.text(begin_s, lane + BAR / 2, words, **style)
+                name = f"attempt {history.attempt_number(attempt)}"
+                axes.text(begin_s, lane + BAR / 2, name, **style)
     bars(axes, running, facecolor=RUNNING, edgecolor=INK, lw=0.6)
     bars(axes, starting, lw=0, **_STARTING)
     bars(axes, starting, facecolor="none", edgecolor=INK, lw=0.6)
@@ -113,7 +113,8 @@ def above(axes: Axes, points: float) -> Transform:
 
 
 def bars(axes: Axes, spans: Sequence[Bar], **style: Any) -> None:
-    """One collection for all of them: each costs as much as a thousand bars."""
+    """One collection for all lanes: ``broken_barh`` makes one per lane and colour, which takes half
+    as long again to draw for 200 ranks."""
     corners = []
     for begin_s, end_s, lane in spans:
         right_s, top, bottom = max(begin_s, end_s), lane - BAR / 2, lane + BAR / 2
@@ -188,13 +189,13 @@ def _write_gaps(axes: Axes, history: History, lanes: Mapping[int, int]) -> int:
 def _cost(gap: Gap) -> str:
     """What came of the state."""
     stop = gap.stopped.stop
-    words = [KILLED] if stop.left == KILLED else []
+    parts = [KILLED] if stop.left == KILLED else []
     if stop.durable_ms is not None:
-        words.append(f"saved in\n{stop.durable_ms:,.0f} ms")
+        parts.append(f"saved in\n{stop.durable_ms:,.0f} ms")
     if stop.steps_lost is not None and (stop.steps_lost or not stop.steps_lost_exactly):
         least = "" if stop.steps_lost_exactly else "≥ "
-        words.append(f"{least}{stop.steps_lost:,} steps\nlost")
-    return "\n".join(words) or stop.left
+        parts.append(f"{least}{stop.steps_lost:,} steps\nlost")
+    return "\n".join(parts) or stop.left
 
 
 def _gaps(history: History) -> Iterator[Gap]:

@@ -86,9 +86,9 @@ class _Writer:
     def _entry(
         self, phase: str, thread: int, name: str, at_us: float, args: dict[str, Any]
     ) -> Entry:
-        told = {key: value for key, value in args.items() if value is not None}
+        known = {key: value for key, value in args.items() if value is not None}
         where = {"pid": self._number, "tid": thread, "ts": round(at_us, 3)}
-        return {"ph": phase, "cat": "hydroslurm", "name": name, **where, "args": told}
+        return {"ph": phase, "cat": "hydroslurm", "name": name, **where, "args": known}
 
     def _us(self, mono_ns: int) -> float:
         return self._history.since_begin_s(self._attempt, mono_ns) * 1e6
@@ -112,11 +112,11 @@ def _attempt(history: History, attempt: Attempt, number: int, *, room: int) -> I
         )
     if progress:
         for save in progress.saves[:room]:
-            told = {"step": save.step, "kind": save.kind, "state_bytes": save.state_bytes}
-            # earlier versions told nothing between the copy and the commit
+            known = {"step": save.step, "kind": save.kind, "state_bytes": save.state_bytes}
+            # save_written is missing where the save failed in between
             staged = save.written_mono_ns or save.staged_mono_ns or save.started_mono_ns
             yield from write.slice(
-                _SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **told
+                _SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **known
             )
             yield from write.slice(_SAVING, "committing", staged, save.durable_mono_ns)
         yield from _leaving(write, attempt)
@@ -145,12 +145,12 @@ def _leaving(write: _Writer, attempt: Attempt) -> Iterator[Entry]:
 
 def _pause(write: _Writer, attempt: Attempt, pause: Pause) -> Iterator[Entry]:
     """``parked`` on the training's thread; its parts beside it, one behind the other."""
-    told = {"pause": pause.number, "causes": "+".join(pause.causes) or None, "step": pause.step}
+    known = {"pause": pause.number, "causes": "+".join(pause.causes) or None, "step": pause.step}
     requested, parked = pause.requested_mono_ns, pause.parked_mono_ns
     running = pause.released_mono_ns or pause.resumed_mono_ns or attempt.last_mono_ns
     yield from write.instant(_PAUSING, "pause_request", requested, signal=pause.signal)
-    yield from write.slice(_PAUSING, "pausing", requested, parked, **told, operator=pause.operator)
-    yield from write.slice(_TRAINING, "parked", parked, running, **told)
+    yield from write.slice(_PAUSING, "pausing", requested, parked, **known, operator=pause.operator)
+    yield from write.slice(_TRAINING, "parked", parked, running, **known)
     drained = pause.drained_mono_ns
     opened = pause.resumed_mono_ns or attempt.last_mono_ns
     if drained is not None and drained <= opened:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.history import History
@@ -152,10 +153,7 @@ def _write(path: Path, content: bytes) -> Path:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with _own_folder(path.parent) as folder:
-            part = folder / f"{path.name}.part"
-            part.unlink(missing_ok=True)
-            part.write_bytes(content)
-            part.replace(folder / path.name)
+            write_atomically(folder / path.name, content, mode=0o666)
     except OSError as error:
         raise RunFolderError(
             f"cannot write {path}: {error.strerror}. "

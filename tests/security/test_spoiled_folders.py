@@ -4,6 +4,7 @@ nothing is waited for, and what is told can be shown."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -199,7 +200,7 @@ def test_a_folder_that_is_not_ours_is_not_written(home: Path, tmp_path: Path) ->
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / "run" / "report").mkdir()
-    (tmp_path / "run" / "report" / "timeline.png.part").symlink_to(victim)
+    (tmp_path / "run" / "report" / f".timeline.png.{os.getpid()}").symlink_to(victim)
     write_timeline(history, tmp_path / "run" / "report" / "timeline.png")
     assert victim.read_text() == "mine"
 

@@ -35,7 +35,7 @@ def global_pid_of(global_tid: int) -> int:
 
 
 class Database:
-    """One report, read-only, which anybody may have made: only tables are read, never a view or a
+    """One report, read-only, which may be hostile: only tables are read, never a view or a
     column that is computed. What cannot be read is named in ``missing`` and read as nothing."""
 
     def __init__(

@@ -42,7 +42,7 @@ def profiles_in(folder: Path) -> tuple[Path, ...]:
 def as_sqlite(path: Path) -> Iterator[Path]:
     """``path`` itself, or what it is exported to: beside it where that can be written, else in a
     temporary folder that is gone afterwards. An export that is newer than its report is used again,
-    where nobody else than those who could have written the report can have made it.
+    if nobody could have made it who could not have written the report.
 
     Raises:
         NsysMissing: it has to be exported, and there is no ``nsys``.
@@ -73,7 +73,7 @@ def as_sqlite(path: Path) -> Iterator[Path]:
         try:
             beside_it = path.parent if is_trusted(path.parent, shared=True) else None
             folder = stack.enter_context(_folder_in(beside_it))
-        except OSError:  # somebody else's report, or a disk that is full
+        except OSError:  # another user's report, or a full disk
             folder = stack.enter_context(_folder_in(None))
         made = folder / beside.name
         _export(nsys, path, made)

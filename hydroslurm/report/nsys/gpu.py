@@ -89,10 +89,10 @@ def read_gpu(database: Database, *, global_pids: Iterable[int]) -> Gpu:
 
 
 def _blocks(database: Database, table: str, global_pid: int) -> list[_Block]:
-    words = TABLES[table]
+    what = TABLES[table]
     # not MIN and MAX in one question, for which SQLite would read the whole table
     bounds = f"(SELECT MIN(rowid) FROM {table}), (SELECT MAX(rowid) FROM {table})"
-    ((first, last),) = database.rows(f"SELECT {bounds}", what=words) or [(None, None)]
+    ((first, last),) = database.rows(f"SELECT {bounds}", what=what) or [(None, None)]
     if first is None or last - first > database.size_bytes:  # no table has rows without bytes
         return []
     sql = (
@@ -102,7 +102,7 @@ def _blocks(database: Database, table: str, global_pid: int) -> list[_Block]:
     blocks: list[_Block] = []
     for row in range(first, last + 1, BLOCK):
         values = (row, row + BLOCK - 1, global_pid)
-        for found in database.rows(sql, values, what=words, if_any=(0, 1, 2)):
+        for found in database.rows(sql, values, what=what, if_any=(0, 1, 2)):
             if None not in found:
                 blocks.append(_Block(table, row, *found))
     return blocks

@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Moment:
-    """What the watcher told at ``nsys_ns``; the event log has the same stamp."""
+    """What the watcher emitted at ``nsys_ns``; the event log has the same stamp."""
 
     nsys_ns: int
     stamp_mono_ns: int
@@ -89,7 +89,7 @@ def read_marks(database: Database) -> Marks:
             "built without NVTX, or HYDROSLURM_NVTX=off"
         )
     if "uint64Value" not in columns:
-        return _none("NVTX events without payloads (uint64Value): pauses cannot be told apart")
+        return _none("NVTX events without payloads (uint64Value): pauses cannot be distinguished")
     return _sorted_out(database, domains, has_category="category" in columns)
 
 

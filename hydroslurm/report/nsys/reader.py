@@ -54,7 +54,7 @@ def _absent(marks: Marks, gpu: Gpu) -> list[str]:
     if timed and len(marks.clocks) < 2:
         sentences.append(
             f"{len(marks.clocks)} `clock` mark(s) where two are needed: what nsys timed itself "
-            "cannot be told in the clock of the event log"
+            "cannot be converted to the clock of the event log"
         )
     if not gpu.pids:
         sentences.append(
@@ -73,11 +73,11 @@ class _Converter:
         self.error_ns: int | None = None
 
     def mono(self, nsys_ns: int | None) -> int | None:
-        told = None if nsys_ns is None else self._timebase.mono(nsys_ns)
-        if told is None:
+        found = None if nsys_ns is None else self._timebase.mono(nsys_ns)
+        if found is None:
             return None
-        self.error_ns = max(told[1], self.error_ns or 0)
-        return told[0]
+        self.error_ns = max(found[1], self.error_ns or 0)
+        return found[0]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Between:
 
 def pauses_of(marks: ProcessMarks, timebase: Timebase, gpu: Gpu) -> list[ProfiledPause]:
     """In order. A request that closed no gate makes none, unless the recording ends with it."""
-    return [_told(marks.pid, pause, timebase, gpu) for pause in _pauses(marks)]
+    return [_profiled(marks.pid, pause, timebase, gpu) for pause in _pauses(marks)]
 
 
 def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
@@ -109,19 +109,19 @@ def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
     since_ns = first.nsys_ns if first else 0
     saving = _last([r for r in marks.ranges["saving"] if r.end_ns is None or r.end_ns >= since_ns])
     committing = _last([r for r in marks.ranges["committing"] if saving and _same(r, saving)])
-    tell = _Converter(timebase)
+    convert = _Converter(timebase)
     requeued = _last([r for r in requeueing if r.begin_ns >= since_ns])
     return [
         ProfiledStop(
             pid=marks.pid,
             signal=first.signal if first else 0,
             requested_mono_ns=first.stamp_mono_ns if first else None,
-            saving_mono_ns=tell.mono(saving.begin_ns if saving else None),
-            durable_mono_ns=tell.mono(saving.end_ns if saving else None),
-            committed_mono_ns=tell.mono(committing.end_ns if committing else None),
-            requeued_mono_ns=tell.mono(requeued.end_ns if requeued else None),
+            saving_mono_ns=convert.mono(saving.begin_ns if saving else None),
+            durable_mono_ns=convert.mono(saving.end_ns if saving else None),
+            committed_mono_ns=convert.mono(committing.end_ns if committing else None),
+            requeued_mono_ns=convert.mono(requeued.end_ns if requeued else None),
             step=saving.payload if saving else None,
-            error_ns=tell.error_ns,
+            error_ns=convert.error_ns,
         )
     ]
 
@@ -148,7 +148,7 @@ def _pauses(marks: ProcessMarks) -> list[_Between]:
         next_ns = _begin(ordered[index + 1][1]) if index + 1 < len(ordered) else None
         closer = _closer(marks, begin_ns, next_ns)
         opener = _opener(marks, begin_ns, next_ns)
-        at_rest = _told_between(marks.moments["at_rest"], begin_ns, next_ns)
+        at_rest = _moments_between(marks.moments["at_rest"], begin_ns, next_ns)
         pauses.append(
             _Between(
                 number=number,
@@ -178,22 +178,22 @@ def _begin(ranges: dict[str, list[Range]]) -> int:
 
 
 def _closer(marks: ProcessMarks, begin_ns: int, end_ns: int | None) -> Request | None:
-    """The request that closed the gate, as the gate itself tells."""
-    told = _told_between(marks.moments["gate_closed"], begin_ns, end_ns)
-    return _request_of(told[0], marks.requests["pause_request"]) if told else None
+    """The request that closed the gate, as the gate itself recorded it."""
+    found = _moments_between(marks.moments["gate_closed"], begin_ns, end_ns)
+    return _request_of(found[0], marks.requests["pause_request"]) if found else None
 
 
 def _opener(marks: ProcessMarks, begin_ns: int, end_ns: int | None) -> Request | None:
     """The request that opened it. None for one that did not open, and for a stop, which is no
     resume."""
-    told = _told_between(marks.moments["gate_opened"], begin_ns, end_ns)
+    found = _moments_between(marks.moments["gate_opened"], begin_ns, end_ns)
     stops = [request.stamp_mono_ns for request in marks.requests["stop_request"]]
-    if not told or told[0].stamp_mono_ns in stops:
+    if not found or found[0].stamp_mono_ns in stops:
         return None
-    return _request_of(told[0], marks.requests["resume_request"])
+    return _request_of(found[0], marks.requests["resume_request"])
 
 
-def _told_between(moments: list[Moment], begin_ns: int, end_ns: int | None) -> list[Moment]:
+def _moments_between(moments: list[Moment], begin_ns: int, end_ns: int | None) -> list[Moment]:
     return [m for m in moments if begin_ns <= m.nsys_ns and (end_ns is None or m.nsys_ns < end_ns)]
 
 
@@ -203,8 +203,8 @@ def _request_of(moment: Moment, requests: list[Request]) -> Request:
     return next(found, Request(moment.nsys_ns, moment.stamp_mono_ns, signal=0))
 
 
-def _told(pid: int, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPause:
-    tell = _Converter(timebase)
+def _profiled(pid: int, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPause:
+    convert = _Converter(timebase)
     parked_ns, tid = _parked(pause)
     running_ns = _running(pause, timebase)
     drained_ns = pause.draining[-1].end_ns if pause.draining else None
@@ -220,13 +220,13 @@ def _told(pid: int, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPa
         number=pause.number,
         signal=pause.asked.signal if pause.asked else 0,
         requested_mono_ns=pause.asked.stamp_mono_ns if pause.asked else None,
-        parked_mono_ns=_rest_of_quiet(pause, tid) or tell.mono(parked_ns),
-        drained_mono_ns=tell.mono(drained_ns),
-        last_kernel_end_mono_ns=tell.mono(last_end_ns),
+        parked_mono_ns=_rest_of_quiet(pause, tid) or convert.mono(parked_ns),
+        drained_mono_ns=convert.mono(drained_ns),
+        last_kernel_end_mono_ns=convert.mono(last_end_ns),
         resume_requested_mono_ns=pause.resumed.stamp_mono_ns if pause.resumed else None,
-        running_mono_ns=tell.mono(running_ns),
-        first_kernel_mono_ns=tell.mono(first_ns),
-        error_ns=tell.error_ns,
+        running_mono_ns=convert.mono(running_ns),
+        first_kernel_mono_ns=convert.mono(first_ns),
+        error_ns=convert.error_ns,
     )
 
 

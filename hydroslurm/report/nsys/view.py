@@ -56,15 +56,15 @@ def profile_view(profile: Profile, *, max_rows: int = 40) -> RenderableType:
 
 
 def _heading(profile: Profile) -> str:
-    words = [profile.path.name]
+    parts = [profile.path.name]
     if profile.host:
-        words.append(f"host {profile.host}")
+        parts.append(f"host {profile.host}")
     if profile.pids:
         plural = "es" if len(profile.pids) > 1 else ""
-        words.append(f"process{plural} {', '.join(map(str, profile.pids))}")
+        parts.append(f"process{plural} {', '.join(map(str, profile.pids))}")
     if profile.version:
-        words.append(f"nsys {profile.version}")
-    return " · ".join(words)
+        parts.append(f"nsys {profile.version}")
+    return " · ".join(parts)
 
 
 def _pause_latencies(pause: ProfiledPause) -> dict[str, int | None]:
