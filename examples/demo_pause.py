@@ -28,9 +28,8 @@ from rich.table import Table
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import HydroslurmError
-from hydroslurm.jobs.launch.control import pause_job, resume_job
-from hydroslurm.jobs.launch.executor import Executor
-from hydroslurm.jobs.launch.handle import PausableJob
+from hydroslurm.jobs.control.requests import pause_job, resume_job
+from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import read_history
 from hydroslurm.report.rows import Rows

@@ -17,9 +17,8 @@ from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.spec import Profile
 from hydroslurm.errors import HydroslurmError
-from hydroslurm.jobs.launch.control import JobAnswer
-from hydroslurm.jobs.launch.executor import Executor
-from hydroslurm.jobs.launch.handle import PausableJob
+from hydroslurm.jobs.control.requests import JobAnswer
+from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 EXAMPLES = Path(__file__).resolve().parent

@@ -20,7 +20,7 @@ from progress import AttemptSpan, read_progress
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.launch.batchscript import RequeueScript, requeue_script
+from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 
 JOB = Path(__file__).with_name("requeued_job.py")
 LIMIT_S = 180.0

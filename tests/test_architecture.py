@@ -67,6 +67,68 @@ def test_imports_point_one_way(path: Path) -> None:
         ), f"{'/'.join(parts)} imports {name}; {room} may import {sorted(allowed)}"
 
 
+JOBS_ORDER = (
+    ("spec",),
+    ("plan",),
+    ("submission", "images"),
+    ("task",),
+    ("supervisor",),
+    ("launch",),
+    ("control",),
+)
+"""Each part of jobs/ imports from its own line and those before it only; agent/ stands alone."""
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "jobs").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_jobs_import_one_way(path: Path) -> None:
+    """spec, plan, task, supervisor, launch, control: no part of jobs/ imports a later one."""
+    part = path.relative_to(PACKAGE / "jobs").with_suffix("").parts[0]
+    if part == "__init__":
+        return
+    place = next((n for n, line in enumerate(JOBS_ORDER) if part in line), -1)
+    assert place >= 0 or part == "agent", f"{part} has no place in JOBS_ORDER"
+    allowed = {part} | {one for line in JOBS_ORDER[: place + 1] for one in line}
+    for name in _imports(path):
+        if name.startswith("hydroslurm.jobs."):
+            assert name.split(".")[2] in allowed, f"{path} imports {name}"
+
+
+def _graph() -> dict[str, set[str]]:
+    """Module -> the modules of the package that it imports at its top, type-only ones included."""
+    files = {
+        ".".join(("hydroslurm", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        tops: list[ast.stmt] = []
+        for node in ast.parse(path.read_text()).body:
+            tops += node.body if isinstance(node, ast.If) else [node]  # if TYPE_CHECKING:
+        for node in tops:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= {one for one in (*inner, node.module) if one in files}
+    return graph
+
+
+def test_modules_of_jobs_have_no_import_cycle() -> None:
+    """No two modules of jobs/ need each other, not even for their types."""
+    graph = {name: all_ for name, all_ in _graph().items() if name.startswith("hydroslurm.jobs.")}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above, name))
+        if name not in done:
+            for each in sorted(graph.get(name, ())):
+                visit(each, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
 def _run(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -80,7 +142,7 @@ def _run(code: str) -> str:
         "hydroslurm",
         "hydroslurm.cli",
         "hydroslurm.runtime.client",
-        "hydroslurm.jobs.launch.task",
+        "hydroslurm.jobs.task",
         "hydroslurm.runtime.autoload",
         "hydroslurm.coordination.coordinator",
         "hydroslurm.jobs.supervisor.main",
@@ -108,8 +170,8 @@ def test_only_the_command_line_prints() -> None:
     """No module outside cli/ calls print, except those that are programs themselves."""
     programs = {
         "runtime/client.py",
-        "jobs/launch/beside.py",
-        "jobs/launch/task.py",
+        "jobs/control/attached.py",
+        "jobs/task.py",
         "jobs/supervisor/main.py",
     }
     for path in PACKAGE.rglob("*.py"):

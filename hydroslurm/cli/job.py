@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hydroslurm.core.ack import Answer
     from hydroslurm.core.agentstate import AgentState
     from hydroslurm.core.rankstate import RankState
-    from hydroslurm.jobs.launch.control import JobAnswer, JobStatus
+    from hydroslurm.jobs.control.requests import JobAnswer, JobStatus
 
 Pid = Annotated[int | None, typer.Option("--pid", help="A process of this machine.")]
 JobId = Annotated[int | None, typer.Option("--job", help="A Slurm job, with all its ranks.")]
@@ -24,7 +24,7 @@ Timeout = Annotated[
 def pause(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
     """Park a process or a job between two operators, wait for the acknowledgement, print the
     latency per rank."""
-    from hydroslurm.jobs.launch.control import pause_job
+    from hydroslurm.jobs.control.requests import pause_job
     from hydroslurm.runtime import client
 
     if pid is not None and _only(pid, job):
@@ -37,7 +37,7 @@ def pause(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None
 
 def resume(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
     """Let a paused process or job go on where it was, and print how long that took per rank."""
-    from hydroslurm.jobs.launch.control import resume_job
+    from hydroslurm.jobs.control.requests import resume_job
     from hydroslurm.runtime import client
 
     if pid is not None and _only(pid, job):
@@ -55,7 +55,7 @@ def requeue(
     ] = 60.0,
 ) -> None:
     """Have a job save and go back into the queue; unlike scontrol requeue it is given the time."""
-    from hydroslurm.jobs.launch.control import requeue_job
+    from hydroslurm.jobs.control.requests import requeue_job
     from hydroslurm.slurm.client import open_client
 
     _print_job(requeue_job(open_client(), job_id, timeout_s=timeout_s))
@@ -70,7 +70,7 @@ def status(
     """Show Slurm's state of a job beside what its ranks say of themselves."""
     import getpass
 
-    from hydroslurm.jobs.launch.control import find_job, job_status
+    from hydroslurm.jobs.control.requests import find_job, job_status
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
@@ -135,7 +135,7 @@ def _print_job(answer: JobAnswer) -> None:
 
 
 def _print_status(found: JobStatus) -> None:
-    from hydroslurm.jobs.launch.overview import conditions_of, newest
+    from hydroslurm.jobs.control.overview import conditions_of, newest
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
     job = found.job
@@ -203,7 +203,7 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
 
 
 def _as_json(found: JobStatus) -> dict[str, object]:
-    from hydroslurm.jobs.launch.overview import conditions_of, newest
+    from hydroslurm.jobs.control.overview import conditions_of, newest
 
     job = found.job
     condition = newest(conditions_of(found.run_dir, job))

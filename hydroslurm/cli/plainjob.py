@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
-    from hydroslurm.jobs.launch.overview import Found
-    from hydroslurm.jobs.launch.plainjob import PlainAttempt, PlainJob
+    from hydroslurm.jobs.control.overview import Found
+    from hydroslurm.jobs.control.plain_job import PlainAttempt, PlainJob
 
 _MANY = 16
 """So many ranks and attempts are listed; more are counted."""
@@ -88,4 +88,4 @@ def _attempt_line(one: PlainAttempt) -> str:
     began = "" if one.began_epoch_s is None else f"{moment(int(one.began_epoch_s * 1e9))}"
     ended = "" if one.ended_epoch_s is None else f" to {moment(int(one.ended_epoch_s * 1e9))}"
     step = "" if one.step is None else f", at step {one.step}"
-    return f"{one.number}  {began}{ended}: {clean(one.words)}{step}"
+    return f"{one.number}  {began}{ended}: {clean(one.message)}{step}"

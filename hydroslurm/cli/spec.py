@@ -51,8 +51,8 @@ def render(
     if as_yaml:
         typer.echo(dumps(spec.job), nl=False)
         return
-    from hydroslurm.jobs.launch.trainingjob import plan_for
-    from hydroslurm.jobs.launch.trainingjob import render as script_of
+    from hydroslurm.jobs.launch.training_job import plan_for
+    from hydroslurm.jobs.launch.training_job import render as script_of
 
     plan, notes = plan_for(spec, environ=os.environ)
     for note in notes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.jobs.launch.handle import PausableJob
+    from hydroslurm.jobs.launch.executor import PausableJob
 
 CONTEXT = {
     "allow_extra_args": True,
@@ -88,7 +88,7 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
     import os
 
     from hydroslurm.errors import UsageError
-    from hydroslurm.jobs.launch.trainingjob import submit_job, wait_for_verdict
+    from hydroslurm.jobs.launch.training_job import submit_job, wait_for_end
     from hydroslurm.jobs.spec.reading import load
 
     beside = [
@@ -109,14 +109,14 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
     typer.echo(f"  hydroslurm describe {job.job_id}        hydroslurm logs -f {job.job_id}")
     _warn_of_a_vain_wait(job.job_id, job.plan.nodes)
     if wait:
-        verdict = wait_for_verdict(job)
+        verdict = wait_for_end(job)
         typer.echo(f"job {job.job_id} {verdict.type}: {verdict.message}", err=verdict.is_failure)
         if verdict.is_failure:
             raise typer.Exit(1)
 
 
 def _warn_of_a_vain_wait(job_id: int, nodes: int) -> None:
-    from hydroslurm.jobs.launch.refusals import never_starts
+    from hydroslurm.jobs.launch.sbatch import never_starts
     from hydroslurm.slurm.client import Patience, open_client
 
     patience = Patience(call_timeout_s=5.0, give_up_after_s=0.0)

@@ -13,8 +13,8 @@ import typer
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
-    from hydroslurm.jobs.launch.overview import Overview
-    from hydroslurm.jobs.launch.plainjob import PlainJob
+    from hydroslurm.jobs.control.overview import Overview
+    from hydroslurm.jobs.control.plain_job import PlainJob
     from hydroslurm.jobs.spec.replicas import ReplicaSpec
     from hydroslurm.jobs.supervisor.attempts import Attempt
 
@@ -35,7 +35,7 @@ _MANY = 8
 def describe(which: Which) -> None:
     """Show a job: what was asked for, what became of it and when, and where to look."""
     from hydroslurm.cli.plainjob import description
-    from hydroslurm.jobs.launch.plainjob import PlainJob, job_of
+    from hydroslurm.jobs.control.plain_job import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
     found = job_of(open_client(), which)
@@ -48,7 +48,7 @@ def list_jobs() -> None:
     replicas are the ranks that have announced themselves."""
     import getpass
 
-    from hydroslurm.jobs.launch.plainjob import my_jobs
+    from hydroslurm.jobs.control.plain_job import my_jobs
     from hydroslurm.slurm.client import open_client
 
     rows = [_row(one) for one in my_jobs(open_client(), getpass.getuser())]
@@ -65,7 +65,7 @@ def list_jobs() -> None:
 def cancel(which: Which) -> None:
     """End a job for good. Ranks that can save do so; it is not started again."""
     from hydroslurm.errors import NotPermitted, WrongJobState
-    from hydroslurm.jobs.launch.plainjob import job_of
+    from hydroslurm.jobs.control.plain_job import job_of
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
@@ -96,10 +96,10 @@ def logs(
         bool, typer.Option("--supervisor", help="What the supervisor says instead.")
     ] = False,
 ) -> None:
-    """Print what a replica, or a job without a spec, has printed, all its lives in one."""
+    """Print what a replica, or a job without a spec, has printed, all its attempts in one."""
     from hydroslurm.errors import UsageError
-    from hydroslurm.jobs.launch.follow import follow_files, output_logs, supervisor_logs, task_logs
-    from hydroslurm.jobs.launch.plainjob import PlainJob, job_of
+    from hydroslurm.jobs.control.logs import follow_files, output_logs, supervisor_logs, task_logs
+    from hydroslurm.jobs.control.plain_job import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
     found = job_of(open_client(), which)
@@ -122,8 +122,8 @@ def attach(
     replica: Replica = None,
 ) -> None:
     """Get a shell, or run a command, where a replica runs: on its node, with its environment."""
-    from hydroslurm.jobs.launch.attach import attach_command
-    from hydroslurm.jobs.launch.plainjob import job_of
+    from hydroslurm.jobs.control.attach import attach_command
+    from hydroslurm.jobs.control.plain_job import job_of
     from hydroslurm.slurm.client import open_client
 
     words = attach_command(
@@ -145,12 +145,14 @@ class _Ended:
 
     def __call__(self) -> bool:
         from hydroslurm.errors import HydroslurmError, NoSuchJob
-        from hydroslurm.jobs.launch.overview import Overview
-        from hydroslurm.jobs.launch.plainjob import job_of
-        from hydroslurm.jobs.supervisor.conditions import read_conditions, verdict
+        from hydroslurm.jobs.control.overview import Overview
+        from hydroslurm.jobs.control.plain_job import job_of
+        from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
         from hydroslurm.slurm.client import open_client
 
-        if self._found.is_over or verdict(read_conditions(self._found.run.conditions_jsonl)):
+        if self._found.is_over or final_condition(
+            read_conditions(self._found.run.conditions_jsonl)
+        ):
             return True
         if time.monotonic() - self._asked_s > ASK_EVERY_S:
             slurm = None if isinstance(self._found, Overview) else self._found.slurm
@@ -167,7 +169,7 @@ class _Ended:
 
 def _row(found: Overview | PlainJob) -> tuple[str, ...]:
     from hydroslurm.cli.plainjob import moment
-    from hydroslurm.jobs.launch.overview import Overview
+    from hydroslurm.jobs.control.overview import Overview
 
     assert found.slurm is not None
     condition = found.condition
@@ -194,7 +196,7 @@ def _row(found: Overview | PlainJob) -> tuple[str, ...]:
 
 def _description(found: Overview) -> list[str]:
     from hydroslurm.cli.plainjob import condition_lines, of_slurm
-    from hydroslurm.jobs.supervisor.deadline import ActiveTime
+    from hydroslurm.jobs.supervisor.attempts import ActiveTime
 
     job, policy = found.job, found.job.run_policy
     lines = of_slurm(found, job.name)
@@ -220,7 +222,7 @@ def _description(found: Overview) -> list[str]:
 
 
 def _replica_lines(found: Overview) -> list[str]:
-    from hydroslurm.jobs.launch.replicas import replica_states
+    from hydroslurm.jobs.control.overview import replica_states
 
     states = replica_states(found)
     lines = []
@@ -263,10 +265,10 @@ def _tensorboard_lines(found: Overview) -> list[str]:
 
 def _attempt_line(one: Attempt) -> str:
     from hydroslurm.cli.plainjob import moment
-    from hydroslurm.jobs.supervisor.exit_policy import status_words
+    from hydroslurm.jobs.supervisor.exit_policy import format_status
 
     until = "" if one.ended_epoch_ns is None else f" to {moment(one.ended_epoch_ns)}"
     how = "no end is written down" if one.ending is None else one.ending.value
     who = "" if one.replica is None or one.status is None else f" by {one.replica}"
-    status = "" if not one.status else f", status {status_words(one.status)}"
-    return f"{one.number}  life {one.life}, {moment(one.began_epoch_ns)}{until}: {how}{who}{status}"
+    status = "" if not one.status else f", status {format_status(one.status)}"
+    return f"{one.number}  {moment(one.began_epoch_ns)}{until}: {how}{who}{status}"

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.dates import by_date_of_now
-from hydroslurm.core.files import open_regular, parse_json
-from hydroslurm.core.spare import SPARE_BYTES, Spare, read_spare, spare_of
+from hydroslurm.core.files import SPARE_BYTES, Spare, open_regular, parse_json, read_spare, spare_of
 
 SCHEMA = 1
 

@@ -1,5 +1,13 @@
-"""From a job spec or a script to running ranks: spec, launch, supervisor and agent.
+"""Jobs: from YAML or a script to running ranks.
 
-Must not know what a checkpoint contains or how a rank parks: ranks are told by signals and by their
-environment, and are known by the files in the run folder.
+    spec/         what a user asks for
+    plan          what that is on Slurm: nodes, tasks, what each task runs (pure)
+    submission    submission.json: what was asked of sbatch
+    images, task  what each task of the job step does before its program runs
+    supervisor/   in the batch script: attempts, exit policy, conditions
+    launch/       script text, executor, sbatch
+    control/      afterwards: state, output, a shell, pause, resume and requeue
+    agent/        torchrun between Slurm and the ranks (knows none of the above)
+
+Imports go from the bottom of this list to the top, never back.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SlurmError, SlurmMissing
-from hydroslurm.jobs.launch.control import run_dir_of
+from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.observe.folder import FollowedRun, RunFacts
 from hydroslurm.observe.policies import Policies, read_policies
 from hydroslurm.observe.row import Row, in_order, row_of

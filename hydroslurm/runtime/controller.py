@@ -25,7 +25,7 @@ from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.dates import boot_id, clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.core.heartbeat import PulseWriter
+from hydroslurm.core.heartbeat import HeartbeatWriter
 from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.protocol import (
@@ -109,7 +109,7 @@ class Controller:
         plan: SignalPlan,
         log: EventLog,
         identity: Identity,
-        pulse: PulseWriter,
+        heartbeat: HeartbeatWriter,
         emit: Emit = Emit.EVENTS,
     ) -> None:
         """``emit``: which NVTX marks and ranges a profiler gets, where one listens."""
@@ -123,7 +123,7 @@ class Controller:
         self.ranks: CoordinatorClient | None = None
         self._log = log
         self._identity = identity
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._emit = emit
         self._recorder = Recorder()
         self._children = Children(gate.wake)
@@ -226,7 +226,7 @@ class Controller:
         if not hands_over:
             self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
         self._log.close()
-        self._pulse.close()
+        self._heartbeat.close()
         return replaced
 
     # --- what users and engines call
@@ -347,14 +347,14 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                due_s = self._pulse.wait_s(), self._log.retry_s, self._children.wait_s
+                due_s = self._heartbeat.wait_s(), self._log.retry_s, self._children.wait_s
                 wait_s = min(s for s in (*due_s, LOOK_S) if s is not None)
                 self._handle(self.gate.wait_events(wait_s))
                 self._log.retry()
                 self._guard.look()
                 self._report_drains()
                 self._report_children()
-                self._pulse.beat(self.step)
+                self._heartbeat.beat(self.step)
 
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:

@@ -16,7 +16,7 @@ from typing import Any
 from peers import HERE, Peer
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.jobs.launch.batchscript import RequeueScript, requeue_script
+from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 
 BENCH_PYTHON = HERE.parents[1] / ".venv/compare/bin/python"
 BEGIN_DELAY_S = 6

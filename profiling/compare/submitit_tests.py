@@ -64,8 +64,7 @@ def pytest_configure() -> None:
     from submitit.core import test_core
     from submitit.slurm import slurm
 
-    from hydroslurm.jobs.launch.executor import Executor
-    from hydroslurm.jobs.launch.handle import PausableJob
+    from hydroslurm.jobs.launch.executor import Executor, PausableJob
 
     slurm.SlurmExecutor, slurm.SlurmJob = Executor, PausableJob
     test_core.MockedSubprocess.job_context = _as_slurm_sets_it

@@ -13,7 +13,7 @@ import pytest
 from agent.agentworkers import Scene, free_port
 from processes import Child, wait_until
 
-from hydroslurm.jobs.agent import proc
+from hydroslurm.jobs.agent import workers as proc
 
 KEEP_ALIVE_S = 2
 SUSPENDED_S = 5.0

@@ -14,13 +14,17 @@ from types import SimpleNamespace
 import pytest
 
 from hydroslurm.core.rankstate import RankState
-from hydroslurm.jobs.agent import nodestate
-from hydroslurm.jobs.agent import rendezvous_keepalive as patience
-from hydroslurm.jobs.agent.defaults import Rendezvous, fill_in, meeting
-from hydroslurm.jobs.agent.rendezvous_keepalive import Patience
-from hydroslurm.jobs.agent.script import what_is_missing
-from hydroslurm.jobs.agent.signal_pipe import Interrupted, Mailbox
-from hydroslurm.jobs.agent.status import Decision, decide, failure_status, node_status
+from hydroslurm.jobs.agent import nodestate, rendezvous_keepalive
+from hydroslurm.jobs.agent.exit_status import (
+    Decision,
+    decide,
+    failure_status,
+    node_status,
+    what_is_missing,
+)
+from hydroslurm.jobs.agent.rendezvous import Rendezvous, fill_in, find_rendezvous
+from hydroslurm.jobs.agent.rendezvous_keepalive import RendezvousKeepalive
+from hydroslurm.jobs.agent.signal_pipe import Interrupted, SignalPipe
 from hydroslurm.jobs.agent.workers import Worker
 
 TERM = -int(signal.SIGTERM)
@@ -121,19 +125,19 @@ def _step(**values: str) -> dict[str, str]:
 
 def test_where_the_tasks_of_a_job_step_meet() -> None:
     """One agent per task, at the first node, elsewhere in each life; one alone needs nothing."""
-    where = meeting(_step(), key=None)
+    where = find_rendezvous(_step(), key=None)
     assert where is not None
     assert (where.nnodes, where.run_id, where.rank) == (3, "12.0.0", 1)
     assert where.endpoint.startswith("n1:")
-    first = meeting(_step(SLURM_PROCID="0", SLURM_NODEID="0"), key=None)
+    first = find_rendezvous(_step(SLURM_PROCID="0", SLURM_NODEID="0"), key=None)
     assert first is not None
     assert (first.endpoint, first.rank) == (where.endpoint, 0)
-    again = meeting(_step(SLURM_RESTART_COUNT="1"), key=None)
+    again = find_rendezvous(_step(SLURM_RESTART_COUNT="1"), key=None)
     assert again is not None
     assert again.endpoint != where.endpoint
     assert again.run_id == "12.0.1"
-    assert meeting(_step(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1"), key=None) is None
-    assert meeting({}, key=None) is None
+    assert find_rendezvous(_step(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1"), key=None) is None
+    assert find_rendezvous({}, key=None) is None
 
 
 def _arguments(**values: object) -> argparse.Namespace:
@@ -211,7 +215,7 @@ def test_mailbox() -> None:
     """Signals do not end the process, are told in their order to another thread, and the handlers
     of before come back."""
     before = signal.getsignal(signal.SIGUSR1)
-    box = Mailbox([signal.SIGUSR1, signal.SIGUSR2], stops=[signal.SIGUSR2])
+    box = SignalPipe([signal.SIGUSR1, signal.SIGUSR2], stops=[signal.SIGUSR2])
     box.open()
     try:
         for signo in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
@@ -257,9 +261,9 @@ def test_silence_after_a_gap_is_excused(monkeypatch: pytest.MonkeyPatch) -> None
     """Nodes are given up as ever, but not in the time after this process was stopped, and the
     store is not asked between SIGTSTP and SIGCONT."""
     now_s = time.monotonic()
-    monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(rendezvous_keepalive.time, "monotonic", lambda: now_s)
     holder = _Holder()
-    taught = Patience(_handler(holder), leaving=lambda: False, say=pytest.fail)
+    taught = RendezvousKeepalive(_handler(holder), leaving=lambda: False, say=pytest.fail)
     holder.sync()
     now_s += 1.5
     holder.sync()
@@ -282,9 +286,9 @@ def test_an_unknown_rendezvous_is_told_of() -> None:
     """A torch whose rendezvous looks different works as before, and that is said once; one without
     heartbeats needs nothing."""
     said: list[str] = []
-    Patience(_handler(object()), leaving=lambda: False, say=said.append)
+    RendezvousKeepalive(_handler(object()), leaving=lambda: False, say=said.append)
     assert len(said) == 1
-    Patience(_handler(None), leaving=lambda: False, say=pytest.fail)
+    RendezvousKeepalive(_handler(None), leaving=lambda: False, say=pytest.fail)
 
 
 def test_a_lost_store_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,14 +300,17 @@ def test_a_lost_store_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
         raise RendezvousConnectionError("gone")
 
     now_s = time.monotonic()
-    monkeypatch.setattr(patience.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(rendezvous_keepalive.time, "monotonic", lambda: now_s)
     leaving = False
     handler = _handler(None)
     asks: Callable[[], int] = handler.num_nodes_waiting
-    assert Patience(handler, leaving=lambda: leaving, say=pytest.fail).num_nodes_waiting() == asks()
+    assert (
+        RendezvousKeepalive(handler, leaving=lambda: leaving, say=pytest.fail).num_nodes_waiting()
+        == asks()
+    )
     handler = _handler(None)
     handler.num_nodes_waiting = lost
-    taught = Patience(handler, leaving=lambda: leaving, say=pytest.fail)
+    taught = RendezvousKeepalive(handler, leaving=lambda: leaving, say=pytest.fail)
     assert handler.num_nodes_waiting() == 0
     now_s += 31
     with pytest.raises(RendezvousConnectionError):

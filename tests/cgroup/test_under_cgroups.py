@@ -27,7 +27,7 @@ from stories import stories as all_under_way
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.launch.batchscript import RequeueScript, requeue_script
+from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

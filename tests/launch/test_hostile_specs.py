@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from processes import wait_until
 
 from hydroslurm.errors import LaunchError, RunFolderError, SpecError
-from hydroslurm.jobs.launch.trainingjob import SubmittedJob, plan_for, render, submit_job
+from hydroslurm.jobs.launch.training_job import SubmittedJob, plan_for, render, submit_job
 from hydroslurm.jobs.spec.reading import JobSpec, load, loads
 from hydroslurm.slurm.client import open_client
 

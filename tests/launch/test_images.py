@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.launch.images import (
+from hydroslurm.jobs.images import (
     Runtime,
     apptainer_image,
     contained_argv,
@@ -19,8 +19,8 @@ from hydroslurm.jobs.launch.images import (
     pyxis_image,
     pyxis_options,
 )
-from hydroslurm.jobs.launch.plan import Plan, Step, TaskPlan
-from hydroslurm.jobs.supervisor.steps import srun_command
+from hydroslurm.jobs.plan import Plan, Step, TaskPlan
+from hydroslurm.jobs.supervisor.job_step import srun_command
 
 REFERENCE = "nvcr.io/nvidia/pytorch:24.05-py3"
 # As `srun --help` of a Slurm with pyxis, or without it.
@@ -139,7 +139,7 @@ def test_task_becomes_apptainer(tmp_path: Path) -> None:
     variables; on a node without Apptainer the task says so and fails."""
     (tmp_path / "plan.json").write_text(plan(tmp_path, "apptainer").dumps())
     program(tmp_path / "bin", "apptainer", APPTAINER)
-    command = [sys.executable, "-m", "hydroslurm.jobs.launch.task", str(tmp_path / "plan.json")]
+    command = [sys.executable, "-m", "hydroslurm.jobs.task", str(tmp_path / "plan.json")]
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     environ = {**os.environ, **slurm, "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n1"}
     environ["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
@@ -175,7 +175,7 @@ def test_step_of_pyxis(tmp_path: Path) -> None:
     assert command[-4:] == [
         "python3",
         "-m",
-        "hydroslurm.jobs.launch.task",
+        "hydroslurm.jobs.task",
         str(tmp_path / "plan.json"),
     ]
     command = srun_command(

@@ -18,10 +18,9 @@ from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
-from hydroslurm.jobs.launch import submission
-from hydroslurm.jobs.launch.control import job_status, pause_job, requeue_job, resume_job
-from hydroslurm.jobs.launch.executor import Executor
-from hydroslurm.jobs.launch.handle import PausableJob
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.control.requests import job_status, pause_job, requeue_job, resume_job
+from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
 pytestmark = pytest.mark.slurm

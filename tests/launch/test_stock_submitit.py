@@ -25,8 +25,7 @@ from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import UsageError
-from hydroslurm.jobs.launch.executor import Executor
-from hydroslurm.jobs.launch.handle import PausableJob
+from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.training.attempts import AttemptLog
 
 sys.path.insert(0, str(Path(__file__).parent))

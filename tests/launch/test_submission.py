@@ -10,9 +10,9 @@ import pytest
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, RunFolderError
-from hydroslurm.jobs.launch import submission
+from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.rank import InRank, Script
-from hydroslurm.jobs.launch.submission import Submission
+from hydroslurm.jobs.submission import Submission
 
 
 def test_the_intent_is_there_before_the_id(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ import hydroslurm
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.errors import UsageError
-from hydroslurm.jobs.launch.executor import Executor
-from hydroslurm.jobs.launch.handle import PausableJob
+from hydroslurm.jobs.launch.executor import Executor, PausableJob
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.jobs.launch.handle import PausableJob
+from hydroslurm.jobs.launch.executor import PausableJob
 
 SACCT = """#!/bin/sh
 # A sacct of two clusters: job 1 has ended on the one whose configuration is called "old", and runs

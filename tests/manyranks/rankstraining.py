@@ -18,7 +18,7 @@ from processes import is_stopped
 from session.training import LIMIT_S, ROOT, Training
 
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.jobs.launch.batchscript import MULTI_NODE, requeue_script
+from hydroslurm.jobs.launch.batch_script import MULTI_NODE, requeue_script
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 """The nodes of a dev cluster have no names that could be looked up."""

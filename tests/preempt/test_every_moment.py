@@ -18,7 +18,7 @@ from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.jobs.launch.executor import Executor
-from hydroslurm.jobs.launch.plan import Plan, Step, TaskPlan
+from hydroslurm.jobs.plan import Plan, Step, TaskPlan
 from hydroslurm.jobs.supervisor.conditions import read_conditions, verdict
 from hydroslurm.runtime import client
 
@@ -233,7 +233,7 @@ def test_the_wrapper_of_a_task(tmp_path: Path, said: str, held: bool) -> None:
     )  # fmt: skip
     (tmp_path / "plan.json").write_text(Plan(1, 1, None, 0, (task,), ()).dumps())
     done = subprocess.run(
-        [sys.executable, "-m", "hydroslurm.jobs.launch.task", str(tmp_path / "plan.json")],
+        [sys.executable, "-m", "hydroslurm.jobs.task", str(tmp_path / "plan.json")],
         env={**os.environ, "HYDROSLURM_PREEMPT": "pause", "SLURM_PROCID": "0"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip

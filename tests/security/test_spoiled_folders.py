@@ -23,11 +23,11 @@ from hydroslurm.core.ack import EventTail, JudgePause, wait_for_answers
 from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
-from hydroslurm.jobs.launch import submission
-from hydroslurm.jobs.launch.control import job_status, pause_job
-from hydroslurm.jobs.launch.follow import follow_files
-from hydroslurm.jobs.launch.overview import conditions_of
-from hydroslurm.jobs.launch.plainjob import PlainJob, my_jobs
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.control.logs import follow_files
+from hydroslurm.jobs.control.overview import conditions_of
+from hydroslurm.jobs.control.plain_job import PlainJob, my_jobs
+from hydroslurm.jobs.control.requests import job_status, pause_job
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.metrics import JobCollector

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydroslurm.core.supervised import ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.core.rundir import ATTEMPTS_ENV, SUPERVISED_ENV
 from hydroslurm.errors import RunEnded, RunFolderError, UsageError
 from hydroslurm.training.attempts import AttemptLog, AttemptRecord, Limits, check_limits, limits_of
 

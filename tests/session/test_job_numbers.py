@@ -11,7 +11,7 @@ import pytest
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
-from hydroslurm.jobs.launch.control import find_job, run_dir_of
+from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.slurm import jobfolder
 from hydroslurm.slurm.client import open_client
 

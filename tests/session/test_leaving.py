@@ -19,7 +19,7 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import TargetError, WrongJobState
-from hydroslurm.jobs.launch.control import requeue_job
+from hydroslurm.jobs.control.requests import requeue_job
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import BACKEND_ENV, JobState, open_client

@@ -13,7 +13,7 @@ import pytest
 from processes import wait_until
 
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.launch.batchscript import RequeueScript, requeue_script
+from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 from hydroslurm.slurm.client import JobState, open_client
 
 pytestmark = pytest.mark.slurm

@@ -39,7 +39,7 @@ def _chdir(folder: Path):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_the_message_names_field_line_and_fix(name: str) -> None:
-    """Every problem of a spec is said at once, in the words that are recorded."""
+    """Every problem of a spec is said at once, in the message that are recorded."""
     assert answer(name) == (FOLDER / f"{name}.txt").read_text()
 
 

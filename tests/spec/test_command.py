@@ -14,8 +14,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 BROKEN = Path(__file__).with_name("broken")
 
 
-def run(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
+def run(*message: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in message])
 
 
 def test_validate_says_what_a_right_spec_is() -> None:
@@ -41,8 +41,8 @@ def test_validate_looks_at_every_file() -> None:
     """One that is wrong does not hide the others, and the status says that there was one."""
     done = run("validate", BROKEN / "20-counts.yaml", EXAMPLES / "job.yaml", BROKEN / "absent.yaml")
     assert done.exit_code == 1
-    for words in ("4 problems in", "job.yaml: ok", "cannot read"):
-        assert words in done.output
+    for message in ("4 problems in", "job.yaml: ok", "cannot read"):
+        assert message in done.output
 
 
 def test_render_prints_the_resolved_spec() -> None:

@@ -82,7 +82,7 @@ def test_memory(amount: object, bytes_: int) -> None:
 text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=60)
 line = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40)
 count = st.integers(1, 2**31 - 1)
-words = st.lists(text, max_size=3)
+message = st.lists(text, max_size=3)
 command = st.lists(text, min_size=1, max_size=3)
 slurm_word = st.from_regex(r"[A-Za-z0-9_.,:@+*/=()\[\]|&-]{1,20}", fullmatch=True)
 env_name = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}", fullmatch=True)
@@ -97,13 +97,13 @@ resources = st.fixed_dictionaries(
 template = st.fixed_dictionaries(
     {"command": command},
     optional={
-        "args": words,
+        "args": message,
         "env": st.dictionaries(env_name, text, max_size=3),
         "workingDirectory": text,
         "image": line,
         "resources": resources,
         "init": st.lists(
-            st.fixed_dictionaries({"command": command}, optional={"name": line, "args": words}),
+            st.fixed_dictionaries({"command": command}, optional={"name": line, "args": message}),
             max_size=2,
         ),
     },
@@ -128,7 +128,7 @@ jobs = st.fixed_dictionaries(
                 "maxRestarts": count,
                 "procPerNode": st.integers(1, 999) | st.sampled_from(["1", "8"]),
                 "rdzvBackend": st.just("c10d"),
-                "extraOptions": words.map(lambda found: [f"x{word}" for word in found]),
+                "extraOptions": message.map(lambda found: [f"x{word}" for word in found]),
             },
         ),
         "runPolicy": st.fixed_dictionaries(

@@ -39,8 +39,10 @@ def test_every_field_is_described() -> None:
     found = list(fields())
     assert len(found) > 60
     for title, name, field in found:
-        words = field.get("description", "")
-        assert words.endswith("Required.") or "Default: " in words, f"{title}.{name}: {words!r}"
+        message = field.get("description", "")
+        assert message.endswith("Required.") or "Default: " in message, (
+            f"{title}.{name}: {message!r}"
+        )
 
 
 def test_the_default_that_is_told_is_the_one_that_holds() -> None:

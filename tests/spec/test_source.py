@@ -81,18 +81,18 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_texts(tmp_path: Path, name: str) -> None:
     """Whatever its size and its depth, in the time of a glance."""
-    text, words = HOSTILE[name]
+    text, message = HOSTILE[name]
     path = tmp_path / "job.yaml"
     path.write_text(text)
     told = refused(path)
-    assert words in told
+    assert message in told
     assert "job.yaml" in told.splitlines()[0]
     assert all(len(line) < 600 for line in told.splitlines())
     assert len(told.splitlines()) < 40
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"\x7fELF\x02\x01\x01\x00", "is it a text file?"),
         (b"name: \xff\xfe\n", ":1: is not UTF-8"),
@@ -102,11 +102,11 @@ def test_hostile_texts(tmp_path: Path, name: str) -> None:
     ],
     ids=["program", "binary", "latin-1", "utf-16", "ten-megabytes"],
 )
-def test_what_is_no_text(tmp_path: Path, content: bytes, words: str) -> None:
+def test_what_is_no_text(tmp_path: Path, content: bytes, message: str) -> None:
     """Bytes of another kind are said to be that, with their line where they have one."""
     path = tmp_path / "job.yaml"
     path.write_bytes(content)
-    assert words in refused(path)
+    assert message in refused(path)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

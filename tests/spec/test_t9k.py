@@ -294,7 +294,7 @@ def test_a_misspelt_field_is_pointed_out(field: str, listed: str, meant: str) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "words"),
+    ("text", "line", "message"),
     [
         (manifest("command: python"), 12, "containers[0].command: wanted a list"),
         (manifest("{command: [a], args: [1]}"), 12, "containers[0].args[0]: wanted text, got 1"),
@@ -313,11 +313,11 @@ def test_a_misspelt_field_is_pointed_out(field: str, listed: str, meant: str) ->
     ],
 )
 def test_a_wrong_value_has_the_manifests_own_path_and_line(
-    text: str, line: int, words: str
+    text: str, line: int, message: str
 ) -> None:
     """Nobody is told of a field that they have not written."""
     with pytest.raises(SpecError) as caught:
         loads(text)
     told = str(caught.value)
     assert f"job.yaml:{line}: " in told
-    assert words in told
+    assert message in told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydroslurm.jobs.supervisor.deadline import LONGEST_TICK_S, ActiveTime
+from hydroslurm.jobs.supervisor.attempts import LONGEST_TICK_S, ActiveTime
 
 
 class Clock:

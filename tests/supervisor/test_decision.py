@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from hydroslurm.jobs.spec.policies import RunPolicy
-from hydroslurm.jobs.supervisor.decision import DEADLINE_EXCEEDED, decide
-from hydroslurm.jobs.supervisor.exit_policy import Judgement, Next
+from hydroslurm.jobs.spec.sections import RunPolicy
+from hydroslurm.jobs.supervisor.exit_policy import (
+    DEADLINE_EXCEEDED,
+    Action,
+    ExitDecision,
+    decide_job,
+)
 
-FAILURE = Judgement(Next.RESTART, "worker-1", 3, True, "ReplicaFailed", "worker-1 failed")
-SUCCESS = Judgement(Next.SUCCEED, "worker-0", 0, reason="MasterSucceeded", words="it has ended")
+FAILURE = ExitDecision(Action.RESTART, "worker-1", 3, True, "ReplicaFailed", "worker-1 failed")
+SUCCESS = ExitDecision(
+    Action.SUCCEED, "worker-0", 0, reason="MasterSucceeded", message="it has ended"
+)
 
 
 @pytest.mark.parametrize(
@@ -18,19 +24,19 @@ SUCCESS = Judgement(Next.SUCCEED, "worker-0", 0, reason="MasterSucceeded", words
 def test_failures_are_counted_against_one_limit(earlier: int, limit: int, is_over: bool) -> None:
     """So many restarts, and the failure behind them is the last."""
     policy = RunPolicy(backoff_limit=limit)
-    found = decide(FAILURE, policy, earlier_restarts=earlier, is_over_deadline=False)
+    found = decide_job(FAILURE, policy, earlier_restarts=earlier, is_over_deadline=False)
     assert (found is not None) == is_over
     assert found is None or (found.failed, found.reason) == (True, "BackoffLimitExceeded")
 
 
 def test_a_restart_after_a_success_counts_too() -> None:
     """restartPolicy Always would start a script that does nothing for ever."""
-    again = Judgement(Next.RESTART, "worker-0", 0, True, "Always", "worker-0 has ended")
+    again = ExitDecision(Action.RESTART, "worker-0", 0, True, "Always", "worker-0 has ended")
     policy = RunPolicy(backoff_limit=1)
-    assert decide(again, policy, earlier_restarts=0, is_over_deadline=False) is None
-    found = decide(again, policy, earlier_restarts=1, is_over_deadline=False)
+    assert decide_job(again, policy, earlier_restarts=0, is_over_deadline=False) is None
+    found = decide_job(again, policy, earlier_restarts=1, is_over_deadline=False)
     assert found is not None
-    assert (found.reason, found.words) == (
+    assert (found.reason, found.message) == (
         "BackoffLimitExceeded", "worker-0 has ended: restart 2, with backoffLimit 1"
     )  # fmt: skip
 
@@ -38,10 +44,10 @@ def test_a_restart_after_a_success_counts_too() -> None:
 def test_success_comes_before_the_deadline_and_the_deadline_before_a_failure() -> None:
     """What is done is done; what fails when its time is over has not failed of itself."""
     policy = RunPolicy(active_deadline_seconds=60)
-    done = decide(SUCCESS, policy, earlier_restarts=0, is_over_deadline=True)
+    done = decide_job(SUCCESS, policy, earlier_restarts=0, is_over_deadline=True)
     assert done is not None
     assert not done.failed
-    late = decide(FAILURE, policy, earlier_restarts=0, is_over_deadline=True)
+    late = decide_job(FAILURE, policy, earlier_restarts=0, is_over_deadline=True)
     assert late is not None
     assert (late.failed, late.reason) == (True, DEADLINE_EXCEEDED)
-    assert "activeDeadlineSeconds (60)" in late.words
+    assert "activeDeadlineSeconds (60)" in late.message

@@ -11,7 +11,7 @@ import pytest
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob
-from hydroslurm.jobs.launch.layout import plan_job
+from hydroslurm.jobs.plan import plan_job
 from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.supervisor import supervise
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
@@ -20,8 +20,8 @@ from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.values import Job, JobState
 
 SRUN = """#!/bin/bash
-# Fake srun, with the words of 22.05.8: the first one starts its task and is killed, the second one
-# waits for a job step, for ever.
+# Fake srun, with the messages of 22.05.8: the first one starts its task and is killed, the second
+# one waits for a job step, for ever.
 echo called >> "$CALLS"
 if [ "$(wc -l < "$CALLS")" = 1 ]; then
     echo "srun: launching StepId=7.4 on host n1, 1 tasks: 0"
@@ -77,7 +77,7 @@ def test_neither_is_a_failure_of_the_training(
         client=client,  # type: ignore[arg-type]
         allocation=Allocation(job_id=7, nodes=("n1",)),
         environ=dict(os.environ),
-        say=lambda _: None,
+        log=lambda _: None,
     ).supervise()
     assert client.asked == [("signal", 7, 9, 4), ("requeue", 7)]
     assert outcome.status == RUN_AGAIN
@@ -90,7 +90,7 @@ def test_neither_is_a_failure_of_the_training(
         ("Running", "Started"),
         ("Preempted", "StepCannotStart"),
     ]
-    assert "(Requested nodes are busy)" in outcome.words
+    assert "(Requested nodes are busy)" in outcome.message
     # the srun that waited is not left behind
     pid = attempts[1].srun_pid
     assert pid is not None

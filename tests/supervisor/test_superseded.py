@@ -8,7 +8,7 @@ from typing import Any
 
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.jobs.launch.layout import plan_job
+from hydroslurm.jobs.plan import plan_job
 from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.supervisor.conditions import read_conditions
 from hydroslurm.jobs.supervisor.supervise import Supervisor
@@ -56,10 +56,10 @@ def test_it_ends_and_leaves_the_living_attempt_alone(tmp_path: Path, monkeypatch
         client=client,  # type: ignore[arg-type]
         allocation=Allocation(job_id=7, nodes=("n1",)),
         environ=dict(os.environ),
-        say=lambda _: None,
+        log=lambda _: None,
     ).supervise()
     assert outcome.status == MUST_NOT_RUN_AGAIN
-    assert "is left alone" in outcome.words
+    assert "is left alone" in outcome.message
     assert calls.read_text() == "called\n"
     assert client.asked == ["node_address"]
     assert [one.type for one in read_conditions(run.conditions_jsonl)] == ["Running"]

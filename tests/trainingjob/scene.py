@@ -17,7 +17,7 @@ from typing import Any
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.jobs.supervisor.attempts import Attempt, Attempts
-from hydroslurm.jobs.supervisor.conditions import Condition, read_conditions, verdict
+from hydroslurm.jobs.supervisor.conditions import Condition, final_condition, read_conditions
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
@@ -87,10 +87,10 @@ class Scene:
     def attempts(self) -> tuple[Attempt, ...]:
         return Attempts(self.run.attempts).all()
 
-    def verdict(self) -> Condition:
+    def final_condition(self) -> Condition:
         """Wait for it."""
-        self.wait(lambda: verdict(self.conditions) is not None, "a verdict")
-        found = verdict(self.conditions)
+        self.wait(lambda: final_condition(self.conditions) is not None, "a verdict")
+        found = final_condition(self.conditions)
         assert found is not None
         return found
 

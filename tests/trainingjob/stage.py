@@ -40,7 +40,7 @@ def replicas(count: int, policy: str = "OnFailure", *, more: str = "") -> str:
 def played(cluster: DevCluster, folder: Path, acts: dict[str, list[int | str]], spec: str) -> Scene:
     """A job that nobody does anything to."""
     scene = Scene(cluster, folder, acts).submit(spec)
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -71,7 +71,7 @@ def never(cluster: DevCluster, folder: Path) -> Scene:
     return played(cluster, folder, {"worker-0": [138, 0]}, replicas(1, "Never"))
 
 
-def unasked(cluster: DevCluster, folder: Path) -> Scene:
+def unrequested_exit(cluster: DevCluster, folder: Path) -> Scene:
     acts: dict[str, list[int | str]] = {"worker-0": [75, 75, 75]}
     return played(cluster, folder, acts, replicas(1) + "runPolicy: {backoffLimit: 1}\n")
 
@@ -92,7 +92,7 @@ def srun_killed(cluster: DevCluster, folder: Path) -> Scene:
     pid = scene.attempts[0].srun_pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -116,7 +116,7 @@ def preempted(cluster: DevCluster, folder: Path) -> Scene:
     for life in range(1, PREEMPTIONS + 1):
         scene.wait_until_playing(life, replicas=2)
         scene.preempt(PREEMPTED_NODES)
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -130,7 +130,7 @@ def preempted_too_often(cluster: DevCluster, folder: Path) -> Scene:
     for life in (1, 2):
         scene.wait_until_playing(life, replicas=1)
         scene.preempt([PREEMPTED_NODE])
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -139,7 +139,7 @@ def saved(cluster: DevCluster, folder: Path) -> Scene:
     scene = saving(cluster, folder, f"nodelist: {SAVING_NODE}")
     scene.preempt([SAVING_NODE])
     scene.touch("hurry")
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -148,7 +148,7 @@ def asked(cluster: DevCluster, folder: Path) -> Scene:
     scene = saving(cluster, folder, "exclude: 'n9,n10,n11,n12'")
     scene.slurm("scancel", "--signal=TERM", str(scene.job_id))
     scene.touch("hurry")
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -185,7 +185,7 @@ def deadline(cluster: DevCluster, folder: Path) -> Scene:
     scene.wait_until_playing(1, replicas=1)
     scene.wait(lambda: _active_s(scene) > 3.0, "3 active seconds")
     scene.slurm("scontrol", "requeue", str(scene.job_id))
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -200,7 +200,7 @@ def suspended(cluster: DevCluster, folder: Path) -> Scene:
     scene.seen["while suspended"] = scene.slurm("squeue", "-h", "-j", str(scene.job_id), "-o", "%T")
     scene.slurm("scontrol", "resume", str(scene.job_id))
     scene.touch("end")
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -232,7 +232,7 @@ def cleaned(cluster: DevCluster, folder: Path, *, policy: str, with_shell: bool)
             scene.wait(lambda: time.monotonic() > until_s, "more than others are given")
             scene.seen["worker lived"] = lives(worker)
             scene.touch("end")
-    scene.verdict()
+    scene.final_condition()
     scene.wait(lambda: not lives(worker), "end of the worker")
     janitor = re.search(r"job (\d+) cleans up behind it", scene.said)
     assert janitor is not None
@@ -266,7 +266,7 @@ replicaSpecs:
     scene = Scene(cluster, folder, {"master-0": ["until go"]}).submit(spec + ELSEWHERE)
     scene.wait_until_playing(1, replicas=9)
     scene.touch("go")
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -286,7 +286,7 @@ def manifest(cluster: DevCluster, folder: Path, *, torchrun: bool) -> Scene:
     assert changed != text
     (folder / "manifest.yaml").write_text(text if torchrun else changed)
     scene = Scene(cluster, folder).submit_file(folder / "manifest.yaml")
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -308,7 +308,7 @@ def minimal(cluster: DevCluster, folder: Path) -> Scene:
         "    template: {command: [python, dist_digits.py]}\n"
     )
     scene = Scene(cluster, folder).submit_file(folder / "minimal.yaml")
-    scene.verdict()
+    scene.final_condition()
     return scene
 
 
@@ -333,7 +333,7 @@ SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
     "never": never,
     "never_killed": never_killed,
     "srun_killed": srun_killed,
-    "unasked": unasked,
+    "unrequested_exit": unrequested_exit,
     "unasked_never": unasked_never,
     "uneven": uneven,
     "init_fails": init_fails,

@@ -28,7 +28,7 @@ def trained(scene: Scene) -> list[tuple[str, ...]]:
 def test_a_manifest_with_torchrun(scene: Scene) -> None:
     """As it is: four agents meet, although one would do, and four ranks train in the order of their
     replicas."""
-    assert scene.verdict().type == "Succeeded"
+    assert scene.final_condition().type == "Succeeded"
     assert all(f"rank {task} of 4" in scene.printed(task) for task in range(4))
     assert {rank for rank, *_ in trained(scene)} == {"0", "1", "2", "3"}
     assert len({rest for _, *words in trained(scene) for rest in [tuple(words)]}) == 1
@@ -39,7 +39,7 @@ def test_a_manifest_with_torchrun(scene: Scene) -> None:
 @pytest.mark.scene("manifest_srun")
 def test_a_manifest_without_torchrun(scene: Scene) -> None:
     """One word changed: the same training, its ranks started by srun, behind the init container."""
-    assert scene.verdict().type == "Succeeded"
+    assert scene.final_condition().type == "Succeeded"
     assert {rank for rank, *_ in trained(scene)} == {"0", "1", "2", "3"}
     assert all(scene.printed(task).startswith("ready\n") for task in range(4))
 
@@ -58,7 +58,7 @@ def test_what_has_no_meaning_is_said_once(scene: Scene) -> None:
 def test_a_minimal_spec(scene: Scene) -> None:
     """A command, four replicas and a policy are enough for a training of four nodes, whose ranks
     know each other by a key that no stranger has."""
-    assert scene.verdict().type == "Succeeded"
+    assert scene.final_condition().type == "Succeeded"
     assert {rank for rank, *_ in trained(scene)} == {"0", "1", "2", "3"}
     joined = [
         event.data["key_from"]

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 @pytest.mark.scene("saved")
 def test_a_preempted_run_goes_on_where_it_was(scene: Scene, tmp_path: Path) -> None:
     """Preempted once, it ends with the weights of a run left alone; a requeue is no failure."""
-    assert scene.verdict().type == "Succeeded"
+    assert scene.final_condition().type == "Succeeded"
     assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED, Ending.SUCCEEDED]
     (tmp_path / "hurry").touch()
     alone = subprocess.run(
@@ -43,9 +43,9 @@ def test_a_preempted_run_goes_on_where_it_was(scene: Scene, tmp_path: Path) -> N
 def test_a_stop_that_a_person_asked_for_is_no_failure(scene: Scene) -> None:
     """Slurm has no reason for a signal of `scancel --signal`, and the ranks' events do: it is
     requeued within a backoffLimit of 0, and described as asked for, not as requeued by hand."""
-    assert scene.verdict().type == "Succeeded"
+    assert scene.final_condition().type == "Succeeded"
     assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED, Ending.SUCCEEDED]
-    assert [one.life for one in scene.attempts] == [0, 1]
+    assert [one.restart_count for one in scene.attempts] == [0, 1]
     (told,) = [one for one in scene.conditions if one.type == "Preempted"]
     assert told.reason == "Asked"
     assert told.message.startswith("SIGTERM received: a person or a program sent it")

@@ -17,7 +17,7 @@ from trainingjob.scene import Scene, lives
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.spec.tensorboard import TensorBoard
+from hydroslurm.jobs.spec.sections import TensorBoard
 from hydroslurm.jobs.supervisor.tensorboard import Address, read_address, tensorboard
 
 WRITER = """
@@ -70,7 +70,7 @@ def test_tensorboard_of_a_job(jobs_cluster: DevCluster, tmp_path: Path) -> None:
     scene.wait(lambda: "attempt 1" in _ask(third, "data/runs"), "the second life's run")
 
     scene.touch("go")
-    assert scene.verdict().type == "Succeeded"
+    assert scene.final_condition().type == "Succeeded"
     scene.wait(lambda: not lives(third.pid), "TensorBoard's end")
     scene.wait(lambda: not scene.run.tensorboard_json.exists(), "end of the address")
     ended = scene.hydroslurm("describe", str(scene.job_id)).stdout
@@ -99,7 +99,7 @@ def test_none_installed_is_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The job runs without it; the note says what to install, in the log that describe names."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     run, said = RunDir(tmp_path / "run").create(), list[str]()
-    with tensorboard(TensorBoard(), run, say=said.append):
+    with tensorboard(TensorBoard(), run, log=said.append):
         pass
     (note,) = said
     assert "pip install tensorboard" in note
@@ -113,7 +113,7 @@ def test_port_in_use_is_one_note(tmp_path: Path) -> None:
     run, said = RunDir(tmp_path / "run").create(), list[str]()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         wanted = TensorBoard(port=taken.getsockname()[1], log_directory=str(tmp_path / "new/logs"))
-        with tensorboard(wanted, run, say=said.append):
+        with tensorboard(wanted, run, log=said.append):
             wait_until(lambda: said, "the note")
     (note,) = said
     assert "TensorBoard ended with status " in note
@@ -127,9 +127,9 @@ def test_it_ends_with_a_killed_parent(tmp_path: Path) -> None:
     code = """
     import os, pathlib, signal, sys
     from hydroslurm.core.rundir import RunDir
-    from hydroslurm.jobs.spec.tensorboard import TensorBoard
+    from hydroslurm.jobs.spec.sections import TensorBoard
     from hydroslurm.jobs.supervisor.tensorboard import tensorboard
-    with tensorboard(TensorBoard(), RunDir(pathlib.Path(sys.argv[1])).create(), say=print):
+    with tensorboard(TensorBoard(), RunDir(pathlib.Path(sys.argv[1])).create(), log=print):
         print("child", pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text())
         signal.pause()
     """

@@ -244,8 +244,8 @@ def test_describe_before_and_after(told: Scene) -> None:
         r"Slurm: +job \d+, COMPLETED.*",
         r"  2: +worker-0, worker-1 ended with status 0",
         r"Preemptions: +1, mode both",
-        r"  1  life 0, \S+ \S+ to \S+ \S+: preempted.*",
-        r"  2  life 1, \S+ \S+ to \S+ \S+: succeeded by worker-0",
+        r"  1  \S+ \S+ to \S+ \S+: preempted.*",
+        r"  2  \S+ \S+ to \S+ \S+: succeeded by worker-0",
         r"  \S+ \S+  Preempted Requeued.*",
         r"  \S+ \S+  Succeeded MasterSucceeded: worker-0 has ended with status 0",
     ):
@@ -291,7 +291,7 @@ def test_describe_what_slurmctld_has_forgotten(tmp_path: Path) -> None:
     lines = "MinJobAge=2\nPartitionName=low Nodes=n1 Default=YES\n"
     with DevCluster.up(ClusterSpec(nodes=1, partitions=lines)) as cluster:
         scene = Scene(cluster, tmp_path / "forgotten").submit("replicaSpecs: [{template: {ACTOR}}]")
-        scene.verdict()
+        scene.final_condition()
         job = str(scene.job_id)
         scene.wait(
             lambda: cluster.run(["scontrol", "show", "job", job], check=False).returncode != 0,
@@ -318,7 +318,7 @@ def test_cancel_of_a_waiting_and_of_a_suspended_job(
         assert done.returncode == 0, done.stderr
         assert f"job {scene.job_id} is cancelled" in done.stdout
     for scene in (waiting, debug):
-        found = scene.verdict()
+        found = scene.final_condition()
         assert (found.type, found.reason) == ("Failed", "Cancelled"), found
         state = scene.slurm("squeue", "-h", "-t", "all", "-j", str(scene.job_id), "-o", "%T")
         assert state.strip() == "CANCELLED"

@@ -10,7 +10,7 @@ Torchrun's own code is run; only the class of its agent is another one. What dif
 - a stop that arrives before there are workers ends the agent at once;
 - when workers failed for good, the agent leaves with the status of the first;
 - workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT`` says off;
-- nodes are counted as Slurm counts its tasks (:mod:`hydroslurm.jobs.agent.rounds`);
+- nodes are counted as Slurm counts its tasks (:mod:`hydroslurm.jobs.agent.elastic`);
 - workers are given ``HYDROSLURM_LIFE``, the same on all nodes and new in each round. Torch's own
   TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because of another
   node's.
@@ -23,12 +23,15 @@ import functools
 import os
 import secrets
 import signal
+import socket
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed.run
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -38,20 +41,27 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.utils import distributed
 from torch.distributed.launcher import api as launcher
 
 from hydroslurm.coordination.greeting import KEY_BYTES, derive
 from hydroslurm.coordination.world import KEY_ENV, LIFE_ENV
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.agent.defaults import Rendezvous, fill_in
+from hydroslurm.jobs.agent.exit_status import (
+    Decision,
+    decide,
+    failure_status,
+    missing_status,
+    node_status,
+    what_is_missing,
+)
 from hydroslurm.jobs.agent.node import Node
-from hydroslurm.jobs.agent.proc import exit_codes
-from hydroslurm.jobs.agent.rendezvous_keepalive import Patience
-from hydroslurm.jobs.agent.rounds import in_order_of_tasks, life_of
-from hydroslurm.jobs.agent.script import missing_status, what_is_missing
+from hydroslurm.jobs.agent.rendezvous import Rendezvous, fill_in
+from hydroslurm.jobs.agent.rendezvous_keepalive import RendezvousKeepalive
 from hydroslurm.jobs.agent.signal_pipe import Interrupted
-from hydroslurm.jobs.agent.status import Decision, decide, failure_status, node_status
+from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.runtime import autoload
 
 LINGER_S = 60.0
@@ -80,18 +90,18 @@ class NodeAgent(LocalElasticAgent):
         self._node = node
         self._monitoring = False
         self._leaving = False
-        patience = Patience(
+        keepalive = RendezvousKeepalive(
             spec.rdzv_handler,
             leaving=lambda: self._leaving or node.stop_asked.is_set(),
             say=functools.partial(node.log.say, warning=True),
         )
-        node.on_suspend(patience.suspend)
+        node.on_suspend(keepalive.suspend)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with self._node.mailbox.interruptible():
+        with self._node.signal_pipe.interruptible():
             self._unless_stopped()
             super()._rendezvous(worker_group)
-            os.environ[LIFE_ENV] = life_of(worker_group)
+            os.environ[LIFE_ENV] = incarnation_of(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
@@ -287,3 +297,45 @@ def _leave_signals_to(node: Node, chosen: Any) -> None:
 
 def _untouched() -> Any:
     return _torchrun.parse_args(["a_script"])
+
+
+_get_free_port: Callable[[], int] = distributed.get_free_port
+
+
+def in_order_of_tasks(handler: Any, where: Rendezvous, *, local_addr: str | None) -> None:
+    """Have torch's rendezvous handler number the nodes of each round anew, in place.
+
+    Args:
+        handler: one whose nodes are all tasks of this job step.
+        local_addr: torchrun's option; None: nobody has named an address of this node.
+    """
+    torchs = handler.next_rendezvous
+    if local_addr is None:
+        # what all have met at is known to lead to the first task
+        met_at = where.endpoint.rpartition(":")[0]
+        local_addr = met_at if where.rank == 0 else socket.getfqdn()
+
+    def next_rendezvous() -> RendezvousInfo:
+        met = torchs()
+        # a store of this round alone
+        store = PrefixStore("hydroslurm/order", met.store)
+        store.set(f"task/{met.rank}", str(where.rank))
+        tasks = store.multi_get([f"task/{number}" for number in range(met.world_size)])
+        rank = sorted(map(int, tasks)).index(where.rank)
+        if handler.use_agent_store:  # that of torch's first node serves the workers, too
+            return RendezvousInfo(met.store, rank, met.world_size, met.bootstrap_store_info)
+        if rank == 0:
+            store.set("master", f"{local_addr}:{_get_free_port()}")
+        address, _, port = store.get("master").decode().rpartition(":")
+        master = RendezvousStoreInfo(address, int(port))
+        return RendezvousInfo(met.store, rank, met.world_size, master)
+
+    handler.next_rendezvous = next_rendezvous
+
+
+def incarnation_of(worker_group: Any) -> str:
+    """One word for all nodes of this round: the first writes it, the others read it."""
+    store = worker_group.store
+    if worker_group.group_rank == 0:
+        store.set("hydroslurm/incarnation", uuid.uuid4().hex)
+    return str(store.get("hydroslurm/incarnation").decode())

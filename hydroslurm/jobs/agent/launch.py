@@ -9,8 +9,8 @@ from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.secret import key_from
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import RanksError
-from hydroslurm.jobs.agent.defaults import agents, meeting
 from hydroslurm.jobs.agent.node import Node
+from hydroslurm.jobs.agent.rendezvous import agents, find_rendezvous
 
 
 def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) -> int:
@@ -34,7 +34,7 @@ def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) ->
     node = Node(environ)
     with node.listening():
         key = _shared_key(environ, node)
-        where = meeting(environ, key=key)
+        where = find_rendezvous(environ, key=key)
         # seconds, in which a signal must not kill already
         from hydroslurm.jobs.agent import elastic
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from hydroslurm.core import registry
-from hydroslurm.core.events import EventKind
-from hydroslurm.errors import HydroslurmError
+from hydroslurm.core.dates import clocks
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import HydroslurmError, RunFolderError
 from hydroslurm.gate.signals import SignalPlan, signal_name
 from hydroslurm.jobs.agent import nodestate
-from hydroslurm.jobs.agent.nodelog import NodeLog
-from hydroslurm.jobs.agent.signal_pipe import Mailbox
+from hydroslurm.jobs.agent.signal_pipe import SignalPipe
 from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Workers
+from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm.allocation import Allocation
 
 ANSWER_S = 10.0
 """After so long without an answer of all workers the state is reported as it is."""
@@ -39,7 +45,7 @@ class Node:
         self._meanings: dict[int, Meaning] = {
             signo: meaning for meaning, signo in numbers.items() if signo is not None
         }
-        self.mailbox = Mailbox(self._meanings, stops=plan.stopping())
+        self.signal_pipe = SignalPipe(self._meanings, stops=plan.stopping())
         self.log = NodeLog(environ)
         self.stop_asked = threading.Event()
         self._workers = Workers(_registry(environ, self.log))
@@ -56,13 +62,13 @@ class Node:
     def listening(self) -> Iterator[None]:
         """Keep signals for the length of a block, behind which the process is to exit; in the main
         thread."""
-        self.mailbox.open()
+        self.signal_pipe.open()
         thread = threading.Thread(target=self._hear, name="hydroslurm-node", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            self.mailbox.close(to_exit=True)
+            self.signal_pipe.close(to_exit=True)
             thread.join(5.0)
             self.log.close()
 
@@ -75,7 +81,7 @@ class Node:
         with self._lock:
             self.log.settle(number)
             self._workers.start(pids)
-        self.mailbox.open()  # torch may have taken a signal over when it started them
+        self.signal_pipe.open()  # torch may have taken a signal over when it started them
         self.log.record(
             EventKind.WORKERS_STARTED, {"pids": {str(rank): pid for rank, pid in pids.items()}}
         )
@@ -100,7 +106,7 @@ class Node:
 
     def _hear(self) -> None:
         while True:
-            arrived = self.mailbox.wait(None if self._watched is None else _POLL_S)
+            arrived = self.signal_pipe.wait(None if self._watched is None else _POLL_S)
             if arrived is None:
                 return
             for signo in arrived:
@@ -157,3 +163,68 @@ def _registry(environ: Mapping[str, str], log: NodeLog) -> Path | None:
     except HydroslurmError as error:
         log.say(f"{error}; signals cannot be handed on to the workers", warning=True)
         return None
+
+
+LOGGER = logging.getLogger("hydroslurm.jobs.agent")
+
+
+class NodeLog:
+    """The log of one node. The file is opened when the node has its number: Slurm's of the task,
+    else that of the rendezvous."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._run = self._run_folder(environ)
+        self._allocation = Allocation.from_environ(environ)
+        self._log: EventLog | None = None
+        self._early: list[tuple[EventKind, dict[str, object]]] = []
+        self.number: int | None = None
+        if self._allocation is not None and self._allocation.step_id is not None:
+            self.settle(self._allocation.rank)
+
+    def _run_folder(self, environ: Mapping[str, str]) -> RunDir | None:
+        run = jobfolder.from_environment(environ)
+        try:
+            return run and run.claim()
+        except RunFolderError as error:
+            LOGGER.warning("%s. The agent writes no events", error)
+            return None
+
+    def settle(self, number: int) -> None:
+        """Give the node its number; the first one stays."""
+        if self.number is not None:
+            return
+        self.number = number
+        self._log = EventLog(self._run.agent_events(number) if self._run else None)
+        early, self._early = self._early, []
+        for kind, data in early:
+            self.record(kind, data)
+
+    def record(self, kind: EventKind, data: dict[str, object]) -> None:
+        """Write one event."""
+        if self._log is None or self.number is None:
+            self._early.append((kind, data))
+            return
+        mono_ns, epoch_ns = clocks()
+        allocation = self._allocation
+        self._log.append(
+            Event(
+                kind=kind,
+                mono_ns=mono_ns,
+                epoch_ns=epoch_ns,
+                rank=self.number,
+                job_id=allocation.job_id if allocation else None,
+                restart_count=allocation.restart_count if allocation else 0,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                data=data,
+            )
+        )
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """One line for people."""
+        level = logging.WARNING if warning else logging.INFO
+        LOGGER.log(level, "node %s: %s", "?" if self.number is None else self.number, text)
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()

@@ -75,5 +75,5 @@ def _state_of(worker: Worker) -> RankState | None:
     if worker.entry is None:
         return None
     state = latest(Path(worker.entry.events))
-    # the file is that of the rank, and an earlier life of it may have been the last to write
+    # the file is that of the rank, and an earlier attempt may have been the last to write
     return state if state is not None and state.pid == worker.entry.pid else None

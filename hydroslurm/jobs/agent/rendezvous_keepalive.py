@@ -26,8 +26,8 @@ STORE_LOST_S = 30.0
 because its workers have, and ours may be about to hear of it."""
 
 
-class Patience:
-    """The patience of one agent with one rendezvous handler. Any thread."""
+class RendezvousKeepalive:
+    """Keeps one agent's rendezvous handler from giving up on suspended nodes. Any thread."""
 
     def __init__(
         self, handler: Any, *, leaving: Callable[[], bool], say: Callable[[str], None]
@@ -90,18 +90,18 @@ class Patience:
             return False
         self._interval_s = interval.total_seconds()
 
-        def patient_sanitize() -> None:
+        def sanitize_unless_suspended() -> None:
             if not self._allows():
                 sanitize()
 
-        def unhurried_sync() -> bool | None:
+        def sync_unless_suspended() -> bool | None:
             """None is torch's own answer where it takes the state that it has."""
             result: bool | None = None if self._held else sync()
             return result
 
         # torch has no public place for either
-        holder._sanitize = patient_sanitize
-        holder.sync = unhurried_sync
+        holder._sanitize = sanitize_unless_suspended
+        holder.sync = sync_unless_suspended
         return True
 
     def _allows(self) -> bool:

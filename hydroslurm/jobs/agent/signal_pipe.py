@@ -18,7 +18,7 @@ class Interrupted(BaseException):
     """
 
 
-class Mailbox:
+class SignalPipe:
     """Keeps signals from killing or stopping this process, and says which ones came.
 
     The handler in C writes the number at once, also while the main thread is inside a long call of

@@ -7,15 +7,16 @@ each kind, until it listens.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hydroslurm.core import registry
-from hydroslurm.jobs.agent import proc
 
 Meaning = Literal["slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning"]
 MEANINGS: tuple[Meaning, ...] = (
@@ -102,13 +103,13 @@ class Workers:
         have the job requeued and leave, where only a restart is meant."""
         for worker in self.all:
             if worker.entry is not None:
-                proc.send_group(worker.pid, signal.SIGKILL)
+                send_group(worker.pid, signal.SIGKILL)
 
     def _announced(self, pid: int) -> registry.Entry | None:
         """Of the process itself, or of the nearest child, below a shell script for example."""
         if self._base is None:
             return None
-        found = (registry.find(self._base, each) for each in proc.family(pid))
+        found = (registry.find(self._base, each) for each in family(pid))
         return next((entry for entry in found if entry is not None), None)
 
 
@@ -119,14 +120,75 @@ def _give(worker: Worker, meaning: Meaning, *, waited_s: float) -> bool:
         signo = entry.signals.get(meaning)
         if signo is None:
             return True
-        if signo == signal.SIGCONT or proc.catches(entry.pid, signo):
-            proc.send(entry.pid, signo)
+        if signo == signal.SIGCONT or catches(entry.pid, signo):
+            send(entry.pid, signo)
             return True
     if meaning != "stop":
         return False
-    if entry is None and proc.catches(worker.pid, signal.SIGTERM):
-        return proc.send(worker.pid, signal.SIGTERM) or True
+    if entry is None and catches(worker.pid, signal.SIGTERM):
+        return send(worker.pid, signal.SIGTERM) or True
     if waited_s > PATIENCE_S:
-        proc.send_group(worker.pid, signal.SIGTERM)
+        send_group(worker.pid, signal.SIGTERM)
         return True
     return False
+
+
+def family(pid: int) -> Iterator[int]:
+    """The process and everything that descends from it, parents first."""
+    yield pid
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        yield from family(int(child))
+
+
+def catches(pid: int, signo: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
+    return any(int(mask, 16) >> (signo - 1) & 1 for mask in masks)
+
+
+def send(pid: int, signo: int) -> bool:
+    """Signal one process; False when it is gone."""
+    try:
+        os.kill(pid, signo)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def send_group(pid: int, signo: int) -> None:
+    """Signal the process and, where it leads a group of its own as torchrun's workers do, all of
+    that."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signo)
+        else:
+            os.kill(pid, signo)
+
+
+def exit_codes(pcontext: Any) -> dict[int, int | None]:
+    """How the worker of each local rank has ended, negative for a signal; None: it lives. Takes
+    nothing away from torch, which waits for them too.
+
+    Args:
+        pcontext: torch's, of the workers of this node.
+    """
+    return {rank: _exit_code(pcontext, rank, pid) for rank, pid in pcontext.pids().items()}
+
+
+def _exit_code(pcontext: Any, local_rank: int, pid: int) -> int | None:
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # torch was first
+        handler = getattr(pcontext, "subprocess_handlers", {}).get(local_rank)
+        return 0 if handler is None else handler.proc.returncode
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

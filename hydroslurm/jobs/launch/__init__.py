@@ -1,1 +1,2 @@
-"""From what a user wants to run to a running job: submitit -> srun -> one process per rank."""
+"""Submitting: batch scripts, submitit's executor with a run folder per job, and what runs in a rank
+before the user's code."""

@@ -19,29 +19,29 @@ import os
 import secrets
 import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import submitit
 from submitit.core import utils as submitit_utils
 from submitit.core.core import PicklingExecutor
+from submitit.core.plugins import get_executors
 from submitit.core.utils import JobPaths
-from submitit.slurm.slurm import SlurmExecutor
+from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
-from hydroslurm.jobs.launch import submission
-from hydroslurm.jobs.launch.batchscript import in_option_line, requeue_lines
-from hydroslurm.jobs.launch.handle import PausableJob
-from hydroslurm.jobs.launch.local import Cluster, WithoutSlurm
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
-from hydroslurm.jobs.launch.refusals import ask_sbatch, unmaking
-from hydroslurm.jobs.launch.submission import Submission
+from hydroslurm.jobs.launch.sbatch import call_sbatch, removing_on_refusal
+from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 _NO_SLURM = (
@@ -152,7 +152,7 @@ class Executor(SlurmExecutor):
         if self._here is not None:
             return [self._run_here(self._here, delayed) for delayed in delayed_submissions]
         is_array = len(delayed_submissions) > 1
-        with unmaking(JobPaths.get_first_id_independent_folder(self.folder)):
+        with removing_on_refusal(JobPaths.get_first_id_independent_folder(self.folder)):
             run, name = self._new_run(delayed_submissions[0])
             intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
             submission.write(run, intent)
@@ -222,7 +222,7 @@ class Executor(SlurmExecutor):
                 "signal": f"{SUBMITIT_SIGNAL}@{self.parameters.get('signal_delay_s', 90)}",
             },
         }
-        return ask_sbatch(
+        return call_sbatch(
             lambda: list(SlurmExecutor._internal_process_submissions(inner, delayed)),
             run,
             is_new=True,
@@ -272,3 +272,106 @@ def _describe(delayed: submitit_utils.DelayedSubmission) -> str:
         f"{k}={v!r}" for k, v in delayed.kwargs.items()
     ]
     return f"{_name_of(delayed.function)}({', '.join(arguments)})"
+
+
+Cluster = Literal["slurm", "local", "debug"]
+
+
+class WithoutSlurm:
+    """submitit's own executor of this machine, chosen and set as its AutoExecutor does."""
+
+    def __init__(self, folder: Path, cluster: str, **options: Any) -> None:
+        """``options``: of submitit's LocalExecutor.
+
+        Raises:
+            UsageError: no such cluster.
+        """
+        if cluster not in ("local", "debug"):
+            raise UsageError(f'cluster={cluster!r}: wanted "slurm", "local" or "debug"')
+        prefixed = {f"local_{name}": value for name, value in options.items()}
+        self._auto = submitit.AutoExecutor(folder, cluster=cluster, **prefixed)
+
+    def update_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Set what submitit's AutoExecutor takes; what is Slurm's alone has no meaning here."""
+        named = {
+            name if self._is_auto(name) else f"slurm_{name}": value
+            for name, value in parameters.items()
+        }
+        try:
+            self._auto.update_parameters(**named)
+        except (AssertionError, ValueError, NameError) as error:
+            raise UsageError(str(error)) from error
+
+    def submit(self, run: RunDir, delayed: submitit_utils.DelayedSubmission) -> submitit.Job[Any]:
+        """Have submitit run one call, with its files in the run folder."""
+        delayed.function = InRank(delayed.function, run.root)
+        inner = copy(self._auto._executor)
+        inner.folder = run.logs
+        with submitit_utils.environment_variables(
+            **{
+                "SUBMITIT_PREEMPT_SIGNAL": SUBMITIT_SIGNAL,
+                PREEMPT_ENV: os.environ.get(PREEMPT_ENV, "pause"),
+                rundir.RUN_DIR_ENV: run.root,
+            }
+        ):
+            (job,) = inner._internal_process_submissions([delayed])
+        return job
+
+    def _is_auto(self, name: str) -> bool:
+        return name in self._auto._valid_parameters() or name.partition("_")[0] in get_executors()
+
+
+class _Watcher(SlurmInfoWatcher):
+    """submitit's poll of sacct. submitit itself takes a suspended job for one that has ended.
+
+    Each asks the Slurm that its jobs were submitted to, whatever ``SLURM_CONF`` says by then: job
+    ids of two clusters are the same numbers.
+    """
+
+    def __init__(self, slurm_conf: str | None) -> None:
+        super().__init__(delay_s=600)
+        self._slurm_conf = slurm_conf
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        suspended = self.get_state(job_id, mode=mode).upper().startswith("SUSPENDED")
+        return not suspended and super().is_done(job_id, mode="cache")
+
+    def _make_command(self) -> list[str] | None:
+        command: list[str] | None = super()._make_command()
+        if command is None or self._slurm_conf is None:
+            return command
+        return ["env", f"SLURM_CONF={self._slurm_conf}", *command]
+
+
+class PausableJob(SlurmJob[Any]):
+    """submitit's job handle, which knows the run folder and waits through suspensions."""
+
+    watcher = _Watcher(None)
+
+    def __init__(
+        self, folder: str | os.PathLike[str], job_id: str, tasks: Sequence[int] = (0,)
+    ) -> None:
+        """Of a job that was submitted, now or by another process: ``folder`` is that of its
+        executor, or has submitit's files in it."""
+        script = JobPaths(Path(folder), job_id).submission_file
+        # the executor has left a link there, or in the folder's place
+        logs = script.resolve().parent if script.exists() else Path(folder)
+        super().__init__(logs, job_id, tasks)
+        self.run_dir = RunDir(logs.parent / job_id.partition("_")[2])
+
+    def _interrupt(self, timeout: bool = False) -> None:
+        """As submitit's, by the signals that mean it here: SIGUSR2, which submitit sends, resumes a
+        pause."""
+        for name in (SUBMITIT_SIGNAL,) if timeout else ("TERM", SUBMITIT_SIGNAL):
+            subprocess.check_call(["scancel", self.job_id, "--signal", name])
+
+    def _register_in_watcher(self) -> None:
+        """Called once, by submitit's constructor."""
+        conf = os.environ.get("SLURM_CONF")
+        if conf is not None:
+            self.watcher = _WATCHERS.setdefault(conf, _Watcher(conf))
+        super()._register_in_watcher()
+
+
+_WATCHERS: dict[str, _Watcher] = {}
+"""SLURM_CONF -> the watcher of that Slurm, shared by its jobs as submitit's is."""

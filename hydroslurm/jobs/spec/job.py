@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from hydroslurm.jobs.spec.consistency import complaints
-from hydroslurm.jobs.spec.part import Part, as_tuple
-from hydroslurm.jobs.spec.policies import Preemption, RunPolicy
-from hydroslurm.jobs.spec.replicas import ReplicaSpec
-from hydroslurm.jobs.spec.runmode import RunMode
-from hydroslurm.jobs.spec.scheduler import Scheduler
-from hydroslurm.jobs.spec.source import path_text
-from hydroslurm.jobs.spec.tensorboard import TensorBoard
-from hydroslurm.jobs.spec.text import Line, Printable
-from hydroslurm.jobs.spec.torchrun import TorchrunConfig
+from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
+from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec
+from hydroslurm.jobs.spec.sections import Preemption, RunMode, RunPolicy, Scheduler, TensorBoard
+from hydroslurm.jobs.spec.source import KeyPath, path_text
+from hydroslurm.jobs.spec.torchrun import ENDPOINT, TorchrunConfig
 
 DOES_NOT_FIT = "does_not_fit"
 """pydantic's name for the error whose context holds complaints under ``found``."""
@@ -86,7 +83,144 @@ class TrainingJob(Part):
     def _fits_together(self) -> TrainingJob:
         found = complaints(self)
         if found:
-            words = "; ".join(f"{path_text(one.path)}: {one.words}" for one in found)
+            message = "; ".join(f"{path_text(one.path)}: {one.message}" for one in found)
             # the braces of a user's text are none of pydantic's template
-            raise PydanticCustomError(DOES_NOT_FIT, "{words}", {"words": words, "found": found})
+            raise PydanticCustomError(
+                DOES_NOT_FIT, "{message}", {"message": message, "found": found}
+            )
         return self
+
+
+# --- fields that are right one by one, and do not fit together
+
+MOST_RANKS = 65536
+
+_TORCHRUN = ("torchrunConfig",)
+_ENABLE = (*_TORCHRUN, "enable")
+_PROCS = (*_TORCHRUN, "procPerNode")
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """Something that no field can know alone.
+
+    Attributes:
+        path: of the field that is to be changed, most likely.
+        message: what was seen, what was wanted, what to do.
+        because: what else it was concluded from.
+    """
+
+    path: KeyPath
+    message: str
+    because: tuple[KeyPath, ...] = ()
+
+
+def complaints(job: TrainingJob) -> tuple[Complaint, ...]:
+    """All of them, in the order of the fields."""
+    found = [*_types(job), *_size(job)]
+    for number, spec in enumerate(job.replica_specs):
+        found += _of_replicas(job, spec, ("replicaSpecs", number))
+    return (*found, *_min_nodes(job), *_meeting(job), *_debug(job), *_warning(job))
+
+
+def unused(job: TrainingJob) -> Iterator[Complaint]:
+    """What is no mistake, and has no effect in this job; people should know."""
+    torchrun = job.torchrun_config
+    if torchrun.enable and torchrun.has_own_server and job.replicas == 1:
+        message = (
+            f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so that its agent runs "
+            "torchrun --standalone and asks no server; leave it out, or raise replicas"
+        )
+        yield Complaint((*_TORCHRUN, "rdzvBackend"), message)
+    if not torchrun.enable and torchrun.proc_per_node != "1":
+        message = (
+            f"{torchrun.proc_per_node}: counts with torchrun; without it a replica has as many "
+            "ranks as its resources.tasks"
+        )
+        yield Complaint(_PROCS, message)
+
+
+def _types(job: TrainingJob) -> Iterator[Complaint]:
+    types = [spec.type.lower() for spec in job.replica_specs]
+    for number, spec in enumerate(job.replica_specs):
+        if types.index(types[number]) < number:
+            message = f"{spec.type!r} is there already; add up the replicas of one type"
+            yield Complaint(("replicaSpecs", number, "type"), message, (("replicaSpecs",),))
+
+
+def _size(job: TrainingJob) -> Iterator[Complaint]:
+    ranks = sum(one.replicas * one.template.resources.tasks for one in job.replica_specs)
+    if ranks > MOST_RANKS:
+        message = f"{ranks} ranks in all; at most {MOST_RANKS} can be laid out"
+        yield Complaint(("replicaSpecs",), message)
+
+
+def _of_replicas(job: TrainingJob, spec: ReplicaSpec, at: KeyPath) -> Iterator[Complaint]:
+    resources, torchrun = spec.template.resources, job.torchrun_config
+    where = (*at, "template", "resources")
+    replicas, kind = (*at, "replicas"), (*at, "type")
+    if spec.type.lower() == MASTER and spec.replicas != 1:
+        message = f"{spec.replicas} masters; there can be one, whose end is the job's"
+        yield Complaint(replicas, message, (kind,))
+    if resources.nodes is not None and spec.replicas % resources.nodes:
+        message = f"{spec.replicas} replicas cannot be shared evenly by {resources.nodes} nodes"
+        yield Complaint((*where, "nodes"), message, (replicas,))
+    if torchrun.enable and resources.tasks != 1:
+        message = (
+            f"{resources.tasks}, but with torchrun a replica is one agent; say "
+            "torchrunConfig.procPerNode instead"
+        )
+        yield Complaint((*where, "tasks"), message, (_ENABLE,))
+    if torchrun.enable and torchrun.proc_per_node == "gpu" and not resources.gpus:
+        message = "torchrunConfig.procPerNode is gpu, and no GPU is asked for here"
+        yield Complaint((*where, "gpus"), message, (_ENABLE, _PROCS))
+    seen: set[str] = set()
+    for number, one in enumerate(spec.template.env):
+        if one.name in seen:
+            message = f"{one.name!r} is there already; one of the two would be lost"
+            yield Complaint((*at, "template", "env", number, "name"), message)
+        seen.add(one.name)
+
+
+def _min_nodes(job: TrainingJob) -> Iterator[Complaint]:
+    least = job.torchrun_config.min_nodes
+    if least is not None and least > job.replicas:
+        message = f"{least} is more than the {job.replicas} replicas that there are"
+        yield Complaint((*_TORCHRUN, "minNodes"), message, (("replicaSpecs",),))
+
+
+def _meeting(job: TrainingJob) -> Iterator[Complaint]:
+    torchrun = job.torchrun_config
+    backend = (*_TORCHRUN, "rdzvBackend")
+    if torchrun.has_own_server and not torchrun.names_endpoint:
+        message = (
+            f"{torchrun.rdzv_backend} needs to be told where its server is, in extraOptions: "
+            f"[{ENDPOINT}, HOST:PORT]; c10d needs none"
+        )
+        yield Complaint(backend, message, ((*_TORCHRUN, "extraOptions"),))
+    if torchrun.names_endpoint and not torchrun.has_own_server:
+        message = f"{ENDPOINT} is set by hydroslurm for {torchrun.rdzv_backend}; leave it out"
+        yield Complaint((*_TORCHRUN, "extraOptions"), message, (backend,))
+    if torchrun.rdzv_backend == "static" and torchrun.min_nodes not in (None, job.replicas):
+        message = f"{torchrun.min_nodes}, but with rdzvBackend static all replicas train or none"
+        yield Complaint((*_TORCHRUN, "minNodes"), message, (backend, ("replicaSpecs",)))
+
+
+def _debug(job: TrainingJob) -> Iterator[Complaint]:
+    types = [spec.type for spec in job.replica_specs]
+    for number, one in enumerate(job.run_mode.debug.replica_specs):
+        if one.type.lower() not in (name.lower() for name in types):
+            message = f"there is no replica type {one.type!r}; wanted one of {', '.join(types)}"
+            path = ("runMode", "debug", "replicaSpecs", number, "type")
+            yield Complaint(path, message, (("replicaSpecs",),))
+
+
+def _warning(job: TrainingJob) -> Iterator[Complaint]:
+    limit_min, warning_s = job.scheduler.time_limit_minutes, job.preemption.warning_seconds
+    if limit_min is not None and warning_s >= 60 * limit_min:
+        message = (
+            f"{warning_s} s before a limit of {limit_min} min would be at the start; shorten it, "
+            "or raise scheduler.timeLimitMinutes"
+        )
+        path = ("preemption", "warningSeconds")
+        yield Complaint(path, message, (("scheduler", "timeLimitMinutes"),))

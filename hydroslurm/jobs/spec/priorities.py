@@ -19,10 +19,9 @@ from pydantic import Field, ValidationError
 
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import SpecError
-from hydroslurm.jobs.spec.part import Part
-from hydroslurm.jobs.spec.scheduler import Nice
+from hydroslurm.jobs.spec.fields import Part, SlurmWord
+from hydroslurm.jobs.spec.sections import Nice
 from hydroslurm.jobs.spec.source import path_text, read_source
-from hydroslurm.jobs.spec.text import SlurmWord
 
 SITE = Path("/etc/hydroslurm/config.yaml")
 

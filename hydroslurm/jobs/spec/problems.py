@@ -10,11 +10,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_snake
 
-from hydroslurm.jobs.spec.consistency import Complaint
-from hydroslurm.jobs.spec.job import DOES_NOT_FIT, TrainingJob
+from hydroslurm.jobs.spec.fields import NotText
+from hydroslurm.jobs.spec.job import DOES_NOT_FIT, Complaint, TrainingJob
 from hydroslurm.jobs.spec.source import KeyPath, Source, path_text
-from hydroslurm.jobs.spec.spelling import nearest
-from hydroslurm.jobs.spec.text import NotText
+from hydroslurm.jobs.spec.translation import nearest
 
 MOST_PROBLEMS = 60
 """That are looked for: who has more has another kind of file."""
@@ -27,16 +26,16 @@ class Problem:
     Attributes:
         line: in the file, from 1.
         field: its path, such as ``replicaSpecs[0].template.command``; empty for the whole file.
-        words: what was seen, what was wanted, what to do.
+        message: what was seen, what was wanted, what to do.
     """
 
     line: int
     field: str
-    words: str
+    message: str
 
     def text(self, name: str) -> str:
         """``job.yaml:7: replicaSpecs[0].replicas: ...``"""
-        return f"{name}:{self.line}: {f'{self.field}: ' if self.field else ''}{self.words}"
+        return f"{name}:{self.line}: {f'{self.field}: ' if self.field else ''}{self.message}"
 
 
 def problems_of(
@@ -52,9 +51,9 @@ def problems_of(
     """
     found: dict[Problem, None] = {}
 
-    def note(path: KeyPath, words: str) -> None:
+    def note(path: KeyPath, message: str) -> None:
         written = place(path)
-        found[Problem(source.line_of(written), path_text(written), words)] = None
+        found[Problem(source.line_of(written), path_text(written), message)] = None
 
     wrong: list[KeyPath] = []
     errors: list[dict[str, Any]] = [
@@ -75,7 +74,7 @@ def problems_of(
             note(path, _words(one, path, source.written.get(place(path))))
     if not foreign:
         for complaint in _complaints(error, value, wrong):
-            note(complaint.path, complaint.words)
+            note(complaint.path, complaint.message)
     return tuple(sorted(found, key=lambda problem: problem.line))
 
 

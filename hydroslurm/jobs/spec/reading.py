@@ -11,12 +11,11 @@ from pydantic import ValidationError
 
 from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec import t9k
-from hydroslurm.jobs.spec.consistency import unused
-from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.fields import is_printable
+from hydroslurm.jobs.spec.job import TrainingJob, unused
 from hydroslurm.jobs.spec.priorities import read_priorities
 from hydroslurm.jobs.spec.problems import Problem, problems_of
 from hydroslurm.jobs.spec.source import KeyPath, Source, parse_source, path_text, read_source
-from hydroslurm.jobs.spec.text import is_printable
 from hydroslurm.jobs.spec.translation import Misspelt, Translation
 
 LISTED = 30
@@ -74,13 +73,13 @@ def read(source: Source, *, folder: Path) -> JobSpec:
     else:
         translation = Translation(source.value, {(): ()})
     job = _validated(translation, source)
-    idle = [f"{path_text(translation.origin(one.path))} ({one.words})" for one in unused(job)]
+    idle = [f"{path_text(translation.origin(one.path))} ({one.message})" for one in unused(job)]
     return JobSpec(job, folder, (*translation.meaningless, *idle), is_manifest=is_manifest)
 
 
 def _validated(translation: Translation, source: Source) -> TrainingJob:
     value = translation.value
-    wrong = tuple(_problem(one.path, one.words, source) for one in translation.refusals)
+    wrong = tuple(_problem(one.path, one.message, source) for one in translation.refusals)
     try:
         job = TrainingJob.model_validate(value)
     except ValidationError as error:
@@ -96,8 +95,8 @@ def _misspelt(one: Misspelt, source: Source) -> Problem:
     return _problem(one.path, f"there is no such field; did you mean {one.meant!r}?", source)
 
 
-def _problem(path: KeyPath, words: str, source: Source) -> Problem:
-    return Problem(source.line_of(path), path_text(path), words)
+def _problem(path: KeyPath, message: str, source: Source) -> Problem:
+    return Problem(source.line_of(path), path_text(path), message)
 
 
 def _text(problems: tuple[Problem, ...], name: str) -> str:

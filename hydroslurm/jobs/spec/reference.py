@@ -63,7 +63,7 @@ def _parts_of(field: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _type(field: Mapping[str, Any]) -> str:
-    """In words."""
+    """In message."""
     if "anyOf" in field:
         kinds = [_type(one) for one in field["anyOf"] if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))

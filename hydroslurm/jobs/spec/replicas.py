@@ -10,9 +10,21 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchem
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from hydroslurm.jobs.spec.part import Command, Count, Part, Words, as_tuple, unit
-from hydroslurm.jobs.spec.quantity import CPUS_PATTERN, MEMORY_PATTERN, as_bytes, as_cpus
-from hydroslurm.jobs.spec.text import EnvName, Line, Text
+from hydroslurm.jobs.spec.fields import (
+    CPUS_PATTERN,
+    MEMORY_PATTERN,
+    Command,
+    Count,
+    EnvName,
+    Line,
+    Part,
+    Text,
+    Words,
+    as_bytes,
+    as_cpus,
+    as_tuple,
+    unit,
+)
 
 RestartPolicy = Literal["Never", "OnFailure", "Always", "ExitCode"]
 

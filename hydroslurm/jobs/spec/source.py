@@ -143,8 +143,8 @@ class _Reading:
     lines: dict[KeyPath, int]
     written: dict[KeyPath, str]
 
-    def error(self, node: yaml.Node, words: str) -> SpecError:
-        return SpecError(f"{self.name}:{_line(node)}: {words}")
+    def error(self, node: yaml.Node, message: str) -> SpecError:
+        return SpecError(f"{self.name}:{_line(node)}: {message}")
 
 
 def _line(at: yaml.Node | yaml.Event) -> int:

@@ -247,15 +247,15 @@ def _environment(of: Translator, own: KeyPath, at: KeyPath) -> dict[str, str]:
     return known
 
 
-def _expanded(words: Any, env: Mapping[str, str]) -> Any:
+def _expanded(value: Any, env: Mapping[str, str]) -> Any:
     """``$(NAME)`` of a variable that the container has, ``$$`` as one ``$``; everything else stays.
     Source: the Kubernetes API reference on ``command`` and ``args`` of a container."""
-    if isinstance(words, list):
-        return [_expanded(word, env) for word in words]
-    if not isinstance(words, str):
-        return words
+    if isinstance(value, list):
+        return [_expanded(word, env) for word in value]
+    if not isinstance(value, str):
+        return value
 
     def one(match: re.Match[str]) -> str:
         return "$" if match[1] is None else env.get(match[1], match[0])
 
-    return _REFERENCE.sub(one, words)
+    return _REFERENCE.sub(one, value)

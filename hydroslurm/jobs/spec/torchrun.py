@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 
-from hydroslurm.jobs.spec.part import Count, Part, Whole, Words, unit
-from hydroslurm.jobs.spec.text import Line
+from hydroslurm.jobs.spec.fields import Count, Line, Part, Whole, Words, unit
 
 RDZV_BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 RESERVED = frozenset({
@@ -76,8 +75,8 @@ class TorchrunConfig(Part):
     @property
     def names_endpoint(self) -> bool:
         """Whether extraOptions say where the agents meet."""
-        words = (word.partition("=")[0].replace("_", "-") for word in self.extra_options)
-        return any(len(word) > len("--rdzv-") and ENDPOINT.startswith(word) for word in words)
+        names = (word.partition("=")[0].replace("_", "-") for word in self.extra_options)
+        return any(len(word) > len("--rdzv-") and ENDPOINT.startswith(word) for word in names)
 
     @property
     def has_own_server(self) -> bool:

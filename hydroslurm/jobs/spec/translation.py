@@ -1,16 +1,15 @@
-"""A document of another format in our words: what becomes of each of its parts, and what is left.
-Pure."""
+"""Translate a document of another format into ours, and list what has no counterpart. Pure."""
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydroslurm.jobs.spec.source import KeyPath, path_text
-from hydroslurm.jobs.spec.spelling import nearest
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,12 @@ class Refusal:
     """A place in the document that says something which cannot be obeyed, and why."""
 
     path: KeyPath
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A document in our own words.
+    """A document in our own format.
 
     Attributes:
         value: for :class:`~hydroslurm.jobs.spec.job.TrainingJob`, not validated.
@@ -129,10 +128,10 @@ class Translator:
         if self.get(path) is not None:
             self._reasons[path] = why
 
-    def refuse(self, path: KeyPath, words: str) -> None:
+    def refuse(self, path: KeyPath, message: str) -> None:
         """Note that a field cannot be obeyed: what was seen, and what was wanted."""
         self._used.add(path)
-        self._refusals.append(Refusal(path, words))
+        self._refusals.append(Refusal(path, message))
 
     def translation(self) -> Translation:
         """What has been written, and what is left."""
@@ -188,3 +187,20 @@ class Translator:
     def _words(self, path: KeyPath, meant: str | None) -> str:
         why = self._reasons.get(path) if meant is None else f"did you mean {meant}?"
         return path_text(path) + (f" ({why})" if why else "")
+
+
+def nearest(name: str, valid: Collection[str], *, cutoff: float = 0.6) -> str | None:
+    """The valid name that is spelt most alike, whatever its case and its dashes; None when none
+    is like it.
+
+    Args:
+        cutoff: how alike, from 0 to 1.
+    """
+    plain = {_bare(one): one for one in valid}
+    near = difflib.get_close_matches(_bare(name)[:60], list(plain), n=1, cutoff=cutoff)
+    return plain[near[0]] if near else None
+
+
+def _bare(name: str) -> str:
+    """The same for envName, env_name and ENV-NAME."""
+    return name.lower().replace("_", "").replace("-", "")

@@ -2,7 +2,7 @@
 
 One file per attempt, made before it begins, and one more when it has ended, each put in place whole
 and once: whatever kills whom, each attempt is counted once. An attempt without an end is still
-running, or died with its whole life (the supervisor, the node).
+running, or died with its supervisor or node.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -20,8 +20,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from hydroslurm.core.files import open_regular, parse_json, read_regular
 from hydroslurm.errors import RunFolderError
-from hydroslurm.jobs.supervisor.decision import DEADLINE_EXCEEDED, Decision
-from hydroslurm.jobs.supervisor.exit_policy import SRUN_KILLED, Judgement, Next
+from hydroslurm.jobs.supervisor.exit_policy import (
+    DEADLINE_EXCEEDED,
+    SRUN_KILLED,
+    Action,
+    ExitDecision,
+    FinalDecision,
+)
 
 _MOST_BYTES = 1 << 20
 
@@ -42,15 +47,15 @@ class Ending(str, Enum):
     DEADLINE = "deadline"
 
 
-def ending_of(judgement: Judgement, decision: Decision | None) -> Ending:
+def ending_of(decision: ExitDecision, final_decision: FinalDecision | None) -> Ending:
     """Of an attempt that was not interrupted from outside."""
-    if judgement.next is Next.SUCCEED:
+    if decision.action is Action.SUCCEED:
         return Ending.SUCCEEDED
-    if decision is not None and decision.reason == DEADLINE_EXCEEDED:
+    if final_decision is not None and final_decision.reason == DEADLINE_EXCEEDED:
         return Ending.DEADLINE
-    if judgement.reason == SRUN_KILLED:
+    if decision.reason == SRUN_KILLED:
         return Ending.LOST
-    return Ending.RESTARTED if judgement.status == 0 else Ending.FAILED
+    return Ending.RESTARTED if decision.status == 0 else Ending.FAILED
 
 
 @dataclass(frozen=True)
@@ -59,17 +64,17 @@ class Attempt:
 
     Attributes:
         number: from 1.
-        life: Slurm's restart count.
+        restart_count: Slurm's.
         began_epoch_ns, ended_epoch_ns: when.
         srun_pid, srun_started: of the process that has the job step, and its start in clock ticks;
             None before it runs.
         ending: None while it is not known.
         replica, status: which one failed first, and how.
-        decision: what it decided of the job; None where it was started again.
+        final_decision: what it decided of the job; None where it was started again.
     """
 
     number: int
-    life: int
+    restart_count: int
     began_epoch_ns: int
     srun_pid: int | None = None
     srun_started: int | None = None
@@ -77,7 +82,7 @@ class Attempt:
     replica: str | None = None
     status: int | None = None
     ended_epoch_ns: int | None = None
-    decision: Decision | None = None
+    final_decision: FinalDecision | None = None
 
 
 class Attempts:
@@ -107,15 +112,19 @@ class Attempts:
                 found += _attempt({**begun, **started, **ended})
         return tuple(found)
 
-    def begin(self, life: int) -> Attempt:
+    def begin(self, restart_count: int) -> Attempt:
         """Write down that an attempt begins, durably.
 
         Raises:
             RunFolderError: the folder cannot be written.
         """
         number = max((one.number for one in self.all()), default=0) + 1
-        attempt = Attempt(number, life, time.time_ns())
-        row = {"number": number, "life": life, "began_epoch_ns": attempt.began_epoch_ns}
+        attempt = Attempt(number, restart_count, time.time_ns())
+        row = {
+            "number": number,
+            "restart_count": restart_count,
+            "began_epoch_ns": attempt.began_epoch_ns,
+        }
         self._write(f"{number:06d}.began.json", row, new=True)
         return attempt
 
@@ -132,7 +141,7 @@ class Attempts:
         *,
         replica: str | None = None,
         status: int | None = None,
-        decision: Decision | None = None,
+        final_decision: FinalDecision | None = None,
     ) -> Attempt:
         """Write down how it ended; of two ends the first counts."""
         row: dict[str, Any] = {
@@ -140,7 +149,7 @@ class Attempts:
             "replica": replica,
             "status": status,
             "ended_epoch_ns": time.time_ns(),
-            "decision": None if decision is None else asdict(decision),
+            "final_decision": None if final_decision is None else asdict(final_decision),
         }
         self._write(f"{attempt.number:06d}.ended.json", row, new=True, quietly=True)
         return next(one for one in self.all() if one.number == attempt.number)
@@ -151,7 +160,7 @@ class Attempts:
 
     def preemptions(self) -> int:
         """Lives that ended because somebody else wanted the nodes."""
-        return len({one.life for one in self.all() if one.ending is Ending.PREEMPTED})
+        return len({one.restart_count for one in self.all() if one.ending is Ending.PREEMPTED})
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
@@ -202,3 +211,44 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+LONGEST_TICK_S = 2.0
+"""More than this between two ticks was not spent running."""
+WRITE_EVERY_S = 5.0
+
+
+class ActiveTime:
+    """Counts it, and keeps it in a file."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self.seconds = _read(path)
+        self._clock = clock
+        self._ticked_mono_s = self._written_mono_s = clock()
+
+    def tick(self) -> float:
+        """Count up to now; the seconds so far."""
+        now_s = self._clock()
+        self.seconds += min(now_s - self._ticked_mono_s, LONGEST_TICK_S)
+        self._ticked_mono_s = now_s
+        if now_s - self._written_mono_s > WRITE_EVERY_S:
+            self.write()
+        return self.seconds
+
+    def write(self) -> None:
+        """Put it into the file; what cannot be written is counted again after a restart."""
+        self._written_mono_s = self._clock()
+        temporary = self.path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps({"active_s": round(self.seconds, 3)}))
+            temporary.replace(self.path)
+        except OSError:
+            pass
+
+
+def _read(path: Path) -> float:
+    try:
+        return float(json.loads(path.read_text())["active_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0

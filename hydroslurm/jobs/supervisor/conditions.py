@@ -2,7 +2,7 @@
 
     Created, Queued, Running, Paused, Preempted, Restarting, Succeeded, Failed
 
-The words are those of Kubernetes' jobs. The newest line is what the job is now; Paused is read from
+The names are those of Kubernetes' jobs. The newest line is what the job is now; Paused is read from
 what the ranks themselves have written, for a supervisor that is suspended with them can write
 nothing.
 """
@@ -37,14 +37,14 @@ class Condition:
         epoch_ns: when.
         reason: one word for programs, such as BackoffLimitExceeded.
         message: a sentence for people.
-        life: Slurm's restart count.
+        restart_count: Slurm's.
     """
 
     type: ConditionType
     epoch_ns: int
     reason: str = ""
     message: str = ""
-    life: int = 0
+    restart_count: int = 0
 
     @property
     def is_failure(self) -> bool:
@@ -53,14 +53,14 @@ class Condition:
 
 
 def add_condition(
-    path: Path, kind: ConditionType, *, reason: str = "", message: str = "", life: int = 0
+    path: Path, kind: ConditionType, *, reason: str = "", message: str = "", restart_count: int = 0
 ) -> Condition:
     """Append one, durably.
 
     Raises:
         RunFolderError: the file cannot be written.
     """
-    condition = Condition(kind, time.time_ns(), reason, message, life)
+    condition = Condition(kind, time.time_ns(), reason, message, restart_count)
     line = json.dumps(asdict(condition), ensure_ascii=False) + "\n"
     try:
         handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -83,7 +83,7 @@ def read_conditions(path: Path) -> tuple[Condition, ...]:
     return tuple(_conditions(lines))
 
 
-def verdict(conditions: Iterable[Condition]) -> Condition | None:
+def final_condition(conditions: Iterable[Condition]) -> Condition | None:
     """Succeeded or Failed, if it has come to that; the first counts."""
     return next((one for one in conditions if one.type in FINAL), None)
 
@@ -100,4 +100,4 @@ def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
             continue
 
 
-_KINDS = {"type": str, "epoch_ns": int, "reason": str, "message": str, "life": int}
+_KINDS = {"type": str, "epoch_ns": int, "reason": str, "message": str, "restart_count": int}

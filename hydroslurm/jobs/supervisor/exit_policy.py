@@ -1,4 +1,4 @@
-"""What follows when tasks of an attempt have ended. Pure: statuses in, one judgement out.
+"""What follows when tasks of an attempt have ended. Pure: statuses in, one decision out.
 
 The rules are T9k's and Kubeflow's: the end of the master is the job's, a failure is what the
 replica's restart policy says. What differs is what a restart is. Ranks that train together cannot
@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
-from hydroslurm.jobs.launch.plan import Plan
+from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.spec.sections import RunPolicy
 
 RETRYABLE = frozenset({130, 137, 138, 140, 143})
 """Under ExitCode: SIGINT, SIGKILL, SIGUSR1 (T9k's "the user wants it again"), SIGUSR2 (submitit's
 default signal) and SIGTERM, as 128 + N."""
 
 
-class Next(Enum):
+class Action(Enum):
     """What to do."""
 
     WAIT = "wait"
@@ -37,25 +38,25 @@ SRUN_KILLED = "SrunKilled"
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ExitDecision:
     """What follows, and because of whom.
 
     Attributes:
-        next: what to do.
+        action: what to do.
         replica, status: whose end decided it.
         counts: whether the restart counts against backoffLimit.
-        reason, words: for the job's conditions: one word, one sentence.
+        reason, message: for the job's conditions: one word, one sentence.
     """
 
-    next: Next
+    action: Action
     replica: str | None = None
     status: int | None = None
     counts: bool = False
     reason: str = ""
-    words: str = ""
+    message: str = ""
 
 
-def judge(plan: Plan, statuses: Mapping[int, int], order: Sequence[int]) -> Judgement:
+def decide_exit(plan: Plan, statuses: Mapping[int, int], order: Sequence[int]) -> ExitDecision:
     """Look at the ends in the order in which they came; the first that decides counts.
 
     Args:
@@ -66,76 +67,82 @@ def judge(plan: Plan, statuses: Mapping[int, int], order: Sequence[int]) -> Judg
     saved = [task for task in order if statuses[task] == RUN_AGAIN]
     if saved:  # others may have ended badly because of it
         replica = plan.tasks[saved[0]].replica
-        return Judgement(Next.LEAVE, replica, RUN_AGAIN, words=f"{replica} has saved and left")
+        return ExitDecision(
+            Action.LEAVE, replica, RUN_AGAIN, message=f"{replica} has saved and left"
+        )
     for position, task in enumerate(order):
         found = _of_one(plan, task, statuses[task], statuses, order[: position + 1])
         if found is not None:
             return found
-    return Judgement(Next.WAIT)
+    return ExitDecision(Action.WAIT)
 
 
 def _of_one(
     plan: Plan, task: int, status: int, statuses: Mapping[int, int], until_now: Sequence[int]
-) -> Judgement | None:
+) -> ExitDecision | None:
     replica = plan.tasks[task].replica
     policy = plan.policy_of(replica)
     is_master = replica == plan.replicas[0]
     if status == MUST_NOT_RUN_AGAIN:
-        words = f"{replica} says that it must not be run again (status {status})"
-        return Judgement(Next.FAIL, replica, status, reason="MustNotRunAgain", words=words)
+        message = f"{replica} says that it must not be run again (status {status})"
+        return ExitDecision(Action.FAIL, replica, status, reason="MustNotRunAgain", message=message)
     if status == 0:
         own = [number for number, one in enumerate(plan.tasks) if one.replica == replica]
         done = all(number in until_now and statuses[number] == 0 for number in own)
         if not (done and is_master):
             return None
         if policy == "Always":
-            words = f"{replica} has ended, and restartPolicy Always starts it again"
-            return Judgement(Next.RESTART, replica, 0, True, "Always", words)
-        words = f"{replica} has ended with status 0"
-        return Judgement(Next.SUCCEED, replica, 0, reason="MasterSucceeded", words=words)
+            message = f"{replica} has ended, and restartPolicy Always starts it again"
+            return ExitDecision(Action.RESTART, replica, 0, True, "Always", message)
+        message = f"{replica} has ended with status 0"
+        return ExitDecision(Action.SUCCEED, replica, 0, reason="MasterSucceeded", message=message)
     if restarts(policy, status):
-        words = f"{replica} failed with status {status_words(status)}"
-        return Judgement(Next.RESTART, replica, status, True, "ReplicaFailed", words)
+        message = f"{replica} failed with status {format_status(status)}"
+        return ExitDecision(Action.RESTART, replica, status, True, "ReplicaFailed", message)
     if is_master:
-        words = (
-            f"{replica} failed with status {status_words(status)}, which restartPolicy {policy} "
+        message = (
+            f"{replica} failed with status {format_status(status)}, which restartPolicy {policy} "
             "takes for final"
         )
-        return Judgement(Next.FAIL, replica, status, reason="MasterFailed", words=words)
+        return ExitDecision(Action.FAIL, replica, status, reason="MasterFailed", message=message)
     return None
 
 
-def unasked(plan: Plan, found: Judgement) -> Judgement:
+def unrequested_exit(plan: Plan, found: ExitDecision) -> ExitDecision:
     """What to make of a rank that has left with 75 although nobody asked it to stop: no preemption,
     or the job would go round for ever, but an end like any other, for its policy to judge."""
-    assert found.next is Next.LEAVE
+    assert found.action is Action.LEAVE
     assert found.replica is not None
     policy = plan.policy_of(found.replica)
-    words = (
+    message = (
         f"{found.replica} left with status {RUN_AGAIN}, which says that it was stopped and has "
         "saved; nobody has asked it to"
     )
     if restarts(policy, RUN_AGAIN):
-        return Judgement(Next.RESTART, found.replica, RUN_AGAIN, True, "StoppedUnasked", words)
-    words = f"{words}, and restartPolicy {policy} takes that for final"
-    return Judgement(Next.FAIL, found.replica, RUN_AGAIN, reason="StoppedUnasked", words=words)
+        return ExitDecision(
+            Action.RESTART, found.replica, RUN_AGAIN, True, "StoppedUnasked", message
+        )
+    message = f"{message}, and restartPolicy {policy} takes that for final"
+    return ExitDecision(
+        Action.FAIL, found.replica, RUN_AGAIN, reason="StoppedUnasked", message=message
+    )
 
 
-def srun_was_killed(signal_number: int | None) -> Judgement:
+def srun_was_killed(signal_number: int | None) -> ExitDecision:
     """srun ended without a word about tasks that it had started: its end ends them, and is none of
     their failures. ``signal_number``: what it died of, where that is known."""
-    how = "" if signal_number is None else f" ({status_words(128 + signal_number)})"
-    words = f"srun was killed{how}, and its tasks with it; that is no failure of theirs"
-    return Judgement(Next.RESTART, reason=SRUN_KILLED, words=words)
+    how = "" if signal_number is None else f" ({format_status(128 + signal_number)})"
+    message = f"srun was killed{how}, and its tasks with it; that is no failure of theirs"
+    return ExitDecision(Action.RESTART, reason=SRUN_KILLED, message=message)
 
 
-def held_back(why: str, waited_s: float) -> Judgement:
+def step_cannot_start(why: str, waited_s: float) -> ExitDecision:
     """Slurm makes no job step on nodes that the job has to itself."""
-    words = (
+    message = (
         f"no job step could be started for {waited_s:.0f} s ({why}): Slurm counts one that is over "
         "as running, as it does where its slurmstepd was killed"
     )
-    return Judgement(Next.REQUEUE, reason="StepCannotStart", words=words)
+    return ExitDecision(Action.REQUEUE, reason="StepCannotStart", message=message)
 
 
 def restarts(policy: str, status: int) -> bool:
@@ -147,7 +154,7 @@ def restarts(policy: str, status: int) -> bool:
     return policy == "ExitCode" and status in RETRYABLE
 
 
-def status_words(status: int) -> str:
+def format_status(status: int) -> str:
     """``137 (SIGKILL)``"""
     import signal
 
@@ -155,3 +162,40 @@ def status_words(status: int) -> str:
         return f"{status} ({signal.Signals(status - 128).name})" if status > 128 else str(status)
     except ValueError:
         return str(status)
+
+
+DEADLINE_EXCEEDED = "DeadlineExceeded"
+
+
+@dataclass(frozen=True)
+class FinalDecision:
+    """The end of a job.
+
+    Attributes:
+        failed: whether it has.
+        reason, message: one word, one sentence.
+    """
+
+    failed: bool
+    reason: str
+    message: str
+
+
+def decide_job(
+    decision: ExitDecision, policy: RunPolicy, *, earlier_restarts: int, is_over_deadline: bool
+) -> FinalDecision | None:
+    """Compare what has happened with the limits of the job; None: it is started again."""
+    if decision.action is Action.SUCCEED:
+        return FinalDecision(False, decision.reason, decision.message)
+    if is_over_deadline:
+        message = f"activeDeadlineSeconds ({policy.active_deadline_seconds}) are over"
+        return FinalDecision(True, DEADLINE_EXCEEDED, message)
+    if decision.action is Action.FAIL:
+        return FinalDecision(True, decision.reason, decision.message)
+    restarts = earlier_restarts + decision.counts
+    if decision.counts and restarts > policy.backoff_limit:
+        message = (
+            f"{decision.message}: restart {restarts}, with backoffLimit {policy.backoff_limit}"
+        )
+        return FinalDecision(True, "BackoffLimitExceeded", message)
+    return None

@@ -1,25 +1,59 @@
-"""From a run folder to the supervisor of the job that this process is the batch script of."""
+"""The programs of a TrainingJob's batch scripts: the supervisor, and the janitor behind it.
+
+The janitor is a job of its own that depends on the end of the first. Slurm starts it when that one
+has really ended, not at a requeue (seen on 22.05.8).
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
-from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.launch.plan import Plan
+from hydroslurm.errors import LaunchError, SlurmError
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
+from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
 from hydroslurm.jobs.supervisor.supervise import Outcome, Supervisor
 from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
+from hydroslurm.slurm.values import Job
+
+
+@dataclass(frozen=True)
+class Supervise:
+    """What submitit calls in the batch script of the job."""
+
+    root: Path
+
+    def __call__(self) -> str:
+        outcome = supervise(self.root, environ=os.environ)
+        if outcome.status:
+            raise SystemExit(outcome.status)
+        return outcome.message
+
+
+@dataclass(frozen=True)
+class Clean:
+    """What submitit calls in the batch script of the janitor."""
+
+    root: Path
+
+    def __call__(self) -> str:
+        return clean(self.root, environ=os.environ)
 
 
 def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
-    """Supervise one life of the job.
+    """Supervise the job of a run folder, within the allocation that this process is in.
 
     Raises:
         LaunchError: the folder holds no job, or this is no batch script.
@@ -46,20 +80,60 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
         client=open_client(environ=environ),
         allocation=allocation,
         environ=environ,
-        say=_say,
+        log=_log,
     )
-    with tensorboard(job.tensorboard, run, say=_say):
+    with tensorboard(job.tensorboard, run, log=_log):
         return supervisor.supervise()
 
 
-def _say(words: str) -> None:
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} hydroslurm: {words}", flush=True)
+def clean(root: Path, *, environ: Mapping[str, str]) -> str:
+    """Apply cleanPolicy, and record how the job ended if nothing else has; return what was done.
+
+    Processes of the job need no cleaning: they ended with it.
+    """
+    run = RunDir(root)
+    job = loads(run.job_yaml.read_text(encoding="utf-8"), name=str(run.job_yaml), folder=root).job
+    done = []
+    if final_condition(read_conditions(run.conditions_jsonl)) is None:
+        last = _last_record(run, environ)
+        state = "UNKNOWN" if last is None else last.state.value
+        cancelled = state == "CANCELLED"
+        for attempt in Attempts(run.attempts).all():
+            if attempt.ending is None:
+                ending = Ending.CANCELLED if cancelled else Ending.FAILED
+                Attempts(run.attempts).end(attempt, ending)
+        message = f"the job ended {state}, and its supervisor with it"
+        reason = "Cancelled" if cancelled else "SupervisorLost"
+        add_condition(run.conditions_jsonl, "Failed", reason=reason, message=message)
+        done.append(message)
+    run.tensorboard_json.unlink(missing_ok=True)
+    if job.run_policy.clean_policy == "All" and run.scratch.is_dir():
+        shutil.rmtree(run.scratch, ignore_errors=True)
+        done.append("scratch folders removed")
+    return "; ".join(done) or "nothing was left to do"
+
+
+def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:
+    """The job as slurmctld has it, else its newest record in accounting."""
+    job_id = submission.read(run.root).job_id
+    if job_id is None:
+        return None
+    client = open_client(environ=environ)
+    try:
+        return client.job(int(job_id))
+    except SlurmError:
+        try:
+            return client.history(int(job_id))[-1]
+        except (SlurmError, IndexError):
+            return None
+
+
+def _log(message: str) -> None:
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} hydroslurm: {message}", flush=True)
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m hydroslurm.jobs.supervisor RUN_FOLDER``"""
-    import os
-
+    """``python -m hydroslurm.jobs.supervisor.main RUN_FOLDER``"""
     return supervise(Path(arguments[0]), environ=os.environ).status
 
 

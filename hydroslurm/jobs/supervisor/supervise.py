@@ -1,4 +1,4 @@
-"""The supervisor of one job: attempt after attempt, until there is a verdict or the job leaves.
+"""The supervisor of one job: attempt after attempt, until the job ends or has to leave its nodes.
 
 It runs in the batch script, on the job's first node, and holds nothing that is not in the run
 folder: when it is killed, the script starts it again and it goes on with the job step that runs.
@@ -18,34 +18,40 @@ from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SlurmError, StaleAttempt
-from hydroslurm.jobs.launch.plan import Plan
+from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
-from hydroslurm.jobs.supervisor.asked import is_slurms, one_word, was_asked_to_stop, why_asked
-from hydroslurm.jobs.supervisor.attempts import Attempt, Attempts, Ending, ending_of
+from hydroslurm.jobs.supervisor.attempts import ActiveTime, Attempt, Attempts, Ending, ending_of
 from hydroslurm.jobs.supervisor.conditions import (
     ConditionType,
     add_condition,
+    final_condition,
     read_conditions,
-    verdict,
 )
-from hydroslurm.jobs.supervisor.deadline import ActiveTime
-from hydroslurm.jobs.supervisor.decision import DEADLINE_EXCEEDED, Decision, decide
 from hydroslurm.jobs.supervisor.exit_policy import (
+    DEADLINE_EXCEEDED,
     SRUN_KILLED,
-    Judgement,
-    Next,
-    held_back,
-    judge,
-    unasked,
+    Action,
+    ExitDecision,
+    FinalDecision,
+    decide_exit,
+    decide_job,
+    step_cannot_start,
+    unrequested_exit,
 )
-from hydroslurm.jobs.supervisor.steps import (
-    Ends,
+from hydroslurm.jobs.supervisor.job_step import (
     RunningStep,
+    TaskExits,
     after_srun,
     python_of,
     srun_command,
     start_step,
     step_variables,
+)
+from hydroslurm.jobs.supervisor.stop_requests import (
+    condition_reason,
+    is_by_slurm,
+    recorded_stop_reason,
+    was_stop_requested,
 )
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
@@ -68,14 +74,14 @@ TICK_S = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a life of the job has ended: the status of the batch script, and the words for it."""
+    """how this supervisor has left: the status of the batch script, and a message."""
 
     status: int
-    words: str
+    message: str
 
 
 class Supervisor:
-    """Of one life of the job; used from the main thread."""
+    """Of one allocation of the job; used from the main thread."""
 
     def __init__(
         self,
@@ -86,7 +92,7 @@ class Supervisor:
         client: SlurmClient,
         allocation: Allocation,
         environ: Mapping[str, str],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self._run = run
         self._job = job
@@ -94,10 +100,10 @@ class Supervisor:
         self._client = client
         self._allocation = allocation
         self._environ = environ
-        self._say = say
+        self._log = log
         self._attempts = Attempts(run.attempts)
         self._active = ActiveTime(run.active_json)
-        self._told_to_end = False
+        self._stop_requested = False
         self._start = Start(
             job_id=allocation.job_id,
             restart_count=allocation.restart_count,
@@ -105,14 +111,14 @@ class Supervisor:
         )
 
     def supervise(self) -> Outcome:
-        """Run the job to a verdict, or to where it has to leave its nodes."""
-        known = verdict(read_conditions(self._run.conditions_jsonl))
+        """Run the job until it ends, or has to leave its nodes."""
+        known = final_condition(read_conditions(self._run.conditions_jsonl))
         if known is not None:
             status = MUST_NOT_RUN_AGAIN if known.is_failure else 0
             return Outcome(status, f"{known.type} already: {known.message}")
         with self._listening():
             try:
-                self._settle_earlier_lives()
+                self._end_lost_attempts()
                 return self._decided_before() or self._run_attempts()
             except StaleAttempt as error:
                 return Outcome(MUST_NOT_RUN_AGAIN, str(error))
@@ -122,14 +128,14 @@ class Supervisor:
     def _run_attempts(self) -> Outcome:
         preemptions, limit = self._attempts.preemptions(), self._job.run_policy.preemption_limit
         if limit is not None and preemptions > limit:
-            words = f"preempted {preemptions} times, with preemptionLimit {limit}"
-            self._become("Failed", "PreemptionLimitExceeded", words)
-            return Outcome(MUST_NOT_RUN_AGAIN, words)
+            message = f"preempted {preemptions} times, with preemptionLimit {limit}"
+            self._add_condition("Failed", "PreemptionLimitExceeded", message)
+            return Outcome(MUST_NOT_RUN_AGAIN, message)
         while True:
             outcome = self._attempt()
             if outcome is not None:
                 return outcome
-            if self._told_to_end and (stop := self._why()) is not None:
+            if self._stop_requested and (stop := self._why()) is not None:
                 return self._leave(None, stop, saved=False)
 
     # --- one attempt
@@ -137,79 +143,87 @@ class Supervisor:
     def _attempt(self) -> Outcome | None:
         """One start of all replicas; None when another is to follow."""
         attempt, step, ends = self._adopted() or self._begun()
-        judgement = self._watch(step, ends)
+        decision = self._watch(step, ends)
         self._check_newest()
-        told = None if judgement.next is Next.SUCCEED else self._ask()
-        stop = None if told is None or not is_slurms(told) else told
-        if judgement.next is Next.REQUEUE:
+        told = None if decision.action is Action.SUCCEED else self._ask()
+        stop = None if told is None or not is_by_slurm(told) else told
+        if decision.action is Action.REQUEUE:
             step.end()
-            return self._leave(attempt, stop, saved=False, instead=judgement)
-        if judgement.next is Next.LEAVE and not self._was_asked(told, attempt):
-            judgement = unasked(self._plan, judgement)
-        if judgement.next is Next.LEAVE or stop is not None:
+            return self._leave(attempt, stop, saved=False, instead=decision)
+        if decision.action is Action.LEAVE and not self._was_asked(told, attempt):
+            decision = unrequested_exit(self._plan, decision)
+        if decision.action is Action.LEAVE or stop is not None:
             step.wait(time.monotonic() + SAVE_S)
-            return self._leave(attempt, stop, saved=judgement.next is Next.LEAVE)
-        decision = decide(
-            judgement,
+            return self._leave(attempt, stop, saved=decision.action is Action.LEAVE)
+        final_decision = decide_job(
+            decision,
             self._job.run_policy,
             earlier_restarts=self._attempts.restarts(),
             is_over_deadline=self._is_over_deadline(),
         )
         attempt = self._attempts.end(
             attempt,
-            ending_of(judgement, decision),
-            replica=judgement.replica,
-            status=judgement.status,
-            decision=decision,
+            ending_of(decision, final_decision),
+            replica=decision.replica,
+            status=decision.status,
+            final_decision=final_decision,
         )
-        if decision is not None:
-            return self._conclude(decision, step)
+        if final_decision is not None:
+            return self._conclude(final_decision, step)
         self._see_out(step, PEERS_S)
-        self._become("Restarting", judgement.reason, judgement.words)
-        self._pause_between(self._attempts.restarts() if judgement.status != 0 else 0)
+        self._add_condition("Restarting", decision.reason, decision.message)
+        self._pause_between(self._attempts.restarts() if decision.status != 0 else 0)
         return None
 
     def _decided_before(self) -> Outcome | None:
         """A supervisor that was killed had decided, and not come to the end of it."""
         for attempt in reversed(self._attempts.all()):
-            if attempt.decision is not None:
-                return self._conclude(attempt.decision, self._step_of(attempt))
+            if attempt.final_decision is not None:
+                return self._conclude(attempt.final_decision, self._step_of(attempt))
         return None
 
-    def _conclude(self, decision: Decision, step: RunningStep | None) -> Outcome:
+    def _conclude(self, final_decision: FinalDecision, step: RunningStep | None) -> Outcome:
         """Carry cleanPolicy out, and say how the job has ended."""
         clean_policy = self._job.run_policy.clean_policy
         if step is not None:
             patience_s = float("inf") if clean_policy == "None" else PEERS_S
-            self._see_out(step, 0.0 if decision.reason == DEADLINE_EXCEEDED else patience_s)
+            self._see_out(step, 0.0 if final_decision.reason == DEADLINE_EXCEEDED else patience_s)
         if clean_policy == "All":
             shutil.rmtree(self._run.scratch, ignore_errors=True)
-        self._become("Failed" if decision.failed else "Succeeded", decision.reason, decision.words)
-        return Outcome(MUST_NOT_RUN_AGAIN if decision.failed else 0, decision.words)
+        self._add_condition(
+            "Failed" if final_decision.failed else "Succeeded",
+            final_decision.reason,
+            final_decision.message,
+        )
+        return Outcome(MUST_NOT_RUN_AGAIN if final_decision.failed else 0, final_decision.message)
 
-    def _adopted(self) -> tuple[Attempt, RunningStep, Ends] | None:
-        """The attempt of a supervisor that was killed in this very life."""
+    def _adopted(self) -> tuple[Attempt, RunningStep, TaskExits] | None:
+        """The attempt of a supervisor that was killed in this allocation."""
         for attempt in reversed(self._attempts.all()):
-            if attempt.ending is None and attempt.life == self._allocation.restart_count:
+            if attempt.ending is None and attempt.restart_count == self._allocation.restart_count:
                 step = self._step_of(attempt)
-                ends = Ends(self._run.srun_log(attempt.number))
+                ends = TaskExits(self._run.srun_log(attempt.number))
                 if step is None:
                     # killed between the two: the step may run, but nobody knows its process
                     self._end_step(ends)
                     self._attempts.end(attempt, Ending.PREEMPTED)
                     continue
-                self._say(f"goes on with attempt {attempt.number}, whose supervisor was killed")
+                self._log(f"goes on with attempt {attempt.number}, whose supervisor was killed")
                 return attempt, step, ends
         return None
 
     def _step_of(self, attempt: Attempt) -> RunningStep | None:
-        """Its job step, if it is one of this life."""
+        """Its job step, if it runs in this allocation."""
         pid, started = attempt.srun_pid, attempt.srun_started
-        if pid is None or started is None or attempt.life != self._allocation.restart_count:
+        if (
+            pid is None
+            or started is None
+            or attempt.restart_count != self._allocation.restart_count
+        ):
             return None
         return RunningStep(pid, started)
 
-    def _begun(self) -> tuple[Attempt, RunningStep, Ends]:
+    def _begun(self) -> tuple[Attempt, RunningStep, TaskExits]:
         attempt = self._attempts.begin(self._allocation.restart_count)
         log = self._run.srun_log(attempt.number)
         command = srun_command(
@@ -217,10 +231,10 @@ class Supervisor:
         )
         step = start_step(command, environ=self._step_environ(), log=log)
         attempt = self._attempts.started(attempt, srun_pid=step.pid, srun_started=step.started)
-        self._become(
+        self._add_condition(
             "Running", "Started", f"attempt {attempt.number} on {len(self._plan.tasks)} tasks"
         )
-        return attempt, step, Ends(log)
+        return attempt, step, TaskExits(log)
 
     def _step_environ(self) -> dict[str, str]:
         nodes = self._allocation.nodes
@@ -230,28 +244,28 @@ class Supervisor:
         made = step_variables(self._run, self._job, self._plan, nodes=nodes, address=address)
         return {**self._environ, **made}
 
-    def _watch(self, step: RunningStep, ends: Ends) -> Judgement:
+    def _watch(self, step: RunningStep, ends: TaskExits) -> ExitDecision:
         """Until something is decided, or there is nothing to wait for."""
         while True:
             over = step.has_ended()  # first: what it said before it ended is in the file then
             ends.look()
-            judgement = judge(self._plan, ends.statuses, ends.order)
-            if judgement.next is not Next.WAIT:
-                return judgement
+            decision = decide_exit(self._plan, ends.statuses, ends.order)
+            if decision.action is not Action.WAIT:
+                return decision
             if over:
-                judgement = after_srun(self._plan, step, ends)
-                if judgement.reason == SRUN_KILLED:
+                decision = after_srun(self._plan, step, ends)
+                if decision.reason == SRUN_KILLED:
                     self._end_step(ends)
-                return judgement
+                return decision
             if ends.waited_s > STEP_WITHIN_S:
-                return held_back(ends.waits or "", ends.waited_s)
+                return step_cannot_start(ends.waits or "", ends.waited_s)
             self._active.tick()
             if self._is_over_deadline():
                 self._forbid_requeue()
-                return Judgement(Next.FAIL, reason=DEADLINE_EXCEEDED)
+                return ExitDecision(Action.FAIL, reason=DEADLINE_EXCEEDED)
             time.sleep(TICK_S)
 
-    def _end_step(self, ends: Ends) -> None:
+    def _end_step(self, ends: TaskExits) -> None:
         """End what is left of a job step without its srun. By its number: 22.05's scancel takes
         SIGKILL for a job as an order to cancel it."""
         ends.look()
@@ -265,7 +279,7 @@ class Supervisor:
     def _why(self) -> Stop | None:
         """Whether Slurm has stopped the job; None when what happened had reasons of its own."""
         stop = self._ask()
-        return stop if is_slurms(stop) else None
+        return stop if is_by_slurm(stop) else None
 
     def _ask(self) -> Stop:
         return ask_why(
@@ -277,9 +291,9 @@ class Supervisor:
     def _was_asked(self, stop: Stop | None, attempt: Attempt) -> bool:
         """Whether anybody may have wanted this stop: Slurm, a person, another rank. Where Slurm
         does not answer, it may have been Slurm."""
-        if self._told_to_end or stop is None or stop.reason is not StopReason.ASKED:
+        if self._stop_requested or stop is None or stop.reason is not StopReason.ASKED:
             return True
-        return was_asked_to_stop(self._run.events, since_epoch_ns=attempt.began_epoch_ns)
+        return was_stop_requested(self._run.events, since_epoch_ns=attempt.began_epoch_ns)
 
     def _leave(
         self,
@@ -287,7 +301,7 @@ class Supervisor:
         stop: Stop | None,
         *,
         saved: bool,
-        instead: Judgement | None = None,
+        instead: ExitDecision | None = None,
     ) -> Outcome:
         """The job is to go on later, or was ended by a person or its time limit.
 
@@ -298,44 +312,46 @@ class Supervisor:
             instead: what this supervisor itself has found to leave for.
         """
         reason = None if stop is None else stop.reason
-        words = "a rank has saved and left" if instead is None else instead.words
-        words = words if stop is None else stop.words
+        message = "a rank has saved and left" if instead is None else instead.message
+        message = message if stop is None else stop.words
         if reason is StopReason.CANCELLED:
             self._end(attempt, Ending.CANCELLED)
-            self._become("Failed", "Cancelled", words)
-            return Outcome(CANCELLED, words)
+            self._add_condition("Failed", "Cancelled", message)
+            return Outcome(CANCELLED, message)
         if reason is StopReason.TIME_LIMIT and not saved:
             self._end(attempt, Ending.TIME_LIMIT)
-            words = f"{words}, and nothing was saved that could go on"
-            self._become("Failed", "TimeLimit", words)
-            return Outcome(MUST_NOT_RUN_AGAIN, words)
+            message = f"{message}, and nothing was saved that could go on"
+            self._add_condition("Failed", "TimeLimit", message)
+            return Outcome(MUST_NOT_RUN_AGAIN, message)
         if attempt is not None and instead is None and reason in (None, StopReason.REQUEUED):
-            reason, words = why_asked(self._run.events, attempt) or (reason, words)
+            reason, message = recorded_stop_reason(self._run.events, attempt) or (reason, message)
         is_limit = reason is StopReason.TIME_LIMIT
         self._end(attempt, Ending.TIME_LIMIT if is_limit else Ending.PREEMPTED)
-        word = one_word(reason) if reason or instead is None else instead.reason
-        self._become("Preempted", word, words)
+        word = condition_reason(reason) if reason or instead is None else instead.reason
+        self._add_condition("Preempted", word, message)
         try:
             requeue(self._client, self._start)
         except SlurmError as error:
             # the batch script tries again for status 75
-            self._say(f"the job could not be requeued: {error}")
-        return Outcome(RUN_AGAIN, words)
+            self._log(f"the job could not be requeued: {error}")
+        return Outcome(RUN_AGAIN, message)
 
     def _end(self, attempt: Attempt | None, ending: Ending) -> None:
         if attempt is not None:
             self._attempts.end(attempt, ending)
 
-    def _settle_earlier_lives(self) -> None:
-        """Attempts without an end, of lives that are over: Slurm took their nodes away."""
+    def _end_lost_attempts(self) -> None:
+        """End the attempts of earlier allocations that have no end: Slurm took their nodes away."""
         for attempt in self._attempts.all():
-            if attempt.ending is None and attempt.life < self._allocation.restart_count:
+            if attempt.ending is None and attempt.restart_count < self._allocation.restart_count:
                 self._attempts.end(attempt, Ending.PREEMPTED)
-                known = why_asked(self._run.events, attempt)
-                words = f"life {attempt.life} was ended by Slurm" + (
+                known = recorded_stop_reason(self._run.events, attempt)
+                message = f"attempt {attempt.number} was ended by Slurm" + (
                     f": {known[1]}" if known else ""
                 )
-                self._become("Preempted", one_word(known[0] if known else None), words)
+                self._add_condition(
+                    "Preempted", condition_reason(known[0] if known else None), message
+                )
 
     def _check_newest(self) -> None:
         """What is written and asked for from here on is the job's, by its id alone: a supervisor of
@@ -370,28 +386,28 @@ class Supervisor:
 
     def _pause_between(self, failures: int) -> None:
         until_s = time.monotonic() + min(max(1.0, failures), LONGEST_DELAY_S)
-        while time.monotonic() < until_s and not self._told_to_end:
+        while time.monotonic() < until_s and not self._stop_requested:
             self._active.tick()
             time.sleep(TICK_S)
 
-    # --- words
+    # --- recording
 
-    def _become(self, kind: ConditionType, reason: str, message: str) -> None:
+    def _add_condition(self, kind: ConditionType, reason: str, message: str) -> None:
         add_condition(
             self._run.conditions_jsonl,
             kind,
             reason=reason,
             message=message,
-            life=self._allocation.restart_count,
+            restart_count=self._allocation.restart_count,
         )
-        self._say(f"{kind}: {message}")
+        self._log(f"{kind}: {message}")
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """A SIGTERM ends nothing here: the ranks have it too, and what they do of it counts."""
 
         def note(_signo: int, _frame: FrameType | None) -> None:
-            self._told_to_end = True
+            self._stop_requested = True
 
         before = {one: signal.signal(one, note) for one in (signal.SIGTERM, signal.SIGURG)}
         try:

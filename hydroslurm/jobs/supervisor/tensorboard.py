@@ -22,7 +22,7 @@ from typing import Any
 
 from hydroslurm.core.files import open_regular, parse_json, read_regular
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.jobs.spec.tensorboard import TensorBoard
+from hydroslurm.jobs.spec.sections import TensorBoard
 
 MISSING = (
     f"there is no TensorBoard: {sys.executable} has no package tensorboard (pip install "
@@ -70,7 +70,7 @@ def is_there() -> bool:
 
 @contextlib.contextmanager
 def tensorboard(
-    wanted: TensorBoard | None, run: RunDir, *, say: Callable[[str], None]
+    wanted: TensorBoard | None, run: RunDir, *, log: Callable[[str], None]
 ) -> Iterator[None]:
     """Have it run in this block, if it is wanted. It costs the ranks no second of waiting: it
     announces its address when it has one. Nothing that goes wrong with it is raised.
@@ -82,11 +82,11 @@ def tensorboard(
         yield
         return
     if not is_there():
-        say(MISSING)
+        log(MISSING)
         run.tensorboard_log.write_text(f"{MISSING}\n")
         yield
         return
-    board = Board(wanted, run, say=say)
+    board = Board(wanted, run, log=log)
     try:
         board.start()
         yield
@@ -97,10 +97,10 @@ def tensorboard(
 class Board:
     """One TensorBoard process."""
 
-    def __init__(self, wanted: TensorBoard, run: RunDir, *, say: Callable[[str], None]) -> None:
+    def __init__(self, wanted: TensorBoard, run: RunDir, *, log: Callable[[str], None]) -> None:
         self._wanted = wanted
         self._run = run
-        self._say = say
+        self._log = log
         self._is_stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._watcher: threading.Thread | None = None
@@ -113,18 +113,18 @@ class Board:
             logdir.mkdir(parents=True, exist_ok=True)
             begin = log.stat().st_size if log.exists() else 0
             handle = open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            with os.fdopen(handle, "ab", buffering=0) as words:
+            with os.fdopen(handle, "ab", buffering=0) as output:
                 self._child = subprocess.Popen(
                     [
                         sys.executable, "-m", "tensorboard.main",
                         f"--logdir={logdir}", f"--host={self._wanted.host}",
                         f"--port={self._wanted.port}",
                     ],
-                    stdin=subprocess.DEVNULL, stdout=words, stderr=words,
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                     preexec_fn=partial(_die_with, os.getpid()),
                 )  # fmt: skip
         except OSError as error:
-            self._say(f"TensorBoard could not be started: {error}. The job runs without")
+            self._log(f"TensorBoard could not be started: {error}. The job runs without")
             return
         self._watcher = threading.Thread(target=self._watch, args=(begin,), daemon=True)
         self._watcher.start()
@@ -152,7 +152,7 @@ class Board:
             self._is_stopping.wait(_POLL_S if address is None else 1.0)
         self._run.tensorboard_json.unlink(missing_ok=True)
         if not self._is_stopping.is_set():
-            self._say(
+            self._log(
                 f"TensorBoard ended with status {self._child.returncode}; {log} says why. The job "
                 "runs on"
             )
@@ -163,7 +163,7 @@ class Board:
         temporary = self._run.tensorboard_json.with_suffix(".tmp")
         temporary.write_text(json.dumps(vars(address)) + "\n")
         temporary.replace(self._run.tensorboard_json)
-        self._say(f"TensorBoard answers at {address.url} on {address.node}")
+        self._log(f"TensorBoard answers at {address.url} on {address.node}")
         return address
 
 

@@ -10,7 +10,7 @@ from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import UntrustedFile, UsageError
-from hydroslurm.jobs.launch.control import run_dir_of
+from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.client import SlurmClient

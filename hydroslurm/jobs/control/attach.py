@@ -1,0 +1,104 @@
+"""A shell beside a replica or a rank: one more job step in its allocation, which shares its
+processors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.errors import UsageError, WrongJobState
+from hydroslurm.jobs.control.attached import PROCESS
+from hydroslurm.jobs.control.logs import no_replica, plan_of, replica_of
+from hydroslurm.jobs.control.overview import Overview
+from hydroslurm.jobs.control.plain_job import PlainJob
+from hydroslurm.slurm.values import Job, JobState
+
+_MOST_BYTES = 16 << 20
+"""Of one rank's events, from their end."""
+
+
+def attach_command(
+    found: Overview | PlainJob,
+    *,
+    replica: str | None,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    has_terminal: bool,
+) -> list[str]:
+    """The srun that starts it.
+
+    Args:
+        found: the job.
+        replica: such as ``worker-2``, without a spec ``rank-2``; None: the master, or the first.
+        command: nothing: the shell of ``environ``.
+        environ: of the person who attaches.
+        has_terminal: whether the command gets one.
+
+    Raises:
+        WrongJobState: the job does not run.
+        UsageError: it has no such replica, or no rank that has said where it is.
+    """
+    if found.slurm is None or found.slurm.state is not JobState.RUNNING:
+        state = "unknown to Slurm" if found.slurm is None else found.slurm.state.value
+        raise WrongJobState(f"the job is {state}; a shell can be had only while it is RUNNING")
+    if isinstance(found, Overview):
+        node, beside = _of_plan(found, found.slurm, replica)
+    else:
+        node, beside = _of_rank(found, found.slurm, replica)
+    return [
+        "srun",
+        f"--jobid={found.slurm.job_id}",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node}",
+        "--chdir=/",  # the caller's folder need not be there
+        *(["--pty"] if has_terminal else []),
+        sys.executable,
+        "-m",
+        "hydroslurm.jobs.control.attached",
+        *beside,
+        *(command or (environ.get("SHELL") or "/bin/sh",)),
+    ]
+
+
+def _of_plan(found: Overview, slurm: Job, replica: str | None) -> tuple[str, list[str]]:
+    """The node of a replica, and what ``beside`` needs to find it there."""
+    plan = plan_of(found)
+    name = replica_of(plan, replica)
+    number = next(n for n, task in enumerate(plan.tasks) if task.replica == name)
+    return slurm.nodes[plan.tasks[number].node], [str(found.run.plan_json), str(number)]
+
+
+def _of_rank(found: PlainJob, slurm: Job, replica: str | None) -> tuple[str, list[str]]:
+    """The same of a rank, which has said on which node it is. A job of one node needs nobody who
+    does: a shell there can be had before the ranks are up, or where they have no torch."""
+    here = {f"rank-{rank}": event for rank, event in _announced(found, slurm).items()}
+    name = replica or "rank-0"
+    if name in here:
+        node, pid = here[name].data.get("node_name"), here[name].pid
+    elif replica is None and len(slurm.nodes) == 1:
+        node, pid = slurm.nodes[0], 0
+    elif replica is not None and here:
+        raise no_replica(replica, list(here))
+    else:
+        raise UsageError(
+            f"no rank of job {slurm.job_id} has said where it is, in {found.run.events}: it may "
+            f"still be starting. srun --jobid={slurm.job_id} --overlap --pty --nodelist=NODE bash "
+            f"gives a shell on one of {', '.join(slurm.nodes[:20])}"
+        )
+    if node not in slurm.nodes:  # anybody may have written it
+        raise UsageError(f"{name} says that it is on {node!r}, which is no node of the job")
+    return node, [PROCESS, str(pid)]
+
+
+def _announced(found: PlainJob, slurm: Job) -> dict[int, Event]:
+    """Rank -> how it announced itself in the present attempt."""
+    ranks: dict[int, Event] = {}
+    for rank, path in found.run.rank_event_files().items():
+        for event in read_events(path, most_bytes=_MOST_BYTES):
+            is_mine = (event.job_id, event.restart_count) == (slurm.job_id, slurm.restart_count)
+            if is_mine and event.kind is EventKind.INSTALLED:
+                ranks[rank] = event
+    return ranks

@@ -1,0 +1,194 @@
+"""What a job has printed: which files, and their growth."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hydroslurm.core.files import open_regular
+from hydroslurm.errors import RunFolderError, UsageError
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.control.overview import Overview
+from hydroslurm.jobs.control.plain_job import PlainJob
+from hydroslurm.jobs.plan import Plan
+
+POLL_S = 0.3
+_OF_RANK = re.compile(r"([0-9]+(?:_[0-9]+)?)_([0-9]+)_log\.(out|err)")
+_CHUNK_BYTES = 1 << 20
+
+
+def plan_of(found: Overview) -> Plan:
+    """The plan of a job.
+
+    Raises:
+        UsageError: it has none, because its submission was interrupted.
+    """
+    if found.plan is None:
+        raise UsageError(f"{found.run.plan_json} is missing or broken: the job was never submitted")
+    return found.plan
+
+
+def replica_of(plan: Plan, wanted: str | None) -> str:
+    """The replica of that name; None means the master.
+
+    Raises:
+        UsageError: there is none; the message lists those that there are.
+    """
+    if wanted is None or wanted in plan.replicas:
+        return wanted or plan.replicas[0]
+    raise no_replica(wanted, plan.replicas)
+
+
+def no_replica(wanted: str, names: Sequence[str]) -> UsageError:
+    """The error for a name that is none of these."""
+    listed = ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
+    return UsageError(f"there is no replica {wanted!r}; wanted one of {listed}")
+
+
+def task_logs(found: Overview, replica: str | None) -> list[Path]:
+    """The files of a replica's tasks; they need not be there yet.
+
+    Raises:
+        UsageError: as :func:`replica_of` and :func:`plan_of`.
+    """
+    plan = plan_of(found)
+    name = replica_of(plan, replica)
+    return [
+        found.run.task_log(number) for number, task in enumerate(plan.tasks) if task.replica == name
+    ]
+
+
+def output_logs(found: PlainJob, replica: str | None) -> list[Path]:
+    """The files that a job without a spec prints into, in all its attempts: those of one rank where
+    submitit made one for each, else the job's.
+
+    Raises:
+        UsageError: there are none, or no such rank; where a rank has none of its own, which file
+            has all.
+    """
+    files = _slurm_files(found)
+    if not files:
+        raise UsageError(
+            f"Slurm has no output file of {found.name}: srun and salloc print on the terminal that "
+            "they were called from. srun --output=FILE makes one"
+        )
+    of_ranks = _rank_files(files)
+    if of_ranks and (number := _rank_number(replica)) in of_ranks:
+        return of_ranks[number]
+    if of_ranks:
+        raise no_replica(replica or "rank-0", [f"rank-{number}" for number in of_ranks])
+    if replica is not None:
+        raise UsageError(
+            f"{replica} has no file of its own: what this job prints is in "
+            f"{', '.join(map(str, files))}, which hydroslurm logs shows without --replica"
+        )
+    return files
+
+
+def _slurm_files(found: PlainJob) -> list[Path]:
+    """As Slurm names them; accounting has no names, but submitit always takes the same."""
+    slurm = found.slurm
+    named = [slurm.std_out, slurm.std_err] if slurm is not None else []
+    files = [Path(one) for one in dict.fromkeys(named) if one and one != os.devnull]
+    if not files and found.submission is not None:
+        stem = f"{found.submission.job_id}_0_log"
+        files = [found.run.logs / f"{stem}.out", found.run.logs / f"{stem}.err"]
+    return files
+
+
+def _rank_files(files: Sequence[Path]) -> dict[int, list[Path]]:
+    """submitit's, rank by rank; Slurm knows those of the first only."""
+    found: dict[int, list[Path]] = {}
+    for file in files:
+        name = _OF_RANK.fullmatch(file.name)
+        if name is None:
+            return {}
+        found.setdefault(0, []).append(file)  # it need not be there yet
+        for other in sorted(file.parent.glob(f"{name[1]}_*_log.{name[3]}")):
+            its = _OF_RANK.fullmatch(other.name)
+            if its is not None and its[1] == name[1] and int(its[2]):
+                found.setdefault(int(its[2]), []).append(other)
+    return dict(sorted(found.items()))
+
+
+def _rank_number(replica: str | None) -> int | None:
+    if replica is None:
+        return 0
+    word, _, number = replica.partition("-")
+    return int(number) if word == "rank" and number.isdecimal() else None
+
+
+def supervisor_logs(found: Overview) -> list[Path]:
+    """The file that the batch script prints into, in all attempts of the job."""
+    return [found.run.logs / f"{submission.read(found.run.root).job_id}_0_log.out"]
+
+
+def follow_files(
+    files: Sequence[Path], *, tail: int = 0, until: Callable[[], bool] | None = None
+) -> Iterator[str]:
+    """What is in the files, and with ``until`` also what is appended, until that says that nothing
+    more will come.
+
+    Args:
+        files: those that are not there yet are waited for.
+        tail: only so many last lines of what is there; 0: everything.
+        until: asked a few times a second.
+    """
+    growing = [_Growing(file, whole_lines=len(files) > 1) for file in files]
+    for one in growing:
+        yield from (deque(_lines(one.new()), tail) if tail else one.new())
+    is_over = until is None
+    while until is not None and not is_over:
+        is_over = until()  # before the last look: what comes after it is nothing
+        for one in growing:
+            yield from one.new()
+        if not is_over:
+            time.sleep(POLL_S)
+    for one in growing:
+        yield one.rest
+
+
+class _Growing:
+    """A file that others append to; a character is handed out whole, of several files a line."""
+
+    def __init__(self, file: Path, *, whole_lines: bool) -> None:
+        self._file = file
+        self._whole_lines = whole_lines
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.rest = ""
+
+    def new(self) -> Iterator[str]:
+        """What was appended since the last call.
+
+        Raises:
+            RunFolderError: it is there, and cannot be read.
+        """
+        try:
+            with os.fdopen(open_regular(self._file), "rb") as stream:
+                stream.seek(self._offset)
+                while chunk := stream.read(_CHUNK_BYTES):
+                    self._offset += len(chunk)
+                    text = self.rest + self._decoder.decode(chunk)
+                    end = text.rfind("\n") + 1 if self._whole_lines else len(text)
+                    self.rest = text[end:]
+                    yield text[:end]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise RunFolderError(f"cannot read {self._file}: {error.strerror}") from error
+
+
+def _lines(texts: Iterator[str]) -> Iterator[str]:
+    """Whole lines, and what follows the last of them."""
+    held = ""
+    for text in texts:
+        *whole, held = (held + text).split("\n")
+        yield from (f"{line}\n" for line in whole)
+    if held:
+        yield held

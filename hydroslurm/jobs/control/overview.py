@@ -1,0 +1,260 @@
+"""A TrainingJob as its run folder and Slurm tell it together: what ``describe`` and ``list``
+show. Jobs without a spec: :mod:`hydroslurm.jobs.control.plain_job`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.files import read_regular
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import (
+    ControllerUnreachable,
+    NoSuchJob,
+    RunFolderError,
+    SlurmError,
+    SlurmMissing,
+    SpecError,
+)
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.control.requests import find_job, run_dir_of
+from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor.attempts import Attempt, Attempts, Ending
+from hydroslurm.jobs.supervisor.conditions import Condition, final_condition, read_conditions
+from hydroslurm.jobs.supervisor.exit_policy import format_status
+from hydroslurm.jobs.supervisor.job_step import TaskExits
+from hydroslurm.jobs.supervisor.tensorboard import Address, read_address
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.jobfolder import read_owner
+from hydroslurm.slurm.values import Job, JobState
+
+_ID = re.compile(r"([0-9]+)(_[0-9]+)?")
+_MOST_BYTES = 16 << 20
+"""Of a spec, of a plan, and of the events that are searched for pauses."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of any job of hydroslurm.
+
+    Attributes:
+        run: its folder.
+        slurm: as slurmctld or accounting has it; None when neither can tell.
+        conditions: oldest first, with the pauses that its ranks have written down.
+    """
+
+    run: RunDir
+    slurm: Job | None
+    conditions: tuple[Condition, ...]
+
+    @property
+    def condition(self) -> Condition | None:
+        """What it is now: the verdict, else the newest."""
+        return newest(self.conditions)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it will run any more."""
+        ended = self.slurm is not None and self.slurm.state.has_ended
+        return ended or final_condition(self.conditions) is not None
+
+
+@dataclass(frozen=True)
+class Overview(Found):
+    """Everything that is known of one job with a spec.
+
+    Attributes:
+        job: what was asked for.
+        plan: what it is on Slurm; None when the submission was interrupted.
+        attempts: oldest first.
+        tensorboard: where it answers now.
+    """
+
+    job: TrainingJob
+    plan: Plan | None
+    attempts: tuple[Attempt, ...]
+    tensorboard: Address | None
+
+    @property
+    def restarts(self) -> int:
+        """What backoffLimit is compared with."""
+        return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in self.attempts)
+
+    @property
+    def preemptions(self) -> int:
+        """What preemptionLimit is compared with."""
+        return len({one.restart_count for one in self.attempts if one.ending is Ending.PREEMPTED})
+
+
+def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
+    """The run folder and the job of a job id (``12``, ``12_3``) or a run folder; of the latter also
+    where there is no Slurm.
+
+    Raises:
+        NoSuchJob, SlurmMissing, ControllerUnreachable: Slurm knows no such job, or cannot be asked.
+    """
+    numbers = _ID.fullmatch(which)
+    if numbers is None:
+        run = RunDir(Path(which).absolute())
+        if not run.root.is_dir():
+            raise NoSuchJob(f"{which!r} is neither the id of a job nor a run folder")
+        slurm = _slurm_job(client, _job_id(run))
+        # another cluster may have a job of that number
+        is_its = slurm is not None and run_dir_of(slurm).root.resolve() == run.root.resolve()
+        return run, slurm if is_its else None
+    try:
+        slurm = _array_task(client, which) if numbers[2] else find_job(client, int(which))
+    except (NoSuchJob, SlurmMissing, ControllerUnreachable) as error:
+        message = f"{error}. Where the run folder of the job is known, give that in place of its id"
+        raise type(error)(message) from None
+    return run_dir_of(slurm), slurm
+
+
+def read_overview(run: RunDir, slurm: Job | None) -> Overview:
+    """Of the job with a spec whose run folder this is.
+
+    Raises:
+        RunFolderError: there is no spec in it that can be read.
+    """
+    return Overview(
+        run=run,
+        slurm=slurm,
+        job=_job_in(run),
+        plan=_plan(run),
+        conditions=conditions_of(run, slurm),
+        attempts=Attempts(run.attempts).all(),
+        tensorboard=read_address(run.tensorboard_json),
+    )
+
+
+def conditions_of(run: RunDir, slurm: Job | None) -> tuple[Condition, ...]:
+    """Oldest first; what Slurm and the ranks say of pauses is among them."""
+    return in_order(
+        (*read_conditions(run.conditions_jsonl), *pauses(first_rank_events(run))), slurm
+    )
+
+
+def in_order(conditions: Iterable[Condition], slurm: Job | None) -> tuple[Condition, ...]:
+    """Oldest first, and at the end a suspension that no rank has told of."""
+    found = sorted(conditions, key=lambda one: one.epoch_ns)
+    is_paused = bool(found) and found[-1].type == "Paused"
+    if slurm is not None and slurm.state is JobState.SUSPENDED and not is_paused:
+        since_ns = (slurm.suspend_epoch_s or 0) * 10**9
+        message = "suspended by Slurm; no rank of it has said that it is parked"
+        found.append(Condition("Paused", since_ns, "Suspended", message, slurm.restart_count))
+    return tuple(found)
+
+
+def newest(conditions: tuple[Condition, ...]) -> Condition | None:
+    """What a job is now: the verdict, else the newest."""
+    return final_condition(conditions) or (conditions[-1] if conditions else None)
+
+
+def _job_in(run: RunDir) -> TrainingJob:
+    try:
+        text = read_regular(run.job_yaml, limit_bytes=_MOST_BYTES).decode(errors="replace")
+        return loads(text, name=str(run.job_yaml), folder=run.root).job
+    except OSError as error:
+        raise RunFolderError(f"cannot read {run.job_yaml}: {error.strerror}") from None
+    except SpecError as error:
+        raise RunFolderError(f"{run.job_yaml} was written by another version: {error}") from None
+
+
+def _plan(run: RunDir) -> Plan | None:
+    """As :meth:`Plan.loads`, of what somebody else may have written."""
+    try:
+        return TypeAdapter(Plan).validate_json(read_regular(run.plan_json, limit_bytes=_MOST_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def pauses(events: Iterable[Event]) -> Iterator[Condition]:
+    """Paused and Running again, from the first rank's events: the supervisor is suspended together
+    with the ranks and can write nothing."""
+    for event in events:
+        if event.kind is EventKind.PARKED:
+            causes = ", ".join(event.data.get("causes", ()))
+            message = f"parked between two operators{f' for {causes}' if causes else ''}"
+            yield Condition("Paused", event.epoch_ns, "Parked", message, event.restart_count)
+        elif event.kind is EventKind.RESUMED:
+            yield Condition(
+                "Running", event.epoch_ns, "Resumed", "goes on in place", event.restart_count
+            )
+
+
+def first_rank_events(run: RunDir) -> list[Event]:
+    """The newest of them, oldest first; nothing where they cannot be read."""
+    try:
+        files = run.rank_event_files()
+        return list(read_events(files[min(files)], most_bytes=_MOST_BYTES)) if files else []
+    except OSError:
+        return []
+
+
+def _job_id(run: RunDir) -> int | None:
+    try:
+        text = submission.read(run.root).job_id
+    except RunFolderError:
+        owner = read_owner(run)  # of a default folder
+        return owner.job_id if owner is not None else None
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _array_task(client: SlurmClient, which: str) -> Job:
+    """A task of an array by the id that squeue and submitit show."""
+    array, _, task = which.partition("_")
+    for job in client.jobs(ids=[int(array)]):
+        if job.array_task_id == int(task):
+            return job
+    raise NoSuchJob(f"Slurm knows no task {task} of an array {array} (any more)")
+
+
+def _slurm_job(client: SlurmClient, job_id: int | None) -> Job | None:
+    if job_id is None:
+        return None
+    try:
+        return find_job(client, job_id)
+    except SlurmError:
+        return None
+
+
+def replica_states(found: Overview) -> dict[str, str]:
+    """Replica -> its state in the latest attempt: ``running``, ``ended with status 137 (SIGKILL)``
+    and the like, in the order of ranks."""
+    if found.plan is None:
+        return {}
+    if not found.attempts:
+        return dict.fromkeys(found.plan.replicas, "not started yet")
+    attempt = found.attempts[-1]
+    ends = TaskExits(found.run.srun_log(attempt.number))
+    ends.look()
+    if attempt.ending is not None:
+        otherwise = f"ended with attempt {attempt.number} ({attempt.ending.value})"
+    else:
+        otherwise = _unended(found)
+    return {
+        name: _state(found.plan, name, ends.statuses, otherwise) for name in found.plan.replicas
+    }
+
+
+def _unended(found: Overview) -> str:
+    """Of an attempt whose end nobody has written down."""
+    state = None if found.slurm is None else found.slurm.state
+    if state is None or state in (JobState.RUNNING, JobState.SUSPENDED):
+        return "running" if state is not JobState.SUSPENDED else "suspended"
+    return "ended with the job" if state.has_ended else "interrupted"
+
+
+def _state(plan: Plan, name: str, statuses: Mapping[int, int], otherwise: str) -> str:
+    own = [number for number, task in enumerate(plan.tasks) if task.replica == name]
+    ended = [statuses[number] for number in own if number in statuses]
+    if len(ended) < len(own):
+        return otherwise
+    return f"ended with status {format_status(max(ended))}"

@@ -1,0 +1,248 @@
+"""A job of hydroslurm without a spec, as its run folder and Slurm tell it together: of ``hydroslurm
+submit train.py``, an Executor, a batch script of one's own, ``srun --preempt``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.rankstate import RankState, latest
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import RunFolderError, SlurmError
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.control.overview import (
+    Found,
+    Overview,
+    first_rank_events,
+    in_order,
+    locate,
+    pauses,
+    read_overview,
+)
+from hydroslurm.jobs.control.requests import job_status, run_dir_of
+from hydroslurm.jobs.submission import Submission
+from hydroslurm.jobs.supervisor.attempts import Attempt
+from hydroslurm.jobs.supervisor.conditions import Condition, ConditionType
+from hydroslurm.jobs.supervisor.stop_requests import condition_reason, recorded_stop_reason
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.values import Job, JobState
+
+_BEFORE_NS = 5 * 10**9
+"""Slurm tells the start of an attempt in whole seconds, by the controller's clock."""
+
+
+@dataclass(frozen=True)
+class PlainAttempt:
+    """One start of the job.
+
+    Attributes:
+        number: from 1.
+        began_epoch_s, ended_epoch_s: when, as accounting has it; None while it is not known.
+        step: the newest training step that its first rank has told; None when it tells none.
+        message: how it ended.
+    """
+
+    number: int
+    began_epoch_s: float | None
+    ended_epoch_s: float | None
+    step: int | None
+    message: str
+
+
+@dataclass(frozen=True)
+class PlainJob(Found):
+    """Everything that is known of one job without a spec.
+
+    Attributes:
+        submission: what was asked for; None where hydroslurm did not submit it.
+        ranks: those that have announced themselves.
+        attempts: oldest first; none where neither accounting nor a rank tells.
+        saver: the event that says who saves at a stop; None while nobody does.
+        committed: the newest checkpoint of its Run; None while there is none.
+    """
+
+    submission: Submission | None
+    ranks: tuple[RankState, ...]
+    attempts: tuple[PlainAttempt, ...]
+    saver: EventKind | None
+    committed: Event | None
+
+    @property
+    def name(self) -> str:
+        """The job's."""
+        told = self.slurm.name if self.slurm is not None else ""
+        return told or (self.submission.name if self.submission else self.run.root.name)
+
+    @property
+    def preemptions(self) -> int:
+        """Attempts that Slurm has preempted, as far as its ranks or accounting tell."""
+        told = {one.restart_count + 1 for one in self.conditions if one.type == "Preempted"}
+        return len(told | {one.number for one in self.attempts if one.message[:9] == "preempted"})
+
+
+def job_of(client: SlurmClient, which: str) -> Overview | PlainJob:
+    """The job of an id or a run folder, with a spec or without.
+
+    Raises:
+        NoSuchJob, SlurmMissing, ControllerUnreachable: as :func:`locate`.
+        RunFolderError: it is no job of hydroslurm's, or its run folder cannot be read.
+    """
+    run, slurm = locate(client, which)
+    try:
+        if os.path.lexists(run.job_yaml):
+            return read_overview(run, slurm)
+        _require_ours(run, slurm, which)
+    except PermissionError:
+        raise RunFolderError(f"{run.root} is its owner's (0700): do this as that user") from None
+    return _read(run, slurm, _history(client, slurm))
+
+
+def my_jobs(client: SlurmClient, user: str) -> tuple[Overview | PlainJob, ...]:
+    """All jobs of a user that hydroslurm has a part in; one question to Slurm."""
+    found: list[Overview | PlainJob] = []
+    for slurm in client.jobs(user=user):
+        run = run_dir_of(slurm)
+        try:
+            if os.path.lexists(run.job_yaml):
+                found.append(read_overview(run, slurm))
+            elif _is_ours(run):
+                found.append(_read(run, slurm, ()))
+        except (RunFolderError, OSError):
+            continue  # the folder is nobody's any more
+    return tuple(found)
+
+
+def _is_ours(run: RunDir) -> bool:
+    return run.submission_json.exists() or run.events.is_dir()
+
+
+def _require_ours(run: RunDir, slurm: Job | None, which: str) -> None:
+    if _is_ours(run):
+        return
+    if slurm is None:
+        raise RunFolderError(
+            f"{run.root} is not a run folder: neither {run.events.name}/ nor "
+            f"{run.submission_json.name} is in it"
+        )
+    why = " yet (%s): it has not come to its `import torch`, or hydroslurm is not in it"
+    if slurm.state.has_ended:
+        why = " (%s): hydroslurm was not in it"
+    raise RunFolderError(
+        f"job {which} has no run folder{why % run.root}. `scontrol show job {slurm.job_id}` says "
+        "what Slurm knows; hydroslurm submit, or srun --preempt in the batch script, makes the "
+        "next one preemptible"
+    )
+
+
+def _history(client: SlurmClient, slurm: Job | None) -> tuple[Job, ...]:
+    try:
+        return client.history(slurm.job_id) if slurm is not None else ()
+    except SlurmError:  # no accounting, or none yet
+        return ()
+
+
+def _read(run: RunDir, slurm: Job | None, records: Sequence[Job]) -> PlainJob:
+    events = first_rank_events(run)
+    if slurm is not None:  # a named folder may have had other jobs
+        events = [event for event in events if event.job_id == slurm.job_id]
+    try:
+        asked = submission.read(run.root)
+    except RunFolderError:
+        asked = None
+    kinds = {event.kind for event in events}
+    savers = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN)
+    saves = [one for one in events if one.kind is EventKind.SAVE_COMMITTED]
+    return PlainJob(
+        run=run,
+        slurm=slurm,
+        conditions=in_order((*_conditions(events), *pauses(events), *_of_slurm(slurm)), slurm),
+        submission=asked,
+        ranks=_ranks(run, slurm),
+        attempts=tuple(_attempts(run, events, records)),
+        saver=next((kind for kind in savers if kind in kinds), None),
+        committed=next((one for one in reversed(saves) if one.data.get("tier") == "durable"), None),
+    )
+
+
+def _ranks(run: RunDir, slurm: Job | None) -> tuple[RankState, ...]:
+    if slurm is not None:
+        return job_status(slurm).ranks if run_dir_of(slurm) == run else ()
+    states = (latest(path) for path in run.rank_event_files().values())
+    return tuple(state for state in states if state is not None)
+
+
+def _conditions(events: Iterable[Event]) -> Iterator[Condition]:
+    """Running and Preempted, as the first rank has written them down."""
+    running: set[int] = set()
+    for event in events:
+        restart_count = event.restart_count
+        if event.kind is EventKind.INSTALLED and restart_count not in running:
+            running.add(restart_count)
+            message = f"attempt {restart_count + 1} on {event.host}"
+            yield Condition("Running", event.epoch_ns, "Started", message, restart_count)
+        if event.kind is EventKind.STOP_REASON and event.data.get("reason") == "preempted":
+            message = str(event.data.get("words", ""))
+            yield Condition("Preempted", event.epoch_ns, "Preempted", message, restart_count)
+
+
+def _of_slurm(slurm: Job | None) -> Iterator[Condition]:
+    """That it waits or has ended, which no rank can write down."""
+    if slurm is None:
+        return
+    number, reason = slurm.restart_count, slurm.state.value.title().replace("_", "")
+    if slurm.state.is_waiting:
+        yield Condition("Queued", (slurm.submit_epoch_s or 0) * 10**9, reason, slurm.reason, number)
+    elif slurm.state.has_ended:
+        kind: ConditionType = "Succeeded" if slurm.state is JobState.COMPLETED else "Failed"
+        status = f"status {slurm.exit_code}" if slurm.exit_code else ""
+        ended_ns = (slurm.end_epoch_s or 0) * 10**9
+        yield Condition(kind, ended_ns, "" if reason == kind else reason, status, number)
+
+
+def _attempts(
+    run: RunDir, events: Sequence[Event], records: Sequence[Job]
+) -> Iterator[PlainAttempt]:
+    """As accounting counts them, else those that the first rank has seen."""
+    for record in records:
+        if record.start_epoch_s is None:
+            continue  # it waits for its nodes
+        ended_s = record.end_epoch_s if record.state.has_ended or record.state.is_waiting else None
+        yield PlainAttempt(
+            record.restart_count + 1,
+            record.start_epoch_s,
+            ended_s,
+            _step(events, record.restart_count),
+            _how(run, record),
+        )
+    for number in sorted({event.restart_count for event in events}) if not records else ():
+        began_ns = min(one.epoch_ns for one in events if one.restart_count == number)
+        known = recorded_stop_reason(run.events, Attempt(number + 1, number, began_ns))
+        message = (
+            f"{condition_reason(known[0]).lower()}: {known[1]}" if known else "its end is not known"
+        )
+        yield PlainAttempt(number + 1, began_ns / 1e9, None, _step(events, number), message)
+
+
+def _step(events: Iterable[Event], restart_count: int) -> int | None:
+    steps = [
+        one.step for one in events if one.restart_count == restart_count and one.step is not None
+    ]
+    return max(steps, default=None)
+
+
+def _how(run: RunDir, record: Job) -> str:
+    """Why an attempt ended: as its ranks were told when they were signalled, else as accounting has
+    it, which takes a requeue that a rank asks for after a preemption for a requeue."""
+    status = f", status {record.exit_code}" if record.exit_code else ""
+    told = f"{record.state.value.lower()}{status}"
+    if not (record.state.has_ended or record.state.is_waiting):
+        return told
+    began_ns = (record.start_epoch_s or 0) * 10**9 - _BEFORE_NS
+    known = recorded_stop_reason(
+        run.events, Attempt(record.restart_count + 1, record.restart_count, began_ns)
+    )
+    if known is None or record.state.value not in ("REQUEUED", "PREEMPTED"):
+        return told
+    return f"{condition_reason(known[0]).lower()}: {known[1]}"

@@ -1,0 +1,285 @@
+"""Pause, resume and look at a whole job: Slurm's side and the ranks' side together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydroslurm.core import agentstate, rundir
+from hydroslurm.core.ack import (
+    Answer,
+    EventTail,
+    Judge,
+    JudgePause,
+    JudgeResume,
+    JudgeStop,
+    wait_for_answers,
+)
+from hydroslurm.core.agentstate import AgentState
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.rankstate import RankState, latest
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, WrongJobState
+from hydroslurm.gate.signals import signal_name
+from hydroslurm.jobs.control.listeners import Verb, listeners
+from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm.client import Job, JobState, SlurmClient
+
+_SUBMITTED = re.compile(r"sbatch (/.+)/logs/\.?submission_file_\w+\.sh", re.DOTALL)
+"""How submitit calls sbatch: with a file in the run folder and nothing else."""
+
+
+@dataclass(frozen=True)
+class JobAnswer:
+    """How a job's ranks answered.
+
+    Attributes:
+        job_id: Slurm's.
+        how: what was done: which command, and why not a better one.
+        answers: of the ranks that answered in time.
+        silent: ranks that did not.
+    """
+
+    job_id: int
+    how: str
+    answers: tuple[Answer, ...]
+    silent: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job as Slurm sees it, and its ranks as they see themselves. ``nodes``: as their agents see
+    them, where ranks were started by ``hydroslurm agent``. ``problem``: why its run folder cannot
+    be looked at."""
+
+    job: Job
+    run_dir: RunDir
+    ranks: tuple[RankState, ...]
+    nodes: tuple[AgentState, ...] = ()
+    problem: str | None = None
+
+
+def run_dir_of(job: Job) -> RunDir:
+    """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone."""
+    folder = jobfolder.of_job(job)
+    if job.array_task_id is not None and "%a" in str(folder.root):
+        return RunDir(Path(str(folder.root).replace("%a", str(job.array_task_id))))
+    return folder
+
+
+def find_job(client: SlurmClient, job_id: int) -> Job:
+    """A job of now, or the latest record of one that slurmctld has forgotten.
+
+    Raises:
+        NoSuchJob: the accounting does not know it either.
+    """
+    try:
+        return client.job(job_id)
+    except NoSuchJob:
+        records = client.history(job_id)
+        if not records:
+            raise
+        return _commented(client, records[-1])
+
+
+def _commented(client: SlurmClient, job: Job) -> Job:
+    """The job with the comment that leads to its run folder. Accounting keeps comments only where
+    AccountingStoreFlags says so, but always the command line of sbatch."""
+    if job.comment:
+        return job
+    try:
+        match = _SUBMITTED.fullmatch(client.submit_line(job.job_id))
+    except SlurmError:
+        match = None
+    if match is None:
+        return job
+    return replace(job, comment=rundir.comment_for(RunDir(Path(match[1]))))
+
+
+def job_status(job: Job) -> JobStatus:
+    """Slurm's state beside the ranks' own; a rank that wrote no end of an ended job was killed."""
+    run = run_dir_of(job)
+    try:
+        files = run.rank_event_files()
+    except OSError as error:
+        return JobStatus(job, run, (), problem=f"{run.events}: {error.strerror}")
+    states = [state for path in files.values() if (state := latest(path))]
+    if job.state.has_ended:
+        states = [s if s.state == "ended" else replace(s, state="killed") for s in states]
+    return JobStatus(job, run, tuple(states), _agents(job, run))
+
+
+def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:
+    """Of the present attempt; another may have had more nodes."""
+    found = (agentstate.latest(run.agent_events(node)) for node in range(len(job.nodes)))
+    return tuple(one for one in found if one and one.restart_count == job.restart_count)
+
+
+def pause_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
+    """Suspend a job where that is permitted, else signal its ranks; wait until every rank is
+    parked. Only job steps are signalled whose ranks take it, and in which nobody dies of it.
+
+    Raises:
+        NoSuchJob, ControllerUnreachable ...: as the client.
+        WrongJobState: the job does not run.
+        TargetError: no rank of the job can answer, or none may be signalled, and why.
+    """
+    job = client.job(job_id)
+    _must_be(job, JobState.RUNNING, "pause")
+
+    def act() -> _Act:
+        try:
+            client.suspend(job_id)
+            return _Act("scontrol suspend")
+        except NotPermitted:
+            done = _signal(client, job, "pause")
+            return replace(
+                done,
+                how=f"{done.how}, because only operators may suspend; "
+                "Slurm goes on counting the job as running",
+            )
+
+    return _ask(job, act, JudgePause, timeout_s)
+
+
+def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
+    """Undo :func:`pause_job`, whichever way it went; raises as it does."""
+    job = client.job(job_id)
+
+    def act() -> _Act:
+        if job.state is JobState.SUSPENDED:
+            client.resume(job_id)
+            return _Act("scontrol resume")
+        _must_be(job, JobState.RUNNING, "resume")
+        return _signal(client, job, "resume")
+
+    return _ask(job, act, JudgeResume, timeout_s)
+
+
+def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) -> JobAnswer:
+    """Have a job save, and be requeued once that is committed; nothing ends it before.
+
+    ``scontrol requeue`` leaves a job KillWait to save in, this all the time that it needs. The
+    ranks are sent the warning signal (SIGURG), which harms no process that does not know it.
+
+    Raises:
+        NoSuchJob, ControllerUnreachable ...: as the client.
+        WrongJobState: the job does not run.
+        TargetError: nobody in it would save.
+    """
+    job = client.job(job_id)
+    if job.state is JobState.SUSPENDED:
+        raise WrongJobState(
+            f"cannot requeue job {job_id} gently: it is SUSPENDED, and a suspended job gets no "
+            "signal. Resume it first (hydroslurm resume --job)"
+        )
+    _must_be(job, JobState.RUNNING, "requeue")
+    run = run_dir_of(job)
+    if not any(_saves(path, job) for path in _event_files(job, run).values()):
+        raise TargetError(
+            f"nobody in job {job_id} would save: its ranks use no hydroslurm.Run and no "
+            f"receive_suspend_command(), or have not come to it yet ({run.events}). "
+            f"`scontrol requeue {job_id}` starts it again from what it has saved itself"
+        )
+
+    def act() -> _Act:
+        client.signal(job_id, "URG")
+        return _Act("scancel --signal=URG, and a requeue once the state is committed")
+
+    return _ask(job, act, JudgeStop, timeout_s)
+
+
+@dataclass(frozen=True)
+class _Act:
+    """What was done. ``ranks``: who will answer; None for all."""
+
+    how: str
+    ranks: frozenset[int] | None = None
+
+
+def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
+    """Ask by signal, each job step by the one that its ranks take.
+
+    Raises:
+        TargetError: in every step somebody would die of it, or take it for something else.
+    """
+    files = _event_files(job, run_dir_of(job))
+    found = listeners(files, verb, restart_count=job.restart_count)
+    if not found.signals:
+        raise TargetError(
+            f"job {job.job_id} was not signalled, and was left alone. "
+            f"{'; '.join(found.refusals) or 'No rank of it is there any more'}"
+            + (f". Operators may `scontrol suspend {job.job_id}`" if verb == "pause" else "")
+        )
+    for step_id, number in found.signals.items():
+        client.signal(job.job_id, number, step=step_id)
+    message = ", ".join(
+        f"scancel --signal={signal_name(number).removeprefix('SIG')}"
+        + ("" if step_id is None else f" {job.job_id}.{step_id}")
+        for step_id, number in found.signals.items()
+    )
+    left = "".join(f" (left alone: {reason})" for reason in found.refusals)
+    return _Act(message + left, found.ranks)
+
+
+def _saves(path: Path, job: Job) -> bool:
+    """Whether the rank has a Run in the present attempt, or made the two calls."""
+    saves = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN)
+    try:
+        return any(
+            event.kind in saves and event.restart_count == job.restart_count
+            for event in read_events(path)
+        )
+    except OSError:
+        return False
+
+
+def _event_files(job: Job, run: RunDir) -> dict[int, Path]:
+    try:
+        return run.rank_event_files()
+    except OSError as error:
+        raise TargetError(
+            f"job {job.job_id} was left alone: {run.events} cannot be looked at "
+            f"({error.strerror}), so that no answer of its ranks would be seen. Its owner can do it"
+        ) from error
+
+
+def _ask(
+    job: Job, act: Callable[[], _Act], judge: Callable[[Path], Judge], timeout_s: float
+) -> JobAnswer:
+    run = run_dir_of(job)
+    alive = {
+        rank: EventTail(path)
+        for rank, path in _event_files(job, run).items()
+        if _is_alive(latest(path), job)
+    }
+    if not alive:
+        raise TargetError(
+            f"no rank of job {job.job_id} has announced itself in {run.events}. It may still be "
+            "starting, or hydroslurm is not "
+            "installed in it (start it with `hydroslurm submit`). It was left alone"
+        )
+    done = act()
+    if done.ranks is not None:
+        alive = {rank: tail for rank, tail in alive.items() if rank in done.ranks}
+    answers = wait_for_answers(alive, judge, timeout_s=timeout_s)
+    return JobAnswer(
+        job.job_id,
+        done.how,
+        tuple(answers[rank] for rank in sorted(answers)),
+        tuple(sorted(alive.keys() - answers.keys())),
+    )
+
+
+def _is_alive(state: RankState | None, job: Job) -> bool:
+    """Whether the rank wrote this in the present attempt; one that was killed wrote no end."""
+    return state is not None and state.state != "ended" and state.restart_count == job.restart_count
+
+
+def _must_be(job: Job, state: JobState, verb: str) -> None:
+    if job.state is not state:
+        raise WrongJobState(
+            f"cannot {verb} job {job.job_id}: it is {job.state.value}, and should be {state.value}"
+        )

@@ -1,0 +1,280 @@
+"""Submit a TrainingJob: its run folder, its batch script by submitit, and the job that cleans up
+behind it.
+
+    run folder/
+      job.yaml      the resolved spec
+      plan.json     what each task runs (holds the environment: 0600, in a folder of 0700)
+      conditions.jsonl, attempts/    how it went: see hydroslurm.jobs.supervisor
+
+submitit runs the supervisor in the batch script, without srun; the supervisor starts the job step
+with the ranks. No string of the spec is part of a shell line: those that sbatch is given are words
+that cannot be anything else, and all the others are read from plan.json by the tasks themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from submitit.slurm.slurm import SlurmExecutor
+
+from hydroslurm.core import rundir
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import LaunchError, RunFolderError
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
+from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
+from hydroslurm.jobs.launch.executor import new_run
+from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL
+from hydroslurm.jobs.launch.sbatch import call_sbatch, removing_on_refusal
+from hydroslurm.jobs.plan import Plan, plan_job
+from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.reading import JobSpec, dumps
+from hydroslurm.jobs.submission import Submission
+from hydroslurm.jobs.supervisor.conditions import (
+    Condition,
+    add_condition,
+    final_condition,
+    read_conditions,
+)
+from hydroslurm.jobs.supervisor.main import Clean, Supervise
+
+SUPERVISOR_STARTS = 10
+"""How often the batch script starts a supervisor that was killed."""
+JANITOR_MIN = 10
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A TrainingJob that Slurm has.
+
+    Attributes:
+        job_id: Slurm's.
+        run: its run folder.
+        plan: what it runs.
+        notes: sentences that the user should read.
+    """
+
+    job_id: int
+    run: RunDir
+    plan: Plan
+    notes: tuple[str, ...]
+
+
+def plan_for(spec: JobSpec, *, environ: Mapping[str, str]) -> tuple[Plan, tuple[str, ...]]:
+    """The plan on this cluster, and what the user should know about it.
+
+    Raises:
+        LaunchError: an image, and nothing to run it with.
+        UsageError: as :func:`plan_job`.
+    """
+    images = sorted({one.template.image for one in spec.job.replica_specs if one.template.image})
+    runtime = find_runtime(environ) if images else None
+    left_out = list(spec.meaningless)
+    if images and runtime is None:
+        if not spec.is_manifest:
+            raise no_runtime(images[0])
+        left_out.append(
+            f"image {', '.join(images)} (this cluster can run no containers; the commands run on "
+            f"the nodes, with {sys.executable})"
+        )
+    plan = plan_job(
+        spec.job, folder=spec.folder, python=sys.executable, use_images=runtime is not None
+    )
+    if runtime is Runtime.PYXIS and len({task.image for task in plan.tasks}) > 1:
+        raise LaunchError(
+            "replicas of different images cannot run in one job step with pyxis; give all the same"
+        )
+    if runtime is not None:
+        plan = replace(plan, runtime=runtime.value)
+    if not left_out:
+        return plan, ()
+    listed = "".join(f"\n  {one}" for one in left_out)
+    return plan, (f"these fields have no effect on this Slurm and are left out:{listed}",)
+
+
+def render(spec: JobSpec, plan: Plan, *, root: Path) -> str:
+    """The batch script, as it would be submitted with this run folder."""
+    executor = _executor(spec.job, plan, RunDir(root))
+    return str(executor._make_submission_file_text(executor._submitit_command_str, "render"))
+
+
+def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> SubmittedJob:
+    """Submit it.
+
+    Args:
+        spec: what to run.
+        folder: where its run folder is made; all nodes must see it.
+
+    Raises:
+        LaunchError: sbatch refused it, or an image cannot be run; the run folder says what was
+            asked for.
+        RunFolderError: it cannot be made.
+    """
+    plan, notes = plan_for(spec, environ=environ)
+    with removing_on_refusal(folder.absolute()):
+        run = new_run(folder.absolute(), spec.job.name)
+        _write(run.job_yaml, dumps(_resolved(spec)))
+        _write(run.plan_json, plan.dumps())
+        intent = Submission(
+            spec.job.name, f"TrainingJob of {len(plan.tasks)} tasks", time.time_ns()
+        )
+        submission.write(run, intent)
+        add_condition(run.conditions_jsonl, "Created", reason="Submitted", message=str(spec.folder))
+        if spec.job.preemption.checkpoint_directory is not None:
+            _link_checkpoints(run, spec.folder / spec.job.preemption.checkpoint_directory)
+        try:
+            job_id = _submit(_executor(spec.job, plan, run), Supervise(run.root), run)
+        except LaunchError as error:
+            if run.root.exists():  # Slurm may have it all the same
+                add_condition(
+                    run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)
+                )
+            raise
+    submission.write(run, replace(intent, job_id=str(job_id)))
+    add_condition(run.conditions_jsonl, "Queued", reason="Pending", message=f"as job {job_id}")
+    try:
+        janitor = _submit(_janitor(spec.job, run, job_id), Clean(run.root), run)
+    except LaunchError as error:
+        notes = (*notes, f"no job that cleans up behind it could be submitted: {error}")
+    else:
+        notes = (*notes, f"job {janitor} cleans up behind it, whatever ends it")
+    return SubmittedJob(job_id, run, plan, notes)
+
+
+def wait_for_end(job: SubmittedJob, *, every_s: float = 0.5) -> Condition:
+    """Wait until a job has Succeeded or Failed, over its requeues.
+
+    It reads the run folder and asks Slurm nothing: the supervisor writes the verdict, and where it
+    cannot any more, the janitor.
+    """
+    while True:
+        found = final_condition(read_conditions(job.run.conditions_jsonl))
+        if found is not None:
+            return found
+        time.sleep(every_s)
+
+
+def _resolved(spec: JobSpec) -> TrainingJob:
+    """The job with nothing in it that is relative to the folder of the spec, for the supervisor
+    does not know that."""
+    board = spec.job.tensorboard
+    if board is None:
+        return spec.job
+    absolute = str(spec.folder / board.log_directory)
+    board = board.model_copy(update={"log_directory": absolute})
+    return spec.job.model_copy(update={"tensorboard": board})
+
+
+def _submit(executor: SlurmExecutor, function: Any, run: RunDir) -> int:
+    is_first = isinstance(function, Supervise)
+    job = call_sbatch(lambda: executor.submit(function), run, is_new=is_first)
+    if is_first:
+        _write(run.job_sbatch, job.paths.submission_file.read_text(encoding="utf-8"))
+    return int(job.job_id)
+
+
+def _executor(job: TrainingJob, plan: Plan, run: RunDir) -> SlurmExecutor:
+    """submitit's own, for the supervisor in the batch script."""
+    where = _where(job)
+    executor = SlurmExecutor(run.logs)
+    warning = {"signal": f"{SUBMITIT_SIGNAL}@{job.preemption.warning_seconds}"}
+    if job.preemption.mode == "pause":  # there is nobody who would save
+        warning = {}
+    python, folder = shlex.quote(sys.executable), shlex.quote(str(run.root))
+    again = f"{python} -u -m hydroslurm.jobs.supervisor.main {folder}"
+    executor.parameters = {
+        **where,
+        "job_name": in_option_line(job.name),
+        "comment": rundir.comment_for(run),
+        "time": job.scheduler.time_limit_minutes,
+        "nodes": plan.nodes,
+        "ntasks_per_node": max(plan.tasks_per_node),
+        "cpus_per_task": plan.cpus_per_task,
+        "mem": None if plan.memory_mib_per_node is None else f"{plan.memory_mib_per_node}M",
+        "gpus_per_node": plan.gpus_per_node or None,
+        "stderr_to_stdout": True,
+        "use_srun": False,
+        "setup": [
+            # the ranks have the signals too; this shell must outlive them
+            "trap : TERM URG USR1 USR2",
+            f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
+        ],
+        "teardown": [
+            "status=$?",
+            f"for start in {' '.join(str(n + 2) for n in range(SUPERVISOR_STARTS - 1))}; do",
+            "    # killed by a signal other than SIGTERM: it goes on where it was",
+            '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
+            f"    {again}",
+            "    status=$?",
+            "done",
+            *requeue_lines(),
+        ],
+        "additional_parameters": {
+            **where["additional_parameters"],
+            # not the janitor's: it would be held, begin late, or ask for what the job needs
+            **job.scheduler.options,
+            "requeue": True,
+            **warning,
+        },
+    }
+    return executor
+
+
+def _where(job: TrainingJob) -> dict[str, Any]:
+    where = job.scheduler
+    more: dict[str, Any] = {}
+    if where.reservation is not None:
+        more["reservation"] = where.reservation
+    if where.nice:
+        more["nice"] = where.nice
+    return {
+        "partition": where.partition,
+        "qos": where.qos,
+        "account": where.account,
+        "additional_parameters": more,
+    }
+
+
+def _janitor(job: TrainingJob, run: RunDir, job_id: int) -> SlurmExecutor:
+    executor = SlurmExecutor(run.logs)
+    executor.parameters = {
+        **_where(job),
+        "job_name": in_option_line(f"{job.name[:180]}-janitor"),
+        "time": JANITOR_MIN,
+        "dependency": f"afterany:{job_id}",
+        "stderr_to_stdout": True,
+        "use_srun": False,
+    }
+    return executor
+
+
+def _link_checkpoints(run: RunDir, directory: Path) -> None:
+    """Let checkpoints lie elsewhere. A later job that names the same folder goes on from them."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        run.checkpoints.symlink_to(directory)
+    except OSError as error:
+        raise RunFolderError(
+            f"preemption.checkpointDirectory {directory} cannot be used: {error.strerror}"
+        ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, for the owner's eyes."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,139 @@
+"""``python -m hydroslurm.jobs.task PLAN``: what srun starts for each task of a TrainingJob.
+
+It becomes the task's own program by exec, so that the rank is the very process that Slurm signals;
+below proctrack/cgroup no other hears anything. No shell is in between.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hydroslurm.coordination.rendezvous import set_torch_environment
+from hydroslurm.errors import LaunchError
+from hydroslurm.jobs.images import (
+    Runtime,
+    contained_argv,
+    contained_environ,
+    find_program,
+    no_runtime,
+)
+from hydroslurm.jobs.plan import Plan, TaskPlan
+from hydroslurm.runtime import autoload
+
+SCRATCH_ENV = "HYDROSLURM_SCRATCH"
+"""Environment variable: a folder of this replica's own in the run folder, which cleanPolicy All
+removes."""
+REPLICA_ENV = "HYDROSLURM_REPLICA"
+"""Environment variable: such as ``worker-2``."""
+
+
+def main(arguments: list[str]) -> int:
+    """Become the task that SLURM_PROCID names."""
+    plan_file = Path(arguments[0])
+    try:
+        plan = Plan.loads(plan_file.read_text(encoding="utf-8"))
+        number = int(os.environ["SLURM_PROCID"])
+        task = plan.tasks[number]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        print(f"hydroslurm: {plan_file}: no plan for this task: {error!r}", file=sys.stderr)
+        return 1
+    environ = task_environ(task, os.environ, root=plan_file.parent)
+    if autoload.is_asked(environ):
+        autoload.hold(autoload.killing(environ))
+    else:
+        # this Python, which the job's own environment asked, holds them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, autoload.killing(environ))
+    try:
+        Path(environ[SCRATCH_ENV]).mkdir(mode=0o700, parents=True, exist_ok=True)
+        enter(task)
+        for step in task.init:
+            status = _run_init(*as_run(plan, task, step.argv, environ, root=plan_file.parent))
+            if status:
+                print(
+                    f"hydroslurm: init step {step.name!r} of {task.replica} failed with status "
+                    f"{status}; the replica is not started",
+                    file=sys.stderr,
+                )
+                return status
+        become(*as_run(plan, task, task.argv, environ, root=plan_file.parent))
+    except (OSError, LaunchError) as error:
+        print(f"hydroslurm: {task.replica} cannot be started: {error}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def task_environ(task: TaskPlan, environ: Mapping[str, str], *, root: Path) -> dict[str, str]:
+    """The environment of a task: the job's, ours, and above all the spec's. torch.distributed's
+    variables are set for a rank, and left to torchrun for an agent."""
+    made = dict(environ)
+    # as below torchrun: what a rank has printed is in its log at once, also when it is killed
+    made.setdefault("PYTHONUNBUFFERED", "1")
+    made[REPLICA_ENV] = task.replica
+    made[SCRATCH_ENV] = str(root / "scratch" / task.replica)
+    if not task.is_agent:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+            made.pop(name, None)  # of the shell that sbatch was called in
+        set_torch_environment(made)
+    made.update(task.env)
+    return made
+
+
+def enter(task: TaskPlan) -> None:
+    """Go to the task's working directory.
+
+    Raises:
+        OSError: there is none; one of a container may be in the image only.
+    """
+    if task.image is None or Path(task.working_directory).is_dir():
+        os.chdir(task.working_directory)
+
+
+def as_run(
+    plan: Plan, task: TaskPlan, argv: Sequence[str], environ: Mapping[str, str], *, root: Path
+) -> tuple[Sequence[str], Mapping[str, str]]:
+    """The words and the environment that are really run: the same, or Apptainer's around them. With
+    pyxis this process is in the container already.
+
+    Raises:
+        LaunchError: this node has no Apptainer, or a path that it cannot be told.
+    """
+    if task.image is None or plan.runtime != Runtime.APPTAINER:
+        return argv, environ
+    program = find_program(environ)
+    if program is None:
+        raise no_runtime(task.image, f"node {environ.get('SLURMD_NODENAME', '')}")
+    there = Path(task.working_directory)
+    words = contained_argv(
+        argv,
+        image=task.image,
+        program=program,
+        folders=[root, *([there] if there.is_dir() else [])],
+        working_directory=task.working_directory,
+        has_gpus=plan.gpus_per_node > 0,
+    )
+    return words, contained_environ(environ, os.environ, program=program)
+
+
+def _run_init(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    done = subprocess.run(argv, env=dict(environ), stdin=subprocess.DEVNULL)
+    return done.returncode if done.returncode >= 0 else 128 - done.returncode
+
+
+def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Exec; never returns.
+
+    Raises:
+        OSError: there is no such program.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(argv[0], list(argv), dict(environ))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

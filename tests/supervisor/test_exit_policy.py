@@ -1,0 +1,125 @@
+"""What follows from how tasks have ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.jobs.plan import Plan, plan_job
+from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor.exit_policy import (
+    Action,
+    ExitDecision,
+    decide_exit,
+    restarts,
+    unrequested_exit,
+)
+
+PYTHON = "/usr/bin/python3"
+
+
+def plan(policy: str = "OnFailure", *, replicas: int = 3, tasks: int = 1, master: str = "") -> Plan:
+    worker = f"""
+- type: worker
+  replicas: {replicas}
+  restartPolicy: {policy}
+  template: {{command: [python, train.py], resources: {{tasks: {tasks}}}}}
+"""
+    first = f"""
+- type: master
+  restartPolicy: {master}
+  template: {{command: [python, train.py]}}
+"""
+    text = f"replicaSpecs:{worker}{first.lstrip() if master else ''}"
+    return plan_job(loads(text.replace("\n\n", "\n")).job, folder=Path("/w"), python=PYTHON)
+
+
+def after(of: Plan, *ends: tuple[int, int]) -> ExitDecision:
+    return decide_exit(of, dict(ends), [task for task, _ in ends])
+
+
+def test_nothing_has_ended() -> None:
+    """As long as all run there is nothing to do."""
+    assert after(plan()).action is Action.WAIT
+
+
+def test_the_master_decides() -> None:
+    """Rank 0 has succeeded, whatever the others do; a worker that ends well decides nothing."""
+    assert after(plan(), (1, 0), (2, 0)).action is Action.WAIT
+    assert after(plan(), (1, 0), (0, 0)).action is Action.SUCCEED
+
+
+def test_a_master_of_its_own_is_the_first_rank() -> None:
+    """The type master comes first, wherever it stands in the spec."""
+    found = plan(master="Never")
+    assert found.replicas[0] == "master-0"
+    assert after(found, (0, 0)).replica == "master-0"
+
+
+def test_all_tasks_of_the_master_must_have_ended() -> None:
+    """A replica of two ranks has succeeded when both have."""
+    assert after(plan(tasks=2), (0, 0)).action is Action.WAIT
+    assert after(plan(tasks=2), (0, 0), (1, 0)).action is Action.SUCCEED
+
+
+def test_the_first_failure_counts() -> None:
+    """The others fail because of it."""
+    found = after(plan(), (2, 1), (0, 134), (1, 1))
+    assert (found.action, found.replica, found.status) == (Action.RESTART, "worker-2", 1)
+    assert found.counts
+
+
+def test_a_failure_behind_the_success_of_the_master_changes_nothing() -> None:
+    """The job is decided by then."""
+    assert after(plan(), (0, 0), (1, 1)).action is Action.SUCCEED
+
+
+@pytest.mark.parametrize("policy", ["Never", "OnFailure", "Always", "ExitCode"])
+@pytest.mark.parametrize("status", [0, 1, 2, 75, 93, 126, 130, 137, 138, 139, 140, 143, 255])
+def test_every_policy_and_status_of_the_master(policy: str, status: int) -> None:
+    """The whole table."""
+    found = after(plan(policy), (0, status))
+    if status == 75:
+        wanted = Action.LEAVE
+    elif status == 93:
+        wanted = Action.FAIL
+    elif status == 0:
+        wanted = Action.RESTART if policy == "Always" else Action.SUCCEED
+    elif policy == "ExitCode":
+        wanted = Action.RESTART if status in (130, 137, 138, 140, 143) else Action.FAIL
+    elif policy != "Never":
+        wanted = Action.RESTART
+    else:
+        wanted = Action.FAIL
+    assert found.action is wanted
+    assert found.counts == (wanted is Action.RESTART)
+    assert restarts(policy, status) or wanted is not Action.RESTART
+
+
+def test_a_worker_that_is_never_restarted_leaves_it_to_the_master() -> None:
+    """Its failure is final, the job's end is the master's."""
+    assert after(plan("Never"), (1, 1)).action is Action.WAIT
+    assert after(plan("Never"), (1, 1), (0, 0)).action is Action.SUCCEED
+    assert after(plan("Never"), (1, 1), (0, 1)).action is Action.FAIL
+
+
+def test_saved_and_left_wins_over_what_it_did_to_others() -> None:
+    """A rank that left with 75 may make others fail first."""
+    assert after(plan(), (1, 1), (0, 75)).action is Action.LEAVE
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        ("Never", Action.FAIL), ("ExitCode", Action.FAIL),
+        ("OnFailure", Action.RESTART), ("Always", Action.RESTART),
+    ],
+)  # fmt: skip
+def test_75_that_nobody_asked_for_is_an_end_like_any_other(policy: str, wanted: Action) -> None:
+    """No preemption, which would cost nothing and come again for ever."""
+    of = plan(policy)
+    found = unrequested_exit(of, after(of, (1, 75)))
+    assert (found.action, found.replica, found.status) == (wanted, "worker-1", 75)
+    assert found.counts == (wanted is Action.RESTART)
+    assert "nobody has asked" in found.message

@@ -1,0 +1,106 @@
+"""What is known of a job step from srun's message, and the command that starts it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.core import registry
+from hydroslurm.jobs.plan import Plan, plan_job
+from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor.job_step import (
+    RunningStep,
+    TaskExits,
+    host_list,
+    last_error,
+    rank_variables,
+    srun_command,
+)
+
+
+def planned(text: str) -> Plan:
+    return plan_job(loads(text).job, folder=Path("/work"), python="/venv/bin/python")
+
+
+def job(text: str = "") -> str:
+    return f"replicaSpecs: [{{replicas: 2, template: {{command: [python, a.py]}}}}]\n{text}"
+
+
+def test_ends_are_read_as_they_come(tmp_path: Path) -> None:
+    """Half a line is no end yet; the order of the ends is kept; one task ends once."""
+    log = tmp_path / "srun.log"
+    ends = TaskExits(log)
+    assert not ends.look()
+    log.write_text("srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: ta")
+    assert ends.look()
+    assert (ends.statuses, ends.order) == ({1: 3}, [1])
+    with log.open("a") as file:
+        file.write("sk 0: Killed\nsrun: error: n2: task 1: Killed\n")
+    assert ends.look()
+    assert (ends.statuses, ends.order) == ({1: 3, 0: 137}, [1, 0])
+    ends.fill_in(3, 1)
+    assert (ends.statuses[2], ends.order) == (1, [1, 0, 2])
+
+
+def test_the_layout_is_said_to_srun() -> None:
+    """Even nodes by a number; uneven ones by a list of nodes, in the order of the ranks."""
+    even = planned(job())
+    message = srun_command(even, plan_file=Path("/r/p"), logs=Path("/r/100%"), python="py")
+    assert "--ntasks-per-node=1" in message
+    assert "--output=/r/100%%/task-%t.log" in message
+    uneven = planned(
+        "replicaSpecs:\n"
+        "  - {type: worker, replicas: 2, template: {command: [a], resources: {nodes: 1}}}\n"
+        "  - {type: master, template: {command: [a]}}\n"
+    )
+    message = srun_command(uneven, plan_file=Path("/r/p"), logs=Path("/r/l"), python="py")
+    assert "--distribution=arbitrary" in message
+    assert not any(word.startswith("--nodes") for word in message)  # 25.11 refuses the two together
+    assert host_list(uneven, ["n7", "n9"]) == "n7\nn9\nn9\n"
+
+
+@pytest.mark.parametrize(
+    ("mode", "preempt"), [("pause", "pause"), ("requeue", "requeue"), ("both", "pause")]
+)
+def test_ranks_are_told_what_the_spec_says(mode: str, preempt: str) -> None:
+    """Its preemption part becomes variables; what it does not say is left to the script."""
+    made = rank_variables(loads(job(f"preemption: {{mode: {mode}}}")).job)
+    assert made["HYDROSLURM_PREEMPT"] == preempt
+    assert "HYDROSLURM_SAVE_EVERY_S" not in made
+    made = rank_variables(loads(job("preemption: {saveEverySeconds: 0}")).job)
+    assert made["HYDROSLURM_SAVE_EVERY_S"] == "0"
+
+
+def test_a_step_of_another_supervisor_is_ended() -> None:
+    """By its pid, if that is still the same process; SIGKILL where SIGTERM is not heard."""
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", deaf], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    started = registry.start_ticks(child.pid)
+    assert started is not None
+    another = RunningStep(child.pid, started + 1)
+    assert another.has_ended()
+    another.end()
+    assert child.poll() is None
+    RunningStep(child.pid, started).end(patience_s=0.1)
+    assert child.wait(60) == -signal.SIGKILL
+    child.stdin.close()  # type: ignore[union-attr]
+    child.stdout.close()
+
+
+def test_what_srun_says_when_it_starts_nothing(tmp_path: Path) -> None:
+    """Its last error, for the job's conditions; where there is none, the place to look."""
+    log = tmp_path / "srun.log"
+    log.write_text(
+        "srun: jobid 3\nsrun: error: first\nsrun: error: Unable to create step\nsrun: x\n"
+    )
+    assert last_error(log) == "srun: error: Unable to create step"
+    log.write_text("srun: jobid 3\n")
+    assert str(log) in last_error(log)
