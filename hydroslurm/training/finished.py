@@ -8,12 +8,11 @@ when it is written.
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from dataclasses import dataclass
 
-from hydroslurm.core.files import open_regular, parse_json, read_regular
+from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
@@ -36,20 +35,10 @@ def write(run: RunDir, *, step: int) -> None:
         RunFolderError: the folder cannot be written.
     """
     path = run.finished_json
-    temporary = path.with_suffix(f".tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        with os.fdopen(handle, "w") as file:
-            json.dump({"v": 1, "step": step, "epoch_ns": time.time_ns()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        fd = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        row = {"v": 1, "step": step, "epoch_ns": time.time_ns()}
+        write_atomically(path, json.dumps(row), mode=0o644, durable=True)
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
