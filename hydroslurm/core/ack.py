@@ -116,7 +116,7 @@ class JudgePause:
             self._failed = event.data.get("words") or ""
             if self._parked is not None and event.data.get("what") == "connection":
                 return self.when_late()
-        elif kind is EventKind.HUB_LOST:
+        elif kind is EventKind.COORDINATOR_LOST:
             self._hub_lost = True  # another one follows, which has them parked again
         elif kind is EventKind.RESUMED and self._hub_lost:
             self._parked, self._hub_lost = None, False

@@ -72,7 +72,7 @@ class EventKind(str, Enum):
     LET_THROUGH = "let_through"
     ALL_PARKED = "all_parked"
     RANK_GONE = "rank_gone"
-    HUB_LOST = "hub_lost"
+    COORDINATOR_LOST = "coordinator_lost"
     STOP_AGREED = "stop_agreed"
     AGREEMENT_FAILED = "agreement_failed"
     # of the two calls: this rank saves in its own way, and leaves

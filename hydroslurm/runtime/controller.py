@@ -34,7 +34,6 @@ from hydroslurm.gate.protocol import (
     Cause,
     Gate,
     GateEvent,
-    GateEventKind,
     GateState,
     GateStatus,
     SignalOutcome,
@@ -192,8 +191,8 @@ class Controller:
             world,
             self.gate,
             secret=secret,
-            tell=self._write,
-            wanted=self._hear_of_meeting,
+            emit=self._write,
+            on_barrier_called=self._on_barrier_called,
             warn=warn,
         )
         self.ranks = ranks
@@ -358,24 +357,24 @@ class Controller:
 
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
-            if seen.kind is GateEventKind.HANDLER_REPLACED:
+            if seen.kind is EventKind.HANDLER_REPLACED:
                 replaced = self.guarding and self._guard.see(seen.signo, claimed=self._claimed)
                 if replaced:
                     self._write(EventKind.HANDLER_REPLACED, vars(replaced))
                 continue
-            if seen.kind is GateEventKind.GATE_CLOSED:  # what ends the pause must be ours
+            if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours
                 self.gate.check_handlers()
             record = self._recorder.record(seen)
             ranks = self.ranks
-            if seen.kind is GateEventKind.PARKED:
+            if seen.kind is EventKind.PARKED:
                 if ranks and ranks.have_joined and not ranks.lost:
                     record.data["world_size"] = ranks.world_size
                 if children := self._children.following:
                     record.data["children"] = children
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
             if self.ranks is not None:
-                self.ranks.see(seen)
-            if seen.kind is GateEventKind.STOP_REQUESTED:
+                self.ranks.on_gate_event(seen)
+            if seen.kind is EventKind.STOP_REQUESTED:
                 self._note_stop(seen)
             self._follow(record.kind)
 
@@ -410,10 +409,10 @@ class Controller:
         if self.ranks is not None and self._claimed and request.of_rank is None:
             self.ranks.call("stop", request.signal or "")
 
-    def _hear_of_meeting(self, kind: str, of_rank: int, words: str) -> None:
-        """In the thread that hears the other ranks: one of them is to stop, and so are we."""
+    def _on_barrier_called(self, kind: str, of_rank: int, message: str) -> None:
+        """One of the other ranks is to stop, and so is this one; in the channel's thread."""
         if kind == "stop" and self.ranks is not None and of_rank != self.ranks.rank:
-            self._stop_of_peer = of_rank, words
+            self._stop_of_peer = of_rank, message
             with contextlib.suppress(InstallError):  # this rank has just left
                 self.gate.request(Action.STOP, Cause(0))
 

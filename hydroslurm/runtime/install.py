@@ -143,10 +143,11 @@ def install_unasked() -> None:
     mine = install(alone=True)
     _require_installed().unasked = True
     if not _is_alone(None, os.environ):
-        # a life apart: who has left the ranks of a life cannot come back to them, and the call that
-        # takes our place is to find the others under the usual one
+        # An incarnation of its own: a rank that has left one cannot rejoin it, and the call that
+        # replaces this installation has to find the others under the usual id.
         world = World.from_environ(os.environ)
-        _join(mine, replace(world, life=f"{world.life} unasked"), environ=os.environ)
+        incarnation_id = f"{world.incarnation_id} unasked"
+        _join(mine, replace(world, incarnation_id=incarnation_id), environ=os.environ)
 
 
 def _set_up(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import hydroslurm
 from hydroslurm.cli import app
+from hydroslurm.core.events import EventKind
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbatch/README.md")
@@ -166,6 +167,14 @@ def test_verbs_and_options_in_the_pages_exist() -> None:
             assert verb in verbs, f"{path.name}: hydroslurm {verb}"
             for option in re.findall(r"(?<= )--[a-z][\w-]+", re.split(r"#| -- | \w+\.py", rest)[0]):
                 assert option in cli, f"{path.name}: hydroslurm {verb} {option}"
+
+
+def test_events_that_are_named_exist() -> None:
+    """several-ranks.md lists kinds of events, and each is one."""
+    text = (ROOT / "docs/several-ranks.md").read_text()
+    kinds = re.findall(r"`(\w+)`", text.partition("In the event log: ")[2].partition("\n\n")[0])
+    assert len(kinds) > 8
+    assert set(kinds) <= {kind.value for kind in EventKind}
 
 
 def test_messages_in_troubleshooting_are_messages() -> None:
