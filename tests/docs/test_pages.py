@@ -27,8 +27,7 @@ INTERNAL = {
     "HYDROSLURM_BELOW",
     "HYDROSLURM_RANK_TAKEN",
     "HYDROSLURM_SUPERVISED",
-    "HYDROSLURM_ROUND",
-    "HYDROSLURM_LIFE",
+    "HYDROSLURM_INCARNATION",
 }
 """Variables that one process of ours sets for another: not for users."""
 
@@ -142,6 +141,17 @@ def test_every_variable_is_described() -> None:
     for path in PAGES:
         used = set(re.findall(r"HYDROSLURM_[A-Z_]+[A-Z]", path.read_text()))
         assert used <= listed | {"HYDROSLURM_ALL_STOPS"}, f"{path.name}: {used - listed}"
+
+
+def test_the_run_folder_is_drawn_as_the_code_spells_it() -> None:
+    """Each name in the tree of environment.md stands in core/rundir.py too."""
+    page = (ROOT / "docs/environment.md").read_text()
+    tree = page.partition("## The run folder")[2].partition("```\n")[2].partition("```")[0]
+    spelled = (ROOT / "hydroslurm/core/rundir.py").read_text()
+    names = re.findall(r"[\w./-]+", " ".join(line[:31] for line in tree.splitlines()[1:]))
+    assert len(names) > 15
+    for name in names:
+        assert name in spelled, name
 
 
 def test_every_verb_and_public_name_has_its_place() -> None:
