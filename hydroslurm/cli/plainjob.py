@@ -37,7 +37,8 @@ def description(found: PlainJob) -> list[str]:
     lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in found.ranks[:_MANY]]
     lines += [f"  ... {len(found.ranks) - _MANY} more"] if len(found.ranks) > _MANY else []
     left_out = len(found.attempts) - _MANY
-    lines.append("Attempts:     " + (f"{left_out} before these" if left_out > 0 else ""))
+    more = f"; {left_out} before these" if left_out > 0 else ""
+    lines.append(f"Attempts:     starts of the ranks, counted over restarts and requeues{more}")
     lines += [f"  {_attempt_line(one)}" for one in found.attempts[-_MANY:]] or ["  none yet"]
     lines += condition_lines(found)
     return [line.rstrip() for line in lines]

@@ -215,7 +215,8 @@ def _description(found: Overview) -> list[str]:
         )
     lines += _tensorboard_lines(found)
     left_out = len(found.attempts) - _MANY
-    lines.append("Attempts:     " + (f"{left_out} before these" if left_out > 0 else ""))
+    more = f"; {left_out} before these" if left_out > 0 else ""
+    lines.append(f"Attempts:     starts of the ranks, counted over restarts and requeues{more}")
     lines += [f"  {_attempt_line(one)}" for one in found.attempts[-_MANY:]] or ["  none yet"]
     lines += condition_lines(found)
     return [line.rstrip() for line in lines]
