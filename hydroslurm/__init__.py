@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from hydroslurm import data
     from hydroslurm.compat.job import Job
     from hydroslurm.compat.jobrunner import JobRunner
-    from hydroslurm.compat.manager import CheckpointManager
-    from hydroslurm.compat.multinode import MultiNodeCheckpointManager
-    from hydroslurm.compat.parts import LocalSession, epoch_limiter
+    from hydroslurm.compat.manager import CheckpointManager, MultiNodeCheckpointManager
     from hydroslurm.compat.suspend import go_suspend, receive_suspend_command
-    from hydroslurm.compat.tasks import Task, TaskGroup
+    from hydroslurm.compat.tasks import LocalSession, Task, TaskGroup, epoch_limiter
     from hydroslurm.coordination.rendezvous import set_torch_environment
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.gate.signals import SignalPlan
@@ -102,9 +100,9 @@ _HOME = {
     "Job": "hydroslurm.compat.job",
     "JobRunner": "hydroslurm.compat.jobrunner",
     "CheckpointManager": "hydroslurm.compat.manager",
-    "MultiNodeCheckpointManager": "hydroslurm.compat.multinode",
-    "LocalSession": "hydroslurm.compat.parts",
-    "epoch_limiter": "hydroslurm.compat.parts",
+    "MultiNodeCheckpointManager": "hydroslurm.compat.manager",
+    "LocalSession": "hydroslurm.compat.tasks",
+    "epoch_limiter": "hydroslurm.compat.tasks",
     "Task": "hydroslurm.compat.tasks",
     "TaskGroup": "hydroslurm.compat.tasks",
     "Run": "hydroslurm.training.run",

@@ -35,7 +35,7 @@
     |   |-- AgreementFailed        a rank is gone or has given up; the same for all who asked
     |   |-- NoSecret               nothing that they could prove their identity with
     |   |-- StaleRank              of an earlier life of the job, or in it a second time
-    |   `-- HubLost                what connects the ranks has ended, or was never reached
+    |   `-- CoordinatorLost        what connects the ranks has ended, or was never reached
     |-- ProfileError               a report of nsys that is none, or that cannot be read
     |   `-- NsysMissing            it has to be exported first, and there is no nsys here
     |-- RunEnded                   a budget is spent, or lives pass without progress
@@ -206,7 +206,7 @@ class StaleRank(RanksError):
     """This process is of an earlier life of the job, or its rank has joined already."""
 
 
-class HubLost(RanksError):
+class CoordinatorLost(RanksError):
     """The process that connects the ranks has ended, or could not be reached."""
 
 

@@ -4,7 +4,7 @@
 pause) to the same bytes with a length and JSON alone, which is what they were without a key.
 `greeting_ms`: processor time of both ends of one connection; with MUNGE the daemon's is not in it,
 and `munge_greeting_ms` is the time that passes. `join_ms`: from the start of 64 ranks in one
-process, their hub running, until all have heard that all are there; divided by 64.
+process, their coordinator running, until all have heard that all are there; divided by 64.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from collections.abc import Callable
 
 from harness import finish, options
 
-from hydroslurm.coordination.frames import Sealer, Unsealer, pack
-from hydroslurm.coordination.greeting import HubGreeting, RankGreeting
-from hydroslurm.coordination.host import start_hub
-from hydroslurm.coordination.search import find_hub, join_hub
+from hydroslurm.coordination.authentication import CoordinatorGreeting, RankGreeting
+from hydroslurm.coordination.channel import find_coordinator, join_coordinator
+from hydroslurm.coordination.messages import Sealer, Unsealer, pack
+from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 
 RANKS = 64
 MESSAGE = {
-    "do": "counts",
+    "type": "counts",
     "pause": 3,
     "round": 2,
     "groups": {str(key): [list(range(8)), 1234 + key] for key in range(4)},
@@ -60,12 +60,12 @@ def sealed_pass(count: int) -> None:
 def greet(key: bytes, munge: Munge | None) -> None:
     """Both ends of one greeting; by MUNGE where it is given."""
     rank = RankGreeting(attempt="measured", key=None if munge else key, munge=munge)
-    hub = HubGreeting()
-    hub.feed(rank.hello)
-    proof = rank.feed(hub.answer(key, attempt="measured", munge=munge))
+    coordinator = CoordinatorGreeting()
+    coordinator.feed(rank.hello)
+    proof = rank.feed(coordinator.answer(key, attempt="measured", munge=munge))
     assert proof is not None
-    hub.feed(proof)
-    assert hub.channel is not None
+    coordinator.feed(proof)
+    assert coordinator.session is not None
 
 
 def seconds(act: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -77,18 +77,19 @@ def seconds(act: Callable[[], object], clock: Callable[[], float]) -> float:
 def join_all() -> float:
     """Seconds until all ranks of one attempt have joined."""
     secret = Secret("environment", secrets.token_bytes(32))
-    life = f"measured {secrets.token_hex(4)}"
+    incarnation_id = f"measured {secrets.token_hex(4)}"
     worlds = [
-        World(rank=rank, world_size=RANKS, local_rank=rank, life=life) for rank in range(RANKS)
+        World(rank=rank, world_size=RANKS, local_rank=rank, incarnation_id=incarnation_id)
+        for rank in range(RANKS)
     ]
-    port = start_hub(worlds[0], secret)
+    port = start_coordinator(worlds[0], secret)
     began_s, together = time.perf_counter(), threading.Barrier(RANKS + 1)
 
     def come(world: World) -> None:
-        found = find_hub(world, secret, ports=[port], timeout_s=120)
-        line = join_hub(found, world, {"pid": os.getpid()})
+        found = find_coordinator(world, secret, ports=[port], timeout_s=120)
+        line = join_coordinator(found, world, {"pid": os.getpid()})
         messages = list(line.first)
-        while not any(one["say"] == "everybody" for one in messages):
+        while not any(one["type"] == "all_joined" for one in messages):
             messages += line.unsealer.feed(line.socket.recv(1 << 16))
         together.wait()
         line.socket.close()

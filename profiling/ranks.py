@@ -109,7 +109,7 @@ def _stop(crew: Crew, world: int, chance: random.Random) -> Stop:
     if sent.data["signal"] != "SIGTERM":
         raise RuntimeError(f"the stop of rank {rank} came from {sent.data}, wanted its SIGTERM")
     at_safe_point = [events[0] for events in life.events(EventKind.SAFE_POINT)]
-    known = [_with(events, "place") for events in life.events(EventKind.STOP_AGREED)]
+    known = [_with(events, "safe_point_index") for events in life.events(EventKind.STOP_AGREED)]
     durable = [_durable(events) for events in life.events(EventKind.SAVE_COMMITTED)]
     stop_steps = [int(event.step or 0) for event in at_safe_point]
     all_durable = [event for event in durable if event is not None]

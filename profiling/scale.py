@@ -49,7 +49,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Writers:
-    """The ranks of the jobs with a run folder: events and pulses, as if they trained."""
+    """The ranks of the jobs with a run folder: events and heartbeats, as if they trained."""
 
     def __init__(self, folder: Path, job_ids: list[int]) -> None:
         self._step = 0
@@ -88,8 +88,8 @@ class Writers:
                 data = {"tier": "durable", "checkpoint_step": self._step, "seconds": 0.5}
                 self._event(log, job_id, EventKind.SAVE_COMMITTED, **data)
                 now_ns = time.time_ns()
-                pulse = Heartbeat(self._step, now_ns, now_ns, 1.0, 1.0, 0, os.getpid())
-                run.pulse_json.write_text(json.dumps(vars(pulse)))
+                heartbeat = Heartbeat(self._step, now_ns, now_ns, 1.0, 1.0, 0, os.getpid())
+                run.heartbeat_json.write_text(json.dumps(vars(heartbeat)))
                 if self._end.wait(1.0 / len(self._ranks)):
                     return
 

@@ -40,7 +40,7 @@ if _children not in _given.split(os.pathsep):
 def _no_run_ends_with_the_tests() -> Iterator[None]:
     """A run that a test has finished in this process would be marked so at the end of all tests."""
     yield
-    if (ending := sys.modules.get("hydroslurm.training.ending")) is not None:
+    if (ending := sys.modules.get("hydroslurm.training.finished")) is not None:
         ending._trained.clear()
 
 

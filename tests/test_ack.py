@@ -129,7 +129,7 @@ def test_what_ends_a_pause_of_several(line: Line, words: str, tmp_path: Path) ->
 def test_another_hub(tmp_path: Path) -> None:
     """Let go when the hub is gone is no end: the next one has all ranks parked again."""
     judge = pausing(tmp_path)
-    lost: Line = ("hub_lost", 14, {"words": "gone"})
+    lost: Line = ("coordinator_lost", 14, {"words": "gone"})
     assert judged(judge, CLOSED, OF_FOUR, lost, ("resumed", 15, {"causes": []})) is None
     again: Line = ("parked", 16, {**OF_FOUR[2], "requested_mono_ns": 15 * MS})
     answer = judged(judge, again, ALL)

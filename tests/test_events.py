@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from hydroslurm.core import agentstate, events
 from hydroslurm.core.ack import EventTail, JudgePause, JudgeResume, JudgeStop
 from hydroslurm.core.events import Event, EventKind, EventLog, read_events
-from hydroslurm.core.files import clean
+from hydroslurm.core.files import SPARE_BYTES, clean, read_spare, spare_of
 from hydroslurm.core.rankstate import after, latest
-from hydroslurm.core.spare import SPARE_BYTES, read_spare, spare_of
 from hydroslurm.observe.rankfile import RankFacts
 
 _JSON = st.recursive(

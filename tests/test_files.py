@@ -135,8 +135,8 @@ def test_a_tail_begins_where_it_is_told(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"first\nsecond\nthird\n")
     at_end = Tail(path, last_bytes=0)
-    assert list(Tail(path, last_bytes=13).lines()) == [b"second\n", b"third\n"]
-    assert list(Tail(path, last_bytes=12).lines()) == [b"third\n"]
+    assert list(Tail(path, last_bytes=14).lines()) == [b"second\n", b"third\n"]
+    assert list(Tail(path, last_bytes=13).lines()) == [b"third\n"]
     assert len(list(Tail(path, last_bytes=100).lines())) == 3
     with path.open("ab") as file:
         file.write(b"fourth\n")

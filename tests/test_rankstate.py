@@ -115,13 +115,14 @@ def test_no_file_is_no_state(tmp_path: Path) -> None:
     assert latest(tmp_path / "none.jsonl") is None
 
 
-@pytest.mark.parametrize("set_s", [3600.0, -3600.0])
-def test_a_date_that_was_set_makes_nothing_older(tmp_path: Path, set_s: float) -> None:
-    """A rank of this host that parked 5 s ago, an hour of the date ago, or in an hour of it: its
-    state, the commands' words and the pulse that `top` reads say 5 s."""
+@pytest.mark.parametrize("direction", [1, -1])
+def test_a_date_that_was_set_makes_nothing_older(tmp_path: Path, direction: int) -> None:
+    """A rank of this host parked 5 s ago; by a date that was set since, an hour ago or in an hour.
+    Its state, the commands' messages and the heartbeat that `top` reads say 5 s."""
     host = socket.gethostname()
     mono_ns, epoch_ns = (one - 5 * 10**9 for one in clocks())
-    told_ns = epoch_ns + round(set_s * 1e9)
+    # a date before this boot would be an earlier boot's: not an hour on a machine just booted
+    told_ns = epoch_ns + direction * min(3600 * 10**9, mono_ns // 2)
     log = EventLog(tmp_path / "rank-00003.jsonl")
     for kind in (EventKind.INSTALLED, EventKind.PARKED):
         log.append(Event(kind, mono_ns, told_ns, rank=3, host=host))
@@ -130,9 +131,9 @@ def test_a_date_that_was_set_makes_nothing_older(tmp_path: Path, set_s: float) -
     state = latest(log.path)
     assert state is not None
     assert abs(state.since_epoch_ns - epoch_ns) < 10**9
-    pulse = Heartbeat(7, told_ns, told_ns - 3 * 10**9, 1.0, 10.0, 0, 1, mono_ns).dated_now(host)
-    assert abs(pulse.epoch_ns - epoch_ns) < 10**9
-    assert pulse.epoch_ns - pulse.since_epoch_ns == 3 * 10**9
+    heartbeat = Heartbeat(7, told_ns, told_ns - 3 * 10**9, 1.0, 10.0, 0, 1, mono_ns).dated_now(host)
+    assert abs(heartbeat.epoch_ns - epoch_ns) < 10**9
+    assert heartbeat.epoch_ns - heartbeat.since_epoch_ns == 3 * 10**9
 
 
 def test_whose_date_is_left_alone() -> None:

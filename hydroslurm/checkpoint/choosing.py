@@ -34,7 +34,7 @@ def choose(
     Raises:
         CheckpointCorrupt: there are some, and none is whole: starting over must be a decision.
         CheckpointError: rank 0 cannot list them.
-        AgreementFailed, HubLost: a rank is gone.
+        AgreementFailed, CoordinatorLost: a rank is gone.
     """
     if store.peers is None:
         found = newest_over(durable=store)

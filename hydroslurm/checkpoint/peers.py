@@ -40,5 +40,5 @@ class Peers(Protocol):
 
         Raises:
             AgreementFailed: a rank has died, left or given up.
-            HubLost: nothing connects the ranks any more.
+            CoordinatorLost: nothing connects the ranks any more.
         """

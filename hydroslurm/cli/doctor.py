@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.observe.doctor.facts import Facts, SaveFacts
-    from hydroslurm.observe.doctor.finding import Finding, Severity
+    from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Severity
 
 JobId = Annotated[int | None, typer.Argument(metavar="[JOBID]", help="One job; default: a plan.")]
 PartitionName = Annotated[
@@ -52,7 +51,7 @@ def doctor(
     """Say in plain words what a preemption does here, how long each stop leaves, what is risky and
     which line would change it. Exit status 1: work would be lost; 2: Slurm could not be asked."""
     from hydroslurm.errors import HydroslurmError, UsageError
-    from hydroslurm.observe.doctor import answer, findings
+    from hydroslurm.observe.doctor import findings
     from hydroslurm.observe.doctor.gather import gather, read_file, why_no_munge
     from hydroslurm.slurm.client import open_client
 
@@ -75,7 +74,7 @@ def doctor(
         raise typer.Exit(2) from error
     found = findings.diagnose(facts)
     if as_json:
-        typer.echo(json.dumps(answer.as_json(facts, found)))
+        typer.echo(json.dumps(findings.as_json(facts, found)))
     else:
         _print(facts, found)
     if findings.work_would_be_lost(found):

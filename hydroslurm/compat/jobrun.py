@@ -15,8 +15,7 @@ from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
-from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.progress import PROGRESS, Progress
+from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
 from hydroslurm.training.reading import age
 from hydroslurm.training.recording import SaveRecorder

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hydroslurm.checkpoint.tiers import Found
 from hydroslurm.compat.job import Job
-from hydroslurm.compat.joblife import JobLife
 from hydroslurm.compat.jobrun import JobRun
 from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.parts import LocalSession
-from hydroslurm.compat.tasks import Client
+from hydroslurm.compat.tasks import Client, Group, LocalSession, TaskGroup
 from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import SaveFailed, UsageError
 from hydroslurm.training import finished
 from hydroslurm.training.notice import notice
 
@@ -118,7 +118,7 @@ class JobRunner:
             stack.enter_context(run)  # once all is done it writes the marker
             stack.enter_context(self.job.running(run))
             retrieved = None if origin is None else self.resume_from_epoch
-            JobLife(self.job, run, self.checkpoint_manager, client, at_least_one).live(retrieved)
+            JobAttempt(self.job, run, self.checkpoint_manager, client, at_least_one).run(retrieved)
             return run.epoch
 
     def _branch(self) -> tuple[CheckpointManager | None, Found | None]:
@@ -130,3 +130,182 @@ class JobRunner:
         if branch.committed():
             return branch, None
         return branch, manager.find(epoch=epoch)
+
+
+_IN_GROUP = {
+    Group.DOWNLOAD: "what was fetched stays; nothing was trained in this attempt",
+    Group.BUILD: "nothing was trained in this attempt",
+    Group.INIT: "a cut init leaves nothing behind; it runs again from its beginning",
+    Group.EXIT: "the last epoch is committed; the exit group runs again from its beginning",
+}
+
+
+class JobAttempt:
+    """One life of a job."""
+
+    def __init__(
+        self,
+        job: Job,
+        run: JobRun,
+        manager: CheckpointManager | None,
+        client: Client,
+        at_least_one: bool,
+    ) -> None:
+        """``at_least_one``: train an epoch after going back to one, whatever the stop signals
+        say."""
+        self._job = job
+        self._run = run
+        self._manager = manager
+        self._client = client
+        self._at_least_one = at_least_one
+        self._committed = False
+        self._has_just_loaded = False
+
+    def run(self, retrieved: int | None) -> None:
+        """``retrieved``: the epoch that it goes back to."""
+        job, run = self._job, self._run
+        self._group(Group.DOWNLOAD)
+        self._group(Group.BUILD)
+        run.take({name: job[name] for name in job.names()}, job.loader)
+        job.seal()
+        if not self._resume(retrieved):
+            self._group(Group.INIT)
+            self._init_manager(None)
+        elif run.begins_at_origin and self._at_least_one:
+            run.agree_to_end(False)
+        elif run.begins_at_origin:
+            self._ask_stop_signals()
+        self._epochs()
+        self._group(Group.EXIT)
+
+    def _resume(self, retrieved: int | None) -> bool:
+        """Whether there was something to load, and it is."""
+        if retrieved is None and self._run.newest_committed() is None:
+            self._load()  # which may leave: the run has finished, or must not go on
+            return self._has_just_loaded
+        self._init_manager(retrieved)
+        TaskGroup("load" if retrieved is None else f"load({retrieved})").run_by(
+            self._client, self._load
+        )
+        return self._has_just_loaded
+
+    def _load(self) -> None:
+        self._has_just_loaded = self._run.resume()
+        signals = self._job.signal_outputs()
+        for place, value in self._run.progress.outputs.items():
+            if place in signals:  # of a function that is behind, and is not called again
+                signals[place].set(value)
+
+    def _init_manager(self, retrieved: int | None) -> None:
+        if self._manager is not None:
+            nodes = self._job.nodes_to_checkpoint()
+            self._client.run(self._manager.init(nodes, retrieve_from_epoch=retrieved))
+
+    def _group(self, group: Group) -> None:
+        """All functions of a group other than the epochs'. A stop within saves nothing, unless the
+        last epoch could not be committed."""
+        if group is Group.EXIT and not self._committed:
+            self._hand_over(group, lambda: self._call_all(group))
+            return
+        with self._run.unsaved(_IN_GROUP[group]):
+            self._hand_over(group, lambda: self._call_all(group))
+
+    def _hand_over(self, group: Group, walk: Callable[[], None]) -> None:
+        """Let the client run a group; those that Caffe2 does not have are not seen where empty."""
+        if self._job.parts(group) or group in (Group.INIT, Group.EPOCH, Group.EXIT):
+            self._job.group(group).run_by(self._client, walk)
+
+    def _call_all(self, group: Group) -> None:
+        for part in self._job.parts(group):
+            self._run.check_stop()
+            with self._explained(f"{part.name} of the {group.value} group"):
+                part(self._job)
+
+    def _epochs(self) -> None:
+        progress = self._run.progress
+        while True:
+            if not progress.begun:
+                self._committed = self._save_epoch()
+                if progress.ended:
+                    return
+                self._check_stop_between()
+                self._run.begin_epoch()
+            self._hand_over(Group.EPOCH, self._epoch)
+            self._has_just_loaded = False
+            self._run.end_epoch()
+            self._ask_stop_signals()
+            self._run.check_stop()  # saved in the way that the time that is left allows
+
+    def _epoch(self) -> None:
+        """What is left of an epoch."""
+        job, run = self._job, self._run
+        signals = job.signal_outputs()
+        for number, part in enumerate(job.parts(Group.EPOCH)):
+            if number < run.progress.done:
+                continue
+            run.check_stop()
+            with self._explained(f"{part.name} of the epoch group, in epoch {run.epoch},"):
+                part(job)
+            if str(number) in signals:
+                run.progress.outputs[str(number)] = signals[str(number)]()
+            run.end_part()
+
+    def _ask_stop_signals(self) -> None:
+        with self._explained(f"a stop signal after epoch {self._run.epoch - 1}"):
+            self._run.agree_to_end(self._job.ask_stop_signals())
+
+    def _save_epoch(self) -> bool:
+        """Whether it is committed."""
+        run = self._run
+        with self._explained(f"saving the checkpoint of epoch {run.epoch}"):
+            try:
+                if self._manager is not None and not self._has_just_loaded:
+                    self._client.run(self._manager.save(run.epoch))
+                elif run.saves:  # it is there, unless the run has just gone back to it
+                    run.save_epoch(run.epoch)
+                self._has_just_loaded = False
+            except SaveFailed as error:
+                if run.fails_on_save_error:
+                    raise
+                warnings.warn(
+                    f"hydroslurm: the checkpoint of epoch {run.epoch} was not saved: {error}. The "
+                    "training goes on",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return False
+        return run.saves
+
+    def _check_stop_between(self) -> None:
+        if not self._committed:
+            self._run.check_stop()
+            return
+        with self._run.unsaved(f"epoch {self._run.epoch} is committed already"):
+            self._run.check_stop()
+
+    # --- words
+    # --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Say in the log what an exception means for the run."""
+        try:
+            yield
+        except Exception as error:
+            words = f"{what} failed with {type(error).__name__}: {error}. {self._outlook()}"
+            if hasattr(error, "add_note"):
+                error.add_note(f"hydroslurm: {words}")
+            notice(words)
+            raise
+
+    def _outlook(self) -> str:
+        """What is committed, and what a restart does with it."""
+        if not self._run.saves:
+            return "Nothing is saved without a checkpoint_manager: a restart begins anew"
+        newest = self._run.newest_committed()
+        if newest is None:
+            return "No checkpoint is committed yet: a restart begins anew, with init"
+        where = f"The checkpoint of step {newest.step} ({newest.path}) is committed"
+        if self._run.progress.ended and self._run.epoch == newest.epoch:
+            return f"{where}: a restart runs the exit group again"
+        return f"{where}: a restart goes on from there, in epoch {newest.epoch}, without init"

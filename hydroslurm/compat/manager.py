@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hydroslurm.checkpoint.store import State
 from hydroslurm.compat.job import Job, innermost_job
-from hydroslurm.compat.progress import PROGRESS, Progress
 from hydroslurm.compat.tasks import Task, TaskGroup
 from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import CheckpointMissing, UsageError
 from hydroslurm.slurm import jobfolder
 from hydroslurm.training.attempts import Limits
 from hydroslurm.training.cursor import Cursor
@@ -188,3 +188,71 @@ def _root_of(directory: Any) -> Path | None:
     if isinstance(found := getattr(directory, "dir", None), RunDir):
         return found.root.absolute()
     return Path(directory).absolute()
+
+
+PROGRESS = "hydroslurm.job"
+"""The name under which a job's progress is saved beside its objects."""
+
+
+@dataclass
+class Progress:
+    """How far a job is within an epoch; saved with its objects.
+
+    Attributes:
+        begun: within an epoch. False: between two.
+        done: functions of the epoch group that are behind.
+        first_step: at which the epoch began.
+        ended: a stop signal was true after the last epoch.
+        outputs: place of a function of the epoch that is behind -> whether what it returned, a
+            stop signal, is true.
+    """
+
+    begun: bool = False
+    done: int = 0
+    first_step: int = 0
+    ended: bool = False
+    outputs: dict[str, bool] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.outputs = {}  # which older checkpoints have not
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class MultiNodeCheckpointManager(CheckpointManager):
+    """As :class:`CheckpointManager`; also reads what single ranks have saved of their own.
+
+    The number of ranks may change between two lives of a job: what they have in common is laid out
+    anew, and the order of the samples goes on where all of them together were.
+    """
+
+    def world_size(self, *, epoch: int | None = None, step: int | None = None) -> int:
+        """How many ranks have made a checkpoint together.
+
+        Raises:
+            CheckpointMissing, UsageError: as :meth:`find`.
+        """
+        return self.find(epoch=epoch, step=step).checkpoint.manifest.world_size
+
+    def load_own(
+        self, rank: int, *, epoch: int | None = None, step: int | None = None
+    ) -> Mapping[str, Any]:
+        """What one rank has saved besides what all have in common: its random numbers, its counters
+        and its place in the data. Verified.
+
+        Raises:
+            CheckpointMissing: no such checkpoint, or no such rank in it; says how many there were.
+            CheckpointCorrupt: a file of it is not what was written.
+        """
+        found = self.find(epoch=epoch, step=step)
+        size = found.checkpoint.manifest.world_size
+        if not 0 <= rank < size:
+            raise CheckpointMissing(
+                f"{found.checkpoint.path} was made by {size} ranks, 0 to {size - 1}; there is no "
+                f"rank {rank} in it"
+            )
+        found.store.verify(found.checkpoint)
+        return found.store.load_own(found.checkpoint, rank)

@@ -54,7 +54,8 @@ def receive_suspend_command() -> bool:
 
     Raises:
         InstallError, GateError: as :func:`hydroslurm.install`, at the first call.
-        AgreementFailed, HubLost: a rank was asked to, and the others cannot be met at one step.
+        AgreementFailed, CoordinatorLost: a rank was asked to, and the ranks cannot stop at one
+            step.
     """
     ours = _ours()
     if ours.told is None:

@@ -1,18 +1,19 @@
-"""The ranks of one job step: how they stop at one place, park with nothing in flight, and agree.
+"""Several ranks of one job step: stop at one safe point, park with no collective in flight, agree.
+Knows nothing of training or checkpoints.
 
-hub         a small process beside rank 0 that all ranks are connected to
-book        what the hub knows and answers; agreements and pausing are parts of it; pure
-hubline     one connection as the hub has it, and who lets it in
-host        starting the hub
-search      finding it, and joining
-secret      what the ranks of one attempt know and nobody else does
-greeting    how a rank and the hub prove it to each other
-frames      messages on a connection, each with a MAC
-messages    what a message may be
-sockets     where they listen, and how many there may be
-link        a rank's connection
-questions   the agreements that a rank waits for
-meeting     one place in the training for all ranks to stop or save at
-parking     one collective for all ranks to be held before
-team        Ranks: all of it, as the rest of hydroslurm sees it
+world           which rank of how many this process is
+address         how the first node is reached
+secret          the key that the ranks of one attempt share
+authentication  how a rank and the coordinator prove that they know it
+rendezvous      starting the coordinator; torch's own rendezvous
+coordinator     a small process beside rank 0 that every rank is connected to
+state           what it knows and answers (pure); pause_state is its part for pauses
+channel         a rank's connection to it
+messages        what travels there
+sockets         options, where to listen
+client          CoordinatorClient: all of it, as the rest of hydroslurm sees it
+agreements      the agreements that a rank waits for
+stop_barrier    one safe point for all ranks to stop or save at
+pause_barrier   one collective for all ranks to be held before
+collectives     how many collectives this rank has issued
 """

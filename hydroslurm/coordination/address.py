@@ -1,6 +1,6 @@
-"""Where the first node of a job step is reached: by its name, else by the address that Slurm has.
+"""How the first node of a job step is reached: by its name, else by the address that Slurm has.
 
-The nodes of clouds, containers and dev clusters often have names that nothing can look up.
+Nodes of clouds, containers and dev clusters often have names that do not resolve.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from collections.abc import MutableMapping
 from dataclasses import replace
 
 from hydroslurm.coordination.world import World
-from hydroslurm.errors import HubLost, SlurmError
+from hydroslurm.errors import CoordinatorLost, SlurmError
 
 LOOK_UP_S = 30.0
-"""How long a name server that does not answer is asked again; nodes that boot have none yet."""
+"""How long to retry a name server that does not answer; booting nodes have none yet."""
 
 
-def settle_address(world: World, environ: MutableMapping[str, str]) -> World:
-    """Set MASTER_ADDR, unless somebody has, to what the first node can be reached by, where its
-    name does not resolve; the world with that host.
+def set_master_addr(world: World, environ: MutableMapping[str, str]) -> World:
+    """Set MASTER_ADDR to Slurm's address of the first node if that node's name does not resolve;
+    return the world with the host that does. A MASTER_ADDR that is set already is kept.
 
     Raises:
-        HubLost: it cannot be reached from here, which takes a minute or two to find out; says what
-            to set.
+        CoordinatorLost: the node cannot be reached from here, which takes a minute or two to find
+            out; the message says what to set.
     """
     if world.world_size == 1 or environ.get("MASTER_ADDR"):
         return world
     address, failure = _look_up(world.host)
     if failure:
-        raise HubLost(failure)
+        raise CoordinatorLost(failure)
     if address != world.host:
-        for name, value in meeting_place(address).items():
+        for name, value in rendezvous_environment(address).items():
             environ.setdefault(name, value)
     return replace(world, host=address)
 
 
-def meeting_place(address: str) -> dict[str, str]:
-    """The variables that have torch meet at an address that Slurm knows."""
+def rendezvous_environment(address: str) -> dict[str, str]:
+    """The variables that make torch's rendezvous use an address that Slurm knows."""
     if not address.startswith("127."):
         return {"MASTER_ADDR": address}
     # a cluster on one machine: gloo would look for an interface by the machine's name
@@ -47,22 +47,22 @@ def meeting_place(address: str) -> dict[str, str]:
 
 
 def located(world: World) -> World:
-    """The world with a host that can be reached from here.
+    """Return the world with a host that can be reached from here.
 
     Raises:
-        HubLost: as :func:`settle_address`; never on the first rank, which others may find where it
-            cannot look itself up.
+        CoordinatorLost: as :func:`set_master_addr`; never on the first rank, which the others may
+            find although it cannot look itself up.
     """
     address, failure = _look_up(world.host)
     if failure and world.rank:
-        raise HubLost(failure)
+        raise CoordinatorLost(failure)
     return replace(world, host=address)
 
 
 @functools.cache
 def _look_up(host: str) -> tuple[str, str]:
-    """``host`` where it resolves, else the NodeAddr of Slurm's node of that name, and no words;
-    where neither can be used ``host``, and why. Only the second way asks slurmctld."""
+    """``host`` if it resolves, else the NodeAddr of Slurm's node of that name, and no failure; if
+    neither can be used ``host``, and why. Only the second way asks slurmctld."""
     failure = _failure(host)
     if failure is None:
         return host, ""
@@ -72,7 +72,7 @@ def _look_up(host: str) -> tuple[str, str]:
         if address != host and _failure(address) is None:
             return address, ""
     except SlurmError as error:
-        seen = f"Slurm does not tell its address: {error}"
+        seen = f"Slurm does not give its address: {error}"
     return host, (
         f"the first node of this job step cannot be reached by its name: {host} does not resolve "
         f"here ({failure}); {seen}. Set MASTER_ADDR to an address of {host} that all nodes reach, "
@@ -81,7 +81,7 @@ def _look_up(host: str) -> tuple[str, str]:
 
 
 def _failure(name: str) -> str | None:
-    """Why a name does not resolve; None where it does."""
+    """Why a name does not resolve; None if it does."""
     give_up_s = time.monotonic() + LOOK_UP_S
     while True:
         try:

@@ -1,79 +1,194 @@
-"""Agreements as the hub keeps them: all values to all who take part, or one failure. Pure."""
+"""The agreements that this rank waits for, across coordinators: one that is killed is replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import collections
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Outbox = list[tuple[int, dict[str, Any]]]
+from hydroslurm.errors import AgreementFailed, CoordinatorLost, RanksError, UsageError
+
+_POLL_S = 0.5
+_MOST_STARTED = 16
+"""No more operations of several agreements, such as saves, are under way at a time."""
 
 
 @dataclass
-class _Open:
-    """One that is not decided."""
+class _Pending:
+    """One agreement that was asked for, and its result."""
 
-    among: tuple[int, ...]
-    values: dict[int, Any] = field(default_factory=dict)
+    decided: threading.Event = field(default_factory=threading.Event)
+    values: Mapping[int, Any] = field(default_factory=dict)
+    failure: RanksError | None = None
 
 
-class Agreements:
-    """By topic. One that came about is forgotten, for all have it; one that failed is kept, for
-    those who have not asked yet."""
+class PendingAgreements:
+    """Requested by any thread, resolved by the channel's thread.
 
-    def __init__(self, world_size: int) -> None:
-        self._everybody = tuple(range(world_size))
-        self._open: dict[str, _Open] = {}
-        self._failed: dict[str, dict[str, Any]] = {}
+    An operation of several agreements (``save/3/open``, ``save/3/commit``) that was started at a
+    coordinator that is gone is over for all: a rank that has noticed will not take part in the
+    rest, and one that has not must not wait for it there.
 
-    def hand_in(
-        self, rank: int, topic: str, value: Any, *, among: Any, gone: Collection[int]
-    ) -> Outbox:
-        """A rank's value. A rank that is gone, or takes part in another circle, fails it."""
-        if topic in self._failed:
-            return [(rank, self._failed[topic])]
-        circle = self._everybody if among is None else tuple(sorted(map(int, among)))
-        one = self._open.setdefault(topic, _Open(circle))
-        one.values[rank] = value
-        if circle != one.among or rank not in circle:
-            # of thousands of ranks the lists say no more than their beginnings
-            words = f"asked among {list(one.among)!s:.400} and among {list(circle)!s:.400}"
-            return self._fail(topic, missing=(), withdrawn=(), words=words)
-        missing = [other for other in circle if other in gone and other not in one.values]
-        if missing:
-            return self._fail(topic, missing=missing, withdrawn=())
-        if len(one.values) < len(circle):
-            return []
-        del self._open[topic]
-        values = [[other, one.values[other]] for other in circle]
-        told = {"say": "agreed", "topic": topic, "values": values}
-        return [(other, told) for other in circle if other not in gone]
+    Attributes:
+        cut_off: operations that this rank had started at coordinators that are gone.
+    """
 
-    def withdraw(self, rank: int, topic: str) -> Outbox:
-        """A rank has given up; too late for one that is decided."""
-        one = self._open.get(topic)
-        if one is None or rank not in one.values:
-            return []
-        return self._fail(topic, missing=(), withdrawn=(rank,))
+    def __init__(
+        self, *, send: Callable[[Any], None], lost: Callable[[], CoordinatorLost | None]
+    ) -> None:
+        """
+        Args:
+            send: to the coordinator, now or once it is found; raises CoordinatorLost.
+            lost: why there will be no coordinator any more, None while there may be one.
+        """
+        self.cut_off: frozenset[str] = frozenset()
+        self._send = send
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._open: dict[str, _Pending] = {}
+        self._started: collections.deque[str] = collections.deque(maxlen=_MOST_STARTED)
 
-    def without(self, rank: int) -> Outbox:
-        """A rank is gone: what waits for its value will never come about."""
-        letters: Outbox = []
-        for topic, one in list(self._open.items()):
-            if rank in one.among and rank not in one.values:
-                letters += self._fail(topic, missing=(rank,), withdrawn=())
-        return letters
+    def __contains__(self, topic: str) -> bool:
+        """Whether an agreement on it is under way."""
+        return topic in self._open
 
-    def _fail(
-        self, topic: str, *, missing: Collection[int], withdrawn: Collection[int], words: str = ""
-    ) -> Outbox:
-        one = self._open.pop(topic)
-        told = {
-            "say": "failed",
-            "topic": topic,
-            "missing": sorted(missing),
-            "withdrawn": sorted(withdrawn),
-            "words": words,
-        }
-        self._failed[topic] = told
-        return [(rank, told) for rank in sorted(one.values)]
+    def agree(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        timeout_s: float | None,
+        cancel: threading.Event | None,
+        among: Sequence[int] | None,
+    ) -> Mapping[int, Any]:
+        """All ranks' values; see :meth:`hydroslurm.coordination.client.CoordinatorClient.agree`."""
+        self._start(_operation_of(topic))
+        pending = _Pending()
+        with self._lock:
+            if topic in self._open:
+                raise UsageError(f"{topic!r} is being agreed on already; a topic is used once")
+            self._open[topic] = pending
+        participants = None if among is None else sorted(among)
+        try:
+            self._send({"type": "agree", "topic": topic, "value": value, "among": participants})
+            self._wait(topic, pending, timeout_s=timeout_s, cancel=cancel)
+        finally:
+            with self._lock:
+                self._open.pop(topic, None)
+        if pending.failure is not None:
+            raise pending.failure
+        return pending.values
+
+    # --- for the channel's thread
+
+    def agreed(self, message: Mapping[str, Any]) -> None:
+        """All values have arrived."""
+        values = {int(rank): value for rank, value in message["values"]}
+        self._resolve(message["topic"], values=values)
+
+    def failed(self, message: Mapping[str, Any]) -> None:
+        """Ranks are gone, or have given up."""
+        self._resolve(message["topic"], failure=_failure(message))
+
+    def interrupt(self, error: CoordinatorLost) -> None:
+        """Fail everything pending: nothing is decided between two coordinators."""
+        self.cut_off = frozenset(one for one in self._started if not one.startswith("run/"))
+        self._started.clear()
+        self.fail(error)
+
+    def reconnected(self, cut_off: Iterable[Iterable[str]]) -> None:
+        """All ranks have joined one coordinator: what any of them had started at the last one is
+        over."""
+        self.cut_off = self.cut_off.union(*cut_off)
+        with self._lock:
+            over = [
+                one for topic, one in self._open.items() if _operation_of(topic) in self.cut_off
+            ]
+        for pending in over:
+            _decide(pending, failure=_is_cut_off("it was started"))
+
+    def fail(self, error: CoordinatorLost) -> None:
+        """Fail everything pending."""
+        with self._lock:
+            waiting = list(self._open.values())
+        for pending in waiting:
+            _decide(pending, failure=pending.failure or error)
+
+    # --- inside
+
+    def _start(self, operation: str) -> None:
+        if operation in self.cut_off:
+            raise _is_cut_off(f"{operation} was started")
+        if operation not in self._started:
+            self._started.append(operation)
+
+    def _wait(
+        self,
+        topic: str,
+        pending: _Pending,
+        *,
+        timeout_s: float | None,
+        cancel: threading.Event | None,
+    ) -> None:
+        """Until it is decided. The coordinator answers a withdrawal too, which may be too late."""
+        waited_s, withdrawn = 0.0, False
+        poll_s = _POLL_S if cancel is None else 0.02
+        while not pending.decided.is_set():
+            if (lost := self._lost()) is not None:
+                raise lost
+            left_s = poll_s if timeout_s is None else min(poll_s, max(0.0, timeout_s - waited_s))
+            begin_s = time.monotonic()
+            pending.decided.wait(left_s if not withdrawn else _POLL_S)
+            # a wait that took long was one in which this process was stopped
+            waited_s += min(time.monotonic() - begin_s, 2 * poll_s)
+            given_up = cancel is not None and cancel.is_set()
+            late = timeout_s is not None and waited_s >= timeout_s
+            if (given_up or late) and not withdrawn and not pending.decided.is_set():
+                withdrawn = True
+                self._send({"type": "withdraw", "topic": topic})
+
+    def _resolve(
+        self,
+        topic: str,
+        *,
+        values: Mapping[int, Any] | None = None,
+        failure: RanksError | None = None,
+    ) -> None:
+        with self._lock:
+            pending = self._open.get(topic)
+        if pending is not None:
+            pending.values = values or {}
+            _decide(pending, failure=failure)
+
+
+def _decide(pending: _Pending, *, failure: RanksError | None) -> None:
+    pending.failure = failure
+    pending.decided.set()
+
+
+def _operation_of(topic: str) -> str:
+    """What an agreement is a part of: ``save/3`` for ``save/3/open``."""
+    return "/".join(topic.split("/")[:2])
+
+
+def _is_cut_off(what: str) -> CoordinatorLost:
+    return CoordinatorLost(f"what connects the ranks of this job was lost since {what}")
+
+
+def _failure(message: Mapping[str, Any]) -> AgreementFailed:
+    missing, withdrawn = tuple(message["missing"]), tuple(message["withdrawn"])
+    parts = []
+    if missing:
+        parts.append(f"gone: rank {', '.join(map(str, missing))}")
+    if withdrawn:
+        parts.append(f"given up: rank {', '.join(map(str, withdrawn))}")
+    if message.get("message"):
+        parts.append(str(message["message"]))
+    return AgreementFailed(
+        f"not all ranks took part in {message['topic']!r}: {'; '.join(parts)}",
+        missing=missing,
+        withdrawn=withdrawn,
+    )

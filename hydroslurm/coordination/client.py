@@ -1,4 +1,4 @@
-"""``CoordinatorClient``: the ranks of one life of a job, as one of them sees them."""
+"""``CoordinatorClient``: the other ranks of a job step, as one of them sees them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hydroslurm.coordination.channel import CoordinatorChannel
-from hydroslurm.coordination.host import start_hub
-from hydroslurm.coordination.messages import MAX_TEXT
-from hydroslurm.coordination.pause_barrier import Parking, Tell
-from hydroslurm.coordination.questions import Questions
-from hydroslurm.coordination.search import find_hub, join_hub
+from hydroslurm.coordination.agreements import PendingAgreements
+from hydroslurm.coordination.channel import (
+    CoordinatorChannel,
+    find_coordinator,
+    join_coordinator,
+)
+from hydroslurm.coordination.messages import MAX_TEXT, Message
+from hydroslurm.coordination.pause_barrier import Emit, PauseBarrier
+from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
-from hydroslurm.coordination.stop_barrier import Meetings
+from hydroslurm.coordination.stop_barrier import StopBarriers
 from hydroslurm.coordination.world import World
 from hydroslurm.core.events import EventKind
-from hydroslurm.errors import HubLost, NoSecret
+from hydroslurm.errors import CoordinatorLost, NoSecret
 from hydroslurm.gate.protocol import Gate, GateEvent
 
 JOIN_S = 600.0
-"""How long a rank looks for the others: nodes that boot, containers that are fetched, imports over
-a slow file system."""
-AGAIN_S = 20.0
-"""The same for a hub that follows one that was killed."""
+"""How long a rank looks for the others: nodes boot, containers are fetched, imports go over a slow
+file system."""
+REJOIN_S = 20.0
+"""The same for a coordinator that replaces one that was killed."""
 
 
 class CoordinatorClient:
-    """Connects this rank with the others, in the background; nothing of it slows a step.
+    """Connects this rank with the others in the background, without slowing down any step.
 
     Attributes:
         rank, world_size: as in :class:`World`.
-        meetings: where all ranks stop or save; see there.
-        lost: why nothing connects the ranks (any more); None while it does, or may yet.
-        done: this rank has trained to the end, or stopped with the others; to be set before it
-            leaves. One that leaves undone has failed, and the others will not meet it.
-        stopping: this rank obeys a stop; to be set before it does. Should the hub be lost now, it
-            leaves by itself: it would wait at another one for ranks that have left already.
+        stop_barriers: where all ranks stop or save; see there.
+        lost: why nothing connects the ranks (any more); None while something does, or still may.
+        done: this rank has trained to the end, or stopped with the others; set it before leaving.
+            A rank that leaves without it has failed, and the others will not wait for it.
+        stopping: this rank obeys a stop; set it before it does. If the coordinator is lost from
+            then on, this rank leaves without the others: at a new coordinator it would wait for
+            ranks that have left already.
     """
 
     def __init__(
@@ -51,51 +55,51 @@ class CoordinatorClient:
         gate: Gate,
         *,
         secret: Callable[[], Secret],
-        tell: Tell,
-        wanted: Callable[[str, int, str], None],
+        emit: Emit,
+        on_barrier_called: Callable[[str, int, str], None],
         warn: Callable[[str], None],
     ) -> None:
         """
         Args:
-            secret: how this rank proves itself; called once, in a thread of ours.
-            tell: writes an event of this rank.
-            wanted: is told the kind, the rank and the words of a meeting that was called; not in
-                the training thread.
+            secret: how this rank authenticates; called once, in a thread of this object.
+            emit: writes an event of this rank.
+            on_barrier_called: gets the kind, the rank and the message of a stop barrier that was
+                called; not in the training thread.
             warn: tells a person.
         """
         self.rank = world.rank
         self.world_size = world.world_size
-        self.meetings = Meetings()
-        self.lost: HubLost | None = None
+        self.stop_barriers = StopBarriers()
+        self.lost: CoordinatorLost | None = None
         self.done = False
         self.stopping = False
         self._world = world
         self._find_secret = secret
         self._secret: Secret | None = None
-        self._tell = tell
-        self._wanted = wanted
+        self._emit = emit
+        self._on_barrier_called = on_barrier_called
         self._warn = warn
         self._lock = threading.Lock()
-        self._questions = Questions(send=self._send, lost=lambda: self.lost)
-        self._waiting: list[Any] = []
-        self._link: CoordinatorChannel | None = None
-        self._everybody = threading.Event()
+        self._agreements = PendingAgreements(send=self._send, lost=lambda: self.lost)
+        self._unsent: list[Message] = []
+        self._channel: CoordinatorChannel | None = None
+        self._all_joined = threading.Event()
         self._connected = False
-        self._together_by_s = math.inf
-        self._stop_words: str | None = None
+        self._rejoin_by_s = math.inf
+        self._stop_message: str | None = None
         self._leaving = False
         self._gone: dict[int, bool] = {}
-        self._parking = Parking(gate, send=self._send, tell=tell, wake=self._wake)
+        self._pause_barrier = PauseBarrier(gate, send=self._send, emit=emit, wake=self._wake)
         self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="hydroslurm-ranks", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for the others; returns at once."""
+        """Begin to look for the others; return at once."""
         self._thread.start()
 
-    def see(self, event: GateEvent) -> None:
+    def on_gate_event(self, event: GateEvent) -> None:
         """The gate has moved; called by the controller."""
-        self._parking.see(event)
+        self._pause_barrier.on_gate_event(event)
 
     @property
     def gone(self) -> Mapping[int, bool]:
@@ -104,22 +108,19 @@ class CoordinatorClient:
 
     @property
     def have_joined(self) -> bool:
-        """Whether all ranks have been there."""
-        return self._everybody.is_set()
+        """Whether all ranks have joined."""
+        return self._all_joined.is_set()
 
     def wait_for_all(self, *, timeout_s: float | None = None) -> bool:
-        """Whether all ranks have joined, after waiting so long at the most.
+        """Wait until all ranks have joined; return whether they have.
 
         Raises:
-            HubLost: they cannot be reached (any more).
+            CoordinatorLost: they cannot be reached (any more).
         """
-        joined = self._everybody.wait(timeout_s)
+        joined = self._all_joined.wait(timeout_s)
         if self.lost is not None:
             raise self.lost
         return joined
-
-    # --- agreements
-    # --------------------------------------------------------------------------------------------
 
     def agree(
         self,
@@ -130,220 +131,228 @@ class CoordinatorClient:
         cancel: threading.Event | None = None,
         among: Sequence[int] | None = None,
     ) -> Mapping[int, Any]:
-        """Hand in a value and get everybody's; see :class:`hydroslurm.checkpoint.peers.Peers`.
+        """Submit a value and get everybody's; see :class:`hydroslurm.checkpoint.peers.Peers`.
 
         Raises:
             AgreementFailed: a rank has died, left or given up: the same for all.
-            HubLost: nothing connects the ranks any more.
+            CoordinatorLost: nothing connects the ranks any more.
             UsageError: this rank waits for that topic already.
         """
-        return self._questions.ask(topic, value, timeout_s=timeout_s, cancel=cancel, among=among)
+        return self._agreements.agree(topic, value, timeout_s=timeout_s, cancel=cancel, among=among)
 
-    # --- meetings
-    # --------------------------------------------------------------------------------------------
+    def call(self, kind: str, message: str = "") -> None:
+        """Call a stop barrier of a kind (``stop`` or ``save``): all ranks will hold it at one safe
+        point.
 
-    def call(self, kind: str, words: str = "") -> None:
-        """Call a meeting (``stop`` or ``save``): all ranks will hold it at one place.
-
-        Sent when the others can be reached; does nothing where nothing connects them any more.
+        Sent once the others can be reached; does nothing if nothing connects them any more.
         """
         if kind == "stop":
-            self._stop_words = words
+            self._stop_message = message
         try:
-            self._send({"do": "want", "kind": kind, "words": words[:MAX_TEXT]})
-        except HubLost:
+            self._send({"type": "call_barrier", "kind": kind, "message": message[:MAX_TEXT]})
+        except CoordinatorLost:
             return
 
     def leave(self) -> None:
-        """This rank ends; the others are told whether it is :attr:`done`. May be called twice."""
+        """End this rank's part; tell the others whether it is :attr:`done`. May be called twice."""
         self._leaving = True
         try:
-            if self._link is not None:
-                self._link.send({"do": "bye", "done": self.done})
-        except HubLost:
+            if self._channel is not None:
+                self._channel.send({"type": "leave", "done": self.done})
+        except CoordinatorLost:
             pass
-        if self._link is not None:
-            self._link.close()
-        self._parking.lose()
+        if self._channel is not None:
+            self._channel.close()
+        self._pause_barrier.lose()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
         if self._secret is not None:
             self._secret.forget()
 
     # --- the thread
-    # --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Serve one hub after the other: one that is killed is followed by another."""
+        """Serve one coordinator after the other: one that is killed is replaced."""
         world = self._world
         for number in itertools.count(1):
             try:
-                self._serve(world, timeout_s=JOIN_S if number == 1 else AGAIN_S)
+                self._serve(world, timeout_s=JOIN_S if number == 1 else REJOIN_S)
                 return
             except NoSecret as error:
-                self._lose(HubLost(str(error)))
+                self._lose(CoordinatorLost(str(error)))
                 return
-            except HubLost as error:
-                if not self._may_go_on():
+            except CoordinatorLost as error:
+                if not self._may_rejoin():
                     self._lose(error)
                     return
                 self._interrupt(error)
-            except Exception as error:  # nobody waits for what this thread would have told
-                self._lose(HubLost(f"{type(error).__name__}: {error}"))
+            except Exception as error:  # nobody waits for the result of this thread
+                self._lose(CoordinatorLost(f"{type(error).__name__}: {error}"))
                 return
-            # other ports and another name: nobody is to meet what is left of the last one
-            world = replace(self._world, life=f"{self._world.life} hub {number + 1}")
+            # other ports and another id: nobody is to join what is left of the last one
+            incarnation_id = f"{self._world.incarnation_id} coordinator {number + 1}"
+            world = replace(self._world, incarnation_id=incarnation_id)
 
     def _serve(self, world: World, *, timeout_s: float) -> None:
         if self._secret is None:
             self._secret = self._find_secret()
         secret = self._secret
-        first = world.rank == 0
-        ports = (start_hub(world, secret),) if first else world.hub_ports(secret.port_key)
-        found = find_hub(
+        if world.rank == 0:
+            ports: tuple[int, ...] = (start_coordinator(world, secret),)
+        else:
+            ports = world.coordinator_ports(secret.port_key)
+        found = find_coordinator(
             world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
         )
-        who = {
+        process = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "cut_off": sorted(self._questions.cut_off),
+            "cut_off": sorted(self._agreements.cut_off),
         }
-        link = CoordinatorChannel(
-            join_hub(found, world, who), hear=self._hear, due_s=self._due_s, tick=self._tick
+        channel = CoordinatorChannel(
+            join_coordinator(found, world, process),
+            on_message=self._on_message,
+            due_s=self._due_s,
+            tick=self._tick,
         )
         with self._lock:
-            self._link, waiting = link, self._waiting
-            self._waiting = []
-            for message in waiting:
-                link.send(message)
-        self._parking.catch_up()
+            self._channel, unsent = channel, self._unsent
+            self._unsent = []
+            for message in unsent:
+                channel.send(message)
+        self._pause_barrier.catch_up()
         if self._leaving:
-            link.close()
-        link.run()
+            channel.close()
+        channel.run()
 
     def _due_s(self) -> float | None:
-        parking_s = self._parking.due_s
-        if self._connected or math.isinf(self._together_by_s):
-            return parking_s
-        return min(self._together_by_s, math.inf if parking_s is None else parking_s)
+        pause_due_s = self._pause_barrier.due_s
+        if self._connected or math.isinf(self._rejoin_by_s):
+            return pause_due_s
+        return min(self._rejoin_by_s, math.inf if pause_due_s is None else pause_due_s)
 
     def _tick(self) -> None:
-        if not self._connected and time.monotonic() >= self._together_by_s:
-            raise HubLost(
-                "what connected the ranks of this job is gone, and not all came to another"
+        if not self._connected and time.monotonic() >= self._rejoin_by_s:
+            raise CoordinatorLost(
+                "what connected the ranks of this job is gone, and not all ranks joined its "
+                "replacement"
             )
-        self._parking.tick()
+        self._pause_barrier.tick()
 
-    def _hear(self, message: Any) -> None:
-        say = message["say"]
-        if say in ("hold", "count", "pass", "all_parked", "release"):
-            self._parking.hear(message)
-        elif say == "agreed":
-            self._questions.agreed(message)
-        elif say == "failed":
-            self._questions.failed(message)
-        elif say == "wanted":
-            self._called(message)
-        elif say == "meet":
-            self._decided(message)
-        elif say == "meeting_failed":
-            self.meetings.fail(
-                message["meeting"],
+    def _on_message(self, message: Message) -> None:
+        kind = message["type"]
+        if kind in ("hold", "count", "let_through", "all_parked", "release"):
+            self._pause_barrier.on_message(message)
+        elif kind == "agreed":
+            self._agreements.agreed(message)
+        elif kind == "agreement_failed":
+            self._agreements.failed(message)
+        elif kind == "barrier_called":
+            self._barrier_called(message)
+        elif kind == "barrier_agreed":
+            self._barrier_agreed(message)
+        elif kind == "barrier_failed":
+            self.stop_barriers.fail(
+                message["barrier"],
                 missing=tuple(message["missing"]),
                 finished=message["finished"],
             )
-        elif say == "gone":
+        elif kind == "rank_gone":
             self._gone[message["rank"]] = message["died"]
             if message["died"]:
-                self._tell(EventKind.RANK_GONE, {"of_rank": message["rank"]})
-        elif say == "everybody":
-            took_s = time.monotonic() - self._began_s
-            assert self._secret is not None
-            self._tell(
-                EventKind.RANKS_JOINED,
-                {
-                    "world_size": self.world_size,
-                    "joined_s": took_s,
-                    "key_from": self._secret.source,
-                },
-            )
-            self._connected = True
-            self._questions.meet(who.get("cut_off", ()) for who in message["ranks"].values())
-            self._everybody.set()
-            if self._stop_words is not None:
-                self.call("stop", self._stop_words)  # the hub that knew of it may be gone
+                self._emit(EventKind.RANK_GONE, {"of_rank": message["rank"]})
+        elif kind == "all_joined":
+            self._connect(message)
 
-    def _called(self, message: Mapping[str, Any]) -> None:
-        kind, of_rank, words = message["kind"], message["of_rank"], message["words"] or ""
-        number = message["meeting"]
-        place = self.meetings.call(number, kind, of_rank=of_rank, words=words)
-        self._send({"do": "promise", "meeting": number, "place": place})
-        self._wanted(kind, of_rank, words)
+    def _connect(self, message: Message) -> None:
+        took_s = time.monotonic() - self._began_s
+        assert self._secret is not None
+        self._emit(
+            EventKind.RANKS_JOINED,
+            {
+                "world_size": self.world_size,
+                "joined_s": took_s,
+                "key_from": self._secret.source,
+            },
+        )
+        self._connected = True
+        processes = message["ranks"].values()
+        self._agreements.reconnected(process.get("cut_off", ()) for process in processes)
+        self._all_joined.set()
+        if self._stop_message is not None:
+            self.call("stop", self._stop_message)  # the coordinator that knew of it may be gone
 
-    def _decided(self, message: Mapping[str, Any]) -> None:
-        meeting = self.meetings.decide(message["meeting"], message["place"])
-        if meeting is not None and meeting.kind == "stop":
-            self._tell(
+    def _barrier_called(self, message: Message) -> None:
+        kind, of_rank, text = message["kind"], message["of_rank"], message["message"] or ""
+        number = message["barrier"]
+        proposal = self.stop_barriers.call(number, kind, of_rank=of_rank, message=text)
+        self._send({"type": "propose", "barrier": number, "safe_point_index": proposal})
+        self._on_barrier_called(kind, of_rank, text)
+
+    def _barrier_agreed(self, message: Message) -> None:
+        barrier = self.stop_barriers.decide(message["barrier"], message["safe_point_index"])
+        if barrier is not None and barrier.kind == "stop":
+            self._emit(
                 EventKind.STOP_AGREED,
                 {
-                    "of_rank": meeting.of_rank,
-                    "signal": meeting.words or None,
-                    "promised_place": meeting.promise,
-                    "place": meeting.place,
+                    "of_rank": barrier.of_rank,
+                    "signal": barrier.message or None,
+                    "proposal": barrier.proposal,
+                    "safe_point_index": barrier.safe_point_index,
                 },
             )
 
-    def _may_go_on(self) -> bool:
-        """Whether all ranks can come together at another hub: they were all at this one, and none
+    def _may_rejoin(self) -> bool:
+        """Whether all ranks can join another coordinator: they had all joined this one, and none
         has ended or is about to."""
         about_to_end = self._leaving or self.stopping
         return self._connected and not self._gone and not about_to_end
 
-    def _interrupt(self, error: HubLost) -> None:
-        """Between two hubs nothing is decided: what was being asked fails."""
+    def _interrupt(self, error: CoordinatorLost) -> None:
+        """Between two coordinators nothing is decided: fail what is pending."""
         with self._lock:
-            self._link = None
-            self._waiting = []
+            self._channel = None
+            self._unsent = []
         self._connected = False
-        self._together_by_s = time.monotonic() + AGAIN_S
-        self._parking.lose()
-        self.meetings.forget()
-        self._questions.interrupt(error)
-        self._tell(EventKind.HUB_LOST, {"words": str(error)})
+        self._rejoin_by_s = time.monotonic() + REJOIN_S
+        self._pause_barrier.lose()
+        self.stop_barriers.forget()
+        self._agreements.interrupt(error)
+        self._emit(EventKind.COORDINATOR_LOST, {"words": str(error)})
         if self.rank == 0:
-            self._warn(f"{error}; it is started again. A save in progress has failed by it")
+            self._warn(f"{error}; it is started again. A save in progress has failed")
 
-    def _lose(self, error: HubLost) -> None:
+    def _lose(self, error: CoordinatorLost) -> None:
         if self._leaving or self.lost is not None:
             return
         self.lost = error
-        self._parking.lose()
-        self.meetings.lose(error)
-        self._questions.fail(error)
-        self._everybody.set()
-        self._tell(EventKind.AGREEMENT_FAILED, {"what": "connection", "words": str(error)})
+        self._pause_barrier.lose()
+        self.stop_barriers.lose(error)
+        self._agreements.fail(error)
+        self._all_joined.set()
+        self._emit(EventKind.AGREEMENT_FAILED, {"what": "connection", "words": str(error)})
         self._warn(
-            f"{error}. This rank trains on, and pauses alone; a stop cannot be agreed on any more, "
-            "so that the job would go on from its last checkpoint"
+            f"{error}. This rank keeps training and pauses alone; the ranks cannot agree on a stop "
+            "any more, so after one the job would resume from its last checkpoint"
         )
 
-    def _send(self, message: Any) -> None:
-        """Now, or when the hub is found.
+    def _send(self, message: Message) -> None:
+        """Send now, or once the coordinator is found.
 
         Raises:
-            HubLost: it is gone, or was never found.
+            CoordinatorLost: it is gone, or was never found.
         """
         if self.lost is not None:
             raise self.lost
-        link = self._link
-        if link is None:
+        channel = self._channel
+        if channel is None:
             with self._lock:
-                link = self._link
-                if link is None:
-                    self._waiting.append(message)
+                channel = self._channel
+                if channel is None:
+                    self._unsent.append(message)
                     return
-        link.send(message)
+        channel.send(message)
 
     def _wake(self) -> None:
-        if self._link is not None:
-            self._link.wake()
+        if self._channel is not None:
+            self._channel.wake()

@@ -1,20 +1,20 @@
-"""The hub: a process of its own beside rank 0, to which every rank holds one connection.
+"""The coordinator: a process of its own beside rank 0, to which every rank holds one connection.
 
-A process, because it has to outlive rank 0: to tell the others that it is gone, and to let a
-survivor finish what was begun. Not torch's store: that says nothing when a rank dies, knows no
-lives, and a client that was stopped in the middle of a call takes the late answer for that of its
-next. It has the standard library only, sleeps until somebody speaks, and ends when all have left.
+It is a process because it has to outlive rank 0: to tell the others that it is gone, and to let a
+survivor finish what was begun. torch's store cannot do this: it does not report a dead rank, does
+not tell one start of a job from the next, and a client that was stopped in the middle of a call
+takes the late answer for that of its next call. The coordinator uses the standard library only,
+sleeps until a message arrives, and ends when all ranks have left.
 
     python -m hydroslurm.coordination.coordinator
 
-reads its options from its input, for what stands in a command line can be read by everybody: a line
-of JSON with the fields of
-:class:`hydroslurm.coordination.connection.Options`. It prints one line of JSON, ``{"port": n}`` or
-``{"error": words}``, and closes its output.
+reads its options from stdin, because everybody can read a command line: one line of JSON with the
+fields of :class:`CoordinatorOptions`. It prints one line of JSON, ``{"port": n}`` or
+``{"error": message}``, and closes its output.
 
 Anybody on the network can connect. Until a connection has proved that it is a rank of this job step
-(see ``greeting``) it costs a descriptor and a few kilobytes, of which there are few, and for a few
-seconds; it keeps nobody waiting, and keeps the hub from nothing.
+(:mod:`hydroslurm.coordination.authentication`) it costs a descriptor and a few kilobytes, for a few
+seconds, and the number of such connections is bounded. It cannot delay a rank.
 """
 
 from __future__ import annotations
@@ -29,84 +29,121 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.connection import Line, Options, Porter
-from hydroslurm.coordination.messages import BadMessage, check_from_rank
-from hydroslurm.coordination.sockets import listen, make_ready, make_room
-from hydroslurm.coordination.state import CoordinatorState, Outbox
+from hydroslurm.coordination.authentication import CoordinatorGreeting
+from hydroslurm.coordination.messages import (
+    BadMessage,
+    Message,
+    Outbox,
+    Sealer,
+    Unsealer,
+    check_from_rank,
+    pack,
+)
+from hydroslurm.coordination.sockets import allow_descriptors, configure_socket, listen
+from hydroslurm.coordination.state import CoordinatorState
+from hydroslurm.slurm.munge import Munge
 
 LINGER_S = 10.0
-"""With nobody connected it waits so long for ranks that are still to come, or to come back."""
+"""With no rank connected, how long to wait for ranks that are still to come, or to come back."""
 GREETING_S = 10.0
-"""Within this a connection has proved itself, or is closed."""
-GREETING_MOST = 256
-"""Connections that have not proved themselves; one more, and the oldest of them is closed. A rank
-needs milliseconds, so that whoever fills these places drives out itself."""
+"""A connection that has not authenticated by then is closed."""
+MAX_UNAUTHENTICATED = 256
+"""Connections that have not authenticated; one more, and the oldest is closed. A rank needs only
+milliseconds, so whoever floods the coordinator drives out its own connections."""
+MAX_UNSENT_BYTES = 256 << 20
+"""Of messages that a rank has not read; a rank that is suspended for days is sent few."""
 ACCEPT_AGAIN_S = 0.5
-NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_DESCRIPTORS = 32
+_READ_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """What the coordinator is started with.
+
+    Attributes:
+        incarnation_id, world_size: of the ranks that belong together.
+        host, ports: where to listen; the first port that is free.
+        parent_pid: of rank 0, which may end before it has joined.
+        key: of this attempt, in hexadecimal digits.
+        munge_socket: of munged, for ranks that have no key; "" for MUNGE's default, None to refuse
+            such ranks.
+    """
+
+    incarnation_id: str
+    world_size: int
+    host: str
+    ports: Sequence[int]
+    parent_pid: int
+    key: str
+    munge_socket: str | None
 
 
 class Coordinator:
     """Sockets around a :class:`CoordinatorState`; one thread, and one more for MUNGE."""
 
-    def __init__(self, listener: socket.socket, options: Options) -> None:
+    def __init__(self, listener: socket.socket, options: CoordinatorOptions) -> None:
         self._options = options
-        self._book = CoordinatorState(options.world_size)
-        self._porter = Porter(options)
+        self._state = CoordinatorState(options.world_size)
+        self._authenticator = Authenticator(options)
         self._listener = listener
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._porter.wakes, selectors.EVENT_READ, self._porter.wake)
+        self._selector.register(
+            self._authenticator.wakeup, selectors.EVENT_READ, self._authenticator.on_wakeup
+        )
         self._accept_again_s: float | None = None
-        self._lines: dict[int, Line] = {}
-        self._open: set[Line] = set()
-        self._greeting: deque[Line] = deque()
-        """Those that have not proved themselves, the oldest first; some may be closed."""
-        self._alone_since_s = time.monotonic()
+        self._joined: dict[int, PeerConnection] = {}
+        self._open: set[PeerConnection] = set()
+        self._unauthenticated: deque[PeerConnection] = deque()
+        """The oldest first; some may be closed."""
+        self._last_joined_s = time.monotonic()
 
     def run(self) -> None:
-        """Serve until all ranks have left, or nobody comes."""
+        """Serve until all ranks have left, or none comes."""
         while not self._is_done():
-            for key, _ in self._selector.select(timeout=self._look_again_s()):
+            for key, _ in self._selector.select(timeout=self._select_timeout_s()):
                 key.data()
-            for line, answer in self._porter.done():
-                self._attempt(line, lambda line=line, answer=answer: self._answer(line, answer))
-            self._look_at_the_clock()
-        for line in list(self._open):
-            self._drop(line)
-        self._porter.close()
+            for peer, answer in self._authenticator.answered():
+                self._guarded(peer, lambda peer=peer, answer=answer: self._answer(peer, answer))
+            self._expire()
+        for peer in list(self._open):
+            self._drop(peer)
+        self._authenticator.close()
 
     def _is_done(self) -> bool:
-        if self._lines:
-            self._alone_since_s = time.monotonic()
+        if self._joined:
+            self._last_joined_s = time.monotonic()
             return False
-        if self._book.is_over:
+        if self._state.is_over:
             return True
-        some_left = self._book.died or self._book.left or os.getppid() != self._options.parent_pid
-        # as long as rank 0 lives and nobody has come, they may be on their way
-        return bool(some_left) and time.monotonic() - self._alone_since_s > LINGER_S
+        some_left = self._state.died or self._state.left or os.getppid() != self._options.parent_pid
+        # as long as rank 0 lives and no rank has joined, they may be on their way
+        return bool(some_left) and time.monotonic() - self._last_joined_s > LINGER_S
 
-    # --- who comes in
-    # --------------------------------------------------------------------------------------------
+    # --- accepting connections
 
-    def _look_again_s(self) -> float:
+    def _select_timeout_s(self) -> float:
         return 1.0 if self._accept_again_s is None else ACCEPT_AGAIN_S
 
-    def _look_at_the_clock(self) -> None:
+    def _expire(self) -> None:
+        """Drop connections that have not authenticated in time; accept again after a pause."""
         now_s = time.monotonic()
-        while self._greeting and (
-            self._greeting[0].has_joined
-            or self._greeting[0] not in self._open
-            or now_s - self._greeting[0].since_s > GREETING_S
+        while self._unauthenticated and (
+            self._unauthenticated[0].has_joined
+            or self._unauthenticated[0] not in self._open
+            or now_s - self._unauthenticated[0].since_s > GREETING_S
         ):
-            line = self._greeting.popleft()
-            if not line.has_joined:
-                self._drop(line)
+            peer = self._unauthenticated.popleft()
+            if not peer.has_joined:
+                self._drop(peer)
         if self._accept_again_s is not None and now_s >= self._accept_again_s:
             self._accept_again_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -115,157 +152,254 @@ class Coordinator:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in NO_ROOM and not self._drop_oldest():
-                # whoever waits stays readable: to look again at once would be a busy loop
+            if error.errno in OUT_OF_RESOURCES and not self._drop_oldest():
+                # the waiting connection stays readable: trying again at once would be a busy loop
                 self._selector.unregister(self._listener)
                 self._accept_again_s = time.monotonic() + ACCEPT_AGAIN_S
             return
-        line = Line(connection)
-        self._open.add(line)
-        self._greeting.append(line)
+        peer = PeerConnection(connection)
+        self._open.add(peer)
+        self._unauthenticated.append(peer)
         try:
-            make_ready(connection)
+            configure_socket(connection)
             connection.setblocking(False)
             self._selector.register(
-                connection, selectors.EVENT_READ, lambda: self._attempt(line, self._serve, line)
+                connection, selectors.EVENT_READ, lambda: self._guarded(peer, self._serve, peer)
             )
         except (OSError, ValueError):
-            self._drop(line)
-        if len(self._open) - len(self._lines) > GREETING_MOST:
+            self._drop(peer)
+        if len(self._open) - len(self._joined) > MAX_UNAUTHENTICATED:
             self._drop_oldest()
 
     def _drop_oldest(self) -> bool:
-        """Close the oldest connection that has not proved itself; whether there was one."""
-        while self._greeting:
-            line = self._greeting.popleft()
-            if line in self._open and not line.has_joined:
-                self._drop(line)
+        """Close the oldest connection that has not authenticated; return whether there was one."""
+        while self._unauthenticated:
+            peer = self._unauthenticated.popleft()
+            if peer in self._open and not peer.has_joined:
+                self._drop(peer)
                 return True
         return False
 
     # --- one connection, whose failures are its own
-    # --------------------------------------------------------------------------------------------
 
-    def _attempt(self, line: Line, act: Callable[..., None], *arguments: Any) -> None:
-        """Whatever one connection brings about ends that connection, and nothing else."""
+    def _guarded(self, peer: PeerConnection, act: Callable[..., None], *arguments: Any) -> None:
+        """Whatever goes wrong on one connection ends that connection and nothing else."""
         try:
             act(*arguments)
         except Exception:
-            self._drop(line)
+            self._drop(peer)
 
-    def _serve(self, line: Line) -> None:
-        """Read, or write what is left, whichever the line is ready for."""
-        line.flush()
-        data = line.read()
+    def _serve(self, peer: PeerConnection) -> None:
+        """Write what is left, and read what has arrived."""
+        peer.flush()
+        data = peer.read()
         if data == b"":
-            self._drop(line)
+            self._drop(peer)
             return
         if data:
-            self._take(line, data)
-        if line in self._open:
-            self._watch(line)
+            self._receive(peer, data)
+        if peer in self._open:
+            self._watch(peer)
 
-    def _take(self, line: Line, data: bytes) -> None:
-        if line.frames is None:
-            greeting = line.greeting
-            asked = greeting.hello is not None
+    def _receive(self, peer: PeerConnection, data: bytes) -> None:
+        if peer.unsealer is None:
+            greeting = peer.greeting
+            had_hello = greeting.hello is not None
             greeting.feed(data)
-            if greeting.hello is not None and not asked:
-                self._porter.ask(line)
-            if greeting.channel is None:
+            if greeting.hello is not None and not had_hello:
+                self._authenticator.ask(peer)
+            if greeting.session is None:
                 return
-            line.open_channel()
-            data = greeting.channel.rest
-        assert line.frames is not None
-        for message in line.frames.feed(data):
-            self._handle(line, check_from_rank(message))
-            if line not in self._open:
+            peer.open_session()
+            data = greeting.session.rest
+        assert peer.unsealer is not None
+        for message in peer.unsealer.feed(data):
+            self._handle(peer, check_from_rank(message))
+            if peer not in self._open:
                 return
 
-    def _answer(self, line: Line, answer: Future[bytes]) -> None:
-        if line in self._open:
-            line.write_bytes(answer.result())
-            self._watch(line)
+    def _answer(self, peer: PeerConnection, answer: Future[bytes]) -> None:
+        if peer in self._open:
+            peer.write_bytes(answer.result())
+            self._watch(peer)
 
-    def _handle(self, line: Line, message: dict[str, Any]) -> None:
-        if line.rank is None:
-            self._greet(line, message)
+    def _handle(self, peer: PeerConnection, message: Message) -> None:
+        if peer.rank is None:
+            self._join(peer, message)
             return
-        letters = self._book.handle(line.rank, message)
-        if message["do"] == "bye":
-            self._lines.pop(line.rank, None)
-            line.rank = None
-            line.has_left = True
-        self._send(letters)
+        outbox = self._state.handle(peer.rank, message)
+        if message["type"] == "leave":
+            self._joined.pop(peer.rank, None)
+            peer.rank = None
+            peer.has_left = True
+        self._send(outbox)
 
-    def _greet(self, line: Line, message: dict[str, Any]) -> None:
-        if message["do"] != "join" or line.has_left:
-            raise BadMessage("the first word is join")
-        rank, ours = message["rank"], message["life"] == self._options.life
-        if not ours:
-            why: str | None = "another life of the job, or another job"
-        elif rank >= self._book.world_size:
-            why = f"there is no rank {rank}"
+    def _join(self, peer: PeerConnection, message: Message) -> None:
+        if message["type"] != "join" or peer.has_left:
+            raise BadMessage("the first message is join")
+        rank = message["rank"]
+        same_incarnation = message["incarnation_id"] == self._options.incarnation_id
+        if not same_incarnation:
+            reason: str | None = "another incarnation of the job, or another job"
+        elif rank >= self._state.world_size:
+            reason = f"there is no rank {rank}"
         else:
-            why = self._book.why_not(rank, message["world_size"])
-        if why is not None:
-            line.write({"say": "refused", "why": why, "ours": ours})
+            reason = self._state.why_not(rank, message["world_size"])
+        if reason is not None:
+            peer.write({"type": "refused", "reason": reason, "same_incarnation": same_incarnation})
             return
-        line.rank = rank
-        line.has_joined = True
-        self._lines[rank] = line
-        self._send(self._book.join(rank, message["who"]))
+        peer.rank = rank
+        peer.has_joined = True
+        self._joined[rank] = peer
+        self._send(self._state.join(rank, message["process"]))
 
-    def _send(self, letters: Outbox) -> None:
+    def _send(self, outbox: Outbox) -> None:
         broken = []
-        for rank, message in letters:
-            line = self._lines.get(rank)
-            if line is None:
+        for rank, message in outbox:
+            peer = self._joined.get(rank)
+            if peer is None:
                 continue
             try:
-                line.write(message)
-                self._watch(line)
+                peer.write(message)
+                self._watch(peer)
             except OSError:
-                broken.append(line)
-        for line in broken:
-            self._drop(line)
+                broken.append(peer)
+        for peer in broken:
+            self._drop(peer)
 
-    def _watch(self, line: Line) -> None:
-        key = self._selector.get_key(line.connection)
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.has_unsent else 0)
+    def _watch(self, peer: PeerConnection) -> None:
+        key = self._selector.get_key(peer.connection)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
         if key.events != wanted:
-            self._selector.modify(line.connection, wanted, key.data)
+            self._selector.modify(peer.connection, wanted, key.data)
 
-    def _drop(self, line: Line) -> None:
-        if line not in self._open:
+    def _drop(self, peer: PeerConnection) -> None:
+        if peer not in self._open:
             return
-        self._open.discard(line)
+        self._open.discard(peer)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(line.connection)
-        line.connection.close()
-        rank, line.rank = line.rank, None
-        if rank is not None and self._lines.get(rank) is line:
-            del self._lines[rank]
-            self._send(self._book.gone(rank))
+            self._selector.unregister(peer.connection)
+        peer.connection.close()
+        rank, peer.rank = peer.rank, None
+        if rank is not None and self._joined.get(rank) is peer:
+            del self._joined[rank]
+            self._send(self._state.gone(rank))
+
+
+class PeerConnection:
+    """One connection as the coordinator has it; writing never blocks.
+
+    Attributes:
+        has_joined: a rank has joined on it.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.greeting = CoordinatorGreeting()
+        self.since_s = time.monotonic()
+        self.unsealer: Unsealer | None = None
+        self.rank: int | None = None
+        self.has_joined = False
+        self.has_left = False
+        self._sealer: Sealer | None = None
+        self._unsent = bytearray()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def open_session(self) -> None:
+        """The peer has authenticated: take the keys of the session."""
+        session = self.greeting.session
+        assert session is not None
+        self.unsealer, self._sealer = Unsealer(session.to_coordinator), Sealer(session.to_rank)
+
+    def read(self) -> bytes | None:
+        """What has arrived; b"" at its end, None when nothing has."""
+        try:
+            return self.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return None
+
+    def write(self, message: Any) -> None:
+        assert self._sealer is not None
+        self.write_bytes(self._sealer.seal(pack(message)))
+
+    def write_bytes(self, data: bytes) -> None:
+        self._unsent += data
+        self.flush()
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            raise OSError(errno.ENOBUFS, "reads nothing of what it is sent")
+
+    def flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                sent = self.connection.send(self._unsent)
+                del self._unsent[:sent]
+
+
+class Authenticator:
+    """Answers greetings in a thread of its own: munged may be slow, and must not delay a pause."""
+
+    def __init__(self, options: CoordinatorOptions) -> None:
+        self._options = options
+        self._munge: Munge | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="authenticator")
+        self._asked: deque[tuple[PeerConnection, Future[bytes]]] = deque()
+        self.wakeup, self._waker = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self._waker.setblocking(False)
+
+    def ask(self, peer: PeerConnection) -> None:
+        """Have the hello of a peer answered; see :meth:`answered`."""
+        answer = self._pool.submit(self._answer, peer.greeting)
+        self._asked.append((peer, answer))
+        answer.add_done_callback(self._wake)
+
+    def on_wakeup(self) -> None:
+        """The descriptor ``wakeup`` is ready."""
+        with contextlib.suppress(BlockingIOError):
+            self.wakeup.recv(4096)
+
+    def answered(self) -> list[tuple[PeerConnection, Future[bytes]]]:
+        """What has been answered since the last call."""
+        ready = []
+        while self._asked and self._asked[0][1].done():  # one thread: in the order of asking
+            ready.append(self._asked.popleft())
+        return ready
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, greeting: CoordinatorGreeting) -> bytes:
+        options = self._options
+        if self._munge is None and options.munge_socket is not None:
+            self._munge = Munge(options.munge_socket or None)
+        key = bytes.fromhex(options.key)
+        return greeting.answer(key, attempt=options.incarnation_id, munge=self._munge)
+
+    def _wake(self, _: Future[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b".")
 
 
 def main() -> int:
-    # everybody of a job step gets its signals; the hub is to live as long as its ranks do
+    # all processes of a job step get its signals; the coordinator has to outlive its ranks
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    options = Options(**json.loads(sys.stdin.buffer.readline()))
+    options = CoordinatorOptions(**json.loads(sys.stdin.buffer.readline()))
     try:
-        make_room(options.world_size + GREETING_MOST + SPARE_DESCRIPTORS)
+        allow_descriptors(options.world_size + MAX_UNAUTHENTICATED + SPARE_DESCRIPTORS)
         listener = listen(options.host, options.ports)
     except OSError as error:
-        _say({"error": error.strerror or str(error)})
+        _report({"error": error.strerror or str(error)})
         return 1
-    hub = Coordinator(listener, options)
-    _say({"port": listener.getsockname()[1]})
-    hub.run()
+    coordinator = Coordinator(listener, options)
+    _report({"port": listener.getsockname()[1]})
+    coordinator.run()
     return 0
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _report(answer: dict[str, Any]) -> None:
     os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):

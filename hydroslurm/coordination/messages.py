@@ -1,28 +1,134 @@
-"""What ranks and the hub say to each other, and that it is just that: checked where it arrives.
+"""Messages between ranks and the coordinator: their forms, and how they travel.
 
-A peer has proved that it belongs to the job. It may still be of another release, or out of its
-mind, and one bad value would end what serves all others. So each message is held against the form
-of its kind before anything reads it; what is behind that may rely on the types. Values of an
-agreement are opaque here, and checked by whoever asked.
+A frame is a length, a MAC and JSON. Each direction has a key of its own, which
+:mod:`hydroslurm.coordination.authentication` has agreed on. The MAC covers a counter, so a frame
+that is changed, repeated, left out or moved ends the connection before a byte of its body is
+interpreted.
+
+A peer has then proved that it belongs to the job, but it may be of another release, or broken, and
+one bad value would end what serves all others. So each message is checked against the form of its
+type before anything reads it; the code behind may rely on the types. The values of an agreement are
+opaque here and checked by whoever asked.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import math
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hydroslurm.core.files import parse_json
+
+Message = dict[str, Any]
+Outbox = list[tuple[int, Message]]
+"""Rank and message, in the order in which they are to be sent."""
+
 MAX_RANKS = 1 << 20
 MAX_COUNT = 1 << 62
-"""Of steps, places, rounds, collectives."""
+"""Of steps, safe points, rounds, collectives."""
 MAX_TEXT = 16384
-"""Two paths of the longest, and some words."""
+"""Two paths of the longest, and a sentence."""
+LIMIT_BYTES = 64 << 20
+"""Of one message."""
+LIMIT_ITEMS = 1 << 20
+"""Of the values in one message: bounds what a short text can become in memory."""
+LIMIT_DEPTH = 32
+MAC_BYTES = 16
+
+_HEAD = struct.Struct(">I")
+_COUNTED = struct.Struct(">QI")
+
+
+class BadFrame(Exception):
+    """Not what a rank or the coordinator sends; the connection is of no use any more."""
+
+
+def pack(message: Any) -> bytes:
+    """The body of one message.
+
+    Raises:
+        TypeError, ValueError: not plain JSON.
+    """
+    return json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+
+
+class Sealer:
+    """Bodies in, frames out, in the order in which they are sent."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def seal(self, body: bytes) -> bytes:
+        """One body as it travels; raises ValueError for one that no receiver would take."""
+        if len(body) > LIMIT_BYTES:
+            raise ValueError(f"a message of {len(body)} bytes; {LIMIT_BYTES} are allowed")
+        mac = _mac(self._key, self._count, body)
+        self._count += 1
+        return b"".join((_HEAD.pack(len(body)), mac, body))
+
+
+class Unsealer:
+    """Frames as they come in, messages out."""
+
+    def __init__(self, key: bytes, *, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._key = key
+        self._count = 0
+        self._buffer = bytearray()
+        self._limit_bytes = limit_bytes
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that are complete with these bytes.
+
+        Raises:
+            BadFrame: longer, deeper or with more values than allowed, not what the other end of
+                this connection has sent, or not JSON.
+        """
+        self._buffer += data
+        found = []
+        while len(self._buffer) >= _HEAD.size:
+            (length,) = _HEAD.unpack_from(self._buffer)
+            if length > self._limit_bytes:
+                raise BadFrame(f"a message of {length} bytes; {self._limit_bytes} are allowed")
+            begin = _HEAD.size + MAC_BYTES
+            if len(self._buffer) < begin + length:
+                break
+            mac = bytes(self._buffer[_HEAD.size : begin])
+            body = bytes(self._buffer[begin : begin + length])
+            del self._buffer[: begin + length]
+            if not hmac.compare_digest(mac, _mac(self._key, self._count, body)):
+                raise BadFrame("the MAC of a message is wrong: it was changed, or is not of a peer")
+            self._count += 1
+            found.append(_unpack(body))
+        return found
+
+
+def _unpack(body: bytes) -> Any:
+    if body.count(b",") >= LIMIT_ITEMS:
+        raise BadFrame(f"a message of more than {LIMIT_ITEMS} values")
+    try:
+        return parse_json(body, max_depth=LIMIT_DEPTH)
+    except ValueError as error:
+        raise BadFrame(f"not JSON as ranks send it: {error}") from error
+
+
+def _mac(key: bytes, count: int, body: bytes) -> bytes:
+    made = hashlib.blake2b(_COUNTED.pack(count, len(body)), key=key, digest_size=MAC_BYTES)
+    made.update(body)
+    return made.digest()
+
+
+# --- the form of each message
 
 Check = Callable[[Any], bool]
 
 
 class BadMessage(ValueError):
-    """A message that is none; says which field is wrong, and what was there."""
+    """Not a valid message; says which field is wrong, and what it was."""
 
 
 def _is_count(value: Any, most: int = MAX_COUNT) -> bool:
@@ -61,8 +167,8 @@ def _list_of(check: Check) -> Check:
     return lambda value: type(value) is list and all(map(check, value))
 
 
-def _is_who(value: Any) -> bool:
-    """The process of a rank. ``cut_off``: what it had begun at hubs that are gone."""
+def _is_process(value: Any) -> bool:
+    """The process of a rank. ``cut_off``: what it had started at coordinators that are gone."""
     known = {"pid": _is_count, "host": _is_text, "cut_off": _list_of(_is_text)}
     return type(value) is dict and all(
         name in known and known[name](one) for name, one in value.items()
@@ -78,11 +184,11 @@ def _is_groups(value: Any) -> bool:
 
 
 def _is_process_table(value: Any) -> bool:
-    return type(value) is dict and all(map(_is_who, value.values()))
+    return type(value) is dict and all(map(_is_process, value.values()))
 
 
 def _is_values(value: Any) -> bool:
-    """Of an agreement: pairs of a rank and what it said."""
+    """Of an agreement: pairs of a rank and its value."""
     return type(value) is list and all(
         type(one) is list and len(one) == 2 and _is_rank(one[0]) for one in value
     )
@@ -98,11 +204,16 @@ _ROUND: Mapping[str, Check] = {
 }
 
 FROM_RANK: Mapping[str, Mapping[str, Check]] = {
-    "join": {"life": _is_text, "rank": _is_rank, "world_size": _is_rank, "who": _is_who},
+    "join": {
+        "incarnation_id": _is_text,
+        "rank": _is_rank,
+        "world_size": _is_rank,
+        "process": _is_process,
+    },
     "agree": {"topic": _is_text, "value": _is_any, "among": _or_none(_is_ranks)},
     "withdraw": {"topic": _is_text},
-    "want": {"kind": _one_of("stop", "save"), "words": _is_text},
-    "promise": {"meeting": _is_count, "place": _is_count},
+    "call_barrier": {"kind": _one_of("stop", "save"), "message": _is_text},
+    "propose": {"barrier": _is_count, "safe_point_index": _is_count},
     "pause": {},
     "resume": {},
     "counts": {
@@ -112,66 +223,66 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
         "in_flight": _or_none(_is_count),
         "allowance": _is_count,
     },
-    "bye": {"done": _is_bool},
+    "leave": {"done": _is_bool},
 }
-"""``do`` -> the fields that such a message has, all of them and no others."""
+"""``type`` -> the fields that such a message has, all of them and no others."""
 
-FROM_HUB: Mapping[str, Mapping[str, Check]] = {
+FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
     "welcome": {},
-    "refused": {"why": _is_text, "ours": _is_bool},
-    "everybody": {"ranks": _is_process_table},
-    "gone": {"rank": _is_rank, "died": _is_bool},
+    "refused": {"reason": _is_text, "same_incarnation": _is_bool},
+    "all_joined": {"ranks": _is_process_table},
+    "rank_gone": {"rank": _is_rank, "died": _is_bool},
     "agreed": {"topic": _is_text, "values": _is_values},
-    "failed": {
+    "agreement_failed": {
         "topic": _is_text,
         "missing": _is_ranks,
         "withdrawn": _is_ranks,
-        "words": _is_text,
+        "message": _is_text,
     },
-    "wanted": {
-        "meeting": _is_count,
+    "barrier_called": {
+        "barrier": _is_count,
         "kind": _one_of("stop", "save"),
         "of_rank": _is_rank,
-        "words": _is_text,
+        "message": _is_text,
     },
-    "meet": {"meeting": _is_count, "place": _is_count},
-    "meeting_failed": {"meeting": _is_count, "missing": _is_ranks, "finished": _is_bool},
+    "barrier_agreed": {"barrier": _is_count, "safe_point_index": _is_count},
+    "barrier_failed": {"barrier": _is_count, "missing": _is_ranks, "finished": _is_bool},
     "hold": _ROUND,
     "count": _ROUND,
-    "pass": {**_ROUND, "n": _is_count},
+    "let_through": {**_ROUND, "n": _is_count},
     "release": _ROUND,
     "all_parked": {**_ROUND, "in_flight": _is_count, "rounds": _is_count},
 }
-"""``say`` -> the same of the hub's."""
+"""The same of the coordinator's messages."""
 
 
-def check_from_rank(message: Any) -> dict[str, Any]:
+def check_from_rank(message: Any) -> Message:
     """A message as a rank sends it.
 
     Raises:
-        BadMessage: it is none.
+        BadMessage: it is not one.
     """
-    return _check(message, "do", FROM_RANK)
+    return _check(message, FROM_RANK)
 
 
-def check_from_hub(message: Any) -> dict[str, Any]:
-    """A message as the hub sends it; raises BadMessage as :func:`check_from_rank` does."""
-    return _check(message, "say", FROM_HUB)
+def check_from_coordinator(message: Any) -> Message:
+    """A message as the coordinator sends it; raises as :func:`check_from_rank`."""
+    return _check(message, FROM_COORDINATOR)
 
 
-def _check(message: Any, verb: str, forms: Mapping[str, Mapping[str, Check]]) -> dict[str, Any]:
+def _check(message: Any, forms: Mapping[str, Mapping[str, Check]]) -> Message:
     if type(message) is not dict:
         raise BadMessage(f"a message is an object, not {_short(message)}")
-    word = message.get(verb)
-    form = forms.get(word) if type(word) is str else None
+    kind = message.get("type")
+    form = forms.get(kind) if type(kind) is str else None
     if form is None:
-        raise BadMessage(f"nobody says {_short(word)}")
-    if message.keys() != form.keys() | {verb}:
-        odd = sorted(message.keys() ^ (form.keys() | {verb}))
-        raise BadMessage(f"{word}: missing or unknown: {_short(odd)}")
+        raise BadMessage(f"there is no message {_short(kind)}")
+    if message.keys() != form.keys() | {"type"}:
+        odd = sorted(message.keys() ^ (form.keys() | {"type"}))
+        raise BadMessage(f"{kind}: missing or unknown: {_short(odd)}")
     for name, check in form.items():
         if not check(message[name]):
-            raise BadMessage(f"{word}: {name} is {_short(message[name])}")
+            raise BadMessage(f"{kind}: {name} is {_short(message[name])}")
     return message
 
 

@@ -1,7 +1,8 @@
-"""This rank's side of a pause of all ranks: held, counted, let through, until nobody is behind.
+"""This rank's side of a pause of all ranks: hold, report counts, let collectives through.
 
-The gate of a rank that is signalled closes at once, in microseconds and alone; what is here follows
-within milliseconds, and makes the others stand where the same collectives are behind all of them.
+The gate of a rank that is signalled closes at once, within microseconds and without the others.
+What is here follows within milliseconds and parks the others where the same collectives are behind
+all of them. What the coordinator makes of the reports: :mod:`hydroslurm.coordination.pause_state`.
 """
 
 from __future__ import annotations
@@ -14,42 +15,38 @@ from typing import Any
 
 from hydroslurm.coordination import collectives
 from hydroslurm.core.events import EventKind
-from hydroslurm.errors import HubLost
-from hydroslurm.gate.protocol import (
-    Action,
-    Cause,
-    Gate,
-    GateEvent,
-    GateEventKind,
-    GateState,
-)
+from hydroslurm.errors import CoordinatorLost
+from hydroslurm.gate.protocol import Action, Cause, Gate, GateEvent, GateState
 
 AGREE_S = 1.5
-"""After so long without an answer it is written down that a suspend may find collectives in flight:
+"""After this long without an agreement an event says that a suspend may find collectives in flight:
 Slurm's SIGSTOP comes 2 s after SIGTSTP."""
 
-LOOK_AGAIN_S = 0.05
-"""At a gate that has not come to rest, should its event be missed."""
+RECHECK_S = 0.05
+"""How soon to look again at a gate that has not come to rest, in case its event was missed."""
 
-Tell = Callable[[EventKind, Mapping[str, object]], None]
+Emit = Callable[[EventKind, Mapping[str, object]], None]
+
+_CHANGES_CAUSES = (EventKind.GATE_CLOSED, EventKind.RESUMED, EventKind.CAUSES_CHANGED)
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """A round for which this rank has not told its numbers."""
+class _RequestedRound:
+    """A round that this rank has not reported its counts for."""
 
-    round: int
+    number: int
     exact: bool
     not_before_s: float
 
 
-class Parking:
-    """Between the gate (events, in the controller's thread) and the hub (messages, in the link's).
+class PauseBarrier:
+    """Between the gate (events, in the controller's thread) and the coordinator (messages, in the
+    channel's thread).
 
     Args:
-        send: to the hub.
-        tell: writes an event of this rank.
-        wake: has :attr:`due_s` looked at again.
+        send: sends a message to the coordinator.
+        emit: writes an event of this rank.
+        wake: has :attr:`due_s` read again.
     """
 
     def __init__(
@@ -57,100 +54,94 @@ class Parking:
         gate: Gate,
         *,
         send: Callable[[Any], None],
-        tell: Tell,
+        emit: Emit,
         wake: Callable[[], None],
     ) -> None:
         self._gate = gate
         self._send = send
-        self._tell = tell
+        self._emit = emit
         self._wake = wake
         self._lock = threading.Lock()
-        self._own = False
+        self._has_own_cause = False
         self._pause = 0
-        self._wanted: _Wanted | None = None
+        self._requested: _RequestedRound | None = None
         self._held_s = 0.0
         self._undecided = False
         self._let_through = 0
-        self._look_s = 0.0
+        self._recheck_s = 0.0
 
     # --- the gate's side
-    # --------------------------------------------------------------------------------------------
 
-    def see(self, event: GateEvent) -> None:
+    def on_gate_event(self, event: GateEvent) -> None:
         """The gate has moved."""
         kind = event.kind
-        if kind is GateEventKind.STOP_REQUESTED:
-            self._own_causes(Cause(0))
-        elif kind in (
-            GateEventKind.GATE_CLOSED,
-            GateEventKind.GATE_OPENED,
-            GateEventKind.CAUSES_CHANGED,
-        ):
-            self._own_causes(event.causes)
-        if kind in (GateEventKind.PARKED, GateEventKind.LATE_HELD):
-            self._publish()
+        if kind is EventKind.STOP_REQUESTED:
+            self._report_causes(Cause(0))
+        elif kind in _CHANGES_CAUSES:
+            self._report_causes(event.causes)
+        if kind in (EventKind.PARKED, EventKind.LATE_OPERATOR_HELD):
+            self._report_counts()
 
     def catch_up(self) -> None:
-        """The hub is there: tell it when this rank is paused already."""
-        self._own_causes(self._gate.status().causes)
+        """Tell a coordinator that was just joined whether this rank is paused already."""
+        self._report_causes(self._gate.status().causes)
 
-    def _own_causes(self, causes: Cause) -> None:
+    def _report_causes(self, causes: Cause) -> None:
         own = bool(causes & ~Cause.PEERS)
         with self._lock:
-            if own == self._own:
+            if own == self._has_own_cause:
                 return
-            self._own = own
-        self._try_send({"do": "pause" if own else "resume"})
+            self._has_own_cause = own
+        self._try_send({"type": "pause" if own else "resume"})
 
-    # --- the hub's side
-    # --------------------------------------------------------------------------------------------
+    # --- the coordinator's side
 
-    def hear(self, message: Mapping[str, Any]) -> None:
-        """A message about a pause."""
-        say = message["say"]
-        if say == "release":
+    def on_message(self, message: Mapping[str, Any]) -> None:
+        """Act on a message about a pause."""
+        kind = message["type"]
+        if kind == "release":
             self._release()
             return
-        if say == "hold":
+        if kind == "hold":
             with self._lock:
                 self._pause, self._let_through = message["pause"], 0
                 self._held_s, self._undecided = time.monotonic(), True
             self._request(Action.PAUSE)
         if message["pause"] != self._pause:
             return
-        if say == "all_parked":
+        if kind == "all_parked":
             self._all_parked(message)
             return
-        if say == "pass":
-            self._pass(int(message["n"]))
-        elif say == "count" and self._gate.status().allowance:
-            self._gate.hold_here()  # nobody is behind: what is left would take this rank ahead
+        if kind == "let_through":
+            self._let_collectives_through(int(message["n"]))
+        elif kind == "count" and self._gate.status().allowance:
+            self._gate.hold_here()  # nobody is behind: the rest would take this rank ahead
         not_before_s = time.monotonic() + message["wait_ms"] / 1e3
         with self._lock:
-            self._wanted = _Wanted(message["round"], message["exact"], not_before_s)
-            self._look_s = not_before_s
-        self._publish()
+            self._requested = _RequestedRound(message["round"], message["exact"], not_before_s)
+            self._recheck_s = not_before_s
+        self._report_counts()
 
     @property
     def due_s(self) -> float | None:
-        """When :meth:`tick` is wanted."""
+        """When :meth:`tick` is due (``time.monotonic()``), None for not at all."""
         with self._lock:
-            times = [self._look_s] if self._wanted else []
+            times = [self._recheck_s] if self._requested else []
             if self._undecided:
                 times.append(self._held_s + AGREE_S)
         return min(times, default=None)
 
     def tick(self) -> None:
-        """Something is due."""
+        """Do what has become due."""
         with self._lock:
             late = self._undecided and time.monotonic() - self._held_s >= AGREE_S
             if late:
                 self._undecided = False
         if late:
             if self._gate.stops_at_collectives:
-                self._gate.hold_here()  # one that comes to no collective would train on
+                self._gate.hold_here()  # a rank that reaches no collective would train on
             in_flight = collectives.in_flight()
-            self._tell(
+            self._emit(
                 EventKind.AGREEMENT_FAILED,
                 {
                     "what": "park",
@@ -162,45 +153,44 @@ class Parking:
                     ),
                 },
             )
-        self._publish()
+        self._report_counts()
 
     def lose(self) -> None:
-        """The hub is gone: nobody would ever let this rank go on. Another one hears of a pause of
-        this rank's own by :meth:`catch_up`."""
+        """The coordinator is gone and would never release this rank. The next one learns of this
+        rank's own pause from :meth:`catch_up`."""
         with self._lock:
-            self._own = False
+            self._has_own_cause = False
         self._release()
 
     # --- inside
-    # --------------------------------------------------------------------------------------------
 
-    def _pass(self, n: int) -> None:
+    def _let_collectives_through(self, n: int) -> None:
         """Only what is missing: a rank that waits for its data may have an allowance left."""
         more = n - self._gate.status().allowance
         if more > 0 and self._gate.stops_at_collectives:
             self._gate.let_through(more)
             self._let_through += more
 
-    def _publish(self) -> None:
-        """Tell the numbers of the round that is wanted, if this rank is at rest."""
+    def _report_counts(self) -> None:
+        """Send the counts of the requested round, if this rank is at rest."""
         with self._lock:
-            wanted = self._wanted
-            if wanted is None:
+            requested = self._requested
+            if requested is None:
                 return
-            if time.monotonic() < wanted.not_before_s:
+            if time.monotonic() < requested.not_before_s:
                 self._wake()
                 return
             if self._gate.status().state in (GateState.PARKING, GateState.RUNNING):
-                self._look_s = time.monotonic() + LOOK_AGAIN_S  # the gate's event is sooner
+                self._recheck_s = time.monotonic() + RECHECK_S  # the gate's event is sooner
                 return
-            self._wanted = None
+            self._requested = None
             pause = self._pause
         self._try_send(
             {
-                "do": "counts",
+                "type": "counts",
                 "pause": pause,
-                "round": wanted.round,
-                "groups": _numbers(exact=wanted.exact),
+                "round": requested.number,
+                "groups": _counts_by_group(exact=requested.exact),
                 # the exact number takes 20 ms and more
                 "in_flight": 0 if collectives.are_complete() else collectives.in_flight(),
                 "allowance": self._gate.status().allowance,
@@ -209,10 +199,10 @@ class Parking:
 
     def _all_parked(self, message: Mapping[str, Any]) -> None:
         with self._lock:
-            self._wanted = None
+            self._requested = None
             self._undecided = False
             took_s = time.monotonic() - self._held_s
-        self._tell(
+        self._emit(
             EventKind.ALL_PARKED,
             {
                 "of_ranks": message["of_ranks"],
@@ -225,7 +215,7 @@ class Parking:
 
     def _release(self) -> None:
         with self._lock:
-            self._wanted = None
+            self._requested = None
             self._undecided = False
         self._request(Action.RESUME)
 
@@ -238,11 +228,11 @@ class Parking:
     def _try_send(self, message: Any) -> None:
         try:
             self._send(message)
-        except HubLost:
-            return  # told by the link
+        except CoordinatorLost:
+            return  # the channel reports it
 
 
-def _numbers(*, exact: bool) -> dict[str, Any]:
+def _counts_by_group(*, exact: bool) -> dict[str, Any]:
     """Key of a process group -> its ranks, and how many collectives this rank has issued on it."""
     groups = collectives.groups()
     issued = {key: one.issued for key, one in groups.items()}

@@ -1,16 +1,16 @@
-"""What the ranks of one attempt know and nobody else does, and how it comes to each of them.
+"""The key that the ranks of one attempt share with nobody else, and how each of them gets it.
 
-The first of these that works:
+The first source that works is used:
 
 environment   ``HYDROSLURM_STEP_KEY``, which the supervisor, the agent and the plugin of
               ``srun --preempt`` give to a job step. A process's environment can be read by its own
               user only, its command line by everybody.
-munge         the first rank makes a key, and the hub gives it to each rank in a credential that
-              only the same user can read.
-file          the first rank writes it, mode 0600, below the run folder, which is looked at first.
+munge         the first rank makes a key, and the coordinator gives it to each rank in a credential
+              that only the same user can read.
+file          the first rank writes it, mode 0600, below the run folder, whose ownership is checked.
 
-Without any of them several ranks stay apart. Nothing falls back to a connection without a key:
-whoever can pause, stop and save is as good as the owner of the job.
+Without any of them several ranks are not connected. There is no fallback to a connection without a
+key: whoever can pause, stop and save has the rights of the owner of the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.coordination.greeting import KEY_BYTES, RankGreeting
+from hydroslurm.coordination.authentication import KEY_BYTES, RankGreeting
 from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.core.files import read_regular
 from hydroslurm.core.trust import check_trusted
@@ -36,12 +36,12 @@ KEYS = "keys"
 
 @dataclass(frozen=True, eq=False)
 class Secret:
-    """How this rank proves itself.
+    """How this rank authenticates.
 
     Attributes:
         source: ``environment``, ``munge`` or ``file``.
-        key: None on a rank that has yet to be given it.
-        munge_socket: for the hub: see :class:`hydroslurm.coordination.coordinator.Options`.
+        key: None on a rank that has not received it yet.
+        munge_socket: for the coordinator; see ``CoordinatorOptions``.
     """
 
     source: str
@@ -52,12 +52,12 @@ class Secret:
 
     @property
     def port_key(self) -> bytes | None:
-        """What the hub's ports follow from; None where not all ranks know it beforehand, so that
-        they can be guessed, and taken, by others."""
+        """What the coordinator's ports are derived from; None if not all ranks know it beforehand:
+        others can guess the ports then, and take them."""
         return self.key if self.source == "environment" else None
 
     def greeting(self, attempt: str) -> RankGreeting | None:
-        """A new one for one connection; None while the key's file is not there yet.
+        """A greeting for one connection; None while the key's file does not exist yet.
 
         Raises:
             MungeError: munged does not answer any more.
@@ -71,7 +71,7 @@ class Secret:
         return RankGreeting(attempt=attempt, key=key, munge=self._munge)
 
     def forget(self) -> None:
-        """The attempt is over: take the key's file away. For the first rank."""
+        """Remove the key's file at the end of the attempt. For the first rank."""
         if self.key is not None and self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -84,7 +84,7 @@ def find_secret(world: World, environ: Mapping[str, str], *, folder: Path | None
         folder: the run folder; None where there is none.
 
     Raises:
-        NoSecret: there is none; says what to set up.
+        NoSecret: there is none; the message says what to set up.
         UsageError: ``HYDROSLURM_STEP_KEY`` is no key.
     """
     socket = socket_of(environ)
@@ -99,7 +99,7 @@ def find_secret(world: World, environ: Mapping[str, str], *, folder: Path | None
         no_munge = str(error)
     if folder is None:
         raise _nothing(no_munge, "this process belongs to no run folder")
-    path = folder / KEYS / hashlib.sha256(world.life.encode()).hexdigest()[:32]
+    path = folder / KEYS / hashlib.sha256(world.incarnation_id.encode()).hexdigest()[:32]
     try:
         key = _write(path, _own_key(world)) if is_first else None
     except (OSError, UntrustedFile) as error:
@@ -135,8 +135,8 @@ _own: dict[tuple[int, str], bytes] = {}
 
 
 def _own_key(world: World) -> bytes:
-    """That of the attempt whose first rank this process is: the same whenever it is asked for."""
-    return _own.setdefault((os.getpid(), world.life), secrets.token_bytes(KEY_BYTES))
+    """The key made by this process, the first rank: the same at each call in one incarnation."""
+    return _own.setdefault((os.getpid(), world.incarnation_id), secrets.token_bytes(KEY_BYTES))
 
 
 def _write(path: Path, key: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Sockets as ranks and the hub use them: where they listen, and how many there may be."""
+"""Sockets as ranks and the coordinator use them: options, where to listen, how many to allow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 
 
-def make_ready(connection: socket.socket) -> None:
+def configure_socket(connection: socket.socket) -> None:
     """Send small messages at once, and notice a peer whose node has vanished. A process that is
     only stopped keeps its connection, for its kernel answers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -51,8 +51,8 @@ def _address(host: str) -> str:
     return address if address == host or not address.startswith("127.") else "0.0.0.0"
 
 
-def make_room(wanted: int) -> None:
-    """Let this process have so many descriptors.
+def allow_descriptors(wanted: int) -> None:
+    """Raise the limit on open files to the hard limit.
 
     Raises:
         OSError: the hard limit is too low; the message says what to change.

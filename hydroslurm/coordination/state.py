@@ -1,37 +1,34 @@
-"""What the hub knows of the ranks, and what it answers. Pure: messages in, messages out.
+"""What the coordinator knows of the ranks, and what it answers. Pure: messages in, messages out.
 
-Everything that ranks decide together is decided here, in one place and once, so that two ranks
-never hear different things. Messages are plain dicts; ``do`` names what a rank wants, ``say`` what
-the hub tells.
+Everything that the ranks decide together is decided here, in one place and once, so two ranks never
+receive different decisions. ``type`` names what a message of a rank asks for:
 
-====================  ===========================================================================
-agree, withdraw       one value of every rank to all ranks, or one failure to all
-want, promise         a meeting: the largest place that was promised is the common one
-pause, resume         a rank has causes of its own to be parked, or none any more
-counts                the collectives that a held rank has issued
-bye                   a rank leaves, done or not; one that is cut off has died
-====================  ===========================================================================
+========================  =======================================================================
+agree, withdraw           one value of every rank to all ranks, or one failure to all
+call_barrier, propose     a stop barrier: the maximum of all proposals is the common safe point
+pause, resume             a rank has causes of its own to be parked, or none any more
+counts                    the collectives that a held rank has issued
+leave                     a rank leaves, done or not; one that is cut off has died
+========================  =======================================================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from hydroslurm.coordination.agreements import Agreements
-from hydroslurm.coordination.pause_state import Pausing
-
-Message = dict[str, Any]
-Outbox = list[tuple[int, Message]]
-"""Rank and message, in the order in which they are to be sent."""
+from hydroslurm.coordination.messages import Message, Outbox
+from hydroslurm.coordination.pause_state import PauseState
 
 
 class CoordinatorState:
-    """The ranks of one life.
+    """The ranks of one incarnation.
 
     Attributes:
         world_size: how many there are.
         present: those that have joined and are connected.
-        died, left: those that are gone, cut off or in good order.
+        died, left: those that are gone: cut off, or in good order.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -39,40 +36,39 @@ class CoordinatorState:
         self.present: set[int] = set()
         self.died: set[int] = set()
         self.left: set[int] = set()
-        self._pids: dict[int, Any] = {}
+        self._processes: dict[int, Any] = {}
         self._agreements = Agreements(world_size)
-        self._pausing = Pausing()
-        self._meetings: dict[int, Message] = {}
-        self._numbers = 0
+        self._pause = PauseState()
+        self._barriers: dict[int, Message] = {}
+        self._last_barrier = 0
         self._stopping = False
-        self._early: Outbox = []
+        self._early_calls: Outbox = []
 
-    # --- coming and going
-    # --------------------------------------------------------------------------------------------
+    # --- joining and leaving
 
     def why_not(self, rank: int, world_size: int) -> str | None:
-        """Why this rank may not join; None: it may."""
+        """Why this rank may not join; None if it may."""
         if world_size != self.world_size:
             return f"it counts {world_size} ranks, the others {self.world_size}"
         if rank in self.present:
             return f"rank {rank} has joined already"
         if rank in self.died | self.left or self.left:
-            return f"rank {rank} comes after ranks of this life have ended"
+            return f"rank {rank} comes after ranks of this incarnation have ended"
         return None
 
-    def join(self, rank: int, who: Any) -> Outbox:
-        """A rank is here. When all are, all are told."""
+    def join(self, rank: int, process: Any) -> Outbox:
+        """A rank joins. Once all have, all are told."""
         self.present.add(rank)
-        self._pids[rank] = who
-        letters = [(rank, {"say": "welcome"})]
-        letters += [(rank, self._gone(other, died=True)) for other in sorted(self.died)]
-        if len(self._pids) == self.world_size:
-            letters += self._all({"say": "everybody", "ranks": self._pids})
-            early, self._early = self._early, []
+        self._processes[rank] = process
+        outbox: Outbox = [(rank, {"type": "welcome"})]
+        outbox += [(rank, _rank_gone(other, died=True)) for other in sorted(self.died)]
+        if len(self._processes) == self.world_size:
+            outbox += self._all({"type": "all_joined", "ranks": self._processes})
+            early, self._early_calls = self._early_calls, []
             for caller, message in early:
-                letters += self._call(caller, message)
-        letters += self._pausing.catch_up(rank, self.present)
-        return letters
+                outbox += self._call_barrier(caller, message)
+        outbox += self._pause.catch_up(rank, self.present)
+        return outbox
 
     def gone(self, rank: int, *, died: bool = True) -> Outbox:
         """A rank is not connected any more."""
@@ -80,106 +76,173 @@ class CoordinatorState:
             return []
         self.present.discard(rank)
         (self.died if died else self.left).add(rank)
-        letters = self._all(self._gone(rank, died=died))
-        letters += self._agreements.without(rank)
-        for number in sorted(self._meetings):
-            letters += self._judge(number)
-        letters += self._pausing.without(rank, self.present)
-        return letters
+        outbox = self._all(_rank_gone(rank, died=died))
+        outbox += self._agreements.without(rank)
+        for number in sorted(self._barriers):
+            outbox += self._evaluate_barrier(number)
+        outbox += self._pause.without(rank, self.present)
+        return outbox
 
     @property
     def is_over(self) -> bool:
-        """Every rank has been here and is gone."""
+        """Every rank has joined and is gone."""
         return len(self.died) + len(self.left) == self.world_size
 
-    # --- what ranks want
-    # --------------------------------------------------------------------------------------------
+    # --- requests of ranks
 
     def handle(self, rank: int, message: Message) -> Outbox:
-        """One message of a rank that is present.
+        """Act on one message of a rank that is present.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none that a rank sends.
+            KeyError, TypeError, ValueError: not a message that a rank sends.
         """
-        do = message["do"]
-        if do == "agree":
+        kind = message["type"]
+        if kind == "agree":
             gone = self.died | self.left
             if max(message.get("among") or (0,)) >= self.world_size:
                 raise ValueError(f"among {message['among']}, and there are {self.world_size} ranks")
-            return self._agreements.hand_in(
+            return self._agreements.submit(
                 rank, message["topic"], message["value"], among=message.get("among"), gone=gone
             )
-        if do == "withdraw":
+        if kind == "withdraw":
             return self._agreements.withdraw(rank, message["topic"])
-        if do == "want":
-            return self._call(rank, message)
-        if do == "promise":
-            return self._promise(rank, message["meeting"], int(message["place"]))
-        if do == "pause":
-            return [] if self._stopping else self._pausing.pause(rank, self.present)
-        if do == "resume":
-            return self._pausing.resume(rank, self.present)
-        if do == "counts":
-            return self._pausing.counts(rank, message, self.present)
-        if do == "bye":
+        if kind == "call_barrier":
+            return self._call_barrier(rank, message)
+        if kind == "propose":
+            return self._propose(rank, message["barrier"], int(message["safe_point_index"]))
+        if kind == "pause":
+            return [] if self._stopping else self._pause.pause(rank, self.present)
+        if kind == "resume":
+            return self._pause.resume(rank, self.present)
+        if kind == "counts":
+            return self._pause.counts(rank, message, self.present)
+        if kind == "leave":
             return self.gone(rank, died=not message.get("done"))
-        raise ValueError(f"no rank says {do!r}")
+        raise ValueError(f"no rank sends {kind!r}")
 
-    # --- meetings
-    # --------------------------------------------------------------------------------------------
+    # --- stop barriers
 
-    def _call(self, rank: int, message: Message) -> Outbox:
-        """One meeting of a kind at a time; after a stop there is none. None before all have joined:
-        a rank that ends before it is known would be waited for."""
-        if len(self._pids) < self.world_size:
-            self._early.append((rank, message))
+    def _call_barrier(self, rank: int, message: Message) -> Outbox:
+        """One barrier of a kind at a time; after a stop there is none. None before all have joined:
+        the others would wait for a rank that ends before it is known."""
+        if len(self._processes) < self.world_size:
+            self._early_calls.append((rank, message))
             return []
         kind = message["kind"]
-        open_kinds = {one["kind"] for one in self._meetings.values()}
+        open_kinds = {one["kind"] for one in self._barriers.values()}
         if self._stopping or kind in open_kinds:
             return []
-        letters: Outbox = []
+        outbox: Outbox = []
         if kind == "stop":
             self._stopping = True
-            letters += self._pausing.abandon(self.present)
-        self._numbers += 1
-        meeting = {"kind": kind, "of_rank": rank, "words": message.get("words"), "promises": {}}
-        self._meetings[self._numbers] = meeting
-        letters += self._all(self._wanted(self._numbers))
-        return letters + self._judge(self._numbers)
+            outbox += self._pause.abandon(self.present)
+        self._last_barrier += 1
+        number = self._last_barrier
+        called = {"kind": kind, "of_rank": rank, "message": message.get("message")}
+        self._barriers[number] = {**called, "proposals": {}}
+        outbox += self._all({"type": "barrier_called", "barrier": number, **called})
+        return outbox + self._evaluate_barrier(number)
 
-    def _promise(self, rank: int, number: int, place: int) -> Outbox:
-        if number not in self._meetings:
+    def _propose(self, rank: int, number: int, safe_point_index: int) -> Outbox:
+        if number not in self._barriers:
             return []
-        self._meetings[number]["promises"][rank] = place
-        return self._judge(number)
+        self._barriers[number]["proposals"][rank] = safe_point_index
+        return self._evaluate_barrier(number)
 
-    def _judge(self, number: int) -> Outbox:
-        """Everybody's promise makes a place; a rank that is gone makes a failure. A rank that left
-        has finished, and so will the others."""
-        meeting = self._meetings[number]
-        promises = meeting["promises"]
+    def _evaluate_barrier(self, number: int) -> Outbox:
+        """The proposals of all ranks make a safe point; a rank that is gone makes a failure. A rank
+        that left has trained to the end, and so will the others."""
+        proposals = self._barriers[number]["proposals"]
         gone = self.died | self.left
         if gone:
-            verdict: Message = {"say": "meeting_failed", "missing": sorted(gone)}
-            verdict["finished"] = not self.died
-        elif len(promises) == self.world_size:
-            verdict = {"say": "meet", "place": max(promises.values())}
+            decision: Message = {"type": "barrier_failed", "missing": sorted(gone)}
+            decision["finished"] = not self.died
+        elif len(proposals) == self.world_size:
+            decision = {"type": "barrier_agreed", "safe_point_index": max(proposals.values())}
         else:
             return []
-        del self._meetings[number]
-        return self._all({**verdict, "meeting": number})
-
-    def _wanted(self, number: int) -> Message:
-        meeting = self._meetings[number]
-        told = {name: meeting[name] for name in ("kind", "of_rank", "words")}
-        return {"say": "wanted", "meeting": number, **told}
-
-    # --- letters
-    # --------------------------------------------------------------------------------------------
+        del self._barriers[number]
+        return self._all({**decision, "barrier": number})
 
     def _all(self, message: Message) -> Outbox:
         return [(rank, message) for rank in sorted(self.present)]
 
-    def _gone(self, rank: int, *, died: bool) -> Message:
-        return {"say": "gone", "rank": rank, "died": died}
+
+def _rank_gone(rank: int, *, died: bool) -> Message:
+    return {"type": "rank_gone", "rank": rank, "died": died}
+
+
+@dataclass
+class _Agreement:
+    """One that is not decided."""
+
+    among: tuple[int, ...]
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class Agreements:
+    """All values to all who take part, or one failure to all; by topic. A decided agreement is
+    forgotten, because all have it; a failed one is kept for ranks that have not asked yet."""
+
+    def __init__(self, world_size: int) -> None:
+        self._all_ranks = tuple(range(world_size))
+        self._open: dict[str, _Agreement] = {}
+        self._failed: dict[str, Message] = {}
+
+    def submit(
+        self, rank: int, topic: str, value: Any, *, among: Any, gone: Collection[int]
+    ) -> Outbox:
+        """Take a rank's value. The agreement fails if a participant is gone, or if ranks name
+        different participants."""
+        if topic in self._failed:
+            return [(rank, self._failed[topic])]
+        participants = self._all_ranks if among is None else tuple(sorted(map(int, among)))
+        agreement = self._open.setdefault(topic, _Agreement(participants))
+        agreement.values[rank] = value
+        if participants != agreement.among or rank not in participants:
+            # with thousands of ranks the lists are cut
+            reason = f"asked among {list(agreement.among)!s:.400} and among "
+            return self._fail(topic, message=f"{reason}{list(participants)!s:.400}")
+        missing = [one for one in participants if one in gone and one not in agreement.values]
+        if missing:
+            return self._fail(topic, missing=missing)
+        if len(agreement.values) < len(participants):
+            return []
+        del self._open[topic]
+        values = [[one, agreement.values[one]] for one in participants]
+        message = {"type": "agreed", "topic": topic, "values": values}
+        return [(one, message) for one in participants if one not in gone]
+
+    def withdraw(self, rank: int, topic: str) -> Outbox:
+        """A rank has given up; without effect once the agreement is decided."""
+        agreement = self._open.get(topic)
+        if agreement is None or rank not in agreement.values:
+            return []
+        return self._fail(topic, withdrawn=(rank,))
+
+    def without(self, rank: int) -> Outbox:
+        """A rank is gone: fail what waits for its value."""
+        outbox: Outbox = []
+        for topic, agreement in list(self._open.items()):
+            if rank in agreement.among and rank not in agreement.values:
+                outbox += self._fail(topic, missing=(rank,))
+        return outbox
+
+    def _fail(
+        self,
+        topic: str,
+        *,
+        missing: Collection[int] = (),
+        withdrawn: Collection[int] = (),
+        message: str = "",
+    ) -> Outbox:
+        agreement = self._open.pop(topic)
+        failure = {
+            "type": "agreement_failed",
+            "topic": topic,
+            "missing": sorted(missing),
+            "withdrawn": sorted(withdrawn),
+            "message": message,
+        }
+        self._failed[topic] = failure
+        return [(rank, failure) for rank in sorted(agreement.values)]

@@ -1,13 +1,13 @@
-"""Meetings: one place in the training at which all ranks stop, or save.
+"""Stop barriers: one safe point at which all ranks stop, or save.
 
-A *place* is a safe point or a check for a stop, counted. Ranks that run the same program come to
-the same places in the same order, also within an evaluation full of collectives, where no step
-ends.
+Each rank counts its safe points, and its checks for a stop between them. Ranks that run the same
+program pass the same ones in the same order, also inside an evaluation full of collectives, where
+no step ends.
 
-When a meeting is wanted each rank promises the next place that it will reach, from the thread that
-hears of it, and not from the training loop: nothing is asked or exchanged there. The largest
-promise is the common place. A rank that comes to the place that it promised waits until it is
-known, which is milliseconds, for all answer at once.
+When a barrier is called, each rank proposes the next safe point that it will reach; the maximum
+wins. The proposal is made by the thread that receives the call, not by the training loop, which
+exchanges nothing. A rank that reaches the safe point it proposed waits there until the common one
+is known: milliseconds, because all ranks answer at once.
 """
 
 from __future__ import annotations
@@ -20,125 +20,139 @@ from hydroslurm.errors import AgreementFailed, RanksError
 
 @dataclass
 class StopBarrier:
-    """One that was called. ``place``: the common one, None while it is not known."""
+    """A barrier that was called.
+
+    Attributes:
+        kind: ``stop`` or ``save``.
+        of_rank: the rank that called it.
+        proposal: the safe point that this rank has proposed.
+        message: what the caller says, such as the signal that it received.
+        safe_point_index: the common safe point; None until all ranks have proposed.
+        is_cancelled: it will not be held, and nobody needs to know.
+    """
 
     number: int
     kind: str
     of_rank: int
-    promise: int
-    words: str = ""
-    place: int | None = None
+    proposal: int
+    message: str = ""
+    safe_point_index: int | None = None
     failure: RanksError | None = None
-    off: bool = field(default=False)
+    is_cancelled: bool = field(default=False)
 
     @property
     def is_open(self) -> bool:
-        return self.place is None and self.failure is None and not self.off
+        return self.safe_point_index is None and self.failure is None and not self.is_cancelled
 
 
-class Meetings:
-    """The places of this rank, and the meetings that were called.
+class StopBarriers:
+    """This rank's safe points, and the barriers that were called.
 
-    :meth:`arrive` belongs to the training thread, the rest to the one that hears the hub.
+    :meth:`arrive` belongs to the training thread, everything else to the coordinator's channel.
 
     Attributes:
-        place: how many safe points and checks were reached.
+        safe_point_index: how many safe points and checks this rank has reached.
     """
 
     def __init__(self) -> None:
-        self.place = 0
+        self.safe_point_index = 0
         self._called: list[StopBarrier] = []
         self._changed = threading.Condition()
 
     def arrive(self) -> tuple[StopBarrier, ...]:
-        """The training thread is at a place: which meetings are to be held here?
+        """The training thread has reached a safe point: return the barriers to be held here.
 
-        Costs an addition and a look at an empty list while none was called. May wait until the
-        common place is known.
+        Costs an addition and a look at an empty list as long as none was called. May wait until
+        the common safe point is known.
 
         Raises:
-            AgreementFailed: a rank is gone, so that a stop at one place cannot be had.
-            HubLost: nothing connects the ranks any more.
+            AgreementFailed: a rank is gone, so the ranks cannot stop at one safe point.
+            CoordinatorLost: nothing connects the ranks any more.
         """
-        # the order matters: whoever calls a meeting appends to the list first and reads the place
-        # then, so that either this thread sees the call, or the promise lies behind this place
-        self.place += 1
+        # The order matters. A caller appends to the list first and reads the index then, so either
+        # this thread sees the call, or the proposal lies beyond this safe point.
+        self.safe_point_index += 1
         if not self._called:
             return ()
-        return self._meet()
+        return self._hold_due()
 
-    def _meet(self) -> tuple[StopBarrier, ...]:
+    def _hold_due(self) -> tuple[StopBarrier, ...]:
+        here = self.safe_point_index
         with self._changed:
-            self._changed.wait_for(lambda: not any(self._waits_for(m) for m in self._called))
-            here = [m for m in self._called if m.place is not None and m.place <= self.place]
-            failed = [m for m in self._called if m.failure is not None]
-            self._called = [
-                m for m in self._called if not m.off and m not in here and m not in failed
+            self._changed.wait_for(lambda: not any(self._waits_for(b) for b in self._called))
+            due = [
+                b
+                for b in self._called
+                if b.safe_point_index is not None and b.safe_point_index <= here
             ]
-        for one in failed:
-            if one.kind == "stop":
-                assert one.failure is not None
-                raise one.failure
-        return tuple(here)
+            failed = [b for b in self._called if b.failure is not None]
+            self._called = [
+                b for b in self._called if not b.is_cancelled and b not in due and b not in failed
+            ]
+        for barrier in failed:
+            if barrier.kind == "stop":
+                assert barrier.failure is not None
+                raise barrier.failure
+        return tuple(due)
 
-    def _waits_for(self, meeting: StopBarrier) -> bool:
-        return meeting.is_open and meeting.promise <= self.place
+    def _waits_for(self, barrier: StopBarrier) -> bool:
+        return barrier.is_open and barrier.proposal <= self.safe_point_index
 
     @property
     def is_called(self) -> bool:
-        """Whether any meeting was called and not yet held."""
+        """Whether any barrier was called and not yet held."""
         return bool(self._called)
 
-    def call(self, number: int, kind: str, *, of_rank: int, words: str) -> int:
-        """A meeting is called; returns the place that is promised."""
+    def call(self, number: int, kind: str, *, of_rank: int, message: str) -> int:
+        """Note a barrier that was called; return this rank's proposal."""
         with self._changed:
-            meeting = StopBarrier(number, kind, of_rank, promise=1 << 62, words=words)
-            self._called = [*self._called, meeting]
-            meeting.promise = self.place + 1
+            barrier = StopBarrier(number, kind, of_rank, proposal=1 << 62, message=message)
+            self._called = [*self._called, barrier]
+            barrier.proposal = self.safe_point_index + 1
             self._changed.notify_all()
-            return meeting.promise
+            return barrier.proposal
 
-    def decide(self, number: int, place: int) -> StopBarrier | None:
-        """The common place is known; returns the meeting, None when it was not called here."""
+    def decide(self, number: int, safe_point_index: int) -> StopBarrier | None:
+        """Set the common safe point; return the barrier, None if it was not called here."""
         with self._changed:
             found = next((one for one in self._called if one.number == number), None)
             if found is not None:
-                found.place = place
+                found.safe_point_index = safe_point_index
             self._changed.notify_all()
             return found
 
     def fail(self, number: int, *, missing: tuple[int, ...], finished: bool) -> None:
-        """It will not come about: ranks are gone. ``finished``: because they are done, as this one
-        will be."""
+        """Give a barrier up because ranks are gone. ``finished``: they have trained to the end, as
+        this rank will."""
         with self._changed:
-            for meeting in self._called:
-                if meeting.number == number:
-                    _fail(meeting, missing, finished=finished)
+            for barrier in self._called:
+                if barrier.number == number:
+                    _fail(barrier, missing, finished=finished)
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """The hub that knew of them is gone, and another one comes: what is still wanted is called
-        anew there."""
+        """Drop every barrier: the coordinator that knew of them is gone, and whatever is still
+        wanted is called again at the next one."""
         with self._changed:
             self._called = []
             self._changed.notify_all()
 
     def lose(self, error: RanksError) -> None:
-        """Nothing connects the ranks any more: meetings that are not decided fail."""
+        """Fail every undecided barrier: nothing connects the ranks any more."""
         with self._changed:
-            for meeting in self._called:
-                if meeting.is_open:
-                    meeting.failure = error
+            for barrier in self._called:
+                if barrier.is_open:
+                    barrier.failure = error
             self._changed.notify_all()
 
 
-def _fail(meeting: StopBarrier, missing: tuple[int, ...], *, finished: bool) -> None:
-    if finished or meeting.kind != "stop":
-        meeting.off = True
+def _fail(barrier: StopBarrier, missing: tuple[int, ...], *, finished: bool) -> None:
+    if finished or barrier.kind != "stop":
+        barrier.is_cancelled = True
         return
     ranks = ", ".join(map(str, missing))
     plural = "s" if len(missing) > 1 else ""
     gone = "are" if len(missing) > 1 else "is"
-    meeting.failure = AgreementFailed(
+    barrier.failure = AgreementFailed(
         f"the ranks cannot stop at one step: rank{plural} {ranks} {gone} gone", missing=missing
     )

@@ -1,7 +1,7 @@
-"""Which rank of how many this process is, and what its peers can be found by.
+"""Which rank of how many this process is, and how it finds its peers.
 
-torchrun's variables count before Slurm's: its workers live below one Slurm task, and have ranks of
-their own. A process of neither is rank 0 of 1.
+torchrun's variables take precedence over Slurm's: its workers run below one Slurm task, and have
+ranks of their own. A process of neither is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hydroslurm.slurm.allocation import Allocation
 
 FIRST_PORT = 20000
 PORTS = 6000
-"""Of torch's rendezvous, from FIRST_PORT on; the hub's follow. All lie below 32768, from where on
-Linux gives ports to whoever asks for any."""
-HUB_TRIES = 16
-"""Ports that the first rank tries for the hub, and the others look at."""
+"""Of torch's rendezvous, from FIRST_PORT on; the coordinator's follow. All are below 32768, where
+Linux starts to assign ports to whoever asks for any."""
+COORDINATOR_PORT_TRIES = 16
+"""Ports that the first rank tries for the coordinator, and that the others look at."""
 LOOPBACK = "127.0.0.1"
-LIFE_ENV = "HYDROSLURM_LIFE"
+INCARNATION_ENV = "HYDROSLURM_INCARNATION"
 """Set by ``hydroslurm agent`` for its workers: the same on all nodes, new after a restart."""
 KEY_ENV = "HYDROSLURM_STEP_KEY"
-"""The key of a job step's ranks, 64 hexadecimal digits; see ``runtime/ranks/secret.py``."""
+"""The key of a job step's ranks, 64 hexadecimal digits; see ``coordination/secret.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,9 @@ class World:
         local_rank, local_world_size: among those of this node.
         host: where rank 0 is: ``MASTER_ADDR`` where that is set, loopback on a single node, else
             the first node of the job step.
-        life: the same for the ranks of one start of one job step, and for no others: job, job step
-            and how often it was restarted, or what torchrun has in their place.
+        incarnation_id: the fencing token: the same for the ranks of one start of one job step, and
+            for no others. Made of job, job step and how often it was restarted, or of what torchrun
+            has in their place.
     """
 
     rank: int = 0
@@ -45,7 +46,7 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
     host: str = LOOPBACK
-    life: str = ""
+    incarnation_id: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> World:
@@ -65,7 +66,7 @@ class World:
             local_rank=allocation.local_rank,
             local_world_size=_tasks_here(environ, allocation),
             host=environ.get("MASTER_ADDR") or _first_node(allocation),
-            life=_slurm_life(allocation),
+            incarnation_id=_slurm_incarnation(allocation),
         )
 
     @classmethod
@@ -83,38 +84,41 @@ class World:
             local_rank=_number(environ, "LOCAL_RANK", default=rank),
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", default=size),
             host=host,
-            life=environ.get(LIFE_ENV) or _torch_life(environ, host, allocation),
+            incarnation_id=environ.get(INCARNATION_ENV)
+            or _torch_incarnation(environ, host, allocation),
         )
 
     def torch_port(self, key: bytes | None) -> int:
-        """For ``MASTER_PORT``: another one in each life, so that no rank of the last is met.
+        """For ``MASTER_PORT``: another one in each incarnation, so that no rank of the last is met.
 
         Args:
             key: that of the attempt, without which nobody can tell the port. None: it follows from
                 what everybody can see.
         """
-        return FIRST_PORT + _digest(self.life, key) % PORTS
+        return FIRST_PORT + _digest(self.incarnation_id, key) % PORTS
 
-    def hub_ports(self, key: bytes | None) -> tuple[int, ...]:
-        """Where the hub may listen, in the order in which it tries; ``key`` as above."""
-        first = _digest(f"hub {self.life}", key)
-        return tuple(FIRST_PORT + PORTS + (first + 367 * n) % PORTS for n in range(HUB_TRIES))
+    def coordinator_ports(self, key: bytes | None) -> tuple[int, ...]:
+        """Where the coordinator may listen, in the order in which it tries; ``key`` as above."""
+        first = _digest(f"coordinator {self.incarnation_id}", key)
+        return tuple(
+            FIRST_PORT + PORTS + (first + 367 * n) % PORTS for n in range(COORDINATOR_PORT_TRIES)
+        )
 
 
-def _torch_life(environ: Mapping[str, str], host: str, allocation: Allocation | None) -> str:
+def _torch_incarnation(environ: Mapping[str, str], host: str, allocation: Allocation | None) -> str:
     """The port is chosen anew by each rendezvous of torchrun; its count alone is not enough, for it
     is not raised on a node whose workers were restarted because of another node. Where the
-    variables are those of set_torch_environment() it is the life that they were made of."""
+    variables are those of set_torch_environment(), it is the id that they were derived from."""
     ours = allocation is not None and allocation.world_size == _number(environ, "WORLD_SIZE")
     if allocation is not None and ours and "TORCHELASTIC_RUN_ID" not in environ:
-        return _slurm_life(allocation)
+        return _slurm_incarnation(allocation)
     run = environ.get("TORCHELASTIC_RUN_ID", "")
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    job = "" if allocation is None else _slurm_life(allocation)
+    job = "" if allocation is None else _slurm_incarnation(allocation)
     return f"torch {run} {host}:{environ.get('MASTER_PORT', '')} start {start} {job}".rstrip()
 
 
-def _slurm_life(allocation: Allocation) -> str:
+def _slurm_incarnation(allocation: Allocation) -> str:
     """The folder is part of it because job ids begin anew on every cluster, and two dev clusters on
     one machine would meet at the same port."""
     return (

@@ -9,7 +9,7 @@ A request is a signal, the answer is what the rank writes down: ``parked``, or `
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.core.files import open_regular
+from hydroslurm.core.files import Tail, read_spare, spare_of
 from hydroslurm.core.rankstate import RankState, fold, latest
-from hydroslurm.core.spare import read_spare, spare_of
 
 _POLL_S = 0.002
 _POLL_SPARE_S = 0.05
@@ -57,10 +56,7 @@ class EventTail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._offset = path.lstat().st_size
-        except OSError:
-            self._offset = 0
+        self._tail = Tail(path, last_bytes=0)
         self._spare_due_s = 0.0
         # what could not be appended is, later, and is no news then
         self._told = set(read_spare(spare_of(path)))
@@ -70,7 +66,10 @@ class EventTail:
         if time.monotonic() >= self._spare_due_s:
             spare = read_spare(spare_of(self.path))  # first: what leaves it is in the log by then
             self._spare_due_s = time.monotonic() + _POLL_SPARE_S
-        lines = dict.fromkeys([*self._appended(), *spare])
+        lines: dict[bytes, None] = {}
+        with contextlib.suppress(OSError):
+            lines.update(dict.fromkeys(self._tail.lines(most_bytes=_MOST_BYTES)))
+        lines.update(dict.fromkeys(spare))
         found = []
         for line in lines:
             if line in self._told:
@@ -81,21 +80,6 @@ class EventTail:
                 continue
         self._told.update(spare)
         return found
-
-    def _appended(self) -> list[bytes]:
-        try:
-            fd = open_regular(self.path)
-            try:
-                data = os.pread(fd, _MOST_BYTES, self._offset)
-            finally:
-                os.close(fd)
-        except OSError:
-            return []
-        end = data.rfind(b"\n") + 1
-        if not end and len(data) == _MOST_BYTES:
-            end = _MOST_BYTES  # no line of ours is so long
-        self._offset += end
-        return data[:end].splitlines(keepends=True)
 
 
 class Judge(Protocol):
@@ -132,7 +116,7 @@ class JudgePause:
             self._failed = event.data.get("words") or ""
             if self._parked is not None and event.data.get("what") == "connection":
                 return self.when_late()
-        elif kind is EventKind.HUB_LOST:
+        elif kind is EventKind.COORDINATOR_LOST:
             self._hub_lost = True  # another one follows, which has them parked again
         elif kind is EventKind.RESUMED and self._hub_lost:
             self._parked, self._hub_lost = None, False

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.dates import by_date_of_now
-from hydroslurm.core.files import open_regular, parse_json
-from hydroslurm.core.spare import SPARE_BYTES, Spare, read_spare, spare_of
+from hydroslurm.core.files import SPARE_BYTES, Spare, open_regular, parse_json, read_spare, spare_of
 
 SCHEMA = 1
 
@@ -73,7 +72,7 @@ class EventKind(str, Enum):
     LET_THROUGH = "let_through"
     ALL_PARKED = "all_parked"
     RANK_GONE = "rank_gone"
-    HUB_LOST = "hub_lost"
+    COORDINATOR_LOST = "coordinator_lost"
     STOP_AGREED = "stop_agreed"
     AGREEMENT_FAILED = "agreement_failed"
     # of the two calls: this rank saves in its own way, and leaves

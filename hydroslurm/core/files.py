@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +26,9 @@ MOST_LINE_BYTES = 1 << 20
 """A line that is longer is skipped by :class:`Tail`."""
 
 _CHUNK_BYTES = 1 << 20
+
+SPARE_BYTES = 16 * 1024
+"""Some fifty events: half a dozen pauses."""
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
@@ -171,12 +174,15 @@ class Tail:
     """
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """``last_bytes``: begin so far before the end (0: only what is appended from now on);
-        None: at the beginning."""
+        """``last_bytes``: begin behind the first newline among so many bytes before the end (0:
+        only what is appended from now on); None: at the beginning."""
         self.path = path
         self.rest = b""
         """What follows the last newline that was read: a line still being written, or torn."""
-        self._offset = 0
+        self.offset = 0
+        """Where the next read begins."""
+        self.bytes_read = 0
+        """In all reads together, of all files that were in this place."""
         self._file_id: tuple[int, int] | None = None
         self._skipping = False
         if last_bytes is not None:
@@ -196,13 +202,14 @@ class Tail:
         try:
             status = os.fstat(fd)
             file_id = (status.st_dev, status.st_ino)
-            if status.st_size < self._offset or file_id != (self._file_id or file_id):
-                self._offset, self.rest, self._skipping = 0, b"", False
+            if status.st_size < self.offset or file_id != (self._file_id or file_id):
+                self.offset, self.rest, self._skipping = 0, b"", False
             self._file_id = file_id
-            data = os.pread(fd, most_bytes, self._offset)
+            data = os.pread(fd, most_bytes, self.offset)
         finally:
             os.close(fd)
-        self._offset += len(data)
+        self.offset += len(data)
+        self.bytes_read += len(data)
         return data
 
     def lines(self, *, most_bytes: int = 1 << 30) -> Iterator[bytes]:
@@ -237,9 +244,75 @@ class Tail:
         except OSError:
             return
         self._file_id = (status.st_dev, status.st_ino)
-        # one byte sooner: where a line begins exactly there, that byte is a newline, skipped alone
-        self._offset = max(0, status.st_size - last_bytes - bool(last_bytes))
-        self._skipping = self._offset > 0 and last_bytes > 0
+        self.offset = max(0, status.st_size - last_bytes)
+        self._skipping = self.offset > 0 and last_bytes > 0
+
+
+class Spare:
+    """Room for a few lines of a log on a disk that is full: a small file beside the log.
+
+    A log cannot grow on a full disk, and yet others wait for its next line. The room is taken while
+    the disk has some; writing over it in place needs no more, on every file system that does not
+    copy on write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        self._is_filled = False
+
+    def take_room(self) -> list[bytes]:
+        """Make the file, whole. The lines that another process left in it are returned.
+
+        Where there is no room, or never will be, the log is as good as it is without.
+        """
+        if self._fd is not None:
+            return []
+        left = read_spare(self._path)
+        try:
+            self._fd = open_regular(self._path, os.O_RDWR | os.O_CREAT)
+            if os.fstat(self._fd).st_size < SPARE_BYTES:
+                self._put(b"\n" * SPARE_BYTES)
+        except OSError:
+            self.close()
+            return []
+        self._is_filled = bool(left)
+        return left
+
+    def fill(self, lines: Iterable[bytes]) -> None:
+        """Have exactly these lines in it; costs nothing as long as there are none."""
+        text = b"".join(lines)
+        was_filled, self._is_filled = self._is_filled, bool(text)
+        if self._fd is None or not (text or was_filled):
+            return
+        try:
+            self._put(text.ljust(SPARE_BYTES, b"\n"))
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _put(self, text: bytes) -> None:
+        assert self._fd is not None
+        if os.pwrite(self._fd, text, 0) != len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def spare_of(path: Path) -> Path:
+    """The file beside a log that has what could not be appended."""
+    return path.with_suffix(".spare")
+
+
+def read_spare(path: Path) -> list[bytes]:
+    """The lines in a spare file, each with its newline; none where all is well."""
+    try:
+        text = read_regular(path, limit_bytes=SPARE_BYTES)
+    except OSError:
+        return []
+    return [line + b"\n" for line in text.split(b"\n") if line.strip(b"\0 ")]
 
 
 def clean(text: str, *, most: int = 400) -> str:

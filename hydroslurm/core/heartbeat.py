@@ -18,7 +18,7 @@ from pathlib import Path
 from hydroslurm.core.dates import by_date_of_now, clocks
 from hydroslurm.core.files import open_regular, parse_json
 
-PULSE_ENV = "HYDROSLURM_PULSE_S"
+HEARTBEAT_ENV = "HYDROSLURM_HEARTBEAT_S"
 """Seconds between two lines; 0 for none."""
 
 DEFAULT_EVERY_S = 10.0
@@ -62,10 +62,10 @@ class Heartbeat:
 
 
 def interval_s(environ: Mapping[str, str]) -> float:
-    """What HYDROSLURM_PULSE_S says; the default where that is no number: no training shall end for
-    it. 0 is never."""
+    """Read HYDROSLURM_HEARTBEAT_S (0: never); the default where it is no number, which must not end
+    a training."""
     try:
-        asked_s = float(environ.get(PULSE_ENV) or DEFAULT_EVERY_S)
+        asked_s = float(environ.get(HEARTBEAT_ENV) or DEFAULT_EVERY_S)
     except ValueError:
         return DEFAULT_EVERY_S
     if asked_s != asked_s:
@@ -73,8 +73,8 @@ def interval_s(environ: Mapping[str, str]) -> float:
     return max(asked_s, LEAST_EVERY_S) if asked_s > 0 else 0.0
 
 
-class PulseWriter:
-    """Writes the pulse of one rank. One thread. What fails is tried again when the next line is
+class HeartbeatWriter:
+    """Writes the heartbeat of one rank. One thread. What fails is tried again when the next line is
     due, silently: the event log, which lies beside it, tells of a disk that cannot be written."""
 
     def __init__(self, path: Path | None, *, every_s: float, restart_count: int) -> None:
@@ -107,7 +107,7 @@ class PulseWriter:
         elif step != self._seen[0]:
             self._steps_per_s = max(0.0, (step - self._seen[0]) / (now_mono_s - self._seen[1]))
             self._seen = step, now_mono_s
-        pulse = Heartbeat(
+        heartbeat = Heartbeat(
             step,
             now_epoch_ns,
             now_epoch_ns - round((now_mono_s - self._seen[1]) * 1e9),
@@ -117,7 +117,7 @@ class PulseWriter:
             os.getpid(),
             now_mono_ns,
         )
-        self._write(json.dumps(asdict(pulse)))
+        self._write(json.dumps(asdict(heartbeat)))
 
     def close(self) -> None:
         self._path = None
@@ -138,8 +138,8 @@ class PulseWriter:
             self._close_file()
 
 
-def read_pulse(path: Path) -> Heartbeat | None:
-    """The pulse in a file; None when there is none that can be read."""
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """The heartbeat in a file; None when there is none that can be read."""
     try:
         fd = open_regular(path)
         try:

@@ -168,7 +168,7 @@ def _among_others(state: RankState, event: Event) -> RankState:
         return replace(state, world_size=event.data.get("world_size", state.world_size))
     if kind is EventKind.AGREEMENT_FAILED and event.data.get("what") == "connection":
         return replace(state, world_size=1)
-    if kind is EventKind.HUB_LOST:
+    if kind is EventKind.COORDINATOR_LOST:
         return replace(state, all_parked_epoch_ns=None)
     if kind is EventKind.ALL_PARKED:
         return replace(state, all_parked_epoch_ns=event.epoch_ns)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
 
@@ -97,9 +97,7 @@ def private_events(base: Path, pid: int) -> Path:
 def announce(base: Path, entry: Entry) -> None:
     """Write the entry, whole or not at all, and clear away what dead processes left."""
     sweep(base)
-    temporary = base / f".{entry.pid}.tmp"
-    temporary.write_text(json.dumps(asdict(entry)))
-    temporary.replace(base / f"{entry.pid}.json")
+    write_atomically(base / f"{entry.pid}.json", json.dumps(asdict(entry)))
 
 
 def withdraw(base: Path, pid: int) -> None:

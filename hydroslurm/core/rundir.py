@@ -12,7 +12,7 @@
   events/rank-00000.spare      room for what could not be appended to it on a full disk
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
   events/told-123              job 123 was told that nobody saves for it
-  events/pulse.json            the step that the first rank is at, written over every few seconds
+  events/heartbeat.json        the step that the first rank is at, written over every few seconds
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   checkpoints/step-000001234.2/  the same step, saved again: the newer one
   epochs/step-000001234/       the same of a JobRunner, after each epoch
@@ -38,6 +38,16 @@ from hydroslurm.errors import RunFolderError, UntrustedFile
 
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
 """Environment variable that names the run folder to a rank."""
+
+# what the supervisor of a TrainingJob tells its ranks
+SUPERVISED_ENV = "HYDROSLURM_SUPERVISED"
+"""1: somebody else counts the failures of this job."""
+SAVE_EVERY_ENV = "HYDROSLURM_SAVE_EVERY_S"
+"""Seconds between two saves, above what the script says."""
+ATTEMPT_ENV = "HYDROSLURM_ATTEMPT"
+"""The number of this attempt, from 1. A Run takes it for its own where no later one is recorded."""
+ATTEMPTS_ENV = "HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS"
+"""How many attempts in a row may begin at the same step, above what the script says."""
 
 _NAMED = re.compile(r"(?:^|\s)hydroslurm:(/\S.*)$")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,7})\.jsonl")
@@ -187,8 +197,8 @@ class RunDir:
         return dict(sorted(found.items()))
 
     @property
-    def pulse_json(self) -> Path:
-        return self.events / "pulse.json"
+    def heartbeat_json(self) -> Path:
+        return self.events / "heartbeat.json"
 
     def told(self, job_id: int) -> Path:
         """There when a job was told what a preemption would cost it."""

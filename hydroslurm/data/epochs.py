@@ -10,8 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from hydroslurm.data.sampler import ResumableSampler
-from hydroslurm.data.share import Share
+from hydroslurm.data.sampler import ResumableSampler, Share
 from hydroslurm.errors import StateMismatch, UnsavableState
 
 FORMAT = 1

@@ -35,10 +35,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from hydroslurm.data import epochs
-from hydroslurm.data.replay import ReplayPosition
-from hydroslurm.data.share import share_given
-from hydroslurm.data.skipping import SamplerPosition, index_plan
-from hydroslurm.data.stateful import StatefulPosition
+from hydroslurm.data.sampler import share_given
+from hydroslurm.data.strategies import ReplayPosition, SamplerPosition, StatefulPosition, index_plan
 from hydroslurm.errors import UsageError
 
 

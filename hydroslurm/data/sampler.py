@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from hydroslurm.data.seeding import derive
-from hydroslurm.data.share import Share, share_given, share_of_process
 from hydroslurm.errors import StateMismatch, UsageError
 
 _CHUNK = 4096
@@ -215,3 +215,45 @@ class ResumableSampler(Sampler[int]):
             return None
         words = numpy.frombuffer(derive("order", self.seed, epoch, self.length), dtype="<u4")
         return numpy.random.RandomState(words).permutation(self.length)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of what all ranks do together."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(
+                f"rank must be in 0..world_size-1, not {self.rank} of {self.world_size}"
+            )
+
+
+def share_given(rank: int | None, world_size: int | None) -> Share | None:
+    """The share that a caller has named; None when neither number was given.
+
+    Raises:
+        UsageError: only one of the two, or a rank outside of the world.
+    """
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise UsageError(
+            f"rank={rank}, world_size={world_size}: wanted both of them, or neither to follow "
+            "torch.distributed"
+        )
+    return Share(rank, world_size)
+
+
+def share_of_process() -> Share | None:
+    """This process in torch.distributed's default group; None where that is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return Share(dist.get_rank(), dist.get_world_size())
+
+
+def world_size_now(given: Share | None) -> int:
+    """The ranks of a loop that was told its share, or else follows torch.distributed."""
+    return (given or share_of_process() or Share()).world_size

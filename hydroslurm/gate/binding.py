@@ -9,9 +9,9 @@ from typing import Any
 from hydroslurm.errors import GateError
 from hydroslurm.gate.compiler import abi_number
 from hydroslurm.gate.protocol import (
+    GATE_EVENT_KINDS,
     Cause,
     GateEvent,
-    GateEventKind,
     GateState,
     GateStatus,
     Operator,
@@ -60,7 +60,7 @@ class Status(ctypes.Structure):
         ("quiet", ctypes.c_int32),
         ("armed", ctypes.c_int32),
         ("capturing", ctypes.c_int32),
-        ("passing", ctypes.c_int32),
+        ("window_open", ctypes.c_int32),
         ("passed", ctypes.c_int64),
         ("closes", ctypes.c_int64),
         ("closed_mono_ns", ctypes.c_int64),
@@ -141,7 +141,7 @@ def signal_line(rule: SignalRule) -> Signal:
 def gate_event(row: Event) -> GateEvent:
     """One event as a value."""
     return GateEvent(
-        kind=GateEventKind(row.kind),
+        kind=GATE_EVENT_KINDS[row.kind - 1],
         mono_ns=row.mono_ns,
         epoch_ns=row.epoch_ns,
         signo=row.signo,
@@ -170,7 +170,7 @@ def gate_status(now: Status) -> GateStatus:
         passed=now.passed,
         closes=now.closes,
         closed_mono_ns=now.closed_mono_ns,
-        passing=bool(now.passing),
+        window_open=bool(now.window_open),
         allowance=now.allowance,
         let_through=now.let_through,
     )

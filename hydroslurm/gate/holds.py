@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import GateError
 from hydroslurm.gate.hook_events import EventQueue
 from hydroslurm.gate.ophooks import (
@@ -19,7 +20,7 @@ from hydroslurm.gate.ophooks import (
     register_global_ophooks,
     register_ophooks_recursively,
 )
-from hydroslurm.gate.protocol import GateEventKind, Operator, Phase, Trace
+from hydroslurm.gate.protocol import Operator, Phase, Trace
 from hydroslurm.gate.thread_watch import ThreadWatch
 
 if TYPE_CHECKING:
@@ -168,16 +169,16 @@ class Holds:
         self._held[tid] = None
         self._local.releases = self._releases  # of this pause: the next may begin before we wake
         if self.parked:
-            self._events.emit(GateEventKind.LATE_HELD, tid=tid, text=name, phase=phase)
+            self._events.emit(EventKind.LATE_OPERATOR_HELD, tid=tid, text=name, phase=phase)
         elif next(self._reports) == 0:
-            self._events.emit(GateEventKind.FIRST_HELD, tid=tid, text=name, phase=phase)
+            self._events.emit(EventKind.FIRST_OPERATOR_HELD, tid=tid, text=name, phase=phase)
         self._on_held()
 
     def released(self) -> None:
         tid = threading.get_native_id()
         self._held.pop(tid, None)
         if next(self._local.releases) == 0:
-            self._events.emit(GateEventKind.FIRST_RELEASED, tid=tid)
+            self._events.emit(EventKind.FIRST_OPERATOR_RELEASED, tid=tid)
 
     def passed(self, name: str, phase: Phase) -> None:
         traced = self._traced

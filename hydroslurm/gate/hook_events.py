@@ -6,7 +6,8 @@ import contextlib
 import queue
 import time
 
-from hydroslurm.gate.protocol import Cause, GateEvent, GateEventKind, Phase
+from hydroslurm.core.events import EventKind
+from hydroslurm.gate.protocol import Cause, GateEvent, Phase
 
 _MAX_EVENTS = 4096
 
@@ -25,7 +26,7 @@ class EventQueue:
 
     def emit(
         self,
-        kind: GateEventKind,
+        kind: EventKind,
         *,
         mono_ns: int = 0,
         signo: int = 0,
@@ -75,6 +76,6 @@ class EventQueue:
                 event = self._events.get_nowait()
         if self._dropped:
             count, self._dropped = self._dropped, 0
-            self.emit(GateEventKind.DROPPED, count=count)
+            self.emit(EventKind.EVENTS_DROPPED, count=count)
             found += self.wait(0)
         return found

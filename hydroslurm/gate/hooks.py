@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import AlreadyInstalled, InstallError
 from hydroslurm.gate.dispositions import Owner, owner_shown
 from hydroslurm.gate.holds import Holds
@@ -43,7 +44,6 @@ from hydroslurm.gate.protocol import (
     Action,
     Cause,
     GateEvent,
-    GateEventKind,
     GateState,
     GateStatus,
     SignalOutcome,
@@ -231,7 +231,7 @@ class HooksGate:
     def check_handlers(self) -> int:
         replaced = [] if self._pipe is None else self._pipe.replaced_by_others()
         for signo in replaced:
-            self._events.emit(GateEventKind.HANDLER_REPLACED, signo=signo)
+            self._events.emit(EventKind.HANDLER_REPLACED, signo=signo)
         return len(replaced)
 
     def owner(self, signo: int) -> Owner:
@@ -264,7 +264,7 @@ class HooksGate:
             while True:
                 request = self._requests.get_nowait()
                 self._events.emit(
-                    GateEventKind.SIGNAL_RECEIVED,
+                    EventKind.SIGNAL_RECEIVED,
                     mono_ns=request.mono_ns,
                     count=1,
                     text=request.action.name.lower(),
@@ -273,9 +273,7 @@ class HooksGate:
 
     def _take_signal(self, rule: SignalRule, count: int) -> None:
         now_ns = time.monotonic_ns()
-        self._events.emit(
-            GateEventKind.SIGNAL_RECEIVED, mono_ns=now_ns, signo=rule.signo, count=count
-        )
+        self._events.emit(EventKind.SIGNAL_RECEIVED, mono_ns=now_ns, signo=rule.signo, count=count)
         causes = rule.causes
         if rule.signo == signal.SIGTSTP and causes == Cause.SLURM and is_foreground():
             causes = Cause.TERMINAL
@@ -287,7 +285,7 @@ class HooksGate:
         if request.action is Action.STOP:
             self._set_causes(Cause(0))
             self._events.emit(
-                GateEventKind.STOP_REQUESTED, signo=request.signo, value_ns=request.mono_ns
+                EventKind.STOP_REQUESTED, signo=request.signo, value_ns=request.mono_ns
             )
             self._open(request.mono_ns)
             self._state = GateState.STOPPING
@@ -303,7 +301,7 @@ class HooksGate:
         elif not self._causes and self._holds.closed:
             self._open(request.mono_ns)
         else:  # also when nothing changed: whoever asked waits for an answer
-            self._events.emit(GateEventKind.CAUSES_CHANGED)
+            self._events.emit(EventKind.CAUSES_CHANGED)
 
     def _set_causes(self, causes: Cause) -> None:
         self._causes = self._events.causes = causes
@@ -313,13 +311,13 @@ class HooksGate:
         self._requested_ns, self._closed_mono_ns = requested_ns, time.monotonic_ns()
         self._state = GateState.PARKING
         # said before it is done, or a thread could be held at a gate that is not known to be closed
-        self._events.emit(GateEventKind.GATE_CLOSED, value_ns=requested_ns)
+        self._events.emit(EventKind.GATE_CLOSED, value_ns=requested_ns)
         self._holds.close()
 
     def _park(self) -> None:
         self._state, self._holds.parked = GateState.PARKED, True
         self._events.emit(
-            GateEventKind.PARKED,
+            EventKind.PARKED,
             value_ns=self._requested_ns,
             held=self._holds.held_count,
             quiet=self._holds.quiet,
@@ -330,7 +328,7 @@ class HooksGate:
             return
         self._closed_mono_ns, self._state, self._stop_wanted = 0, GateState.RUNNING, False
         self._events.emit(
-            GateEventKind.GATE_OPENED,
+            EventKind.RESUMED,
             value_ns=requested_ns,
             passed=self._holds.passed_exempt,
             held=self._holds.held_count,
@@ -345,11 +343,11 @@ class HooksGate:
             return
         self._stop_wanted = False
         if has_job_control():
-            self._events.emit(GateEventKind.TERMINAL_STOP)
+            self._events.emit(EventKind.TERMINAL_STOP)
             # to this very thread: sent to the process, it might stop it only after we have gone on
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         else:
-            self._events.emit(GateEventKind.TERMINAL_IGNORED)
+            self._events.emit(EventKind.TERMINAL_STOP_IGNORED)
         self._apply(_Request(Action.RESUME, Cause.TERMINAL, time.monotonic_ns()))
 
     # --- small things ---------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What a gate is: the values that pass between it and the controller.
 
-Two things are gates: :mod:`hydroslurm.gate.native` (every operator, armed only while a
-pause is wanted) and :mod:`hydroslurm.gate.hooks` (module boundaries, for machines without a
-compiler). Numbers are those of ``native/gate.h``.
+There are two gates: :mod:`hydroslurm.gate.native_gate` (every operator, armed only while a pause is
+wanted) and :mod:`hydroslurm.gate.hooks` (module boundaries, for machines without a compiler).
+Numbers are those of ``native/gate.h``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Protocol
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.gate.dispositions import Owner
 
 if TYPE_CHECKING:
@@ -61,25 +62,25 @@ class GateState(IntEnum):
     STOPPING = 3
 
 
-class GateEventKind(IntEnum):
-    """What a gate reports; see ``enum hs_event_kind`` in ``native/gate.h`` for the fields that each
-    kind fills."""
-
-    SIGNAL_RECEIVED = 1
-    GATE_CLOSED = 2
-    FIRST_HELD = 3
-    PARKED = 4
-    GATE_OPENED = 5
-    FIRST_RELEASED = 6
-    LATE_HELD = 7
-    CAUSES_CHANGED = 8
-    STOP_REQUESTED = 9
-    TERMINAL_STOP = 10
-    TERMINAL_IGNORED = 11
-    CALLBACK_LOST = 12
-    HANDLER_REPLACED = 13
-    DROPPED = 14
-    LET_THROUGH = 15
+GATE_EVENT_KINDS = (
+    EventKind.SIGNAL_RECEIVED,
+    EventKind.GATE_CLOSED,
+    EventKind.FIRST_OPERATOR_HELD,
+    EventKind.PARKED,
+    EventKind.RESUMED,
+    EventKind.FIRST_OPERATOR_RELEASED,
+    EventKind.LATE_OPERATOR_HELD,
+    EventKind.CAUSES_CHANGED,
+    EventKind.STOP_REQUESTED,
+    EventKind.TERMINAL_STOP,
+    EventKind.TERMINAL_STOP_IGNORED,
+    EventKind.CALLBACK_LOST,
+    EventKind.HANDLER_REPLACED,
+    EventKind.EVENTS_DROPPED,
+    EventKind.LET_THROUGH,
+)
+"""What a gate reports, in the order of ``enum hs_event_kind`` in ``native/gate.h``, whose numbers
+start at 1. That header says which fields each kind fills."""
 
 
 class SignalOutcome(IntEnum):
@@ -115,7 +116,7 @@ class SignalRule:
 class GateEvent:
     """One thing that a gate saw. Times are nanoseconds; 0 where the kind does not fill a field."""
 
-    kind: GateEventKind
+    kind: EventKind
     mono_ns: int
     epoch_ns: int
     signo: int = 0
@@ -144,7 +145,7 @@ class GateStatus:
     passed: int
     closes: int
     closed_mono_ns: int
-    passing: bool = False
+    window_open: bool = False
     allowance: int = 0
     let_through: int = 0
 

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import GateSelfTestFailed
 from hydroslurm.gate.native_gate import NativeGate
-from hydroslurm.gate.protocol import Action, Cause, GateEventKind
+from hydroslurm.gate.protocol import Action, Cause
 
 
 def self_test(library: Path) -> None:
@@ -23,27 +24,27 @@ def self_test(library: Path) -> None:
     gate = NativeGate(library)
     gate.start([])
     gate.request(Action.PAUSE, Cause.API)
-    seen: list[GateEventKind] = []
+    seen: list[EventKind] = []
     # asleep while it starts the helper, this thread may count as parked before it is held
-    held = {GateEventKind.FIRST_HELD, GateEventKind.LATE_HELD}
+    held = {EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD}
 
     def read_until(done: Callable[[], bool]) -> None:
         while not done():
             seen.extend(event.kind for event in gate.wait_events(1.0))
 
     def resume_when_held() -> None:
-        read_until(lambda: GateEventKind.PARKED in seen and not held.isdisjoint(seen))
+        read_until(lambda: EventKind.PARKED in seen and not held.isdisjoint(seen))
         gate.request(Action.RESUME, Cause.API)
 
-    read_until(lambda: GateEventKind.GATE_CLOSED in seen)
+    read_until(lambda: EventKind.GATE_CLOSED in seen)
     helper = threading.Thread(target=resume_when_held)
     helper.start()
     total = torch.ones(3, requires_grad=True).sum()
     total.backward()  # type: ignore[no-untyped-call]
     helper.join()
-    read_until(lambda: GateEventKind.FIRST_RELEASED in seen)
+    read_until(lambda: EventKind.FIRST_OPERATOR_RELEASED in seen)
     gate.stop()
-    if GateEventKind.GATE_OPENED not in seen or float(total.detach()) != 3.0:
+    if EventKind.RESUMED not in seen or float(total.detach()) != 3.0:
         raise GateSelfTestFailed(
             f"saw {seen}, and {float(total.detach())} for the sum of three ones"
         )

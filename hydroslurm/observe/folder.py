@@ -1,4 +1,4 @@
-"""A run folder, followed: its ranks' files, the pulse, and where needed what is older than the end
+"""Follow a run folder: its ranks' files, the heartbeat, and where needed what is older than the end
 of those."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.checkpoint import folders
-from hydroslurm.core.heartbeat import Heartbeat, read_pulse
+from hydroslurm.core.heartbeat import Heartbeat, read_heartbeat
 from hydroslurm.core.rankstate import RankState
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
@@ -64,8 +64,8 @@ class FollowedRun:
         self.run = run
         self._files: dict[int, RankFile] = {}
         self._listed_ns = -1
-        self._pulse: Heartbeat | None = None
-        self._pulse_ns = -1
+        self._heartbeat: Heartbeat | None = None
+        self._heartbeat_ns = -1
         self._older_life: tuple[int, tuple[int, int] | None] | None = None
         self._older_commit: tuple[tuple[int, int] | None] | None = None
 
@@ -75,9 +75,10 @@ class FollowedRun:
         left = budget_bytes
         for file in self._files.values():
             left -= file.read(budget_bytes=left)
-        changed_ns = _changed_ns(self.run.pulse_json)
-        if changed_ns not in (-1, self._pulse_ns):
-            self._pulse_ns, self._pulse = changed_ns, read_pulse(self.run.pulse_json)
+        changed_ns = _changed_ns(self.run.heartbeat_json)
+        if changed_ns not in (-1, self._heartbeat_ns):
+            self._heartbeat_ns = changed_ns
+            self._heartbeat = read_heartbeat(self.run.heartbeat_json)
         return budget_bytes - left
 
     def facts(self, restart_count: int) -> RunFacts:
@@ -93,7 +94,7 @@ class FollowedRun:
         began = self._began(mine, restart_count)
         step, epoch_ns, rate, stuck_s = self._step(mine, restart_count)
         whole = all(file.facts.whole for file in mine)
-        beats = self._pulse is not None and self._pulse.restart_count == restart_count
+        beats = self._heartbeat is not None and self._heartbeat.restart_count == restart_count
         return RunFacts(
             ranks=ranks,
             n_ranks=max([len(ranks), *(rank.world_size for rank in ranks)]),
@@ -105,12 +106,12 @@ class FollowedRun:
             step_epoch_ns=epoch_ns,
             steps_per_s=rate,
             stuck_s=stuck_s,
-            told_every_s=self._pulse.every_s if self._pulse and beats else None,
+            told_every_s=self._heartbeat.every_s if self._heartbeat and beats else None,
             finished=any(file.facts.finished for file in mine),
         )
 
     def _list(self) -> None:
-        """Look for new ranks' files where the folder has changed; the pulse changes none."""
+        """Look for new ranks' files where the folder has changed; the heartbeat changes none."""
         changed_ns = _changed_ns(self.run.events)
         if changed_ns in (-1, self._listed_ns):
             return
@@ -146,15 +147,15 @@ class FollowedRun:
         marks = max((f.facts.marks for f in mine), key=lambda m: m[-1][1] if m else 0)
         marks = [mark for mark in marks if mark[2] == restart_count]
         newest = marks[-1][:2] if marks else None
-        pulse = self._pulse
-        if pulse is not None and pulse.restart_count == restart_count:
+        beat = self._heartbeat
+        if beat is not None and beat.restart_count == restart_count:
             states = (file.facts.state for file in mine)
-            host = next((state.host for state in states if state and state.pid == pulse.pid), "")
-            pulse = pulse.dated_now(host)
-            if newest is not None and newest[0] > pulse.step and newest[1] > pulse.epoch_ns:
-                return *newest, pulse.steps_per_s, 0.0
-            stuck_s = max(0.0, (pulse.epoch_ns - pulse.since_epoch_ns) / 1e9)
-            return pulse.step, pulse.epoch_ns, pulse.steps_per_s, stuck_s
+            host = next((state.host for state in states if state and state.pid == beat.pid), "")
+            beat = beat.dated_now(host)
+            if newest is not None and newest[0] > beat.step and newest[1] > beat.epoch_ns:
+                return *newest, beat.steps_per_s, 0.0
+            stuck_s = max(0.0, (beat.epoch_ns - beat.since_epoch_ns) / 1e9)
+            return beat.step, beat.epoch_ns, beat.steps_per_s, stuck_s
         if newest is None:
             return None, None, None, 0.0
         rate, (first, since_ns, _) = None, marks[0]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import bisect
-import os
+import contextlib
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydroslurm.core.events import Event, EventKind
-from hydroslurm.core.files import open_regular
+from hydroslurm.core.files import Tail
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.01, 0.1, 1.0, 10.0)
-_CHUNK_BYTES = 4 * 1024 * 1024
-_WORD = b'"kind":"parked"'
+_PARKED = b'"kind":"parked"'
 
 
 @dataclass
@@ -47,47 +46,26 @@ class ParkCounter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.parks = Parks()
-        self._offset = 0
-        self._rest = b""
+        self._tail = Tail(path)
         self._pause: tuple[int, int | None] | None = None
 
     def read(self, *, budget_bytes: int) -> int:
-        """Count on, reading at most so much; returns how much that was."""
-        read = 0
-        try:
-            now = self.path.lstat()
-            if not stat.S_ISREG(now.st_mode):
-                return 0
-            if now.st_size < self._offset:  # another file: what was counted stays counted
-                self._offset, self._rest = 0, b""
-            while read < budget_bytes and self._offset < now.st_size:
-                read += self._chunk(min(_CHUNK_BYTES, budget_bytes - read))
-        except OSError:
-            pass
-        return read
+        """Count on, reading at most so much; returns how much that was. What was counted in a file
+        that was replaced stays counted."""
+        before = self._tail.bytes_read
+        with contextlib.suppress(OSError):
+            for line in self._tail.lines(most_bytes=budget_bytes):
+                if _PARKED in line:
+                    self._count(line)
+        return self._tail.bytes_read - before
 
     def unread_bytes(self) -> int:
+        """How much of the file is still to be read."""
         try:
             now = self.path.lstat()
         except OSError:
             return 0
-        return max(0, now.st_size - self._offset) if stat.S_ISREG(now.st_mode) else 0
-
-    def _chunk(self, most: int) -> int:
-        fd = open_regular(self.path)
-        try:
-            text = os.pread(fd, most, self._offset)
-        finally:
-            os.close(fd)
-        if not text:
-            raise OSError("shorter than it was")
-        self._offset += len(text)
-        lines = (self._rest + text).split(b"\n")
-        self._rest = lines.pop()[-_CHUNK_BYTES:]
-        for line in lines:
-            if _WORD in line:
-                self._count(line)
-        return len(text)
+        return max(0, now.st_size - self._tail.offset) if stat.S_ISREG(now.st_mode) else 0
 
     def _count(self, line: bytes) -> None:
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.events import Event, EventKind
-from hydroslurm.core.files import open_regular
+from hydroslurm.core.files import Tail
 from hydroslurm.core.rankstate import RankState, after
 
 TAIL_BYTES = 64 * 1024
@@ -67,60 +67,44 @@ class RankFile:
         self.path = path
         self.facts = RankFacts()
         self._inode = 0
-        self._offset = 0
-        self._rest = b""
-        self._skips = False
+        self._tail = Tail(path)
 
     def read(self, *, budget_bytes: int) -> int:
         """Read what was appended, of which at most so much; returns how much that was. What cannot
         be read, or is no such file, changes nothing."""
+        before = 0
         try:
             now = self.path.lstat()
             if not stat.S_ISREG(now.st_mode):
                 return 0
             self._begin(now)
-            wanted = min(now.st_size - self._offset, budget_bytes)
-            if wanted <= 0:
-                return 0
-            text = self._read(wanted)
+            before = self._tail.bytes_read
+            if now.st_size > self._tail.offset:
+                for line in self._tail.lines(most_bytes=budget_bytes):
+                    self._take(line)
         except OSError:
             return 0
-        self._offset += len(text)
-        self._take(text)
-        return len(text)
+        return self._tail.bytes_read - before
 
     def _begin(self, now: os.stat_result) -> None:
         """Where to read on: for a file that is new to us, was replaced, or has grown by much, near
         its end."""
-        new = now.st_ino != self._inode or now.st_size < self._offset
+        new = now.st_ino != self._inode or now.st_size < self._tail.offset
         if new:
             self.facts = RankFacts(whole=now.st_size <= TAIL_BYTES)
-            self._inode, self._offset, self._rest = now.st_ino, 0, b""
-        if now.st_size - self._offset > (TAIL_BYTES if new else MOST_BYTES):
+            self._inode = now.st_ino
+        elif now.st_size - self._tail.offset > MOST_BYTES:
             self.facts.whole = False
-            self._offset, self._rest, self._skips = now.st_size - TAIL_BYTES, b"", True
+        else:
+            return
+        self._tail = Tail(self.path, last_bytes=TAIL_BYTES)
 
-    def _read(self, wanted: int) -> bytes:
-        fd = open_regular(self.path)
+    def _take(self, line: bytes) -> None:
         try:
-            return os.pread(fd, wanted, self._offset)
-        finally:
-            os.close(fd)
-
-    def _take(self, text: bytes) -> None:
-        lines = (self._rest + text).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > MOST_BYTES:  # no line of ours is so long
-            self._rest, self._skips = b"", True
-        if lines and self._skips:
-            del lines[0]
-            self._skips = False
-        for line in lines:
-            try:
-                event = Event.from_json(line)
-            except ValueError:
-                continue  # torn, foreign, or of a later version
-            self.facts.take(event.dated_now())
+            event = Event.from_json(line)
+        except ValueError:
+            return  # torn, foreign, or of a later version
+        self.facts.take(event.dated_now())
 
 
 def _step(data: Mapping[str, Any]) -> int:

@@ -37,10 +37,6 @@ class WorkAtRisk:
     def is_nothing(self) -> bool:
         return self.steps == 0 or self.seconds == 0
 
-    @property
-    def is_known(self) -> bool:
-        return self.steps is not None or self.seconds is not None
-
 
 def loss_now(
     job: Job, facts: RunFacts, policy: SitePolicy | None, *, now_epoch_s: float

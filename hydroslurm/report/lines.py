@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydroslurm.core.events import MOST_LINE_BYTES, MOST_RANK, SCHEMA, Event, EventKind
-from hydroslurm.core.files import clean, open_regular, parse_json
-from hydroslurm.core.spare import read_spare, spare_of
+from hydroslurm.core.files import clean, open_regular, parse_json, read_spare, spare_of
 
 _MOST_CHARACTERS = 1 << 30
 """Of one file: three million events."""

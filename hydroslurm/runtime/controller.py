@@ -25,7 +25,7 @@ from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.dates import boot_id, clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.core.heartbeat import PulseWriter
+from hydroslurm.core.heartbeat import HeartbeatWriter
 from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.protocol import (
@@ -34,7 +34,6 @@ from hydroslurm.gate.protocol import (
     Cause,
     Gate,
     GateEvent,
-    GateEventKind,
     GateState,
     GateStatus,
     SignalOutcome,
@@ -109,7 +108,7 @@ class Controller:
         plan: SignalPlan,
         log: EventLog,
         identity: Identity,
-        pulse: PulseWriter,
+        heartbeat: HeartbeatWriter,
         emit: Emit = Emit.EVENTS,
     ) -> None:
         """``emit``: which NVTX marks and ranges a profiler gets, where one listens."""
@@ -123,7 +122,7 @@ class Controller:
         self.ranks: CoordinatorClient | None = None
         self._log = log
         self._identity = identity
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._emit = emit
         self._recorder = Recorder()
         self._children = Children(gate.wake)
@@ -192,8 +191,8 @@ class Controller:
             world,
             self.gate,
             secret=secret,
-            tell=self._write,
-            wanted=self._hear_of_meeting,
+            emit=self._write,
+            on_barrier_called=self._on_barrier_called,
             warn=warn,
         )
         self.ranks = ranks
@@ -226,7 +225,7 @@ class Controller:
         if not hands_over:
             self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
         self._log.close()
-        self._pulse.close()
+        self._heartbeat.close()
         return replaced
 
     # --- what users and engines call
@@ -347,35 +346,35 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                due_s = self._pulse.wait_s(), self._log.retry_s, self._children.wait_s
+                due_s = self._heartbeat.wait_s(), self._log.retry_s, self._children.wait_s
                 wait_s = min(s for s in (*due_s, LOOK_S) if s is not None)
                 self._handle(self.gate.wait_events(wait_s))
                 self._log.retry()
                 self._guard.look()
                 self._report_drains()
                 self._report_children()
-                self._pulse.beat(self.step)
+                self._heartbeat.beat(self.step)
 
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
-            if seen.kind is GateEventKind.HANDLER_REPLACED:
+            if seen.kind is EventKind.HANDLER_REPLACED:
                 replaced = self.guarding and self._guard.see(seen.signo, claimed=self._claimed)
                 if replaced:
                     self._write(EventKind.HANDLER_REPLACED, vars(replaced))
                 continue
-            if seen.kind is GateEventKind.GATE_CLOSED:  # what ends the pause must be ours
+            if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours
                 self.gate.check_handlers()
             record = self._recorder.record(seen)
             ranks = self.ranks
-            if seen.kind is GateEventKind.PARKED:
+            if seen.kind is EventKind.PARKED:
                 if ranks and ranks.have_joined and not ranks.lost:
                     record.data["world_size"] = ranks.world_size
                 if children := self._children.following:
                     record.data["children"] = children
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
             if self.ranks is not None:
-                self.ranks.see(seen)
-            if seen.kind is GateEventKind.STOP_REQUESTED:
+                self.ranks.on_gate_event(seen)
+            if seen.kind is EventKind.STOP_REQUESTED:
                 self._note_stop(seen)
             self._follow(record.kind)
 
@@ -410,10 +409,10 @@ class Controller:
         if self.ranks is not None and self._claimed and request.of_rank is None:
             self.ranks.call("stop", request.signal or "")
 
-    def _hear_of_meeting(self, kind: str, of_rank: int, words: str) -> None:
-        """In the thread that hears the other ranks: one of them is to stop, and so are we."""
+    def _on_barrier_called(self, kind: str, of_rank: int, message: str) -> None:
+        """One of the other ranks is to stop, and so is this one; in the channel's thread."""
         if kind == "stop" and self.ranks is not None and of_rank != self.ranks.rank:
-            self._stop_of_peer = of_rank, words
+            self._stop_of_peer = of_rank, message
             with contextlib.suppress(InstallError):  # this rank has just left
                 self.gate.request(Action.STOP, Cause(0))
 

@@ -26,7 +26,8 @@ import time
 from typing import TYPE_CHECKING
 
 from hydroslurm.core import registry
-from hydroslurm.gate.protocol import Action, Cause, GateEventKind
+from hydroslurm.core.events import EventKind
+from hydroslurm.gate.protocol import Action, Cause
 from hydroslurm.runtime import autoload, below, workers
 from hydroslurm.runtime.followers import WORD, address, heard, peer_of, unshared
 
@@ -149,7 +150,7 @@ class Following:
                     self._gate.request(Action.PAUSE if pause else Action.RESUME, Cause.PEERS)
             for event in self._gate.wait_events(0):
                 # one of the pause before may still be in the queue
-                if event.kind is GateEventKind.PARKED and pause and event.value_ns >= asked_ns:
+                if event.kind is EventKind.PARKED and pause and event.value_ns >= asked_ns:
                     parked = answers = True
             if answers:
                 with contextlib.suppress(OSError):  # the rank is gone, which is heard next

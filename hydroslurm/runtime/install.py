@@ -24,7 +24,7 @@ from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core import registry
 from hydroslurm.core.events import EventLog
-from hydroslurm.core.heartbeat import PulseWriter, interval_s
+from hydroslurm.core.heartbeat import HeartbeatWriter, interval_s
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
 from hydroslurm.gate.marks import Emit
@@ -143,10 +143,11 @@ def install_unasked() -> None:
     mine = install(alone=True)
     _require_installed().unasked = True
     if not _is_alone(None, os.environ):
-        # a life apart: who has left the ranks of a life cannot come back to them, and the call that
-        # takes our place is to find the others under the usual one
+        # An incarnation of its own: a rank that has left one cannot rejoin it, and the call that
+        # replaces this installation has to find the others under the usual id.
         world = World.from_environ(os.environ)
-        _join(mine, replace(world, life=f"{world.life} unasked"), environ=os.environ)
+        incarnation_id = f"{world.incarnation_id} unasked"
+        _join(mine, replace(world, incarnation_id=incarnation_id), environ=os.environ)
 
 
 def _set_up(
@@ -164,15 +165,15 @@ def _set_up(
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
     log = EventLog(folder.rank_events(identity.rank) if folder else None)
-    pulse = PulseWriter(
-        folder.pulse_json if folder and identity.rank == 0 else None,
+    heartbeat = HeartbeatWriter(
+        folder.heartbeat_json if folder and identity.rank == 0 else None,
         every_s=interval_s(environ),
         restart_count=identity.restart_count,
     )
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
         opened = open_gate(gate, model=model)
         controller = Controller(
-            gate=opened, plan=plan, log=log, identity=identity, pulse=pulse, emit=emit
+            gate=opened, plan=plan, log=log, identity=identity, heartbeat=heartbeat, emit=emit
         )
         for shield in (
             SpawnShield(plan.pausing(), killing=plan.killing()),

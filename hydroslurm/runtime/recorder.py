@@ -1,8 +1,7 @@
-"""What a gate saw -> what the event log says (pure).
+"""Turn gate events into lines of the event log. Pure.
 
-Numbers the pauses, keeps the request that each belongs to, and turns stamps into latencies. All
-records of one pause carry the same ``pause`` number. Latencies begin with the stamp that the
-signal's handler took, or the request's.
+Numbers the pauses and turns stamps into latencies. All records of one pause carry the same
+``pause`` number. A latency starts at the stamp taken by the signal handler, or by the request.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.gate.protocol import GateEvent, GateEventKind
+from hydroslurm.gate.protocol import GateEvent
 from hydroslurm.gate.signals import signal_name
 from hydroslurm.runtime.device import Drain
 
@@ -23,14 +22,6 @@ class Record:
     data: dict[str, object]
     mono_ns: int | None = None
     epoch_ns: int | None = None
-
-
-_PLAIN = {
-    GateEventKind.CAUSES_CHANGED: EventKind.CAUSES_CHANGED,
-    GateEventKind.TERMINAL_STOP: EventKind.TERMINAL_STOP,
-    GateEventKind.TERMINAL_IGNORED: EventKind.TERMINAL_STOP_IGNORED,
-    GateEventKind.CALLBACK_LOST: EventKind.CALLBACK_LOST,
-}
 
 
 class Recorder:
@@ -48,8 +39,7 @@ class Recorder:
 
     def record(self, seen: GateEvent) -> Record:
         """The line that one gate event makes."""
-        kind, data = self._translate(seen)
-        return Record(kind, data, seen.mono_ns, seen.epoch_ns)
+        return Record(seen.kind, self._data(seen), seen.mono_ns, seen.epoch_ns)
 
     def drain(self, pause: int, drain: Drain) -> Record:
         if drain.drained:
@@ -67,54 +57,49 @@ class Recorder:
             },
         )
 
-    def _translate(self, seen: GateEvent) -> tuple[EventKind, dict[str, object]]:
+    def _data(self, seen: GateEvent) -> dict[str, object]:
         kind = seen.kind
         causes = seen.causes.names()
-        if kind is GateEventKind.SIGNAL_RECEIVED:
-            return EventKind.SIGNAL_RECEIVED, {**_sender(seen), "count": seen.count}
-        if kind is GateEventKind.GATE_CLOSED:
+        if kind is EventKind.SIGNAL_RECEIVED:
+            return {**_sender(seen), "count": seen.count}
+        if kind is EventKind.GATE_CLOSED:
             self.pause += 1
             self._closed_ns, self._parked_ns = seen.mono_ns, 0
-            return EventKind.GATE_CLOSED, self._pause(
-                causes=causes, requested_mono_ns=seen.value_ns
-            )
-        if kind is GateEventKind.FIRST_HELD:
-            return EventKind.FIRST_OPERATOR_HELD, self._pause(**_operator(seen))
-        if kind is GateEventKind.LATE_HELD:
-            return EventKind.LATE_OPERATOR_HELD, self._pause(**_operator(seen))
-        if kind is GateEventKind.PARKED:
+            return self._pause(causes=causes, requested_mono_ns=seen.value_ns)
+        if kind in (EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD):
+            return self._pause(**_operator(seen))
+        if kind is EventKind.PARKED:
             self._parked_ns = seen.mono_ns
-            park_us = (seen.mono_ns - seen.value_ns) / 1e3
-            return EventKind.PARKED, self._pause(
+            return self._pause(
                 requested_mono_ns=seen.value_ns,
-                park_us=park_us,
+                park_us=(seen.mono_ns - seen.value_ns) / 1e3,
                 held=seen.held,
                 quiet=seen.quiet,
                 causes=causes,
             )
-        if kind is GateEventKind.LET_THROUGH:
-            return EventKind.LET_THROUGH, self._pause(collectives=seen.count)
-        if kind is GateEventKind.GATE_OPENED:
+        if kind is EventKind.LET_THROUGH:
+            return self._pause(collectives=seen.count)
+        if kind is EventKind.RESUMED:
             self._resume_requested_ns = seen.value_ns
             since_ns = self._parked_ns or self._closed_ns
-            return EventKind.RESUMED, self._pause(
+            return self._pause(
                 requested_mono_ns=seen.value_ns,
                 parked_s=(seen.mono_ns - since_ns) / 1e9,
                 held=seen.held,
                 passed=seen.passed,
                 causes=causes,
             )
-        if kind is GateEventKind.FIRST_RELEASED:
-            return EventKind.FIRST_OPERATOR_RELEASED, self._pause(
+        if kind is EventKind.FIRST_OPERATOR_RELEASED:
+            return self._pause(
                 requested_mono_ns=self._resume_requested_ns,
                 resume_us=(seen.mono_ns - self._resume_requested_ns) / 1e3,
                 tid=seen.tid,
             )
-        if kind is GateEventKind.STOP_REQUESTED:
-            return EventKind.STOP_REQUESTED, {**_sender(seen), "requested_mono_ns": seen.value_ns}
-        if kind is GateEventKind.DROPPED:
-            return EventKind.EVENTS_DROPPED, {"count": seen.count}
-        return _PLAIN[kind], {"causes": causes}
+        if kind is EventKind.STOP_REQUESTED:
+            return {**_sender(seen), "requested_mono_ns": seen.value_ns}
+        if kind is EventKind.EVENTS_DROPPED:
+            return {"count": seen.count}
+        return {"causes": causes}
 
     def _pause(self, **data: object) -> dict[str, object]:
         return {"pause": self.pause, **data}

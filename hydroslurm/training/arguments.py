@@ -14,8 +14,7 @@ from pathlib import Path
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core import rundir
 from hydroslurm.core.fence import Fence
-from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.supervised import SAVE_EVERY_ENV
+from hydroslurm.core.rundir import SAVE_EVERY_ENV, RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.runtime import autoload

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.core.files import open_regular, parse_json, read_regular
-from hydroslurm.core.supervised import ATTEMPT_ENV, ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, SUPERVISED_ENV
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageError
 from hydroslurm.slurm.allocation import Allocation

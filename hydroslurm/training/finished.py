@@ -1,61 +1,65 @@
-"""finished.json: the marker that makes a restart leave at once.
+"""When a run is finished, and finished.json, the marker that makes a restart exit at once.
 
-Slurm 25.11 requeues a preempted job whatever it ended with, also one that finished its training
-inside the grace; without the marker what follows the training would be done again. ``ending`` says
-when it is written.
+Slurm 25.11 requeues a preempted job whatever its exit status, including one that finished its
+training within the grace; without the marker everything after the training would run again.
+
+A run is finished when its training is done *and* the process that did it exits with status 0. What
+a script does after its ``with Run`` block (an export, say) belongs to the job and has no safe
+points, so the marker is written when the interpreter shuts down. After any other exit there is
+none: the next start trains nothing, and repeats that last part.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
+import multiprocessing.util
 import os
+import sys
+import threading
 import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
-from hydroslurm.core.files import open_regular, parse_json, read_regular
+from hydroslurm.core.exitcodes import leaves_with, left_with
+from hydroslurm.core.fence import Fence
+from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
-from hydroslurm.errors import RunFolderError, UntrustedFile
+from hydroslurm.errors import RunFolderError, UntrustedFile, UsageError
+from hydroslurm.training.notice import notice
 
 _LIMIT_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Finished:
-    """When and where a run was done."""
+    """At which step a run was finished, and when."""
 
     step: int
     epoch_ns: int
 
 
 def write(run: RunDir, *, step: int) -> None:
-    """Put the marker in place, durably.
+    """Write the marker, durably.
 
     Raises:
         RunFolderError: the folder cannot be written.
     """
     path = run.finished_json
-    temporary = path.with_suffix(f".tmp-{os.getpid()}")
+    content = json.dumps({"v": 1, "step": step, "epoch_ns": time.time_ns()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        with os.fdopen(handle, "w") as file:
-            json.dump({"v": 1, "step": step, "epoch_ns": time.time_ns()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        fd = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        write_atomically(path, content, mode=0o644, durable=True)
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
 def remove(run: RunDir) -> None:
-    """Take the marker away, for a run that begins anew.
+    """Remove the marker, for a run that starts over.
 
     Raises:
         RunFolderError: it cannot be removed.
@@ -67,17 +71,17 @@ def remove(run: RunDir) -> None:
 
 
 def step_of(run: RunDir) -> int | None:
-    """At which step a run was done, None when it is not; as :func:`read`."""
+    """The step at which a run was finished, None when it is not; as :func:`read`."""
     done = read(run)
     return None if done is None else done.step
 
 
 def read(run: RunDir) -> Finished | None:
-    """The marker, None when the run has not finished. One that somebody else may have put there
-    costs a warning, and counts for nothing.
+    """Read the marker; None when the run has not finished. A marker that another user may have
+    written is ignored with a warning.
 
     Raises:
-        RunFolderError: it is there and cannot be read.
+        RunFolderError: it exists and cannot be read.
     """
     try:
         check_trusted(run.finished_json, what="the marker", shared=True)
@@ -87,8 +91,8 @@ def read(run: RunDir) -> Finished | None:
         return None
     except UntrustedFile as error:
         warnings.warn(
-            f"hydroslurm: {error}. It says that this run has finished; the run goes on as if it "
-            "were not there",
+            f"hydroslurm: {error}. It says that this run has finished; it is ignored, and the "
+            "run continues",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -97,3 +101,76 @@ def read(run: RunDir) -> Finished | None:
         raise RunFolderError(
             f"{run.finished_json} cannot be read ({error}). Remove it to train on"
         ) from error
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A run whose training is done, in this process."""
+
+    pid: int
+    run: RunDir
+    step: int
+    fence: Fence
+
+
+_trained: dict[Path, _Trained] = {}
+_exit = sys.exit
+
+
+def at_good_end(run: RunDir, *, step: int, fence: Fence) -> None:
+    """Write the marker of a run once this process exits with status 0.
+
+    An uncaught exception and :func:`sys.exit` with another status are noticed, and after a signal
+    nothing of this runs; ``raise SystemExit(1)`` cannot be told from a successful exit.
+    """
+    if not _trained:
+        if multiprocessing.parent_process() is None:
+            atexit.register(settle)
+        else:  # exits through os._exit(), which skips atexit
+            multiprocessing.util.Finalize(None, settle, exitpriority=0)
+        sys.exit = _noting_exit
+    _trained[run.root] = _Trained(os.getpid(), run, step, fence)
+
+
+def require_unfinished(run: RunDir) -> None:
+    """Check that a Run may be created in a folder.
+
+    Raises:
+        UsageError: another one has finished there in this process: a restart of the first would
+            load what the second has saved.
+    """
+    done = _trained.get(run.root)
+    if done is not None and done.pid == os.getpid():
+        raise UsageError(
+            f"this process has already finished a Run in {run.root}, and a folder belongs to one "
+            "run. Give each of two consecutive runs its own: "
+            f'Run(directory="{run.root}/second", ...)'
+        )
+
+
+def settle() -> None:
+    """Write the markers as the process exits, or log why not."""
+    for done in [one for one in _trained.values() if one.pid == os.getpid()]:
+        del _trained[done.run.root]
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        status = left_with()
+        if error is not None or status not in (None, 0):
+            why = type(error).__name__ if error is not None else f"status {status}"
+            notice(
+                f"the training in {done.run.root} is done, but the process ends with {why}: a "
+                "restart repeats what follows the training"
+            )
+            continue
+        try:
+            done.fence.check("the end of the run")
+            if done.run.root.is_dir():
+                write(done.run, step=done.step)
+        except Exception as problem:  # an exit status cannot be changed any more
+            notice(f"finished.json could not be written, so a restart repeats the end: {problem}")
+
+
+def _noting_exit(status: Any = None, /) -> NoReturn:
+    """``sys.exit`` that records its status, which nothing else reveals at exit."""
+    if threading.current_thread() is threading.main_thread():
+        leaves_with(status)
+    _exit(status)

@@ -1,8 +1,8 @@
 """The other ranks of a run, as it needs them: one that is alone decides alone.
 
 :class:`Together` is the only place of the session that knows what several ranks add: a stop and a
-save by the clock are meetings at one place, and whatever one rank decides for all (whether the run
-may go on, what Slurm said, whether it was requeued) is told to all before anybody acts on it.
+save by the clock are barriers at one safe point, and whatever one rank decides for all (whether the
+run may go on, what Slurm said, whether it was requeued) is told to all before anybody acts on it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RankGroup(Protocol):
         """Wait until all ranks are there.
 
         Raises:
-            HubLost: they did not come.
+            CoordinatorLost: they did not come.
             AgreementFailed: a stop was asked for meanwhile.
         """
 
@@ -56,7 +56,8 @@ class RankGroup(Protocol):
         """The training thread is at a place: the stop that is obeyed here, if any.
 
         Raises:
-            AgreementFailed, HubLost: a stop is wanted, and the ranks cannot come to one place.
+            AgreementFailed, CoordinatorLost: a stop is wanted, and the ranks cannot stop at one
+                safe point.
         """
 
     def stop_wanted(self) -> bool:
@@ -75,14 +76,14 @@ class RankGroup(Protocol):
             decision: called on one rank; gives plain JSON, or raises an error that all then raise.
 
         Raises:
-            HubLost, AgreementFailed: it could not be told to all.
+            CoordinatorLost, AgreementFailed: it could not be told to all.
         """
 
     def exchange(self, topic: str, value: Any) -> Mapping[int, Any]:
         """Everybody's value; no rank goes on before all have handed in theirs.
 
         Raises:
-            HubLost, AgreementFailed: a rank is gone.
+            CoordinatorLost, AgreementFailed: a rank is gone.
         """
 
     def broken(self) -> RanksError | None:
@@ -164,9 +165,9 @@ class Together:
                 )
 
     def arrive(self) -> StopRequest | None:
-        held = self._ranks.meetings.arrive()
-        for meeting in held:
-            if meeting.kind == "save":
+        held = self._ranks.stop_barriers.arrive()
+        for barrier in held:
+            if barrier.kind == "save":
                 self._save_due = True
         stop = next((one for one in held if one.kind == "stop"), None)
         if stop is None:
@@ -178,7 +179,7 @@ class Together:
         return self._controller.stop_request or self._heard_of(stop)
 
     def stop_wanted(self) -> bool:
-        return self._controller.stop_request is not None or self._ranks.meetings.is_called
+        return self._controller.stop_request is not None or self._ranks.stop_barriers.is_called
 
     def takes_save(self) -> bool:
         due, self._save_due = self._save_due, False
@@ -239,14 +240,14 @@ class Together:
         number = self._topics[topic] = self._topics.get(topic, 0) + 1
         return f"run/{topic}/{number}"
 
-    def _heard_of(self, meeting: StopBarrier) -> StopRequest:
-        """The meeting was faster than the thread that writes the request down."""
+    def _heard_of(self, barrier: StopBarrier) -> StopRequest:
+        """The barrier was faster than the thread that writes the request down."""
         return StopRequest(
-            signal=meeting.words or None,
+            signal=barrier.message or None,
             sender_pid=0,
             mono_ns=time.monotonic_ns(),
             epoch_ns=time.time_ns(),
-            of_rank=None if meeting.of_rank == self.rank else meeting.of_rank,
+            of_rank=None if barrier.of_rank == self.rank else barrier.of_rank,
         )
 
 

@@ -24,7 +24,7 @@ def newest_of(
 
     Raises:
         CheckpointCorrupt: there are some, and none is whole: starting over must be a decision.
-        AgreementFailed, HubLost: a rank is gone.
+        AgreementFailed, CoordinatorLost: a rank is gone.
     """
     if company.peers is None:
         return newest_over(durable=durable, fast=fast)

@@ -39,7 +39,7 @@ from hydroslurm.errors import (
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training import ending, finished, oversights
+from hydroslurm.training import finished, oversights
 from hydroslurm.training.arguments import (
     Cadence,
     controller_for,
@@ -138,7 +138,7 @@ class Run(Beginning):
         allocation = Allocation.from_environ(environ)
         self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
-        ending.require_unfinished(self.dir)
+        finished.require_unfinished(self.dir)
         self._folder = FolderWatch(self.dir.root)
         self._step = 0
         self._epoch = 0
@@ -542,7 +542,7 @@ class Run(Beginning):
         self._fence.check("the end of the run")
         self._attempt.end("finished", step=self._step)
         if self._rest_is_redone:
-            ending.at_good_end(self.dir, step=self._step, fence=self._fence)
+            finished.at_good_end(self.dir, step=self._step, fence=self._fence)
         else:
             finished.write(self.dir, step=self._step)
         clear_fast(durable=self._durable, fast=self._fast)

@@ -20,7 +20,7 @@ from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, ExitForRequeue
-from hydroslurm.errors import HubLost, RanksError, SaveFailed, StaleAttempt
+from hydroslurm.errors import CoordinatorLost, RanksError, SaveFailed, StaleAttempt
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.notice import notice
@@ -129,7 +129,7 @@ def agree_on_orders(
     """What the stop means, as one rank has it from Slurm, for all.
 
     Raises:
-        AgreementFailed, HubLost: it cannot be told to all.
+        AgreementFailed, CoordinatorLost: it cannot be told to all.
     """
 
     def ask() -> dict[str, Any]:
@@ -174,7 +174,7 @@ def depart_together(
 
 def _speaks(company: RankGroup, error: RanksError) -> bool:
     """Whether this rank is the first of those that are left; without a hub nobody knows."""
-    if isinstance(error, HubLost):
+    if isinstance(error, CoordinatorLost):
         return True
     missing = getattr(error, "missing", ())
     return company.rank == min(set(range(company.world_size)).difference(missing), default=0)

@@ -58,7 +58,7 @@ def wait_for(name):
         time.sleep(0.01)
     return (folder / name).read_text()
 
-tell("began " + os.environ.get("HYDROSLURM_LIFE", "stock"))
+tell("began " + os.environ.get("HYDROSLURM_INCARNATION", "stock"))
 with (folder / f"places-{rank}").open("a") as file:
     file.write(f"task {os.environ.get('SLURM_PROCID')}, master {os.environ['MASTER_ADDR']}\\n")
 if (folder / "late").exists():
@@ -132,7 +132,7 @@ class Scene:
         return {int(line.split()[-1]) for file in files for line in file.read_text().splitlines()}
 
     def lives(self, rank: int) -> list[str]:
-        """HYDROSLURM_LIFE of each start of a rank."""
+        """HYDROSLURM_INCARNATION of each start of a rank."""
         began = [line for line in self.told(rank) if line.startswith("began ")]
         return [line.removeprefix("began ") for line in began]
 

@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hydroslurm.coordination.agreements import Agreements
-from hydroslurm.errors import AgreementFailed, HubLost
+from hydroslurm.coordination.state import Agreements
+from hydroslurm.errors import AgreementFailed, CoordinatorLost
 
 LIMIT_S = 60.0
 
@@ -51,21 +51,21 @@ class PipePeers:
         among: Sequence[int] | None = None,
     ) -> Mapping[int, Any]:
         self.hook("before", topic)
-        self._send({"do": "agree", "topic": topic, "value": value, "among": among})
+        self._send({"type": "agree", "topic": topic, "value": value, "among": among})
         end_s = time.monotonic() + (LIMIT_S if timeout_s is None else timeout_s)
         withdrawn = False
         with self._changed:
             while topic not in self._decided:
                 if self._lost:
-                    raise HubLost("the forker has ended")
+                    raise CoordinatorLost("the forker has ended")
                 self._changed.wait(0.02)
                 given_up = time.monotonic() > end_s or (cancel is not None and cancel.is_set())
                 if given_up and not withdrawn:
                     withdrawn = True
-                    self._send({"do": "withdraw", "topic": topic})
+                    self._send({"type": "withdraw", "topic": topic})
             told = self._decided[topic]
         self.hook("after", topic)
-        if told["say"] == "agreed":
+        if told["type"] == "agreed":
             return dict(told["values"])
         raise AgreementFailed(
             f"no agreement on {topic}",
@@ -165,10 +165,10 @@ def _decide(world_size: int, connections: list[socket.socket]) -> None:
             *lines, buffers[rank] = (buffers[rank] + data).split(b"\n")
             for line in lines:
                 ask = json.loads(line)
-                if ask["do"] == "withdraw":
+                if ask["type"] == "withdraw":
                     letters = book.withdraw(rank, ask["topic"])
                 else:
-                    letters = book.hand_in(
+                    letters = book.submit(
                         rank, ask["topic"], ask["value"], among=ask["among"], gone=gone
                     )
                 _deliver(letters, connections)

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.observe.doctor.answer import as_json
-from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver
-from hydroslurm.observe.doctor.finding import Finding, Severity
-from hydroslurm.observe.doctor.findings import diagnose, work_would_be_lost
+from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Saver, Severity
+from hydroslurm.observe.doctor.findings import as_json, diagnose, work_would_be_lost
 from hydroslurm.observe.doctor.gather import last_save, why_untrusted
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config

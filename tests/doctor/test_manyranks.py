@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.observe.doctor.facts import Facts
-from hydroslurm.observe.doctor.finding import Finding, Severity
+from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
 from hydroslurm.observe.doctor.findings import diagnose
 from hydroslurm.observe.doctor.gather import read_file
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script

@@ -27,6 +27,6 @@ def children_of(pid: int) -> list[int]:
 
 def _is_hub(pid: int) -> bool:
     try:
-        return b"ranks.hub" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"coordination.coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

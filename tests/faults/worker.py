@@ -37,7 +37,7 @@ from hydroslurm.checkpoint import commit
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.core.events import EventLog
 from hydroslurm.data import SeededDataset
-from hydroslurm.errors import AgreementFailed, HubLost
+from hydroslurm.errors import AgreementFailed, CoordinatorLost
 from hydroslurm.runtime.controller import Controller
 
 SELF_SIGNALS = {
@@ -116,7 +116,7 @@ def watch(moments: Moments) -> None:
             moments.note(topic, ["failed", *error.missing, "withdrawn", *error.withdrawn])
             moments.reach(f"agreed {short}")
             raise
-        except HubLost:
+        except CoordinatorLost:
             raise  # nobody was told anything
         moments.note(topic, zlib.crc32(json.dumps(sorted(values.items())).encode()))
         moments.reach(f"agreed {short}")

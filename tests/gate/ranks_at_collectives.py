@@ -27,8 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.coordination import collectives
+from hydroslurm.core.events import EventKind
 from hydroslurm.gate.native_gate import NativeGate
-from hydroslurm.gate.protocol import Action, Cause, GateEventKind, GateState
+from hydroslurm.gate.protocol import Action, Cause, GateState
 
 WORLD = 2
 ROUNDS = 8
@@ -65,7 +66,7 @@ class Controller:
 
     def __init__(self, gate: NativeGate, board: Board, rank: int) -> None:
         self._gate, self._board, self._rank = gate, board, rank
-        self._kinds: list[GateEventKind] = []
+        self._kinds: list[EventKind] = []
         self.ended = False
 
     def run(self) -> None:
@@ -83,7 +84,7 @@ class Controller:
     def _meet(self, number: int) -> None:
         gate, board = self._gate, self._board
         gate.request(Action.PAUSE, Cause.PEERS)
-        self._until(GateEventKind.PARKED)
+        self._until(EventKind.PARKED)
         furthest = self._catch_up(f"{number}.first")
         for more in (1, 4):
             board.all(f"{number}.more{more}", 0)
@@ -93,13 +94,13 @@ class Controller:
             assert max(board.all(f"{number}.at{more}", issued())) == furthest, "one too many"
         until(lambda: collectives.in_flight() == 0, "no collective is in flight")
         status = gate.status()
-        assert (status.passing, status.allowance) == (True, 0), status
+        assert (status.window_open, status.allowance) == (True, 0), status
         if collectives.issued_exact() is not None:
             assert len(set(board.all(f"{number}.exact", sum(exact())))) == 1
         assert sum(board.all(f"{number}.equal", issued())) == WORLD * furthest
         gate.request(Action.RESUME, Cause.PEERS)
-        self._until(GateEventKind.GATE_OPENED)
-        assert GateEventKind.LET_THROUGH in self._kinds
+        self._until(EventKind.RESUMED)
+        assert EventKind.LET_THROUGH in self._kinds
         self._kinds.clear()
         board.all(f"{number}.opened", 0)
 
@@ -115,7 +116,7 @@ class Controller:
 
         until(arrived, f"parked with {at} issued; {issued()} are, {self._gate.status()}")
 
-    def _until(self, kind: GateEventKind) -> None:
+    def _until(self, kind: EventKind) -> None:
         deadline = time.monotonic() + LIMIT_S
         while kind not in self._kinds:
             assert time.monotonic() < deadline, f"no {kind.name}; saw {self._kinds}"

@@ -17,6 +17,7 @@ import torch
 from processes import child, wait_until
 from torch import nn
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import AlreadyInstalled, GateError, InstallError
 from hydroslurm.gate.hooks import HooksGate
 from hydroslurm.gate.protocol import (
@@ -24,7 +25,6 @@ from hydroslurm.gate.protocol import (
     Cause,
     Gate,
     GateEvent,
-    GateEventKind,
     GateState,
     Phase,
     SignalOutcome,
@@ -86,7 +86,7 @@ def trainer() -> Iterator[Trainer]:
     mine.end()
 
 
-def _until(gate: Gate, kind: GateEventKind, *, limit_s: float = 30) -> list[GateEvent]:
+def _until(gate: Gate, kind: EventKind, *, limit_s: float = 30) -> list[GateEvent]:
     """The events up to and including one of the kind."""
     seen: list[GateEvent] = []
 
@@ -98,7 +98,7 @@ def _until(gate: Gate, kind: GateEventKind, *, limit_s: float = 30) -> list[Gate
     return seen
 
 
-def _kinds(events: list[GateEvent]) -> list[GateEventKind]:
+def _kinds(events: list[GateEvent]) -> list[EventKind]:
     return [event.kind for event in events]
 
 
@@ -108,23 +108,23 @@ def test_a_request_holds_a_training_thread_and_lets_it_go(
     """From request to resume: no step while parked, the events come in order with rising times."""
     gate.start([])
     gate.request(Action.PAUSE, Cause.API)
-    seen = _until(gate, GateEventKind.PARKED)
+    seen = _until(gate, EventKind.PARKED)
     assert gate.status().state is GateState.PARKED
     assert (gate.status().held, gate.status().armed) == (1, True)
     before = trainer.steps
     assert gate.wait_events(0.1) == []
     assert trainer.steps == before
     gate.request(Action.RESUME, Cause.API)
-    seen += _until(gate, GateEventKind.FIRST_RELEASED)
+    seen += _until(gate, EventKind.FIRST_OPERATOR_RELEASED)
     wait_until(lambda: trainer.has_moved(before), "a step after the resume")
     assert _kinds(seen) == [
-        GateEventKind.SIGNAL_RECEIVED,
-        GateEventKind.GATE_CLOSED,
-        GateEventKind.FIRST_HELD,
-        GateEventKind.PARKED,
-        GateEventKind.SIGNAL_RECEIVED,
-        GateEventKind.GATE_OPENED,
-        GateEventKind.FIRST_RELEASED,
+        EventKind.SIGNAL_RECEIVED,
+        EventKind.GATE_CLOSED,
+        EventKind.FIRST_OPERATOR_HELD,
+        EventKind.PARKED,
+        EventKind.SIGNAL_RECEIVED,
+        EventKind.RESUMED,
+        EventKind.FIRST_OPERATOR_RELEASED,
     ]
     times = [event.mono_ns for event in seen]
     assert times == sorted(times)
@@ -138,13 +138,13 @@ def test_runs_only_while_the_set_of_causes_is_empty(gate: HooksGate, trainer: Tr
     gate.start([])
     gate.request(Action.PAUSE, Cause.USER)
     gate.request(Action.PAUSE, Cause.SLURM)
-    _until(gate, GateEventKind.PARKED)
+    _until(gate, EventKind.PARKED)
     gate.request(Action.RESUME, Cause.SLURM | Cause.TERMINAL)
-    seen = _until(gate, GateEventKind.CAUSES_CHANGED)
+    seen = _until(gate, EventKind.CAUSES_CHANGED)
     assert seen[-1].causes == Cause.USER
     assert gate.status().state is GateState.PARKED
     gate.request(Action.RESUME, Cause.USER)
-    _until(gate, GateEventKind.GATE_OPENED)
+    _until(gate, EventKind.RESUMED)
     assert gate.status().causes == Cause(0)
 
 
@@ -152,11 +152,11 @@ def test_a_stop_opens_for_good(gate: HooksGate, trainer: Trainer) -> None:
     """A stop wins over the pause in force and over every later one."""
     gate.start([])
     gate.request(Action.PAUSE, Cause.USER)
-    _until(gate, GateEventKind.PARKED)
+    _until(gate, EventKind.PARKED)
     before = trainer.steps
     gate.request(Action.STOP, Cause(0))
     gate.request(Action.PAUSE, Cause.USER)
-    _until(gate, GateEventKind.FIRST_RELEASED)
+    _until(gate, EventKind.FIRST_OPERATOR_RELEASED)
     wait_until(lambda: trainer.has_moved(before + 3), "steps after the stop")
     assert gate.status().state is GateState.STOPPING
     assert not gate.status().armed
@@ -167,14 +167,14 @@ def test_exempt_threads_pass_and_are_counted(gate: HooksGate) -> None:
     gate.start([])
     model, done = _model(), threading.Event()
     gate.request(Action.PAUSE, Cause.API)
-    _until(gate, GateEventKind.GATE_CLOSED)
+    _until(gate, EventKind.GATE_CLOSED)
     with gate.exempt():
         model(torch.ones(1, 8))
         done.set()
     assert done.is_set()
     assert gate.status().passed >= 4
     gate.request(Action.RESUME, Cause.API)
-    opened = _until(gate, GateEventKind.GATE_OPENED)[-1]
+    opened = _until(gate, EventKind.RESUMED)[-1]
     assert opened.passed >= 4
 
 
@@ -204,7 +204,7 @@ def test_a_sleeping_main_thread_is_quiet_and_late_when_it_comes(tmp_path: Path) 
         rank.signal(signal.SIGUSR1)
         assert rank.expect("PARKED") == "0 1"
         rank.say("data")
-        rank.expect("LATE_HELD")
+        rank.expect("LATE_OPERATOR_HELD")
         rank.signal(signal.SIGUSR2)
         rank.expect("ran")
         assert rank.wait() == 0
@@ -227,8 +227,8 @@ def test_it_parks_inside_a_backward(gate: HooksGate) -> None:
 
     thread = threading.Thread(target=backward)
     thread.start()
-    events = _until(gate, GateEventKind.PARKED)
-    held = next(event for event in events if event.kind is GateEventKind.FIRST_HELD)
+    events = _until(gate, EventKind.PARKED)
+    held = next(event for event in events if event.kind is EventKind.FIRST_OPERATOR_HELD)
     assert (held.phase, held.text) == (Phase.BACKWARD, "Linear")
     assert not seen
     gate.request(Action.RESUME, Cause.API)
@@ -282,14 +282,14 @@ def test_signals_pause_chain_and_are_restored() -> None:
         outcomes = gate.start([PAUSE, RESUME, SUSPEND, CONTINUE, STOP])
         assert set(outcomes.values()) == {SignalOutcome.INSTALLED}
         os.kill(os.getpid(), signal.SIGUSR1)
-        _until(gate, GateEventKind.PARKED)
+        _until(gate, EventKind.PARKED)
         os.kill(os.getpid(), signal.SIGCONT)  # takes only Slurm's and the terminal's causes
-        _until(gate, GateEventKind.SIGNAL_RECEIVED)
+        _until(gate, EventKind.SIGNAL_RECEIVED)
         assert gate.status().state is GateState.PARKED
         os.kill(os.getpid(), signal.SIGUSR2)
-        _until(gate, GateEventKind.FIRST_RELEASED)
+        _until(gate, EventKind.FIRST_OPERATOR_RELEASED)
         os.kill(os.getpid(), signal.SIGTERM)
-        _until(gate, GateEventKind.STOP_REQUESTED)
+        _until(gate, EventKind.STOP_REQUESTED)
         wait_until(lambda: len(calls) == 3, "the old handlers were called")
         assert calls == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
         assert gate.stop() == 0
@@ -309,7 +309,7 @@ def test_a_handler_that_replaced_ours_is_seen_and_left_alone(gate: HooksGate) ->
     try:
         assert callable(theirs)
         assert gate.check_handlers() == 1
-        assert _until(gate, GateEventKind.HANDLER_REPLACED)[-1].signo == signal.SIGUSR1
+        assert _until(gate, EventKind.HANDLER_REPLACED)[-1].signo == signal.SIGUSR1
         assert gate.stop() == 1
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
@@ -450,7 +450,7 @@ def test_only_the_main_thread_may_take_signals() -> None:
     assert "pause()" in refusal
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     gate.request(Action.PAUSE, Cause.API)
-    _until(gate, GateEventKind.PARKED)
+    _until(gate, EventKind.PARKED)
     gate.stop()
 
 
@@ -482,11 +482,11 @@ def test_another_wakeup_descriptor_still_works(gate: HooksGate) -> None:
     signal.set_wakeup_fd(write)
     gate.start([PAUSE, RESUME])
     os.kill(os.getpid(), signal.SIGUSR1)
-    _until(gate, GateEventKind.GATE_CLOSED)
+    _until(gate, EventKind.GATE_CLOSED)
     assert os.read(read, 10) == bytes([signal.SIGUSR1])
     signal.set_wakeup_fd(write)
     os.kill(os.getpid(), signal.SIGUSR2)
-    _until(gate, GateEventKind.GATE_OPENED)
+    _until(gate, EventKind.RESUMED)
     gate.stop()
     assert signal.set_wakeup_fd(-1) == write
     os.close(read)
@@ -516,7 +516,7 @@ def test_stop_lets_a_held_thread_go_and_removes_every_hook(trainer: Trainer) -> 
     gate = HooksGate(model=trainer.model)
     gate.start([])
     gate.request(Action.PAUSE, Cause.API)
-    _until(gate, GateEventKind.PARKED)
+    _until(gate, EventKind.PARKED)
     before = trainer.steps
     gate.stop()
     wait_until(lambda: trainer.has_moved(before), "a step after stop()")
@@ -537,7 +537,7 @@ def test_ctrl_z_stops_the_process_and_fg_continues_it(tmp_path: Path) -> None:
                                causes=Cause.SLURM | Cause.TERMINAL)])
         print("ready", flush=True)
         model, kinds = torch.nn.Linear(2, 2), []
-        while "FIRST_RELEASED" not in kinds:
+        while "FIRST_OPERATOR_RELEASED" not in kinds:
             model(torch.ones(1, 2))
             kinds += [event.kind.name for event in gate.wait_events(0)]
         print("went on", "TERMINAL_STOP" in kinds, flush=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
 from hydroslurm.gate.hooks import HooksGate
 from hydroslurm.gate.native_gate import NativeGate
-from hydroslurm.gate.protocol import Action, Cause, GateEventKind
+from hydroslurm.gate.protocol import Action, Cause
 from tests.processes import Child, child
 
 PROGRAM = Path(__file__).parent / "ranks_at_collectives.py"
@@ -57,24 +58,24 @@ def test_peers_is_a_cause_of_its_own() -> None:
     """PEERS closes the gate and keeps it closed when another cause goes, and the reverse."""
     gate = NativeGate()
     gate.start([])
-    kinds: list[GateEventKind] = []
+    kinds: list[EventKind] = []
 
-    def until(kind: GateEventKind) -> None:
+    def until(kind: EventKind) -> None:
         while kind not in kinds:
             kinds.extend(event.kind for event in gate.wait_events(1.0))
         kinds.clear()
 
     with gate.exempt():
         gate.request(Action.PAUSE, Cause.PEERS)
-        until(GateEventKind.GATE_CLOSED)
+        until(EventKind.GATE_CLOSED)
         gate.request(Action.PAUSE, Cause.API)
-        until(GateEventKind.CAUSES_CHANGED)
+        until(EventKind.CAUSES_CHANGED)
         assert gate.status().causes == Cause.PEERS | Cause.API
         gate.request(Action.RESUME, Cause.API)
-        until(GateEventKind.CAUSES_CHANGED)
+        until(EventKind.CAUSES_CHANGED)
         assert gate.status().causes.names() == ["peers"]
         gate.request(Action.RESUME, Cause.PEERS)
-        until(GateEventKind.GATE_OPENED)
+        until(EventKind.RESUMED)
     gate.stop()
 
 

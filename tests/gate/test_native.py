@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import AlreadyInstalled, GateError, InstallError
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
     Action,
     Cause,
     GateEvent,
-    GateEventKind,
     GateState,
     Phase,
     SignalOutcome,
@@ -27,7 +27,6 @@ from hydroslurm.gate.protocol import (
 )
 
 T = TypeVar("T")
-K = GateEventKind
 LIMIT_S = 30.0
 RULES = (
     SignalRule(signal.SIGUSR1, Action.PAUSE, Cause.USER),
@@ -48,10 +47,10 @@ class Rank:
     def resume(self) -> None:
         self.gate.request(Action.RESUME, Cause.API)
 
-    def kinds(self) -> list[GateEventKind]:
+    def kinds(self) -> list[EventKind]:
         return [event.kind for event in self.events]
 
-    def until(self, kind: GateEventKind, n: int = 1) -> GateEvent:
+    def until(self, kind: EventKind, n: int = 1) -> GateEvent:
         """The n-th event of a kind, waited for. Every wait is bounded: a hang must not be ours."""
         deadline = time.monotonic() + LIMIT_S
         while self.kinds().count(kind) < n:
@@ -100,21 +99,21 @@ def test_main_thread_parks_and_goes_on(rank: Rank) -> None:
 
     def script() -> None:
         rank.pause()
-        rank.until(K.PARKED)
+        rank.until(EventKind.PARKED)
         assert rank.gate.status().state is GateState.PARKED
         assert rank.gate.status().held == 1
         rank.resume()
-        rank.until(K.FIRST_RELEASED)
+        rank.until(EventKind.FIRST_OPERATOR_RELEASED)
 
     rank.drive(_small_step, script)
     assert rank.kinds() == [
-        K.SIGNAL_RECEIVED,
-        K.GATE_CLOSED,
-        K.FIRST_HELD,
-        K.PARKED,
-        K.SIGNAL_RECEIVED,
-        K.GATE_OPENED,
-        K.FIRST_RELEASED,
+        EventKind.SIGNAL_RECEIVED,
+        EventKind.GATE_CLOSED,
+        EventKind.FIRST_OPERATOR_HELD,
+        EventKind.PARKED,
+        EventKind.SIGNAL_RECEIVED,
+        EventKind.RESUMED,
+        EventKind.FIRST_OPERATOR_RELEASED,
     ]
     stamps = [event.mono_ns for event in rank.events]
     assert stamps == sorted(stamps)
@@ -149,16 +148,16 @@ def test_gradients_are_bit_identical(rank: Rank) -> None:
     def script() -> None:
         for n in range(1, 501):
             rank.pause()
-            rank.until(K.PARKED, n)
+            rank.until(EventKind.PARKED, n)
             rank.resume()
-            rank.until(K.GATE_OPENED, n)
+            rank.until(EventKind.RESUMED, n)
         while not results:
             threading.Event().wait(0.001)
 
     rank.drive(lambda: results.append(_gradients(60)), script)
     assert results
     assert set(results) == {expected}
-    assert rank.kinds().count(K.FIRST_HELD) > 400
+    assert rank.kinds().count(EventKind.FIRST_OPERATOR_HELD) > 400
 
 
 class PythonNode(torch.autograd.Function):
@@ -193,10 +192,10 @@ def test_gil_is_given_up(rank: Rank, work: Callable[[], object]) -> None:
     def script() -> int:
         for n in range(1, 21):
             rank.pause()
-            rank.until(K.PARKED, n)  # which needs the GIL, as all that this thread does
+            rank.until(EventKind.PARKED, n)  # which needs the GIL, as all that this thread does
             rank.resume()
-            rank.until(K.GATE_OPENED, n)
-        return sum(event.held for event in rank.events if event.kind is K.PARKED)
+            rank.until(EventKind.RESUMED, n)
+        return sum(event.held for event in rank.events if event.kind is EventKind.PARKED)
 
     assert rank.drive(work, script) >= 15
 
@@ -227,7 +226,7 @@ def test_python_threads_are_held_and_exempt_ones_pass(rank: Rank) -> None:
         while not (counts["user"] and counts["saver"]):
             threading.Event().wait(0.001)
         rank.pause()
-        rank.until(K.PARKED)
+        rank.until(EventKind.PARKED)
         while rank.gate.status().held < 2:  # nobody knew of this thread before its first hold
             threading.Event().wait(0.001)
         user_at, saver_at = counts["user"], counts["saver"]
@@ -235,9 +234,9 @@ def test_python_threads_are_held_and_exempt_ones_pass(rank: Rank) -> None:
             threading.Event().wait(0.001)
         assert counts["user"] == user_at
         rank.resume()
-        assert rank.until(K.GATE_OPENED).passed >= 100
+        assert rank.until(EventKind.RESUMED).passed >= 100
         rank.pause()
-        parked = rank.until(K.PARKED, 2)
+        parked = rank.until(EventKind.PARKED, 2)
         assert parked.held + parked.quiet == 2
         end.set()
 
@@ -288,9 +287,9 @@ def test_cleared_callbacks_are_noticed(rank: Rank) -> None:
 
     def script() -> None:
         rank.pause()
-        rank.until(K.PARKED)
+        rank.until(EventKind.PARKED)
         torch._C._autograd._clear_callbacks()  # type: ignore[attr-defined]
-        rank.until(K.CALLBACK_LOST)
+        rank.until(EventKind.CALLBACK_LOST)
         assert rank.gate.status().armed
 
     rank.drive(_small_step, script)
@@ -301,7 +300,7 @@ def test_profiler_and_gate_coexist(rank: Rank) -> None:
 
     def script() -> None:
         rank.pause()
-        rank.until(K.PARKED)
+        rank.until(EventKind.PARKED)
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         rank.drive(_small_step, script)
@@ -320,9 +319,9 @@ def test_starts_from_another_thread(gate: NativeGate) -> None:
 
         def script() -> None:
             signal.raise_signal(signal.SIGUSR1)
-            assert rank.until(K.PARKED).causes == Cause.USER
+            assert rank.until(EventKind.PARKED).causes == Cause.USER
             signal.raise_signal(signal.SIGUSR2)
-            rank.until(K.GATE_OPENED)
+            rank.until(EventKind.RESUMED)
 
         rank.drive(_small_step, script)
     finally:
@@ -359,7 +358,7 @@ def test_stop_lets_everybody_go(gate: NativeGate) -> None:
 
     def script() -> None:
         rank.pause()
-        rank.until(K.FIRST_HELD)
+        rank.until(EventKind.FIRST_OPERATOR_HELD)
         gate.stop()
         gate.start(RULES)
 

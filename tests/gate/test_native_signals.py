@@ -17,7 +17,7 @@ PRELUDE = """
 import os, signal, sys, threading, time
 import torch
 from hydroslurm.gate.native_gate import NativeGate
-from hydroslurm.gate.protocol import Action, Cause, GateEventKind as K, SignalRule
+from hydroslurm.gate.protocol import Action, Cause, SignalRule
 
 def print(*words):  # whole lines, from several threads
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -79,7 +79,7 @@ def pause(rank: Child, signo: int = signal.SIGUSR1) -> None:
 
 def resume(rank: Child, signo: int = signal.SIGUSR2) -> None:
     rank.signal(signo)
-    rank.expect("FIRST_RELEASED")
+    rank.expect("FIRST_OPERATOR_RELEASED")
 
 
 def said(rank: Child, start: str, n: int = 1) -> None:
@@ -123,7 +123,7 @@ def test_parks_inside_a_long_backward(tmp_path: Path) -> None:
         rank.expect("inside")
         for _ in range(3):
             rank.signal(signal.SIGUSR1)
-            assert " BACKWARD " in rank.expect("FIRST_HELD")
+            assert " BACKWARD " in rank.expect("FIRST_OPERATOR_HELD")
             rank.expect("PARKED")
             resume(rank)
         assert rank.expect("same") == "True"
@@ -145,7 +145,7 @@ def test_sigcont_ends_slurms_pause_only(train: Child) -> None:
     train.expect(f"SIGNAL_RECEIVED {signal.SIGCONT:d}")
     seen = len(train.lines)
     resume(train)
-    assert not any(line.startswith("GATE_OPENED") for line in train.lines[:seen][-3:])
+    assert not any(line.startswith("RESUMED") for line in train.lines[:seen][-3:])
 
 
 def test_python_handler_runs_while_parked(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_python_handler_runs_while_parked(tmp_path: Path) -> None:
         rank.signal(signal.SIGTERM)
         said(rank, "left")
         said(rank, "STOP_REQUESTED")
-        said(rank, "GATE_OPENED", 2)
+        said(rank, "RESUMED", 2)
 
 
 def test_later_handler_is_noticed_and_left(tmp_path: Path) -> None:
@@ -287,10 +287,10 @@ def test_collective_in_flight_ends_while_held(tmp_path: Path) -> None:
             zero.expect("issued")
             pause(zero)  # quiet: it waits for a line
             zero.say("go on")
-            zero.expect("LATE_HELD")
+            zero.expect("LATE_OPERATOR_HELD")
             one.say("issue")
             assert one.expect("gathered") == str(4096.0 * 3)
-            assert sum(line.startswith("FIRST_RELEASED") for line in zero.lines) == n - 1
+            assert sum(line.startswith("FIRST_OPERATOR_RELEASED") for line in zero.lines) == n - 1
             resume(zero)
             said(zero, f"gathered {4096.0 * 3}", n)
 
@@ -329,12 +329,12 @@ def test_quiet_main_thread_counts_as_parked(tmp_path: Path) -> None:
         rank.expect("ready")
         pause(rank)
         rank.say("go on")
-        rank.expect("LATE_HELD")
+        rank.expect("LATE_OPERATOR_HELD")
         resume(rank)
         rank.say("leave")
         assert rank.wait() == 0
         assert "stepped" in rank.lines
-        assert not any(line.startswith("FIRST_HELD") for line in rank.lines)
+        assert not any(line.startswith("FIRST_OPERATOR_HELD") for line in rank.lines)
 
 
 def test_forked_child_of_a_paused_rank_runs(tmp_path: Path) -> None:

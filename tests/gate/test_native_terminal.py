@@ -130,13 +130,13 @@ def test_ctrl_z_gives_the_shell_back_and_fg_continues(script: Path) -> None:
             tty.type("echo shell-$((40 + 2))\n")
             tty.expect("shell-42")
             tty.type("fg\n")
-            tty.expect("<GATE_OPENED>")
-        for told in ("<PARKED>", "<TERMINAL_STOP>", "<GATE_OPENED>"):
+            tty.expect("<RESUMED>")
+        for told in ("<PARKED>", "<TERMINAL_STOP>", "<RESUMED>"):
             assert tty.used.count(told) == 2  # before the stop or, as likely, after it
         tty.type("\x1a")
         tty.expect("Stopped")
         tty.type("bg\n")
-        tty.expect("<GATE_OPENED>")
+        tty.expect("<RESUMED>")
         tty.type("kill -KILL %1; wait; echo go''ne\n")
         tty.expect("gone")
 
@@ -154,7 +154,7 @@ def test_ctrl_z_in_a_script_stops_the_job(script: Path) -> None:
         # the shell says so when its own child, the script, has stopped; the rank parks first
         wait_until(lambda: state_of(rank) == "T", "the rank to stop", limit_s=LIMIT_S)
         tty.type("fg\n")
-        tty.expect("<GATE_OPENED>")
+        tty.expect("<RESUMED>")
         tty.type("\x1a")
         tty.expect("Stopped")
         tty.type("kill -KILL -- -$(jobs -p); wait; echo go''ne\n")
@@ -167,6 +167,6 @@ def test_ctrl_z_without_a_shell_is_ignored(script: Path) -> None:
     with terminal([sys.executable, "-u", str(script)], script.parent) as tty:
         tty.expect_rank()
         tty.type("\x1a")
-        tty.expect("<TERMINAL_IGNORED>")
+        tty.expect("<TERMINAL_STOP_IGNORED>")
         tty.expect("<SIGNAL_RECEIVED>")
         assert "GATE_CLOSED" not in tty.seen

@@ -58,7 +58,7 @@ def test_debug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = stock.submit(hydroslurm.preemptible(submitted.train), tmp_path)
     assert job.result()["steps"] == 1000
     again = stock.submit(hydroslurm.preemptible(submitted.train), tmp_path)
-    assert "a Run has finished in" in str(again.exception())
+    assert "this process has already finished a Run in" in str(again.exception())
     seen = stock.submit(hydroslurm.preemptible(whereabouts), 3).result()
     assert seen[:2] == [3, False]
     assert not Path(seen[2]).exists()

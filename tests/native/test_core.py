@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import NoCompiler
-from hydroslurm.gate import binding
+from hydroslurm.gate import binding, protocol
 from hydroslurm.gate.compiler import SOURCES, find_compiler, source_files
 
 HERE = Path(__file__).parent
@@ -106,3 +107,11 @@ def test_binding_matches_header(compiler: list[str], tmp_path: Path) -> None:
     done = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, timeout=60)
     structures = (binding.Signal, binding.Event, binding.Status, binding.Traced)
     assert [int(size) for size in done.stdout.split()] == [ctypes.sizeof(one) for one in structures]
+
+
+def test_event_kinds_are_those_of_the_header() -> None:
+    """Each kind of gate event has one name: ``HS_EVENT_PARKED = 4`` is the fourth of the kinds."""
+    header = (SOURCES / "gate.h").read_text()
+    kinds = [kind.name for kind in protocol.GATE_EVENT_KINDS]
+    numbered = dict(re.findall(r"HS_EVENT_(\w+) = (\d+)", header))
+    assert numbered == {name: str(number) for number, name in enumerate(kinds, 1)}

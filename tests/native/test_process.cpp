@@ -83,14 +83,14 @@ TEST(replaced_handler_is_taken_back) {
     CHECK_EQ(hs_gate_deliver(SIGUSR1), 1);
     until_event(HS_EVENT_GATE_CLOSED);
     raise(SIGUSR2);
-    until_event(HS_EVENT_GATE_OPENED);
+    until_event(HS_EVENT_RESUMED);
     CHECK_EQ(hs_gate_retake(SIGUSR1, 1), 1);
     CHECK_EQ(hs_gate_owns(SIGUSR1), 1);
     raise(SIGUSR1);
     CHECK_EQ(plain_calls.load(), 2);
     until_event(HS_EVENT_GATE_CLOSED, 2);
     raise(SIGUSR2);
-    until_event(HS_EVENT_GATE_OPENED, 2);
+    until_event(HS_EVENT_RESUMED, 2);
     CHECK_EQ(hs_gate_deliver(SIGUSR1), 1); /* late, as Python does it */
     CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_API), 0);
     CHECK_EQ(until_event(HS_EVENT_CAUSES_CHANGED).causes, 0);

@@ -108,7 +108,7 @@ TEST(latch_orders) {
     for (const hs_event &event : seen())
         if (event.kind == HS_EVENT_SIGNAL_RECEIVED) received += event.count;
     CHECK_EQ(received, 10'000);
-    CHECK_EQ(count_of(HS_EVENT_DROPPED), 0);
+    CHECK_EQ(count_of(HS_EVENT_EVENTS_DROPPED), 0);
     CHECK(!fake.armed.load());
 }
 
@@ -142,7 +142,7 @@ TEST(causes_are_a_set) {
     CHECK(status().closed_mono_ns != 0);
     raise(SIGUSR2);
     CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_API), 0);
-    until_event(HS_EVENT_GATE_OPENED);
+    until_event(HS_EVENT_RESUMED);
     CHECK_EQ(status().causes, 0);
     CHECK_EQ(status().state, HS_STATE_RUNNING);
     CHECK(count_of(HS_EVENT_CAUSES_CHANGED) >= 1);
@@ -205,7 +205,7 @@ TEST(full_queue_counts_what_it_drops) {
     for (int i = 0; i < 3000; ++i) CHECK_EQ(hs_gate_check_handlers(), 1);
     read_events();
     CHECK_EQ(static_cast<int64_t>(seen().size()), 2049);
-    CHECK_EQ(seen().back().kind, HS_EVENT_DROPPED);
+    CHECK_EQ(seen().back().kind, HS_EVENT_EVENTS_DROPPED);
     CHECK_EQ(seen().back().count, 3000 - 2048);
     CHECK_EQ(hs_gate_stop(), 1);
 }
@@ -218,7 +218,7 @@ TEST(stop_wins) {
     raise(SIGTERM);
     const hs_event &stop = until_event(HS_EVENT_STOP_REQUESTED);
     CHECK_EQ(stop.signo, SIGTERM);
-    until_event(HS_EVENT_GATE_OPENED);
+    until_event(HS_EVENT_RESUMED);
     until([] { return status().state == HS_STATE_STOPPING; });
     raise(SIGTSTP);
     until([] { return status().causes == (HS_CAUSE_USER | HS_CAUSE_SLURM); });

@@ -23,14 +23,14 @@ TEST(main_thread_is_held) {
             CHECK_EQ(fake.operators.load(), then);
         }
         resume_now();
-        until_event(HS_EVENT_FIRST_RELEASED);
+        until_event(HS_EVENT_FIRST_OPERATOR_RELEASED);
         until([&] { return fake.operators.load() > then; });
         end.store(true);
     });
     while (!end.load()) fake_operator("aten::addmm");
     controller.join();
-    const int order[] = {HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_GATE_CLOSED, HS_EVENT_FIRST_HELD, HS_EVENT_PARKED,
-                         HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_GATE_OPENED, HS_EVENT_FIRST_RELEASED};
+    const int order[] = {HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_GATE_CLOSED, HS_EVENT_FIRST_OPERATOR_HELD, HS_EVENT_PARKED,
+                         HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_RESUMED, HS_EVENT_FIRST_OPERATOR_RELEASED};
     CHECK_EQ(static_cast<int>(seen().size()), 7);
     for (int i = 0; i < 7; ++i) CHECK_EQ(seen()[static_cast<size_t>(i)].kind, order[i]);
     for (int i = 1; i < 7; ++i) CHECK(seen()[static_cast<size_t>(i)].mono_ns >= seen()[static_cast<size_t>(i - 1)].mono_ns);
@@ -52,7 +52,7 @@ TEST(only_training_threads_are_held) {
     CHECK_EQ(autograd.issued, held_at);
     CHECK(status().passed > 200);
     resume_now();
-    CHECK(until_event(HS_EVENT_GATE_OPENED).passed > 200);
+    CHECK(until_event(HS_EVENT_RESUMED).passed > 200);
     until([&] { return autograd.issued > held_at; });
     hs_gate_stop();
 }
@@ -64,7 +64,7 @@ TEST(exempt_thread_passes) {
         pause_now();
         until_event(HS_EVENT_GATE_CLOSED);
         until([] { return status().passed > 0; });
-        until_event(HS_EVENT_FIRST_HELD);
+        until_event(HS_EVENT_FIRST_OPERATOR_HELD);
         resume_now();
     });
     CHECK_EQ(hs_gate_exempt(1), 0);
@@ -97,7 +97,7 @@ TEST(capture_is_let_through) {
     fake_capture = false;
     fake_operator("after the capture");
     controller.join();
-    CHECK_EQ(strcmp(until_event(HS_EVENT_FIRST_HELD).text, "after the capture"), 0);
+    CHECK_EQ(strcmp(until_event(HS_EVENT_FIRST_OPERATOR_HELD).text, "after the capture"), 0);
     hs_gate_stop();
 }
 
@@ -144,9 +144,9 @@ TEST(late_thread_is_told) {
     std::thread controller([&] {
         pause_now();
         until_event(HS_EVENT_PARKED);
-        CHECK_EQ(count_of(HS_EVENT_LATE_HELD), 0);
+        CHECK_EQ(count_of(HS_EVENT_LATE_OPERATOR_HELD), 0);
         sleeper.idle.store(false);
-        const hs_event late = until_event(HS_EVENT_LATE_HELD);
+        const hs_event late = until_event(HS_EVENT_LATE_OPERATOR_HELD);
         CHECK(late.tid != 0 && late.tid != getpid());
         CHECK_EQ(strcmp(late.text, "aten::mm"), 0);
         resume_now();
@@ -167,7 +167,7 @@ TEST(park_and_open_races) {
             std::this_thread::yield();
             CHECK_EQ(a.issued + b.issued + c.issued, then);
             resume_now();
-            until_event(HS_EVENT_GATE_OPENED, i);
+            until_event(HS_EVENT_RESUMED, i);
         }
         for (int i = 0; i < 5000; ++i) { /* without waiting for anything */
             pause_now();
@@ -188,7 +188,7 @@ TEST(stop_releases_the_held) {
         start_usual();
         Trainer trainer("pt_autograd_0");
         pause_now();
-        until_event(HS_EVENT_FIRST_HELD, i);
+        until_event(HS_EVENT_FIRST_OPERATOR_HELD, i);
         hs_gate_stop();
         const int64_t then = trainer.issued;
         until([&] { return trainer.issued > then; });
@@ -202,9 +202,9 @@ TEST(slots_are_reused) {
     for (int i = 1; i <= 40; ++i) {
         Trainer trainer("pt_autograd_0");
         pause_now();
-        until_event(HS_EVENT_FIRST_HELD, i);
+        until_event(HS_EVENT_FIRST_OPERATOR_HELD, i);
         resume_now();
-        until_event(HS_EVENT_GATE_OPENED, i);
+        until_event(HS_EVENT_RESUMED, i);
     }
     int slots = 0;
     for (hs::Slot *slot = hs::slots_first(); slot != nullptr; slot = slot->next) ++slots;
@@ -221,7 +221,7 @@ TEST(lost_callback_is_armed_again) {
     CHECK_EQ(until_event(HS_EVENT_CALLBACK_LOST).count, 0);
     until([] { return fake.armed.load(); });
     resume_now();
-    until_event(HS_EVENT_GATE_OPENED);
+    until_event(HS_EVENT_RESUMED);
     CHECK(!fake.armed.load());
     hs_gate_stop();
 }

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.coordination import address
-from hydroslurm.coordination.address import located, meeting_place, settle_address
+from hydroslurm.coordination.address import located, rendezvous_environment, set_master_addr
 from hydroslurm.coordination.world import World
-from hydroslurm.errors import HubLost
+from hydroslurm.errors import CoordinatorLost
 
 NOWHERE = World(rank=1, world_size=2, host="no-such-node.invalid")
 
@@ -29,8 +29,8 @@ def test_a_name_that_leads_nowhere() -> None:
     """It is an error that says what was seen, and what to set; the first rank listens all the same,
     for others may find it."""
     environ: dict[str, str] = {}
-    for ask in (lambda: settle_address(NOWHERE, environ), lambda: located(NOWHERE)):
-        with pytest.raises(HubLost) as raised:
+    for ask in (lambda: set_master_addr(NOWHERE, environ), lambda: located(NOWHERE)):
+        with pytest.raises(CoordinatorLost) as raised:
             ask()
         for words in ("no-such-node.invalid does not resolve here", "SLURM_CONF", "MASTER_ADDR"):
             assert words in str(raised.value)
@@ -41,12 +41,12 @@ def test_a_name_that_leads_nowhere() -> None:
 def test_what_a_person_has_set_is_not_looked_up() -> None:
     """Nor is the node of a process that is alone."""
     environ = {"MASTER_ADDR": "10.0.0.9"}
-    assert settle_address(NOWHERE, environ) == NOWHERE
-    assert settle_address(replace(NOWHERE, rank=0, world_size=1), {}).host == NOWHERE.host
+    assert set_master_addr(NOWHERE, environ) == NOWHERE
+    assert set_master_addr(replace(NOWHERE, rank=0, world_size=1), {}).host == NOWHERE.host
     assert environ == {"MASTER_ADDR": "10.0.0.9"}
 
 
 def test_the_meeting_place() -> None:
     """On one machine gloo is told which interface to take."""
-    assert meeting_place("10.0.0.7") == {"MASTER_ADDR": "10.0.0.7"}
-    assert meeting_place("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
+    assert rendezvous_environment("10.0.0.7") == {"MASTER_ADDR": "10.0.0.7"}
+    assert rendezvous_environment("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.gate.protocol import Cause, GateEvent, GateEventKind, Phase
+from hydroslurm.gate.protocol import GATE_EVENT_KINDS, Cause, GateEvent, Phase
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.recorder import Recorder
 
 
-def _seen(kind: GateEventKind, mono_ns: int, **fields: object) -> GateEvent:
+def _seen(kind: EventKind, mono_ns: int, **fields: object) -> GateEvent:
     return GateEvent(kind=kind, mono_ns=mono_ns, epoch_ns=0, **fields)  # type: ignore[arg-type]
 
 
@@ -18,18 +18,16 @@ def test_one_pause_is_told_with_its_latencies() -> None:
     """All records of a pause carry its number, and latencies begin at the request's stamp."""
     recorder = Recorder()
     closed = recorder.record(
-        _seen(GateEventKind.GATE_CLOSED, 2_000, value_ns=1_000, causes=Cause.SLURM)
+        _seen(EventKind.GATE_CLOSED, 2_000, value_ns=1_000, causes=Cause.SLURM)
     )
     held = recorder.record(
-        _seen(GateEventKind.FIRST_HELD, 3_000, text="aten::mm", phase=Phase.BACKWARD, tid=7)
+        _seen(EventKind.FIRST_OPERATOR_HELD, 3_000, text="aten::mm", phase=Phase.BACKWARD, tid=7)
     )
     parked = recorder.record(
-        _seen(GateEventKind.PARKED, 3_000, value_ns=1_000, held=1, causes=Cause.SLURM)
+        _seen(EventKind.PARKED, 3_000, value_ns=1_000, held=1, causes=Cause.SLURM)
     )
-    opened = recorder.record(
-        _seen(GateEventKind.GATE_OPENED, 5_003_000, value_ns=5_001_000, held=1)
-    )
-    released = recorder.record(_seen(GateEventKind.FIRST_RELEASED, 5_011_000, tid=7))
+    opened = recorder.record(_seen(EventKind.RESUMED, 5_003_000, value_ns=5_001_000, held=1))
+    released = recorder.record(_seen(EventKind.FIRST_OPERATOR_RELEASED, 5_011_000, tid=7))
 
     assert [r.data["pause"] for r in (closed, held, parked, opened, released)] == [1] * 5
     assert closed.data["causes"] == ["slurm"]
@@ -43,15 +41,15 @@ def test_one_pause_is_told_with_its_latencies() -> None:
 def test_pauses_are_counted() -> None:
     """The second closing is pause 2."""
     recorder = Recorder()
-    recorder.record(_seen(GateEventKind.GATE_CLOSED, 1))
-    recorder.record(_seen(GateEventKind.GATE_OPENED, 2))
-    assert recorder.record(_seen(GateEventKind.GATE_CLOSED, 3)).data["pause"] == 2
+    recorder.record(_seen(EventKind.GATE_CLOSED, 1))
+    recorder.record(_seen(EventKind.RESUMED, 2))
+    assert recorder.record(_seen(EventKind.GATE_CLOSED, 3)).data["pause"] == 2
 
 
 @pytest.mark.parametrize(
-    "kind", [k for k in GateEventKind if k is not GateEventKind.HANDLER_REPLACED]
+    "kind", [k for k in GATE_EVENT_KINDS if k is not EventKind.HANDLER_REPLACED]
 )
-def test_every_gate_event_has_a_record(kind: GateEventKind) -> None:
+def test_every_gate_event_has_a_record(kind: EventKind) -> None:
     """No kind of gate event is lost on the way to the log; the guard tells of handlers."""
     assert isinstance(Recorder().record(_seen(kind, 1)).kind, EventKind)
 

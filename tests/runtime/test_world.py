@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hydroslurm.coordination.rendezvous import set_torch_environment
-from hydroslurm.coordination.world import FIRST_PORT, HUB_TRIES, KEY_ENV, PORTS, World
+from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, FIRST_PORT, KEY_ENV, PORTS, World
 from hydroslurm.errors import UsageError
 
 SRUN = {
@@ -115,23 +115,23 @@ def test_contradictions(given: dict[str, str], words: str) -> None:
         (TORCHRUN, {"TORCHELASTIC_RESTART_COUNT": "1"}),
         (TORCHRUN, {"TORCHELASTIC_RUN_ID": "other"}),
         ({**SRUN, **TORCHRUN}, {"SLURM_RESTART_COUNT": "1"}),
-        (TORCHRUN, {"HYDROSLURM_LIFE": "the agent's"}),
+        (TORCHRUN, {"HYDROSLURM_INCARNATION": "the agent's"}),
     ],
 )
 def test_another_life_has_another_name(given: dict[str, str], other: dict[str, str]) -> None:
     """What starts the ranks anew changes the life, and with it the ports; ranks of one life agree
     on all of it."""
     one, another = world(given), world(given, **other)
-    assert one.life != another.life
+    assert one.incarnation_id != another.incarnation_id
     assert ports(one) != ports(another)
     peers = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     peers |= {"RANK": "0", "LOCAL_RANK": "0"} if "RANK" in given else {}
     peer = world(given, **peers)
-    assert (peer.life, ports(peer)) == (one.life, ports(one))
+    assert (peer.incarnation_id, ports(peer)) == (one.incarnation_id, ports(one))
 
 
 def ports(world: World, key: bytes | None = None) -> tuple[int, tuple[int, ...]]:
-    return world.torch_port(key), world.hub_ports(key)
+    return world.torch_port(key), world.coordinator_ports(key)
 
 
 def test_who_knows_the_key_knows_the_ports() -> None:
@@ -142,13 +142,14 @@ def test_who_knows_the_key_knows_the_ports() -> None:
 
 
 def test_ports_lie_in_their_ranges() -> None:
-    """Torch's and the hub's do not overlap, and none is one that Linux gives to whoever asks."""
+    """Torch's and the coordinator's do not overlap, and none is one that Linux gives to whoever
+    asks."""
     for restart in range(300):
         seen = world(SRUN, SLURM_RESTART_COUNT=str(restart))
         assert FIRST_PORT <= seen.torch_port(None) < FIRST_PORT + PORTS
-        assert len(set(seen.hub_ports(None))) == HUB_TRIES
-        assert min(seen.hub_ports(None)) >= FIRST_PORT + PORTS
-        assert max(seen.hub_ports(None)) < FIRST_PORT + 2 * PORTS < 32768
+        assert len(set(seen.coordinator_ports(None))) == COORDINATOR_PORT_TRIES
+        assert min(seen.coordinator_ports(None)) >= FIRST_PORT + PORTS
+        assert max(seen.coordinator_ports(None)) < FIRST_PORT + 2 * PORTS < 32768
 
 
 def test_what_init_process_group_reads() -> None:

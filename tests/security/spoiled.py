@@ -15,9 +15,9 @@ SPOIL = r"""
     NASTY = ("\x1b[2J\x1b]0;owned\x07\u202e$\\frac{$ <script>alert(1)</script> [bold] \ud800 "
              "\0\n\x9b")
     FILES = ["events/rank-00000.jsonl", "events/rank-00001.jsonl", "events/rank-00000.spare",
-             "events/agent-00000.jsonl", "events/pulse.json", "attempts.jsonl", "conditions.jsonl",
-             "submission.json", "plan.json", "job.yaml", "finished.json", "tensorboard.json",
-             "active.json", "attempts/000001.began.json", "logs/task-0.log",
+             "events/agent-00000.jsonl", "events/heartbeat.json", "attempts.jsonl",
+             "conditions.jsonl", "submission.json", "plan.json", "job.yaml", "finished.json",
+             "tensorboard.json", "active.json", "attempts/000001.began.json", "logs/task-0.log",
              "profile/rank-0-life-0.sqlite",
              "checkpoints/step-000000001/manifest.json", "checkpoints/step-000000002",
              "epochs/step-000000003/manifest.json"]
@@ -58,9 +58,9 @@ SPOIL = r"""
           for value in (BIG, "1e308", "Infinity", '"text"', "[[1]]", '{"a": []}', "null", "-1")),
     )
     make("numbers", lambda path: path.write_bytes(numbers))
-    pulse = {"step": 10**18, "epoch_ns": 1, "since_epoch_ns": -(10**18), "steps_per_s": 1e308,
+    heartbeat = {"step": 10**18, "epoch_ns": 1, "since_epoch_ns": -(10**18), "steps_per_s": 1e308,
              "every_s": 1e308, "restart_count": 0, "pid": 7}
-    (home / "numbers/events/pulse.json").write_text(json.dumps(pulse))
+    (home / "numbers/events/heartbeat.json").write_text(json.dumps(heartbeat))
     words = lines(
         line(kind="installed", host=NASTY),
         line(kind="attempt_began", host=NASTY, data={"attempt": 1, "step": 0}),

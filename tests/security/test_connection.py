@@ -20,10 +20,10 @@ from processes import wait_until
 import hydroslurm
 from hydroslurm.checkpoint.contents import State
 from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.coordination.authentication import CoordinatorGreeting, GreetingFailed, RankGreeting
+from hydroslurm.coordination.channel import find_coordinator, join_coordinator
 from hydroslurm.coordination.client import CoordinatorClient
-from hydroslurm.coordination.greeting import GreetingFailed, HubGreeting, RankGreeting
-from hydroslurm.coordination.host import start_hub
-from hydroslurm.coordination.search import find_hub, join_hub
+from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import KEYS, Secret, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.devcluster import DevCluster
@@ -37,14 +37,15 @@ ATTACKS = """
     import json, socket, struct, sys, time
     port = int(sys.argv[1])
     def frame(body): return struct.pack(">I", len(body)) + body
-    hello = {"do": "join", "life": sys.argv[2], "rank": 1, "world_size": 2, "who": {}}
+    hello = {"type": "join", "incarnation_id": sys.argv[2], "rank": 1, "world_size": 2}
+    hello["process"] = {}
     bodies = [
         json.dumps({**hello, "rank": float("inf")}).encode(),
         b"[" * 60000,
         json.dumps(hello).encode(),
-        json.dumps({"do": "pause"}).encode(),
-        json.dumps({"do": "want", "kind": "stop", "words": "x"}).encode(),
-        json.dumps({"do": "agree", "topic": "save/1/open", "value": {"folder": "/"}}).encode(),
+        json.dumps({"type": "pause"}).encode(),
+        json.dumps({"type": "call_barrier", "kind": "stop", "message": "x"}).encode(),
+        json.dumps({"type": "agree", "topic": "save/1/open", "value": {"folder": "/"}}).encode(),
     ]
     heads = [b"", b"hydroslurm 1\\n" + b"k" + bytes(34), b"hydroslurm 1\\n" + b"m" + bytes(32)
              + struct.pack(">H", 9) + b"MUNGE:AA:"]
@@ -81,11 +82,11 @@ def ranks_of(life: str, world_size: int = 2) -> list[CoordinatorClient]:
     secret = Secret("environment", secrets.token_bytes(32))
     made = [
         CoordinatorClient(
-            World(rank=rank, world_size=world_size, local_rank=rank, life=life),
+            World(rank=rank, world_size=world_size, local_rank=rank, incarnation_id=life),
             OpenGate(),  # type: ignore[arg-type]
             secret=lambda: secret,
-            tell=lambda *_: None,
-            wanted=lambda *_: pytest.fail("somebody has called a stop"),
+            emit=lambda *_: None,
+            on_barrier_called=lambda *_: pytest.fail("somebody has called a stop"),
             warn=lambda _: None,
         )
         for rank in range(world_size)
@@ -106,9 +107,9 @@ def test_a_stranger_can_neither_end_nor_steer_nor_crowd_out(stranger: Any) -> No
     """All that ended, stopped or starved a job before: the ranks notice nothing of it."""
     life = f"attacked {secrets.token_hex(4)}"
     ranks = ranks_of(life)
-    link = ranks[0]._link
-    assert link is not None
-    port = link._connection.getpeername()[1]
+    channel = ranks[0]._channel
+    assert channel is not None
+    port = channel._connection.getpeername()[1]
     with stranger.popen(
         "/usr/bin/python3", "-c", textwrap.dedent(ATTACKS), str(port), life,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -118,12 +119,12 @@ def test_a_stranger_can_neither_end_nor_steer_nor_crowd_out(stranger: Any) -> No
         assert attack.stdout.readline() == "holding\n"
         assert agree(ranks, "two") == [{0: 0, 1: 1}] * 2
         assert [one.gone for one in ranks] == [{}, {}]
-        assert not any(one.meetings.is_called or one.lost for one in ranks)
+        assert not any(one.stop_barriers.is_called or one.lost for one in ranks)
         for one in ranks:
             one.done = True
             one.leave()
         # the stranger still holds its connections: they keep nothing alive
-        wait_until(lambda: not _listens(port), "the hub to end")
+        wait_until(lambda: not _listens(port), "the coordinator to end")
         attack.stdin.write("\n")
 
 
@@ -212,7 +213,7 @@ def munged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def world_of(life: str, rank: int = 0) -> World:
-    return World(rank=rank, world_size=2, local_rank=rank, life=life)
+    return World(rank=rank, world_size=2, local_rank=rank, incarnation_id=life)
 
 
 def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_path: Path) -> None:
@@ -223,9 +224,11 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
     first, second = world_of(life), world_of(life, rank=1)
     secret = find_secret(first, environ, folder=None)
     assert secret.source == "munge"
-    port = start_hub(first, secret)
+    port = start_coordinator(first, secret)
     assert find_secret(second, environ, folder=None).key is None
-    found = find_hub(second, find_secret(second, environ, folder=None), ports=[port], timeout_s=30)
+    found = find_coordinator(
+        second, find_secret(second, environ, folder=None), ports=[port], timeout_s=30
+    )
     assert found.key == secret.key
 
     code = tmp_path / "code"
@@ -235,13 +238,13 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
     tried = stranger.python(
         """
         import sys
-        from hydroslurm.coordination.search import find_hub
+        from hydroslurm.coordination.channel import find_coordinator
         from hydroslurm.coordination.secret import find_secret
         from hydroslurm.coordination.world import World
-        world = World(rank=1, world_size=2, local_rank=1, life=sys.argv[3])
+        world = World(rank=1, world_size=2, local_rank=1, incarnation_id=sys.argv[3])
         secret = find_secret(world, {"HYDROSLURM_MUNGE_SOCKET": sys.argv[1]}, folder=None)
         try:
-            found = find_hub(world, secret, ports=[int(sys.argv[2])], timeout_s=2)
+            found = find_coordinator(world, secret, ports=[int(sys.argv[2])], timeout_s=2)
             print("has the key", found.key.hex())
         except Exception as error:
             print(error)
@@ -252,10 +255,10 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
         env={"PYTHONPATH": str(public)},
     )
     assert "has the key" not in tried
-    assert "will not have this rank" in tried
+    assert "refuses this rank" in tried
     found.socket.close()
-    joined = join_hub(
-        find_hub(first, secret, ports=[port], timeout_s=30), first, {"pid": os.getpid()}
+    joined = join_coordinator(
+        find_coordinator(first, secret, ports=[port], timeout_s=30), first, {"pid": os.getpid()}
     )
     joined.socket.close()
 
@@ -264,31 +267,32 @@ def test_a_credential_counts_once_and_for_one_attempt(munged: str) -> None:
     """One that is heard on the way opens nothing: not again, not elsewhere, not later."""
     munge, key = Munge(munged), secrets.token_bytes(32)
     rank = RankGreeting(attempt="one", key=None, munge=munge)
-    hub = HubGreeting()
-    hub.feed(rank.hello)
-    proof = rank.feed(hub.answer(key, attempt="one", munge=munge))
+    coordinator = CoordinatorGreeting()
+    coordinator.feed(rank.hello)
+    proof = rank.feed(coordinator.answer(key, attempt="one", munge=munge))
     assert rank.key == key
-    hub.feed(proof or b"")
-    assert hub.channel is not None
+    coordinator.feed(proof or b"")
+    assert coordinator.session is not None
 
-    again = HubGreeting()
+    again = CoordinatorGreeting()
     again.feed(rank.hello)
     with pytest.raises(MungeError, match=r"[Rr]eplayed"):
         again.answer(key, attempt="one", munge=munge)
-    other = HubGreeting()
+    other = CoordinatorGreeting()
     other.feed(RankGreeting(attempt="one", key=None, munge=munge).hello)
     with pytest.raises(GreetingFailed, match="another attempt"):
         other.answer(key, attempt="two", munge=munge)
 
 
 def test_a_hub_of_somebody_else_gives_no_key(munged: str) -> None:
-    """Who answers a rank without knowing its nonce, or with a key of its own making, is no hub."""
+    """Who answers a rank without knowing its nonce, or with a key of its own making, is no
+    coordinator."""
     munge = Munge(munged)
     rank = RankGreeting(attempt="one", key=None, munge=munge)
-    forger = HubGreeting()
+    forger = CoordinatorGreeting()
     forger.feed(RankGreeting(attempt="one", key=None, munge=munge).hello)
     answer = forger.answer(secrets.token_bytes(32), attempt="one", munge=munge)
-    with pytest.raises(GreetingFailed, match="not the hub of this job"):
+    with pytest.raises(GreetingFailed, match="not the coordinator of this job"):
         rank.feed(answer)
 
 

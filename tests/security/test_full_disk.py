@@ -12,10 +12,10 @@ import pytest
 from processes import child, wait_until
 
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.core.heartbeat import read_pulse
+from hydroslurm.core.files import read_spare, spare_of
+from hydroslurm.core.heartbeat import read_heartbeat
 from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.spare import read_spare, spare_of
 from hydroslurm.runtime import client
 
 TRAIN = """
@@ -74,9 +74,11 @@ def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) ->
     every event, in order, none glued to the one that was torn."""
     run = RunDir(small_disk / "run")
     log = run.rank_events(0)
-    with child(TRAIN, tmp_path, str(run.root), environ={"HYDROSLURM_PULSE_S": "0.1"}) as trainer:
+    with child(
+        TRAIN, tmp_path, str(run.root), environ={"HYDROSLURM_HEARTBEAT_S": "0.1"}
+    ) as trainer:
         trainer.expect("ready")
-        wait_until(lambda: read_pulse(run.pulse_json), "a pulse")
+        wait_until(lambda: read_heartbeat(run.heartbeat_json), "a heartbeat")
         with _full(small_disk):
             for number in range(1, 16):
                 parked = client.pause(trainer.pid)

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from security.conftest import Stranger
 from security.spoiled import KINDS, SHOWN_NASTY, SPOIL, folder_of
 
-from hydroslurm.core.heartbeat import read_pulse
+from hydroslurm.core.heartbeat import read_heartbeat
 from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
@@ -107,7 +107,7 @@ def scene(
     stranger.python(SPOIL, str(home), str(target), *KINDS)
     found = Scene(pause_cluster, tmp_path_factory.mktemp("jobs"), home)
     (found.folder / "train.py").write_text(textwrap.dedent(TRAIN))
-    srun = f"export HYDROSLURM_PULSE_S=0.3 OMP_NUM_THREADS=1; srun {sys.executable} train.py"
+    srun = f"export HYDROSLURM_HEARTBEAT_S=0.3 OMP_NUM_THREADS=1; srun {sys.executable} train.py"
     out = ["-o", str(found.folder / "%j.out")]
     try:
         found.good = found.submit(*out, "-J", "good", "--wrap", srun)
@@ -127,8 +127,8 @@ def scene(
             return "\n".join(file.read_text() for file in found.folder.glob("*.out"))
 
         def has_saved() -> bool:
-            pulse = read_pulse(found.good_run.pulse_json)
-            return pulse is not None and any(found.good_run.checkpoints.glob("step-*"))
+            heartbeat = read_heartbeat(found.good_run.heartbeat_json)
+            return heartbeat is not None and any(found.good_run.checkpoints.glob("step-*"))
 
         wait_until(has_saved, f"a save of {found.good}: {logs()}")
         yield found

@@ -13,7 +13,7 @@ import pytest
 
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.fence import Fence
-from hydroslurm.core.heartbeat import PulseWriter
+from hydroslurm.core.heartbeat import HeartbeatWriter
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.attempts import Attempts
@@ -68,7 +68,7 @@ def test_pausing_works_beside_a_planted_run_folder(scratch: Path, stranger: Stra
     victim.chmod(0o600)
     planted = scratch / "hydroslurm-runs" / "1234"
     _plant_run(stranger, planted)
-    for name in ("rank-00000.jsonl", "pulse.json"):
+    for name in ("rank-00000.jsonl", "heartbeat.json"):
         stranger.run("ln", "-s", str(victim), str(planted / "events" / name))
     code = """
         import os, torch, hydroslurm
@@ -86,7 +86,7 @@ def test_pausing_works_beside_a_planted_run_folder(scratch: Path, stranger: Stra
             linear(torch.ones(1))
         print("parked", said)
     """
-    done = python(code, HYDROSLURM_PULSE_S="0.1", **job(scratch))
+    done = python(code, HYDROSLURM_HEARTBEAT_S="0.1", **job(scratch))
     assert done.returncode == 0, done.stdout
     assert "parked [True]" in done.stdout
     assert done.stdout.count(f"belongs to uid {stranger.uid}") == 1
@@ -189,7 +189,7 @@ def _log_event(folder: Path) -> None:
 
 
 def _beat(folder: Path) -> None:
-    writer = PulseWriter(folder / "target", every_s=1e-9, restart_count=0)
+    writer = HeartbeatWriter(folder / "target", every_s=1e-9, restart_count=0)
     writer.beat(1)
     writer.close()
 
@@ -213,8 +213,8 @@ def _start_step(folder: Path) -> None:
 def test_writers_follow_no_links(
     write: Callable[[Path], None], tmp_path: Path, stranger: Stranger
 ) -> None:
-    """Events, the pulse, conditions, lives and srun's log: a stranger's link in their place that
-    leads to a file of the owner's leaves that file as it was."""
+    """Events, the heartbeat, conditions, attempts and srun's log: a stranger's link in their place
+    that leads to a file of the owner's leaves that file as it was."""
     victim = tmp_path / "mine"
     victim.write_text("ours")
     stranger.run("ln", "-sf", str(victim), str(stranger.home / "target"))

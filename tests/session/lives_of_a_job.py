@@ -34,7 +34,7 @@ import hydroslurm.training.run  # noqa: F401 - loaded before the fork
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.parts import epoch_limiter
+from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.data import ResumableSampler
 
 

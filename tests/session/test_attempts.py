@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydroslurm.core.supervised import ATTEMPT_ENV, ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, SUPERVISED_ENV
 from hydroslurm.errors import RunEnded, RunFolderError, UsageError
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.attempts import (

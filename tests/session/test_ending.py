@@ -51,7 +51,7 @@ def test_what_follows_the_training_is_done_until_its_process_ends_well(
         assert (code, "behind" in said) == (wanted, True), said
         assert weight in said, said
         assert not [line for line in said if line.startswith("trained")], said
-        assert any("does what follows the training again" in line for line in said) == (code != 0)
+        assert any("repeats what follows the training" in line for line in said) == (code != 0)
     assert run.finished_json.exists()
     code, said = attempt("error")
     assert (code, "behind" in said) == (0, False)
@@ -76,7 +76,7 @@ def test_two_runs_in_sequence(attempts: Callable[[Path], Attempt], tmp_path: Pat
     code, said = attempts(tmp_path / "one")("two in one folder")
     assert code == 1
     words = "\n".join(said)
-    assert "UsageError: a Run has finished in" in words
+    assert "UsageError: this process has already finished a Run in" in words
     assert 'Run(directory="' in words
     assert not RunDir(tmp_path / "one" / "first").finished_json.exists()
     attempt = attempts(tmp_path / "two")

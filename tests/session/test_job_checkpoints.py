@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.parts import epoch_limiter
+from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.errors import CheckpointMissing, StateMismatch, UsageError
 from hydroslurm.training.reading import TensorInfo
 from hydroslurm.training.run import Run

@@ -16,7 +16,7 @@ from processes import child, wait_until
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.parts import epoch_limiter
+from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.slurm.client import open_client
 

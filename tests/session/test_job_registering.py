@@ -16,7 +16,7 @@ import torch
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.parts import Group, epoch_limiter
+from hydroslurm.compat.tasks import Group, epoch_limiter
 from hydroslurm.errors import UsageError
 
 
@@ -131,7 +131,7 @@ WITH_CLOSURES = """
 import sys, cloudpickle, hydroslurm
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
-from hydroslurm.compat.parts import epoch_limiter
+from hydroslurm.compat.tasks import epoch_limiter
 
 with Job("closures") as job:
     seen = []

@@ -20,7 +20,7 @@ from processes import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from watch.conftest import Terminal
 
-from hydroslurm.core.heartbeat import read_pulse
+from hydroslurm.core.heartbeat import read_heartbeat
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 
@@ -79,8 +79,10 @@ class Scene:
 
     def has_saved(self, job_id: str) -> bool:
         run = RunDir(self.folder / "hydroslurm-runs" / job_id)
-        pulse = read_pulse(run.pulse_json)
-        has_rate = pulse is not None and pulse.steps_per_s is not None and pulse.step > 20
+        heartbeat = read_heartbeat(run.heartbeat_json)
+        has_rate = (
+            heartbeat is not None and heartbeat.steps_per_s is not None and heartbeat.step > 20
+        )
         return has_rate and any(run.checkpoints.glob("step-*"))
 
     def logs(self) -> str:
@@ -116,9 +118,8 @@ def scene(requeue_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory)
     # Within SPREAD_S of its start a rank asks slurmctld for the site's policy, at a random moment,
     # and requests are counted below for all who ask: these ranks find no Slurm.
     alone = "env PATH=/nowhere HYDROSLURM_SLURM_BACKEND=commands"
-    srun = (
-        f"export HYDROSLURM_PULSE_S=0.3 OMP_NUM_THREADS=1; srun {alone} {sys.executable} train.py"
-    )
+    settings = "export HYDROSLURM_HEARTBEAT_S=0.3 OMP_NUM_THREADS=1"
+    srun = f"{settings}; srun {alone} {sys.executable} train.py"
     try:
         found.suspended = found.submit("-J", "suspended", "--wrap", f"{srun} 0")
         found.trains = found.submit("-J", "trains", "--wrap", f"{srun} 20")

@@ -15,7 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.cells import cell_len
 
 from hydroslurm.core.events import Event, EventKind
-from hydroslurm.core.heartbeat import PULSE_ENV, Heartbeat, PulseWriter, interval_s, read_pulse
+from hydroslurm.core.heartbeat import (
+    HEARTBEAT_ENV,
+    Heartbeat,
+    HeartbeatWriter,
+    interval_s,
+    read_heartbeat,
+)
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.errors import ControllerUnreachable
 from hydroslurm.observe.folder import FollowedRun, RunFacts
@@ -164,8 +170,8 @@ def test_facts_older_than_what_is_read(tmp_path: Path) -> None:
 
 
 def test_the_newest_step_counts(tmp_path: Path) -> None:
-    """Of the pulse and the events the one that is newer tells the step, the pulse the rate; a pulse
-    of an earlier life tells nothing, and without one two events tell both."""
+    """The newer of heartbeat and events gives the step, the heartbeat the rate; a heartbeat of an
+    earlier attempt gives nothing, and without one two events give both."""
     run = RunDir(tmp_path)
     write(run.rank_events(0), event(EventKind.FIRST_STEP, at_s=-20, step=1))
     write(run.rank_events(0), committed(40, at_s=-1), event(EventKind.SAVE_STAGED, step=41))
@@ -173,9 +179,9 @@ def test_the_newest_step_counts(tmp_path: Path) -> None:
 
     def told(at_s: float, restart_count: int = 0) -> tuple[int | None, float | None]:
         epoch_ns = int((NOW_S + at_s) * 1e9)
-        pulse = Heartbeat(30, epoch_ns, epoch_ns, 5.0, 10.0, restart_count, 1)
-        run.pulse_json.write_text(json.dumps(vars(pulse)))
-        os.utime(run.pulse_json, (epoch_ns / 1e9, epoch_ns / 1e9))
+        heartbeat = Heartbeat(30, epoch_ns, epoch_ns, 5.0, 10.0, restart_count, 1)
+        run.heartbeat_json.write_text(json.dumps(vars(heartbeat)))
+        os.utime(run.heartbeat_json, (epoch_ns / 1e9, epoch_ns / 1e9))
         followed.read(budget_bytes=MOST_BYTES)
         facts = followed.facts(0)
         return facts.step, facts.steps_per_s
@@ -185,26 +191,26 @@ def test_the_newest_step_counts(tmp_path: Path) -> None:
     assert told(6, restart_count=1) == (41, 2.0)
 
 
-def test_pulse(tmp_path: Path) -> None:
+def test_heartbeat(tmp_path: Path) -> None:
     """The first rank's step and rate can be read while it trains; nothing is written before a step
     is known, and a folder that is not there is tried again without a word."""
-    path = tmp_path / "events" / "pulse.json"
+    path = tmp_path / "events" / "heartbeat.json"
     path.parent.mkdir()
-    pulse = PulseWriter(path, every_s=0.1, restart_count=2)
+    heartbeat = HeartbeatWriter(path, every_s=0.1, restart_count=2)
     for step in (None, 4, 9):
-        while (pulse.wait_s() or 0.0) > 0:
+        while (heartbeat.wait_s() or 0.0) > 0:
             pass
-        pulse.beat(step)
+        heartbeat.beat(step)
         assert path.exists() == (step is not None)
-    told = read_pulse(path)
+    told = read_heartbeat(path)
     assert told is not None
     assert (told.step, told.restart_count, told.since_epoch_ns) == (9, 2, told.epoch_ns)
     assert told.steps_per_s is not None
     assert 0 < told.steps_per_s <= 50
-    pulse.beat(10)  # too soon
-    assert read_pulse(path) == told
-    pulse.close()
-    lost_one = PulseWriter(tmp_path / "gone" / "pulse.json", every_s=0.1, restart_count=0)
+    heartbeat.beat(10)  # too soon
+    assert read_heartbeat(path) == told
+    heartbeat.close()
+    lost_one = HeartbeatWriter(tmp_path / "gone" / "heartbeat.json", every_s=0.1, restart_count=0)
     while lost_one.wait_s():
         pass
     lost_one.beat(1)
@@ -212,19 +218,19 @@ def test_pulse(tmp_path: Path) -> None:
     while lost_one.wait_s():
         pass
     lost_one.beat(2)
-    told = read_pulse(tmp_path / "gone" / "pulse.json")
+    told = read_heartbeat(tmp_path / "gone" / "heartbeat.json")
     assert told is not None
     assert told.step == 2
     path.write_text("{")
-    assert read_pulse(path) is None
+    assert read_heartbeat(path) is None
 
 
 @pytest.mark.parametrize(
     ("text", "every_s"), [("", 10.0), ("0", 0.0), ("-3", 0.0), ("nan", 10.0), ("x", 10.0), ("2", 2)]
 )
-def test_pulse_interval(text: str, every_s: float) -> None:
-    """HYDROSLURM_PULSE_S is taken where it is a number, and ends no training where it is none."""
-    assert interval_s({PULSE_ENV: text}) == every_s
+def test_heartbeat_interval(text: str, every_s: float) -> None:
+    """HYDROSLURM_HEARTBEAT_S counts where it is a number, and ends no training where it is none."""
+    assert interval_s({HEARTBEAT_ENV: text}) == every_s
 
 
 # --- what would be lost --------------------------------------------------------------------------

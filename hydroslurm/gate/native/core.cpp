@@ -52,7 +52,7 @@ void after_fork_in_child() {
     gate.quiet.store(0);
     gate.stale_callback.store(gate.armed.exchange(false) || gate.stale_callback.load());
     gate.quit.store(false);
-    passage_clear();
+    window_clear();
     hold_after_fork();
     trace_after_fork();
     marks_after_fork();
@@ -79,7 +79,7 @@ int watcher_start() noexcept {
 
 void watcher_end() noexcept {
     gate.quit.store(true);
-    bell_ring();
+    watcher_wake();
     pthread_join(watcher, nullptr);
     gate.quit.store(false);
     gate.state.store(HS_STATE_RUNNING);
@@ -96,7 +96,7 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     if (!follows && signals.owner.exchange(0) == kForkedChild) signals_restore(); /* or ours would be chained to itself */
     if (gate.stale_callback.exchange(false)) arming().hold_off();
     signals_clear_latches();
-    passage_clear();
+    window_clear();
     gate.closes_before.store(gate.closes.load());
     if (const int error = follows ? 0 : signals_prepare(table, n); error < 0) return error;
     hold_find_python();
@@ -136,7 +136,7 @@ bool gate_open(uint32_t closing) noexcept {
     gate.let_go.store(slots_held(closing));
     gate.opened_mono_ns.store(mono_ns());
     gate.closed.store(0);
-    gate_turn();
+    generation_advance();
     return true;
 }
 
@@ -209,7 +209,7 @@ int hs_gate_status(hs_status *out) {
     if (out == nullptr) return -EINVAL;
     *out = {};
     out->state = gate.state.load();
-    if (out->state == HS_STATE_PARKED && passage_moves()) out->state = HS_STATE_PARKING; /* the watcher is about to say so */
+    if (out->state == HS_STATE_PARKED && window_has_moved()) out->state = HS_STATE_PARKING; /* the watcher is about to say so */
     out->causes = gate.causes.load();
     out->held = slots_held(gate.closed.load());
     out->quiet = gate.quiet.load();
@@ -219,8 +219,8 @@ int hs_gate_status(hs_status *out) {
     out->closes = gate.closes.load();
     out->closed_mono_ns = gate.closed_mono_ns.load();
     const uint32_t closing = gate.closed.load();
-    out->passing = closing != 0 && gate.passage.closing.load() == closing;
-    out->allowance = out->passing ? gate.passage.allowance.load() : 0;
-    out->let_through = out->passing ? gate.passage.collectives.load() : 0;
+    out->window_open = closing != 0 && gate.window.closing.load() == closing;
+    out->allowance = out->window_open ? gate.window.allowance.load() : 0;
+    out->let_through = out->window_open ? gate.window.collectives.load() : 0;
     return 0;
 }

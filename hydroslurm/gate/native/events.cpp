@@ -91,7 +91,7 @@ int hs_gate_read(hs_event *out, int n) {
         --queue.n;
     }
     if (copied < n && queue.dropped > 0) {
-        out[copied] = event_of(HS_EVENT_DROPPED);
+        out[copied] = event_of(HS_EVENT_EVENTS_DROPPED);
         out[copied++].count = queue.dropped;
         queue.dropped = 0;
     }

@@ -15,10 +15,10 @@
  * interpreter shuts down.
  *
  * PARKED waits for the main thread, autograd's, and every thread that was held before; a thread of the user's own
- * that is held for the first time may come after it, and is told as late.
+ * that is held for the first time may follow, and is reported as late.
  *
- * Ranks that wait for each other inside collectives have to be parked at the same one. hs_gate_let_through() makes a
- * closing a PASSAGE: training threads go on, and are held before the first collective that is not allowed for.
+ * Ranks that wait for each other inside collectives have to be parked at the same one. hs_gate_let_through() opens a
+ * COLLECTIVE WINDOW in a closed gate: training threads run on, and are held before the first collective beyond its allowance.
  *
  * A forked child has an open gate, no watcher, and may start its own. Until then, and after a start without signals, it
  * neither acts on a pause or a resume nor dies of one; a STOP signal, and one with HS_SIGNAL_ONLY_IF_HANDLED, does in it
@@ -74,24 +74,24 @@ enum hs_event_kind {
     HS_EVENT_SIGNAL_RECEIVED = 1,  /* signo (0: a request), sender_pid, text ("pause", "resume"), mono_ns of the last,
                                       count (how often since the last look) */
     HS_EVENT_GATE_CLOSED = 2,      /* the callback is armed; value_ns: stamp of the request that closed it */
-    HS_EVENT_FIRST_HELD = 3,       /* tid, text (operator), phase */
+    HS_EVENT_FIRST_OPERATOR_HELD = 3,       /* tid, text (operator), phase */
     HS_EVENT_PARKED = 4,           /* no training thread issues anything; held, quiet; value_ns: the stamp of the request
                                       that closed the gate; mono_ns: when that became true, not when it was noticed;
-                                      count: collectives let through since the gate closed; in a passage text: the
+                                      count: collectives let through since the gate closed; in a window text: the
                                       operator of the thread that was held last. Once per closing without a
-                                      passage; in one, again each time that all rest after somebody went on */
-    HS_EVENT_GATE_OPENED = 5,      /* value_ns: stamp of the request that opened it; passed: operators of exempt threads; held: threads let go;
+                                      window; in one, again each time all threads are at rest after one of them moved */
+    HS_EVENT_RESUMED = 5,      /* value_ns: stamp of the request that opened it; passed: operators of exempt threads; held: threads let go;
                                       count: collectives let through */
-    HS_EVENT_FIRST_RELEASED = 6,   /* tid; mono_ns: the thread runs again. Absent when no thread was held */
-    HS_EVENT_LATE_HELD = 7,        /* a thread that was quiet or unknown reached the gate after PARKED: tid, text, phase */
+    HS_EVENT_FIRST_OPERATOR_RELEASED = 6,   /* tid; mono_ns: the thread runs again. Absent when no thread was held */
+    HS_EVENT_LATE_OPERATOR_HELD = 7,        /* a thread that was quiet or unknown reached the gate after PARKED: tid, text, phase */
     HS_EVENT_CAUSES_CHANGED = 8,   /* a request that did not move the gate, changed set or not; causes. With a text and an errno in
                                       count: torch refused the callback, tried again every 200 ms */
     HS_EVENT_STOP_REQUESTED = 9,   /* signo, sender_pid, value_ns: the handler's stamp */
     HS_EVENT_TERMINAL_STOP = 10,   /* parked for Ctrl-Z; SIGSTOP to ourselves comes next */
-    HS_EVENT_TERMINAL_IGNORED = 11, /* Ctrl-Z in an orphaned process group: ignored, as the kernel would */
+    HS_EVENT_TERMINAL_STOP_IGNORED = 11, /* Ctrl-Z in an orphaned process group: ignored, as the kernel would */
     HS_EVENT_CALLBACK_LOST = 12,   /* somebody cleared the global callbacks while the gate was closed; armed again */
     HS_EVENT_HANDLER_REPLACED = 13, /* signo: the handler that is installed is not ours any more */
-    HS_EVENT_DROPPED = 14,         /* count: events that found the queue full */
+    HS_EVENT_EVENTS_DROPPED = 14,         /* count: events that found the queue full */
     HS_EVENT_LET_THROUGH = 15,     /* in force from now on; count: how many collectives (0: hs_gate_hold_here());
                                       value_ns: stamp of the call. A PARKED before it in the queue is about the time before */
 };
@@ -126,11 +126,11 @@ struct hs_status {
     int32_t quiet;
     int32_t armed;
     int32_t capturing; /* threads let through by a CUDA graph capture since the gate closed */
-    int32_t passing;   /* this closing is a passage */
+    int32_t window_open; /* this closing has a collective window */
     int64_t passed;    /* operators of exempt threads since the gate closed */
     int64_t closes;    /* how often the gate has been closed */
     int64_t closed_mono_ns; /* 0 while open */
-    int64_t allowance;      /* collectives that may still be issued in this passage */
+    int64_t allowance;      /* collectives that may still be issued in this window */
     int64_t let_through;    /* collectives that were issued in it */
 };
 
@@ -161,7 +161,7 @@ HS_API int hs_gate_request(int action, uint32_t causes);
  * 0 with nothing done: n is 0, or the gate is open. -EINVAL: n < 0 or above INT32_MAX. -ESRCH: not running here. */
 HS_API int hs_gate_let_through(int64_t n);
 
-/* End the passage: what is left is lost, and whoever is not held is held at the next operator of any kind.
+/* Close the window: the rest of its allowance is lost, and a thread that is not held is held at its next operator of any kind.
  * 0 also when there is none. -ESRCH: not running in this process. [signal-safe] */
 HS_API int hs_gate_hold_here(void);
 

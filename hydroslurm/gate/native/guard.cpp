@@ -46,7 +46,7 @@ int signals_retake(int signo, bool chain) noexcept {
 }
 
 /* Python calls what it shows of us for two reasons: we passed a signal on to it, or one reached CPython's handler while
- * that was installed in our place. Only the second is news, also when it is called after we took the signal back: a
+ * that was installed in our place. Only the second is a new request, also when it is called after we took the signal back: a
  * main thread inside a long backward() comes to it late. */
 int signals_deliver(int signo) noexcept {
     Line *line = line_of_signal(signo);

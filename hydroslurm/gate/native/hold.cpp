@@ -46,7 +46,7 @@ struct Self {
 };
 thread_local Self self;
 
-void know_thyself() noexcept {
+void classify_thread() noexcept {
     self.tid = thread_id();
     if (self.tid == getpid()) {
         self.trains = true;
@@ -60,7 +60,7 @@ void know_thyself() noexcept {
 
 bool must_wait() noexcept {
     if (self.exempt) return false;
-    if (self.tid == 0) know_thyself();
+    if (self.tid == 0) classify_thread();
     if (self.trains) return true;
     if (self.collective || python.thread_state == nullptr) return false;
     return self.trains = python.thread_state() != nullptr;
@@ -111,17 +111,17 @@ void enter(Slot &slot, uint32_t closing, int64_t now_ns, const char *name, bool 
     slot.since_ns.store(now_ns, std::memory_order_relaxed);
     slot.visit.fetch_add(1, std::memory_order_relaxed);
     slot.held.store(closing);
-    bell_ring();
+    watcher_wake();
 }
 
-void tell_release(uint32_t closing) noexcept {
-    uint32_t told = release.closing.load();
-    while (told < closing)
-        if (release.closing.compare_exchange_weak(told, closing)) {
+void report_release(uint32_t closing) noexcept {
+    uint32_t reported = release.closing.load();
+    while (reported < closing)
+        if (release.closing.compare_exchange_weak(reported, closing)) {
             release.tid.store(self.tid);
             release.mono_ns.store(mono_ns());
             release.ready.store(closing);
-            bell_ring();
+            watcher_wake();
             return;
         }
 }
@@ -131,33 +131,33 @@ void hold(Slot &slot, int64_t reached_ns, const char *name, bool backward_node) 
     uint32_t entered = 0;
     bool passes = false, marked = false;
     for (;;) {
-        const uint32_t turn = gate.turn.load(); /* before the two questions: it turns after their answers have changed */
+        const uint32_t generation = gate.generation.load(); /* read before the two questions: it advances after their answers have changed */
         const uint32_t closing = gate.closed.load();
-        if (closing == 0 || (passes = passage_takes(closing, name, backward_node))) break;
-        const bool asked_again = closing == entered && slot.turn.load() != turn;
-        slot.turn.store(turn);
+        if (closing == 0 || (passes = window_admits(closing, name, backward_node))) break;
+        const bool asked_again = closing == entered && slot.generation.load() != generation;
+        slot.generation.store(generation);
         if (closing != entered) { /* the first time, or closed again before this thread woke */
             const bool backward = backward_node || arming().in_backward();
-            if (marked) mark_goes_on();
+            if (marked) mark_released();
             marked = mark_held();
             enter(slot, closing, entered == 0 ? reached_ns : mono_ns(), name, backward);
             entered = closing;
             if (gil == nullptr && holds_gil()) gil = python.save_thread();
         } else if (asked_again) {
-            bell_ring(); /* until it had asked, this thread could not count as held */
+            watcher_wake(); /* until it had asked, this thread could not count as held */
         }
-        futex_wait(gate.turn, turn, -1);
+        futex_wait(gate.generation, generation, -1);
     }
     /* One that passes is not at rest before it has the GIL, and the watcher would take one that waits for it for quiet.
-     * So it stays held, with a turn that is over, until then. */
+     * So it stays held, in a generation that is over, until then. */
     if (passes)
         slot.captured.store(0);
     else
         slot.held.store(0);
     if (gil != nullptr) take_gil_back(gil);
     slot.held.store(0);
-    if (marked) mark_goes_on();
-    if (entered != 0 && gate.closed.load() != entered) tell_release(entered);
+    if (marked) mark_released();
+    if (entered != 0 && gate.closed.load() != entered) report_release(entered);
 }
 
 } // namespace

@@ -4,7 +4,7 @@
  *   guard.cpp     handlers that others put over ours
  *   watcher.cpp   latches -> open, close, parked             one thread, the only one that arms
  *   hold.cpp      a thread at an operator: pass or wait      runs in training threads
- *   passage.cpp   a closed gate that lets collectives pass   asked in training threads
+ *   collective_window.cpp   a closed gate that lets collectives pass   asked in training threads
  *   threads.cpp   which threads train, which are asleep      reads /proc, for the watcher
  *   events.cpp    the queue to the reader                    any thread but handlers
  *   trace.cpp     write operators down, hold nobody
@@ -76,7 +76,7 @@ struct Latch {
 /* The stamp of the newest request for one cause and one direction. Stamps are CLOCK_MONOTONIC, made unique in this
  * process, so that they are also the order of all requests. A cause is in force while its pause is newer than its
  * resume: a latch and not a queue, so that any number of signals in any order ends in the right state. */
-using Wish = std::atomic<int64_t>;
+using RequestStamp = std::atomic<int64_t>;
 
 struct Line {
     int signo;
@@ -101,9 +101,9 @@ struct Signals {
     std::atomic<pid_t> rank{0};   /* in a forked child: the process that they are meant for, further up ... */
     std::atomic<pid_t> parent{0}; /* ... and the process that forked this one */
     Latch requests[4]; /* by action, for hs_gate_request() */
-    Wish pause[kCauses] = {};
-    Wish resume[kCauses] = {};
-    Wish stop{0};
+    RequestStamp pause[kCauses] = {};
+    RequestStamp resume[kCauses] = {};
+    RequestStamp stop{0};
 };
 extern Signals signals;
 
@@ -121,12 +121,12 @@ void signal_latch(Line &line) noexcept;                 /* as its handler does, 
 void signals_after_fork() noexcept;                    /* in the child */
 void signals_clear_latches() noexcept;
 int64_t unique_stamp_ns() noexcept;                     /* [signal-safe] */
-void wish_raise(Wish &wish, int64_t stamp_ns) noexcept; /* [signal-safe] */
+void request_stamp_raise(RequestStamp &stamp, int64_t stamp_ns) noexcept; /* [signal-safe] */
 
 /* --- the gate itself ---------------------------------------------------------------------------------------- */
 
-/* A closing in which training threads go on from one collective to another; see hs_gate_let_through(). */
-struct Passage {
+/* Inside a closing: training threads run from one collective to the next; see hs_gate_let_through(). */
+struct CollectiveWindow {
     std::atomic<uint32_t> closing{0};    /* the closing that is one; 0: none is */
     std::atomic<int64_t> allowance{0};   /* collectives that may still pass */
     std::atomic<int64_t> collectives{0}; /* that have passed in this closing */
@@ -142,15 +142,15 @@ struct Passage {
 };
 
 /* May a training thread, met at this operator of a closed gate, go on? Counts it if so. */
-bool passage_takes(uint32_t closing, const char *name, bool backward_node) noexcept;
-bool passage_moves() noexcept; /* has somebody gone on, or may, since all were found at rest? */
-void passage_clear() noexcept; /* while the gate is open, or in a forked child */
+bool window_admits(uint32_t closing, const char *name, bool backward_node) noexcept;
+bool window_has_moved() noexcept; /* has somebody gone on, or may, since all were found at rest? */
+void window_clear() noexcept; /* while the gate is open, or in a forked child */
 
 struct Gate {
     std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped */
-    Word bell{0};                 /* futex of the watcher: rung when there is something to look at */
+    Word wakeup{0};               /* futex of the watcher: woken when there is something to look at */
     std::atomic<uint32_t> closed{0}; /* 0 open, else the number of this closing */
-    Word turn{0};                 /* futex of held threads: turned when one of them may have to go */
+    Word generation{0};            /* futex of held threads: advanced when one of them may have to run */
     std::atomic<uint32_t> last_closing{0}; /* numbers are never used again, also not by the next start */
     std::atomic<uint32_t> opening{0}; /* the closing that somebody opens, or has opened; see gate_open() */
     std::atomic<int32_t> let_go{0};   /* threads that this opening let go */
@@ -167,26 +167,26 @@ struct Gate {
     std::atomic<bool> stale_callback{false}; /* a child was forked from a closed gate: take the callback away */
     std::atomic<bool> quit{false};
     pthread_mutex_t arming = PTHREAD_MUTEX_INITIALIZER; /* also taken around fork() */
-    Passage passage;
+    CollectiveWindow window;
 };
 extern Gate gate;
 
 inline uint64_t pause_number() noexcept { return static_cast<uint64_t>(gate.closes.load() - gate.closes_before.load()); }
 
-inline void bell_ring() noexcept { /* [signal-safe] */
-    gate.bell.fetch_add(1);
-    futex_wake(gate.bell, 1);
+inline void watcher_wake() noexcept { /* [signal-safe] */
+    gate.wakeup.fetch_add(1);
+    futex_wake(gate.wakeup, 1);
 }
 
 /* Have held threads ask again whether they are held. [signal-safe] */
-inline void gate_turn() noexcept {
-    gate.turn.fetch_add(1);
-    futex_wake(gate.turn, INT32_MAX);
+inline void generation_advance() noexcept {
+    gate.generation.fetch_add(1);
+    futex_wake(gate.generation, INT32_MAX);
 }
 
 /* Let the threads go that one closing holds. A resume's handler does it by itself: it usually runs in the held thread, which
  * then goes on without two more threads having to wake (median resume 94 us through the watcher, 50 us so). The
- * watcher finds the gate open, tells of it and disarms. False: somebody else is at it, or was. [signal-safe] */
+ * watcher finds the gate open, reports it and disarms. False: somebody else is at it, or was. [signal-safe] */
 bool gate_open(uint32_t closing) noexcept;
 
 int arm() noexcept;
@@ -199,7 +199,7 @@ void *watcher_main(void *) noexcept;
 struct Slot {
     std::atomic<pid_t> tid{0};
     std::atomic<uint32_t> held{0};     /* the closing that holds it; 0: it runs */
-    std::atomic<uint32_t> turn{0};     /* `gate.turn` when it was last found that it has to wait */
+    std::atomic<uint32_t> generation{0}; /* `gate.generation` when it was last found that it has to wait */
     std::atomic<uint32_t> visit{0};    /* how often it was held */
     std::atomic<uint32_t> captured{0}; /* the closing during which a graph capture let it through */
     std::atomic<int64_t> since_ns{0};
@@ -253,7 +253,7 @@ inline bool marks_on() noexcept { return marks_bits.load(std::memory_order_relax
 void mark_clock() noexcept;
 void mark_request(int action, int signo, int64_t stamp_ns) noexcept;
 bool mark_held() noexcept; /* the range `parked` of this thread begins; false: it was not emitted, and has no end */
-void mark_goes_on() noexcept;
+void mark_released() noexcept;
 enum Moment { MOMENT_CLOSED, MOMENT_AT_REST, MOMENT_OPENED };
 void mark_moment(Moment moment, int64_t stamp_ns) noexcept;
 void marks_lock() noexcept;

@@ -89,7 +89,7 @@ bool mark_held() noexcept {
     return true;
 }
 
-void mark_goes_on() noexcept { nvtxDomainRangePop(domain); }
+void mark_released() noexcept { nvtxDomainRangePop(domain); }
 
 void operator_begun(const char *name) noexcept {
     nvtxEventAttributes_t event = {};
@@ -115,7 +115,7 @@ void mark_clock() noexcept {}
 void mark_request(int, int, int64_t) noexcept {}
 void mark_moment(Moment, int64_t) noexcept {}
 bool mark_held() noexcept { return false; }
-void mark_goes_on() noexcept {}
+void mark_released() noexcept {}
 void operator_begun(const char *) noexcept {}
 void operator_ended() noexcept {}
 void marks_lock() noexcept {}

@@ -1,4 +1,4 @@
-/* Handlers and requests: stamp, latch, ring, chain. Everything below on_signal() is async-signal-safe. */
+/* Handlers and requests: stamp, latch, wake the watcher, chain. Everything below on_signal() is async-signal-safe. */
 #include <errno.h>
 #include <unistd.h>
 
@@ -26,15 +26,15 @@ void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
     latch.stamp_ns.store(stamp_ns);
     latch.sender.store(sender);
     if (action == HS_ACTION_STOP) {
-        wish_raise(signals.stop, stamp_ns);
+        request_stamp_raise(signals.stop, stamp_ns);
     } else {
-        Wish *wishes = action == HS_ACTION_PAUSE ? signals.pause : signals.resume;
+        RequestStamp *stamps = action == HS_ACTION_PAUSE ? signals.pause : signals.resume;
         for (int bit = 0; bit < kCauses; ++bit)
-            if (causes >> bit & 1) wish_raise(wishes[bit], stamp_ns);
+            if (causes >> bit & 1) request_stamp_raise(stamps[bit], stamp_ns);
     }
     latch.count.fetch_add(1); /* after the rest: the watcher looks at that when it sees this one move */
     if (action != HS_ACTION_PAUSE && may_open()) gate_open(gate.closed.load());
-    bell_ring();
+    watcher_wake();
 }
 
 /* What would have happened without us. The signal is blocked while its handler runs, so the kill below takes effect
@@ -150,9 +150,9 @@ int64_t unique_stamp_ns() noexcept {
     return stamp;
 }
 
-void wish_raise(Wish &wish, int64_t stamp_ns) noexcept {
-    int64_t seen = wish.load();
-    while (seen < stamp_ns && !wish.compare_exchange_weak(seen, stamp_ns)) {
+void request_stamp_raise(RequestStamp &stamp, int64_t stamp_ns) noexcept {
+    int64_t seen = stamp.load();
+    while (seen < stamp_ns && !stamp.compare_exchange_weak(seen, stamp_ns)) {
     }
 }
 

@@ -13,10 +13,10 @@
 namespace hs {
 namespace {
 
-/* After a move the reader is not told before a thread has been held, or has run again, or this much has passed: it is
+/* After a move the reader is not notified before a thread has been held, or has run again, or this much has passed: it is
  * a Python thread, and awake it would fight for the GIL with the very thread that is on its way to the gate (first
- * held 169 us after the signal when it was told at once, in the median, and about 75 us so). */
-constexpr int64_t kHush_ns = 1 * kMs;
+ * held 169 us after the signal when it was notified at once, in the median, and about 75 us so). */
+constexpr int64_t kNotifyDelay_ns = 1 * kMs;
 constexpr int64_t kTickMin_ns = 1 * kMs;
 constexpr int64_t kTickMax_ns = 10 * kMs;
 constexpr int64_t kParkedTick_ns = 200 * kMs;
@@ -30,7 +30,7 @@ struct Look {
     uint64_t ran = 0;
 };
 
-struct Verdict {
+struct ParkCheck {
     bool parked = true;
     int held = 0;
     int quiet = 0;
@@ -48,55 +48,55 @@ class Watcher {
     uint32_t causes_now() noexcept;
     void move() noexcept;
     void close(uint32_t causes) noexcept;
-    void tell_opened() noexcept;
-    void follow_passage() noexcept;
-    void end_passage() noexcept;
+    void report_opened() noexcept;
+    void update_window() noexcept;
+    void close_window() noexcept;
     void let_through(int64_t n) noexcept;
     void unpark() noexcept;
-    bool is_passage() const noexcept { return closing_ != 0 && gate.passage.closing.load() == closing_; }
+    bool is_in_window() const noexcept { return closing_ != 0 && gate.window.closing.load() == closing_; }
     void mark_pausing() noexcept;
     void mark_resuming() noexcept;
     void end_mark(uint64_t &range) noexcept;
-    void tell_held() noexcept;
-    void tell_release() noexcept;
-    void judge_parked() noexcept;
-    Verdict judge();
-    void judge_sleeper(pid_t tid, Verdict &verdict);
+    void report_held() noexcept;
+    void report_release() noexcept;
+    void check_parked() noexcept;
+    ParkCheck check_threads();
+    void check_sleeper(pid_t tid, ParkCheck &check);
     void keep_callback() noexcept;
     void stop_for_terminal() noexcept;
-    int64_t patience_ns() noexcept;
-    bool is_hushed() const noexcept { return hushed_until_ns_ > mono_ns(); }
+    int64_t wait_timeout_ns() noexcept;
+    bool is_notify_delayed() const noexcept { return notify_after_ns_ > mono_ns(); }
     void announce() noexcept {
-        if (!is_hushed()) events_announce();
+        if (!is_notify_delayed()) events_announce();
     }
 
     bool is_closed() const noexcept { return gate.closed.load() != 0; }
-    hs_event news_of(hs_event_kind kind, int64_t value_ns) const noexcept;
+    hs_event event_with(hs_event_kind kind, int64_t value_ns) const noexcept;
 
-    hs_event news_[kLines + 4];
-    int n_news_ = 0;
+    hs_event collected_[kLines + 4];
+    int n_collected_ = 0;
     uint64_t seen_lines_[kLines] = {};
     uint64_t seen_requests_[4] = {};
     uint32_t causes_ = 0;
-    int64_t terminal_judged_ns_ = 0; /* the Ctrl-Z that was looked at last */
+    int64_t terminal_checked_ns_ = 0; /* the Ctrl-Z that was looked at last */
     uint32_t held_for_ = 0;  /* every cause of this closing */
-    bool closed_ = false;    /* closed, armed, and the opening not yet told */
+    bool closed_ = false;    /* closed, armed, and the opening not yet reported */
     bool stopping_ = false;
     bool refused_ = false;   /* torch would not take the callback */
-    bool first_told_ = false;
+    bool first_reported_ = false;
     uint32_t closing_ = 0;   /* number of the last closing */
-    uint32_t released_ = 0;  /* the closing whose release was told */
+    uint32_t released_ = 0;  /* the closing whose release was reported */
     int64_t asked_ns_ = 0;   /* stamp of the request that closed the gate */
     int64_t closed_ns_ = 0;
     int64_t moved_ns_ = 0;      /* when threads were last let go on: no rest is older */
     int64_t tick_ns_ = kTickMin_ns;
-    int64_t hushed_until_ns_ = 0;
+    int64_t notify_after_ns_ = 0;
     uint64_t pausing_ = HS_NO_RANGE;
     uint64_t resuming_ = HS_NO_RANGE;
     std::map<pid_t, Look> looks_;
 };
 
-hs_event Watcher::news_of(hs_event_kind kind, int64_t value_ns) const noexcept {
+hs_event Watcher::event_with(hs_event_kind kind, int64_t value_ns) const noexcept {
     hs_event event = event_of(kind);
     event.value_ns = value_ns;
     event.held = slots_held(gate.closed.load());
@@ -108,31 +108,31 @@ void Watcher::run() noexcept {
     closing_ = gate.last_closing.load();
     released_ = release.ready.load();
     for (;;) {
-        const uint32_t heard = gate.bell.load();
+        const uint32_t seen_wakeup = gate.wakeup.load();
         const bool quit = gate.quit.load();
         collect();
-        if (!closed_) tell_release();
+        if (!closed_) report_release();
         move();
         if (quit) break;
-        follow_passage();
-        if (is_closed()) tell_held();
+        update_window();
+        if (is_closed()) report_held();
         announce(); /* before /proc is read, which takes longer than all of the above */
-        if (is_closed() && !is_hushed()) {
-            if (gate.state.load() == HS_STATE_PARKING) judge_parked();
+        if (is_closed() && !is_notify_delayed()) {
+            if (gate.state.load() == HS_STATE_PARKING) check_parked();
             keep_callback();
         }
         stop_for_terminal();
         announce();
-        futex_wait(gate.bell, heard, patience_ns());
+        futex_wait(gate.wakeup, seen_wakeup, wait_timeout_ns());
     }
-    while (closed_) move(); /* a handler that was about to open when the end came */
-    tell_release();
+    while (closed_) move(); /* a handler was about to open when the gate was stopped */
+    report_release();
     end_mark(resuming_);
     events_announce();
 }
 
-int64_t Watcher::patience_ns() noexcept {
-    if (is_hushed()) return kHush_ns;
+int64_t Watcher::wait_timeout_ns() noexcept {
+    if (is_notify_delayed()) return kNotifyDelay_ns;
     if (!is_closed()) return refused_ ? kParkedTick_ns : -1;
     if (gate.state.load() == HS_STATE_PARKED) return kParkedTick_ns;
     const int64_t tick = tick_ns_;
@@ -152,25 +152,25 @@ void Watcher::collect_latch(Latch &latch, uint64_t &seen, int action, int signo)
     event.count = static_cast<int64_t>(count - seen);
     event_text(event, action == HS_ACTION_PAUSE ? "pause" : action == HS_ACTION_RESUME ? "resume" : "stop");
     mark_request(action, signo, event.value_ns);
-    news_[n_news_++] = event;
+    collected_[n_collected_++] = event;
     seen = count;
 }
 
 void Watcher::collect() noexcept {
-    n_news_ = 0;
+    n_collected_ = 0;
     for (int i = 0; i < signals.n; ++i) {
         Line &line = signals.lines[i];
         collect_latch(line.latch, seen_lines_[i], line.action, line.signo);
     }
     for (int action = HS_ACTION_PAUSE; action <= HS_ACTION_STOP; ++action)
         collect_latch(signals.requests[action], seen_requests_[action], action, 0);
-    if (n_news_ == 0) return;
+    if (n_collected_ == 0) return;
     if (signals.stop.load() != 0) stopping_ = true;
-    std::sort(news_, news_ + n_news_, [](const hs_event &a, const hs_event &b) { return a.mono_ns < b.mono_ns; });
+    std::sort(collected_, collected_ + n_collected_, [](const hs_event &a, const hs_event &b) { return a.mono_ns < b.mono_ns; });
     const uint32_t causes = causes_now();
-    for (int i = 0; i < n_news_; ++i) {
-        news_[i].causes = causes;
-        event_push(news_[i]);
+    for (int i = 0; i < n_collected_; ++i) {
+        collected_[i].causes = causes;
+        event_push(collected_[i]);
     }
 }
 
@@ -178,11 +178,11 @@ uint32_t Watcher::causes_now() noexcept {
     constexpr int terminal_bit = 3;
     static_assert(HS_CAUSE_TERMINAL == 1 << terminal_bit, "bit of HS_CAUSE_TERMINAL");
     const int64_t ctrl_z_ns = signals.pause[terminal_bit].load();
-    if (ctrl_z_ns > terminal_judged_ns_) {
-        terminal_judged_ns_ = ctrl_z_ns;
+    if (ctrl_z_ns > terminal_checked_ns_) {
+        terminal_checked_ns_ = ctrl_z_ns;
         if (!terminal_may_stop_us()) {
-            wish_raise(signals.resume[terminal_bit], ctrl_z_ns);
-            event_push(news_of(HS_EVENT_TERMINAL_IGNORED, ctrl_z_ns));
+            request_stamp_raise(signals.resume[terminal_bit], ctrl_z_ns);
+            event_push(event_with(HS_EVENT_TERMINAL_STOP_IGNORED, ctrl_z_ns));
         }
     }
     uint32_t causes = 0;
@@ -202,9 +202,9 @@ void Watcher::move() noexcept {
     bool moved = false;
     if (closed_ && (!want_closed || gate.closed.load() == 0)) {
         gate_open(closing_);
-        if (gate.closed.load() != 0) return; /* a handler is about to open, and rings when it has */
-        tell_opened();
-        tell_release();
+        if (gate.closed.load() != 0) return; /* a handler is about to open, and wakes us when it has */
+        report_opened();
+        report_release();
         moved = true;
     }
     if (want_closed && !closed_) {
@@ -212,7 +212,7 @@ void Watcher::move() noexcept {
         moved = true;
     }
     /* also when a request changed nothing: whoever asked waits for an answer */
-    if (!moved && (causes_ != before || n_news_ != 0)) event_push(news_of(HS_EVENT_CAUSES_CHANGED, 0));
+    if (!moved && (causes_ != before || n_collected_ != 0)) event_push(event_with(HS_EVENT_CAUSES_CHANGED, 0));
     if (!want_closed) refused_ = false;
     if (stopping_) gate.state.store(HS_STATE_STOPPING);
 }
@@ -224,20 +224,20 @@ void Watcher::close(uint32_t before) noexcept {
     gate.passed.store(0);
     gate.capturing.store(0);
     gate.quiet.store(0);
-    gate.passage.closing.store(0);
-    gate.passage.allowance.store(0);
-    gate.passage.collectives.store(0);
+    gate.window.closing.store(0);
+    gate.window.allowance.store(0);
+    gate.window.collectives.store(0);
     uint32_t closing = gate.last_closing.fetch_add(1) + 1;
     if (closing == 0) closing = gate.last_closing.fetch_add(1) + 1;
-    gate.closes.fetch_add(1); /* before a thread can be held, which tells the number of its pause */
+    gate.closes.fetch_add(1); /* before a thread can be held, which reports the number of its pause */
     gate.closed.store(closing); /* before arming: the first operator that gets there must find it closed */
     const int error = arm();
     if (error < 0) {
         gate.closed.store(0);
         gate.closes.fetch_sub(1);
-        gate_turn();
+        generation_advance();
         if (!refused_ || causes_ != before) {
-            hs_event event = news_of(HS_EVENT_CAUSES_CHANGED, asked_ns);
+            hs_event event = event_with(HS_EVENT_CAUSES_CHANGED, asked_ns);
             event.count = -error;
             event_text(event, "torch refused the callback");
             event_push(event);
@@ -252,25 +252,25 @@ void Watcher::close(uint32_t before) noexcept {
     asked_ns_ = asked_ns;
     closed_ns_ = moved_ns_ = mono_ns();
     tick_ns_ = kTickMin_ns;
-    hushed_until_ns_ = closed_ns_ + kHush_ns;
-    first_told_ = false;
+    notify_after_ns_ = closed_ns_ + kNotifyDelay_ns;
+    first_reported_ = false;
     looks_.clear();
     mark_pausing();
     mark_moment(MOMENT_CLOSED, asked_ns_);
     gate.closed_mono_ns.store(closed_ns_);
     gate.state.store(HS_STATE_PARKING);
-    hs_event event = news_of(HS_EVENT_GATE_CLOSED, asked_ns_);
+    hs_event event = event_with(HS_EVENT_GATE_CLOSED, asked_ns_);
     event.mono_ns = closed_ns_;
     event_push(event);
 }
 
 /* After gate_open(), by whomever. What opened it is the newest resume of a cause that had closed it, or a stop. */
-void Watcher::tell_opened() noexcept {
+void Watcher::report_opened() noexcept {
     disarm(); /* last: a thread that reaches the callback meanwhile sees an open gate */
     closed_ = false;
     gate.closed_mono_ns.store(0);
     gate.state.store(HS_STATE_RUNNING);
-    hs_event event = event_of(HS_EVENT_GATE_OPENED);
+    hs_event event = event_of(HS_EVENT_RESUMED);
     event.mono_ns = gate.opened_mono_ns.load();
     event.value_ns = signals.stop.load();
     for (int bit = 0; bit < kCauses; ++bit)
@@ -278,48 +278,48 @@ void Watcher::tell_opened() noexcept {
     if (event.value_ns == 0) event.value_ns = event.mono_ns; /* hs_gate_stop() */
     event.held = gate.let_go.load();
     event.passed = gate.passed.load();
-    event.count = gate.passage.collectives.load();
+    event.count = gate.window.collectives.load();
     event.causes = causes_;
     event_push(event);
-    hushed_until_ns_ = event.held > 0 ? event.mono_ns + kHush_ns : 0;
+    notify_after_ns_ = event.held > 0 ? event.mono_ns + kNotifyDelay_ns : 0;
     end_mark(pausing_);
     if (event.held > 0) mark_resuming();
     mark_moment(MOMENT_OPENED, event.value_ns);
 }
 
-/* --- passages ----------------------------------------------------------------------------------------------- */
+/* --- collective windows --------------------------------------------------------------------------------------- */
 
 /* Stamps older than this closing's were meant for another one, or for an open gate. */
-void Watcher::follow_passage() noexcept {
-    Passage &passage = gate.passage;
+void Watcher::update_window() noexcept {
+    CollectiveWindow &window = gate.window;
     const bool here = closed_ && is_closed();
-    const uint32_t calls = passage.calls.load(); /* before `wanted` */
-    if (passage.ended.exchange(false) && here && is_passage() && passage.ended_ns.load() > asked_ns_) end_passage();
-    const int64_t n = passage.wanted.exchange(0);
-    if (n > 0 && here && passage.wanted_ns.load() > asked_ns_) let_through(n);
-    passage.taken.store(calls); /* after the state has changed: see hs_gate_status() */
-    if (here && gate.state.load() == HS_STATE_PARKED && passage.steps.load() != passage.parked_steps.load()) unpark();
+    const uint32_t calls = window.calls.load(); /* before `wanted` */
+    if (window.ended.exchange(false) && here && is_in_window() && window.ended_ns.load() > asked_ns_) close_window();
+    const int64_t n = window.wanted.exchange(0);
+    if (n > 0 && here && window.wanted_ns.load() > asked_ns_) let_through(n);
+    window.taken.store(calls); /* after the state has changed: see hs_gate_status() */
+    if (here && gate.state.load() == HS_STATE_PARKED && window.steps.load() != window.parked_steps.load()) unpark();
 }
 
-void Watcher::end_passage() noexcept {
-    gate.passage.closing.store(0);
-    gate.passage.allowance.store(0);
-    event_push(news_of(HS_EVENT_LET_THROUGH, gate.passage.ended_ns.load()));
+void Watcher::close_window() noexcept {
+    gate.window.closing.store(0);
+    gate.window.allowance.store(0);
+    event_push(event_with(HS_EVENT_LET_THROUGH, gate.window.ended_ns.load()));
 }
 
 void Watcher::let_through(int64_t n) noexcept {
-    gate.passage.allowance.fetch_add(n);
-    gate.passage.closing.store(closing_);
+    gate.window.allowance.fetch_add(n);
+    gate.window.closing.store(closing_);
     unpark();
-    hs_event event = news_of(HS_EVENT_LET_THROUGH, gate.passage.wanted_ns.load());
+    hs_event event = event_with(HS_EVENT_LET_THROUGH, gate.window.wanted_ns.load());
     event.count = n;
     event_push(event);
     moved_ns_ = event.mono_ns;
-    hushed_until_ns_ = moved_ns_ + kHush_ns;
-    gate_turn();
+    notify_after_ns_ = moved_ns_ + kNotifyDelay_ns;
+    generation_advance();
 }
 
-/* Also when a quiet thread goes on in a passage: a rest that has ended must not be told as one that lasts. */
+/* Also when a quiet thread moves in a window: threads that no longer rest must not be reported as resting. */
 void Watcher::unpark() noexcept {
     gate.state.store(HS_STATE_PARKING);
     tick_ns_ = kTickMin_ns;
@@ -330,7 +330,7 @@ void Watcher::unpark() noexcept {
  * through torch's interface; clearGlobalCallbacks(), the one call that takes ours away, leaves exactly that. */
 void Watcher::keep_callback() noexcept {
     if (!is_closed() || arming().any()) return;
-    hs_event event = news_of(HS_EVENT_CALLBACK_LOST, 0);
+    hs_event event = event_with(HS_EVENT_CALLBACK_LOST, 0);
     disarm();
     const int error = arm();
     event.count = error < 0 ? -error : 0;
@@ -339,35 +339,35 @@ void Watcher::keep_callback() noexcept {
 
 /* --- held, parked, released --------------------------------------------------------------------------------- */
 
-void Watcher::tell_held() noexcept {
+void Watcher::report_held() noexcept {
     const bool parked = gate.state.load() == HS_STATE_PARKED;
-    for (bool first = !first_told_;; first = false) {
+    for (bool first = !first_reported_;; first = false) {
         Slot *next = nullptr;
         for (Slot *slot = slots_first(); slot != nullptr; slot = slot->next) {
-            const bool news = slot->held.load() == closing_ && slot->tid.load() != 0 && slot->reported != slot->visit.load();
-            if (news && (next == nullptr || slot->since_ns.load() < next->since_ns.load())) next = slot;
+            const bool unreported = slot->held.load() == closing_ && slot->tid.load() != 0 && slot->reported != slot->visit.load();
+            if (unreported && (next == nullptr || slot->since_ns.load() < next->since_ns.load())) next = slot;
         }
         if (next == nullptr) return;
         next->reported = next->visit.load();
-        if (is_passage()) hushed_until_ns_ = 0; /* it has arrived */
+        if (is_in_window()) notify_after_ns_ = 0; /* it has arrived */
         if (!first && !parked) continue;
-        hs_event event = news_of(first && !parked ? HS_EVENT_FIRST_HELD : HS_EVENT_LATE_HELD, asked_ns_);
+        hs_event event = event_with(first && !parked ? HS_EVENT_FIRST_OPERATOR_HELD : HS_EVENT_LATE_OPERATOR_HELD, asked_ns_);
         event.mono_ns = std::max(next->since_ns.load(), closed_ns_); /* it may get there before arm() has returned */
         event.tid = next->tid.load();
         event.phase = next->phase.load();
         slot_text(*next, event.text);
-        first_told_ = true;
-        hushed_until_ns_ = 0;
+        first_reported_ = true;
+        notify_after_ns_ = 0;
         event_push(event);
     }
 }
 
-void Watcher::tell_release() noexcept {
+void Watcher::report_release() noexcept {
     const uint32_t closing = release.ready.load();
     if (closing == released_) return;
     released_ = closing;
-    hushed_until_ns_ = 0;
-    hs_event event = event_of(HS_EVENT_FIRST_RELEASED);
+    notify_after_ns_ = 0;
+    hs_event event = event_of(HS_EVENT_FIRST_OPERATOR_RELEASED);
     event.mono_ns = release.mono_ns.load();
     event.tid = release.tid.load();
     event_push(event);
@@ -392,54 +392,54 @@ void Watcher::end_mark(uint64_t &range) noexcept {
     range = HS_NO_RANGE;
 }
 
-void Watcher::judge_parked() noexcept {
-    Verdict verdict;
-    const uint64_t steps = gate.passage.steps.load();
+void Watcher::check_parked() noexcept {
+    ParkCheck check;
+    const uint64_t steps = gate.window.steps.load();
     try {
-        verdict = judge();
+        check = check_threads();
     } catch (...) { /* out of memory: try again at the next tick */
         return;
     }
-    gate.quiet.store(verdict.quiet);
-    if (!verdict.parked) return;
-    tell_held();
-    gate.passage.parked_steps.store(steps);
+    gate.quiet.store(check.quiet);
+    if (!check.parked) return;
+    report_held();
+    gate.window.parked_steps.store(steps);
     gate.state.store(HS_STATE_PARKED);
-    if (gate.passage.steps.load() != steps) return unpark();
-    hs_event event = news_of(HS_EVENT_PARKED, asked_ns_);
-    event.mono_ns = std::max(verdict.at_ns, moved_ns_);
+    if (gate.window.steps.load() != steps) return unpark();
+    hs_event event = event_with(HS_EVENT_PARKED, asked_ns_);
+    event.mono_ns = std::max(check.at_ns, moved_ns_);
     end_mark(pausing_);
     mark_moment(MOMENT_AT_REST, event.mono_ns);
-    event.held = verdict.held;
-    event.count = gate.passage.collectives.load();
-    if (is_passage() && verdict.last != nullptr) slot_text(*verdict.last, event.text);
+    event.held = check.held;
+    event.count = gate.window.collectives.load();
+    if (is_in_window() && check.last != nullptr) slot_text(*check.last, event.text);
     event_push(event);
 }
 
-Verdict Watcher::judge() {
-    Verdict verdict;
+ParkCheck Watcher::check_threads() {
+    ParkCheck check;
     std::vector<pid_t> tids = autograd_threads();
     tids.push_back(getpid());
     for (Slot *slot = slots_first(); slot != nullptr; slot = slot->next) {
         const pid_t tid = slot->tid.load();
         if (tid == 0) continue;
         if (slot->held.load() == closing_) {
-            ++verdict.held;
-            if (slot->turn.load() != gate.turn.load()) verdict.parked = false; /* woken, and perhaps to go on */
-            if (verdict.last == nullptr || slot->since_ns.load() > verdict.last->since_ns.load()) verdict.last = slot;
-            verdict.at_ns = std::max(verdict.at_ns, slot->since_ns.load());
+            ++check.held;
+            if (slot->generation.load() != gate.generation.load()) check.parked = false; /* woken, and perhaps to go on */
+            if (check.last == nullptr || slot->since_ns.load() > check.last->since_ns.load()) check.last = slot;
+            check.at_ns = std::max(check.at_ns, slot->since_ns.load());
             tids.erase(std::remove(tids.begin(), tids.end(), tid), tids.end());
         } else if (slot->captured.load() == closing_) {
-            verdict.parked = false; /* it captures, or has since; held at the next operator after the capture */
+            check.parked = false; /* it captures, or has since; held at the next operator after the capture */
         } else if (std::find(tids.begin(), tids.end(), tid) == tids.end()) {
             tids.push_back(tid);
         }
     }
-    for (const pid_t tid : tids) judge_sleeper(tid, verdict);
-    return verdict;
+    for (const pid_t tid : tids) check_sleeper(tid, check);
+    return check;
 }
 
-void Watcher::judge_sleeper(pid_t tid, Verdict &verdict) {
+void Watcher::check_sleeper(pid_t tid, ParkCheck &check) {
     const Activity activity = thread_activity(tid);
     if (activity.state == Activity::GONE) return;
     const int64_t now = mono_ns();
@@ -447,15 +447,15 @@ void Watcher::judge_sleeper(pid_t tid, Verdict &verdict) {
     const int64_t age = now - first.at_ns;
     if (activity.state != Activity::ASLEEP) {
         first = Look{};
-        verdict.parked = false;
+        check.parked = false;
     } else if (first.at_ns == 0 || first.ran != activity.ran || age > kLookMax_ns) {
         first = Look{now, activity.ran};
-        verdict.parked = false;
+        check.parked = false;
     } else if (age < kLookMin_ns) {
-        verdict.parked = false;
+        check.parked = false;
     } else {
-        ++verdict.quiet;
-        verdict.at_ns = std::max(verdict.at_ns, first.at_ns);
+        ++check.quiet;
+        check.at_ns = std::max(check.at_ns, first.at_ns);
         first.at_ns = std::max(first.at_ns, now - kLookMax_ns);
     }
 }
@@ -470,14 +470,14 @@ void Watcher::stop_for_terminal() noexcept {
     if (!waited) return;
     const int64_t ctrl_z_ns = signals.pause[3].load();
     if (signals.resume[3].load() >= ctrl_z_ns) return; /* continued in the meantime */
-    event_push(news_of(HS_EVENT_TERMINAL_STOP, ctrl_z_ns));
+    event_push(event_with(HS_EVENT_TERMINAL_STOP, ctrl_z_ns));
     events_announce();
     /* Once more, right before it: a SIGCONT that comes between the look and the stop is lost, as in any program that
      * stops itself. A shell that watches a process further up may send it within a millisecond. */
     if (signals.resume[3].load() >= ctrl_z_ns) return;
     syscall(SYS_tgkill, getpid(), thread_id(), SIGSTOP);
-    wish_raise(signals.resume[3], ctrl_z_ns);
-    bell_ring(); /* look again at once */
+    request_stamp_raise(signals.resume[3], ctrl_z_ns);
+    watcher_wake(); /* look again at once */
 }
 
 /* What sched_setattr(2) takes; glibc has it from 2.41 on. */

@@ -45,8 +45,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.utils import distributed
 from torch.distributed.launcher import api as launcher
 
-from hydroslurm.coordination.greeting import KEY_BYTES, derive
-from hydroslurm.coordination.world import KEY_ENV, LIFE_ENV
+from hydroslurm.coordination.authentication import KEY_BYTES, derive
+from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.agent.exit_status import (
@@ -101,7 +101,7 @@ class NodeAgent(LocalElasticAgent):
         with self._node.signal_pipe.interruptible():
             self._unless_stopped()
             super()._rendezvous(worker_group)
-            os.environ[LIFE_ENV] = incarnation_of(worker_group)
+            os.environ[INCARNATION_ENV] = incarnation_of(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 
-from hydroslurm.coordination.address import settle_address
+from hydroslurm.coordination.address import set_master_addr
 from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.secret import key_from
 from hydroslurm.core.events import EventKind
@@ -54,7 +54,7 @@ def _shared_key(environ: MutableMapping[str, str], node: Node) -> bytes | None:
     if world is None:
         return key
     try:
-        world = settle_address(world, environ)
+        world = set_master_addr(world, environ)
         return key or step_key(world, environ, stop=node.stop_asked.is_set)
     except RanksError as error:
         if not node.stop_asked.is_set():

@@ -23,7 +23,7 @@ from submitit.core.utils import (
 )
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hydroslurm.coordination.world import LIFE_ENV, LOOPBACK
+from hydroslurm.coordination.world import INCARNATION_ENV, LOOPBACK
 from hydroslurm.core import rundir
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
 from hydroslurm.errors import LaunchError
@@ -168,5 +168,5 @@ def _torch_ranks() -> dict[str, str]:
         "LOCAL_RANK": str(job.local_rank),
         "LOCAL_WORLD_SIZE": str(job.num_tasks),
         "MASTER_ADDR": LOOPBACK,
-        LIFE_ENV: f"submitit {job.job_id}",
+        INCARNATION_ENV: f"submitit {job.job_id}",
     }

@@ -16,13 +16,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydroslurm.coordination.address import meeting_place
+from hydroslurm.coordination.address import rendezvous_environment
 from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
 from hydroslurm.core.files import Tail, open_regular
-from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
-from hydroslurm.core.supervised import ATTEMPTS_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
+from hydroslurm.core.rundir import (
+    ATTEMPTS_ENV,
+    RUN_DIR_ENV,
+    SAVE_EVERY_ENV,
+    SUPERVISED_ENV,
+    RunDir,
+)
 from hydroslurm.jobs.images import Runtime, pyxis_options
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -212,7 +217,7 @@ def step_variables(
     hosts = run.root / "hosts"
     hosts.write_text(host_list(plan, nodes), encoding="utf-8")
     return {
-        **meeting_place(address),
+        **rendezvous_environment(address),
         **({} if plan.is_even else {"SLURM_HOSTFILE": str(hosts)}),
         **rank_variables(job),
         KEY_ENV: new_key(),

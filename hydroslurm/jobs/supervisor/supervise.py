@@ -16,8 +16,7 @@ from types import FrameType
 
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
-from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.supervised import ATTEMPT_ENV
+from hydroslurm.core.rundir import ATTEMPT_ENV, RunDir
 from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hydroslurm.observe.doctor.facts import Facts
-from hydroslurm.observe.doctor.finding import Finding, Severity
+from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
 from hydroslurm.slurm.preemption import PreemptAction
 
 NCCL_TIMEOUT_S = 600

@@ -1,4 +1,4 @@
-"""What a diagnosis rests on: frozen values, which a test makes by hand."""
+"""The facts that a diagnosis rests on, and the findings it is made of: frozen values."""
 
 from __future__ import annotations
 
@@ -111,3 +111,29 @@ class Facts:
             for kind in (StopKind.REQUEUED, StopKind.CANCELLED, StopKind.NODE_FAILURE)
         ]
         return tuple((case.kind, self.policy.time_left_s(case)) for case in cases)
+
+
+class Severity(str, Enum):
+    """How bad it is: ``loss`` means that training steps would be lost here."""
+
+    OK = "ok"
+    NOTE = "note"
+    RISK = "risk"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a person has to know.
+
+    Attributes:
+        key: names the finding to programs; stays the same over releases.
+        title: a few words. explanation: a sentence or two.
+        fix: the line of slurm.conf, sbatch or a command that would change it; empty for none.
+    """
+
+    key: str
+    severity: Severity
+    title: str
+    explanation: str
+    fix: str = ""

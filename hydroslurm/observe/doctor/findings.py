@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 from hydroslurm.observe.doctor import clocks, manyranks, risks
-from hydroslurm.observe.doctor.facts import Facts, Saver
-from hydroslurm.observe.doctor.finding import Finding, Severity
+from hydroslurm.observe.doctor.facts import Facts, Finding, Saver, Severity
 from hydroslurm.slurm.policy import StopKind
 from hydroslurm.slurm.preemption import PreemptAction
+
+VERSION = 1
+"""Raised when a name goes or changes its meaning; new names may come at any time."""
 
 COMFORT = 2.0
 """A save that takes less than the time divided by this is called safe: the step under way has to
@@ -60,6 +64,41 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
 def work_would_be_lost(findings: tuple[Finding, ...]) -> bool:
     """Whether one of the findings means that."""
     return any(finding.severity is Severity.LOSS for finding in findings)
+
+
+def as_json(facts: Facts, findings: tuple[Finding, ...]) -> dict[str, Any]:
+    """Plain values. A time without an end is null."""
+    policy = facts.policy
+    return {
+        "version": VERSION,
+        "cluster": facts.config.cluster_name,
+        "slurm": facts.config.get("SLURM_VERSION", ""),
+        "job_id": facts.job.job_id if facts.job else None,
+        "partition": facts.partition.name,
+        "qos": facts.qos or None,
+        "policy": {
+            "action": policy.action.value,
+            "gang": policy.gang,
+            "grace_s": policy.grace_s,
+            "kill_wait_s": policy.kill_wait_s,
+            "suspend_grace_s": policy.suspend_grace_s,
+            "may_requeue": policy.may_requeue,
+            "requeue_wait_s": policy.requeue_wait_s,
+            "send_user_signal": policy.send_user_signal,
+        },
+        "time_left": [
+            {
+                "kind": kind.value,
+                "seconds": left.seconds if math.isfinite(left.seconds) else None,
+                "why": left.why,
+            }
+            for kind, left in facts.stops()
+        ],
+        "saver": facts.saver.value,
+        "save": asdict(facts.save) if facts.save else None,
+        "findings": [{**asdict(each), "severity": each.severity.value} for each in findings],
+        "work_would_be_lost": work_would_be_lost(findings),
+    }
 
 
 def _preemption(facts: Facts) -> Finding:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hydroslurm.observe.doctor.facts import Facts
-from hydroslurm.observe.doctor.finding import Finding, Severity
+from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
 
 AGENT_FIX = "srun --ntasks-per-node=1 --kill-on-bad-exit=1 hydroslurm agent -- TORCHRUN_ARGUMENTS"
 

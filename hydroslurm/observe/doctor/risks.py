@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hydroslurm.observe.doctor.facts import Facts
-from hydroslurm.observe.doctor.finding import Finding, Severity
+from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
 from hydroslurm.slurm.preemption import PreemptAction
 
 REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)"

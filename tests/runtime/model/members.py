@@ -1,4 +1,4 @@
-"""One rank of a model, with the real meetings in it."""
+"""One rank of a model, with the real barriers in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hydroslurm.coordination.stop_barrier import Meetings, StopBarrier
+from hydroslurm.coordination.stop_barrier import StopBarrier, StopBarriers
 from hydroslurm.errors import AgreementFailed
 
 RANKS = 3
@@ -21,7 +21,7 @@ class Rank(NamedTuple):
 
     Attributes:
         entered, saves: collectives and joint saves that it has come to.
-        calling: a meeting that is on the list already, with no promise yet.
+        calling: a barrier that is on the list already, with no proposal yet.
         called: the list, as rows of what a Meeting is.
         stops: it has to, when it has saved.
     """
@@ -43,21 +43,21 @@ class Rank(NamedTuple):
 class Habits:
     """What the ranks do; each default is right, and each other value is a mistake to be found."""
 
-    meetings: Callable[[], Meetings] = Meetings
-    reads_place_early: bool = False
-    looks_before_raising: bool = False
+    barriers: Callable[[], StopBarriers] = StopBarriers
+    reads_index_early: bool = False
+    looks_before_counting: bool = False
     waits: bool = True
     heeds_own_signal_alone: bool = False
-    raises_place_after_saving: bool = False
+    counts_after_saving: bool = False
 
 
-class RealMeetings:
-    """What the real code makes of the meetings of a rank, worked out once.
+class RealBarriers:
+    """What the real code makes of the barriers of a rank, worked out once.
 
-    A Meetings is no value, so that a rank has its content: the place, and rows of what is called.
+    StopBarriers are not values, so a rank has their content: the index, and rows of what is called.
     """
 
-    def __init__(self, make: Callable[[], Meetings]) -> None:
+    def __init__(self, make: Callable[[], StopBarriers]) -> None:
         self._make = make
         self._known: dict[Any, Any] = {}
 
@@ -70,42 +70,51 @@ class RealMeetings:
         return rank._replace(called=result) if what in _CHANGES else result
 
     def _work_out(self, place: int, called: Called, what: str, *arguments: Any) -> Any:
-        meetings = self._make()
-        meetings.place = place
-        meetings._called = [_meeting(row) for row in called]
+        barriers = self._make()
+        barriers.safe_point_index = place
+        barriers._called = [_barrier(row) for row in called]
         if what == "call":
             number, kind, *early = arguments
-            meetings.place = early[0] if early else place
-            meetings.call(number, kind, of_rank=0, words="")
-        elif what == "meet":
+            barriers.safe_point_index = early[0] if early else place
+            barriers.call(number, kind, of_rank=0, message="")
+        elif what == "barrier_agreed":
             try:
-                held = [(one.kind, one.place) for one in meetings._meet()]
+                held = [(one.kind, one.safe_point_index) for one in barriers._hold_due()]
             except AgreementFailed:
                 return None, None
-            return _rows(meetings), tuple(held)
+            return _rows(barriers), tuple(held)
         elif what == "has_to_wait":
-            return any(meetings._waits_for(one) for one in meetings._called)
+            return any(barriers._waits_for(one) for one in barriers._called)
         elif what == "meet_at":
-            meetings.decide(*arguments)
+            barriers.decide(*arguments)
         else:
             number, finished = arguments
-            meetings.fail(number, missing=(0,), finished=finished)
-        return _rows(meetings)
+            barriers.fail(number, missing=(0,), finished=finished)
+        return _rows(barriers)
 
 
 _CHANGES = ("call", "meet_at", "fail")
 
 
-def _meeting(row: tuple[Any, ...]) -> StopBarrier:
-    number, kind, promise, place, failed, off = row
+def _barrier(row: tuple[Any, ...]) -> StopBarrier:
+    number, kind, proposal, place, failed, off = row
     failure = AgreementFailed("gone", missing=(0,)) if failed else None
-    return StopBarrier(number, kind, 0, promise, place=place, failure=failure, off=off)
+    return StopBarrier(
+        number, kind, 0, proposal, safe_point_index=place, failure=failure, is_cancelled=off
+    )
 
 
-def _rows(meetings: Meetings) -> Called:
+def _rows(barriers: StopBarriers) -> Called:
     return tuple(
-        (one.number, one.kind, one.promise, one.place, one.failure is not None, one.off)
-        for one in meetings._called
+        (
+            one.number,
+            one.kind,
+            one.proposal,
+            one.safe_point_index,
+            one.failure is not None,
+            one.is_cancelled,
+        )
+        for one in barriers._called
     )
 
 
@@ -116,11 +125,11 @@ def begin(rank: Rank) -> Rank:
 
 def leave(rank: Rank, phase: str) -> Rank:
     """The end of a rank, which hears no more. One that breaks does not say goodbye."""
-    word = ("gone",) if phase == "broken" else ("bye", phase in ("finished", "stopped"))
+    word = ("gone",) if phase == "broken" else ("leave", phase in ("finished", "stopped"))
     after = rank._replace(phase=phase, signals=0, calling=(), called=(), stops=False, down=())
     return send(after, word)
 
 
 def send(rank: Rank, message: Message) -> Rank:
-    """Put a message on its way to the hub."""
+    """Put a message on its way to the coordinator."""
     return rank._replace(up=(*rank.up, message))

@@ -1,4 +1,5 @@
-"""What a state of the model of parking is made of, and its letters as the real book has them."""
+"""What a state of the model of parking is made of, and its outbox as the real coordinator has
+them."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ class Rank(NamedTuple):
 
 
 class State(NamedTuple):
-    """All ranks, the number of the book's content, and the weather that may still come."""
+    """All ranks, the number of the coordinator's content, and the weather that may still come."""
 
     ranks: tuple[Rank, ...]
-    book: int
+    coordinator: int
     pauses: int
     resumes: int
     deaths: int
@@ -53,33 +54,33 @@ def put(state: State, number: int, rank: Rank, **more: int) -> State:
 
 
 def send(state: State, number: int, *message: Any) -> State:
-    """Put a message of a rank on its way to the hub."""
+    """Put a message of a rank on its way to the coordinator."""
     rank = state.ranks[number]
     return put(state, number, rank._replace(up=(*rank.up, message)))
 
 
-def tidy(book: CoordinatorState) -> None:
+def tidy(coordinator: CoordinatorState) -> None:
     """Take out the number of the round, and how many of them brought nothing new.
 
     A round begins when all have reported in the one before, so that no rank is ever in another; and
     rounds that lead nowhere are seen as a circle.
     """
-    pausing = book._pausing
-    pausing._round = ROUND if pausing._round else 0
-    pausing._stalled, pausing._before = 0, {}
-    if not pausing._active:
-        pausing._equal, pausing._counts, pausing._told = 0, {}, False
+    pause = coordinator._pause
+    pause._round = ROUND if pause._round else 0
+    pause._stalled_rounds, pause._last_counts = 0, {}
+    if not pause._active:
+        pause._equal_rounds, pause._counts, pause._all_parked = 0, {}, False
 
 
 def write(message: Message) -> dict[str, Any]:
-    """A message as the book reads it."""
+    """A message as the coordinator reads it."""
     do, *more = message
     if do != "counts":
-        return {"do": do}
+        return {"type": do}
     pause, groups, allowance = more
     told = {key: [list(ranks), issued] for key, ranks, issued in groups}
     return {
-        "do": do,
+        "type": do,
         "pause": pause,
         "round": ROUND,
         "groups": told,
@@ -88,8 +89,8 @@ def write(message: Message) -> dict[str, Any]:
     }
 
 
-def read(letter: dict[str, Any]) -> Message | None:
-    """A letter of the book, as far as pauses are concerned."""
-    if letter["say"] in ("hold", "count", "pass", "all_parked", "release"):
-        return (letter["say"], letter["pause"], letter.get("n", 0))
+def read(message: dict[str, Any]) -> Message | None:
+    """A message of the coordinator, as far as pauses are concerned."""
+    if message["type"] in ("hold", "count", "let_through", "all_parked", "release"):
+        return (message["type"], message["pause"], message.get("n", 0))
     return None

@@ -1,5 +1,5 @@
-"""Ranks that are held before the same collectives: the real book of the hub, and around it gates,
-training threads and channels whose moves may come in any order.
+"""Ranks that are held before the same collectives: the real state of the coordinator, and around it
+gates, training threads and channels whose moves may come in any order.
 
 The collectives of a program are on groups that may cross. A thread passes the gate and is counted
 in two steps; between them nobody can tell that it is on its way. It blocks in a collective until
@@ -9,7 +9,8 @@ One thing is taken for granted, and without it no number of rounds would do: a t
 does move between two reports of its rank. A round takes as long as messages and sleeps of a
 millisecond, and from the gate to being counted is a few microseconds.
 
-Not in the state: reports on their way to the hub. It acts on the last one only, so that a late
+Not in the state: reports on their way to the coordinator. It acts on the last one only, so that a
+    late
 report is no different from late numbers; one that comes after its pause is over is in the state.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from runtime.model.books import Books
+from runtime.model.coordinators import Coordinators
 from runtime.model.parked import Rank, State, put, send
 from runtime.model.stories import Groups, Programs
 
@@ -40,7 +41,7 @@ class Parking:
         moves_in_time: see above.
     """
 
-    books: Books
+    coordinators: Coordinators
     programs: Programs
     groups: Groups
     pauses: int = 0
@@ -55,11 +56,11 @@ class Parking:
         That it comes at any moment is that a rank hears of it at any moment, and that the gate of a
         rank that is signalled closes first is that this one hears of it first.
         """
-        book = self.books.new
+        coordinator = self.coordinators.new
         for rank in range(len(self.programs)):
-            book, _ = self.books.after(book, ("join", rank))
+            coordinator, _ = self.coordinators.after(coordinator, ("join", rank))
         ranks = tuple(Rank() for _ in self.programs)
-        state = State(ranks, book, self.pauses, self.resumes, self.deaths)
+        state = State(ranks, coordinator, self.pauses, self.resumes, self.deaths)
         yield state if self.pauses else self._hub(send(state, 0, "pause"), 0)
 
     def weather(self, state: State) -> Iterator[tuple[Words, State]]:
@@ -78,7 +79,7 @@ class Parking:
                 yield ("resume of", number), send(resumed, number, "resume")
 
     def steps(self, state: State) -> Iterator[tuple[Words, State]]:
-        """Each thread's next, and the hub's."""
+        """Each thread's next, and the coordinator's."""
         at_once = None if self.pauses or self.deaths else self._at_once(state)
         if at_once is not None:
             yield at_once
@@ -105,8 +106,8 @@ class Parking:
         """A step whose moment makes no difference, so that no other is looked at.
 
         Nobody else sees that a rank hears ``count`` with no allowance to take back. The report of a
-        rank that is held without an allowance is the same until it has reported; and what the hub
-        does at the last report of a round can take as long on its way back.
+        rank that is held without an allowance is the same until it has reported; and what the
+        coordinator does at the last report of a round can take as long on its way back.
         """
         for number, rank in enumerate(state.ranks):
             if not rank.peers or rank.allowance:
@@ -166,7 +167,7 @@ class Parking:
             return rank._replace(due=0)
         if say == "hold":
             rank = rank._replace(peers=True, allowance=0)
-        left = 0 if self.takes_back and say != "pass" else rank.allowance
+        left = 0 if self.takes_back and say != "let_through" else rank.allowance
         return rank._replace(allowance=max(left, n), due=pause)
 
     def _report(self, state: State, number: int) -> State:
@@ -179,21 +180,21 @@ class Parking:
         told = send(put(state, number, after), number, "counts", rank.due, groups, rank.allowance)
         return told if self.pauses or self.deaths else self._hub(told, number)
 
-    # --- the hub
+    # --- the coordinator
     # --------------------------------------------------------------------------------------------
 
     def _hub(self, state: State, number: int) -> State:
         message, *rest = state.ranks[number].up
         event = ("gone", number) if message[0] == "gone" else ("handle", number, *message)
-        book, letters = self.books.after(state.book, event)
+        coordinator, outbox = self.coordinators.after(state.coordinator, event)
         ranks = list(state.ranks)
         ranks[number] = ranks[number]._replace(up=tuple(rest))
-        for to, letter in letters:
+        for to, message in outbox:
             if not ranks[to].dead:
-                ranks[to] = ranks[to]._replace(down=(*ranks[to].down, letter))
-        said = {letter[0] for _, letter in letters}
+                ranks[to] = ranks[to]._replace(down=(*ranks[to].down, message))
+        said = {message[0] for _, message in outbox}
         told = "all_parked" in said or (state.told and "release" not in said)
-        return state._replace(ranks=tuple(ranks), book=book, told=told)
+        return state._replace(ranks=tuple(ranks), coordinator=coordinator, told=told)
 
     # --- what must be so
     # --------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class Parking:
         """Neither all parked nor all done."""
         if state.told:
             return None
-        if self.books[state.book]._pausing._active:
+        if self.coordinators[state.coordinator]._pause._active:
             return "the pause never comes about"
         for number, rank in enumerate(state.ranks):
             if rank.peers:

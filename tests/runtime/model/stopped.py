@@ -1,4 +1,5 @@
-"""What a state of the model of stopping is made of, and its letters as the real book has them."""
+"""What a state of the model of stopping is made of, and its outbox as the real coordinator has
+them."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from runtime.model.members import LIVING, Message, Rank
 
 
 class State(NamedTuple):
-    """All ranks, the number of the book's content, and the weather that may still come."""
+    """All ranks, the number of the coordinator's content, and the weather that may still come."""
 
     ranks: tuple[Rank, ...]
-    book: int
+    coordinator: int
     signals: int
     deaths: int
     saves: int
@@ -29,22 +30,22 @@ def put(state: State, number: int, rank: Rank) -> State:
 
 
 def write(message: Message) -> dict[str, Any]:
-    """A message as the book reads it."""
+    """A message as the coordinator reads it."""
     do, *more = message
-    if do == "want":
-        return {"do": do, "kind": more[0]}
-    if do == "promise":
-        return {"do": do, "meeting": more[0], "place": more[1]}
-    return {"do": do, "done": more[0]}
+    if do == "call_barrier":
+        return {"type": do, "kind": more[0]}
+    if do == "propose":
+        return {"type": do, "barrier": more[0], "safe_point_index": more[1]}
+    return {"type": do, "done": more[0]}
 
 
-def read(letter: dict[str, Any]) -> Message | None:
-    """A letter of the book, as far as meetings are concerned."""
-    say = letter["say"]
-    if say == "wanted":
-        return ("wanted", letter["meeting"], letter["kind"])
-    if say == "meet":
-        return ("meet_at", letter["meeting"], letter["place"])
-    if say == "meeting_failed":
-        return ("fail", letter["meeting"], letter["finished"])
+def read(message: dict[str, Any]) -> Message | None:
+    """A message of the coordinator, as far as barriers are concerned."""
+    say = message["type"]
+    if say == "barrier_called":
+        return ("barrier_called", message["barrier"], message["kind"])
+    if say == "barrier_agreed":
+        return ("meet_at", message["barrier"], message["safe_point_index"])
+    if say == "barrier_failed":
+        return ("fail", message["barrier"], message["finished"])
     return None

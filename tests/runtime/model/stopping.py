@@ -1,17 +1,18 @@
-"""Ranks that stop, or save, at one place: the real book of the hub and the real meetings of each
-rank, and around them what may come in any order.
+"""Ranks that stop, or save, at one safe point: the real state of the coordinator and the real
+barriers of each rank, and around them what may come in any order.
 
-A rank is a training thread, a thread that hears the hub, and two channels, first in first out. What
-a thread does under a lock is one step of the model. With ``by_access`` so is each access without
-one: the training thread raises its place, and then looks whether a meeting was called; the other
-appends the meeting to the list, and then reads the place. Between any two steps anything may happen
+A rank is a training thread, a thread that hears the coordinator, and two channels, first in first
+out. What a thread does under a lock is one step of the model. With ``by_access`` so is each access
+without
+one: the training thread counts it, and then looks whether a barrier was called; the other
+appends the barrier to the list, and then reads the place. Between any two steps anything may happen
 elsewhere.
 
 Before a place there may be a collective, which ends for nobody before every rank has come to it.
 Its end and the raising of the place are one step, for the first cannot be noticed elsewhere.
 
 A training thread may see its own rank's signal first. It can then do no more than what the other
-thread is about to do, call a meeting, so that this is among the interleavings.
+thread is about to do, call a barrier, so that this is among the interleavings.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from runtime.model.books import Books
+from runtime.model.coordinators import Coordinators
 from runtime.model.members import (
     LIVING,
     RANKS,
     Habits,
     Rank,
-    RealMeetings,
+    RealBarriers,
     Words,
     begin,
     leave,
@@ -41,7 +42,7 @@ class Stopping:
     """The model.
 
     Args:
-        collectives: whether there is one before each place.
+        collectives: whether there is one before each safe point.
         signals, deaths, saves: how often at most; saves are wanted by rank 0.
         joined: ranks that are connected from the start; the others join at some time.
         by_access: one step is one access to what threads share, and not all that is done under one
@@ -52,7 +53,7 @@ class Stopping:
         alike: which rank is the first to die makes no difference.
     """
 
-    books: Books
+    coordinators: Coordinators
     collectives: tuple[bool, ...] = (True, True, True)
     signals: int = 0
     deaths: int = 0
@@ -65,8 +66,8 @@ class Stopping:
     habits: Habits = field(default_factory=Habits)
 
     @cached_property
-    def _meetings(self) -> RealMeetings:
-        return RealMeetings(self.habits.meetings)
+    def _barriers(self) -> RealBarriers:
+        return RealBarriers(self.habits.barriers)
 
     @property
     def last(self) -> int:
@@ -76,12 +77,12 @@ class Stopping:
         """What is wanted first is wanted at once, and on its way to all. That it is wanted at any
         moment is that each rank hears of it at any moment. A save that is wanted after a stop is
         none, so that a save comes first."""
-        book = self.books.new
+        coordinator = self.coordinators.new
         for rank, is_here in enumerate(self.joined):
             if is_here:
-                book, _ = self.books.after(book, ("join", rank))
+                coordinator, _ = self.coordinators.after(coordinator, ("join", rank))
         ranks = tuple(Rank(joined=is_here) for is_here in self.joined)
-        state = State(ranks, book, self.signals, self.deaths, self.saves)
+        state = State(ranks, coordinator, self.signals, self.deaths, self.saves)
         if self.saves:
             state = self._want_save(state)
             yield self._signal(state, self.signalled[0]) if self.both_at_once else state
@@ -114,10 +115,14 @@ class Stopping:
         rank = state.ranks[number]
         after = put(state, number, rank._replace(signals=rank.signals + 1))
         after = after._replace(signals=state.signals - 1)
-        return self._tell(after, "handle", number, "want", "stop") if rank.joined else after
+        return (
+            self._deliver(after, "handle", number, "call_barrier", "stop") if rank.joined else after
+        )
 
     def _want_save(self, state: State) -> State:
-        return self._tell(state._replace(saves=state.saves - 1), "handle", 0, "want", "save")
+        return self._deliver(
+            state._replace(saves=state.saves - 1), "handle", 0, "call_barrier", "save"
+        )
 
     def _death(self, state: State, number: int, rank: Rank) -> Iterator[tuple[Words, State]]:
         after = state._replace(deaths=state.deaths - 1, anybody_died=True)
@@ -132,7 +137,7 @@ class Stopping:
     # --------------------------------------------------------------------------------------------
 
     def steps(self, state: State) -> Iterator[tuple[Words, State]]:
-        """Each thread's next, and the hub's."""
+        """Each thread's next, and the coordinator's."""
         for number, rank in enumerate(state.ranks):
             if rank.up:
                 yield ("hub reads of", number, *rank.up[0]), self._hub(state, number)
@@ -146,37 +151,37 @@ class Stopping:
         message, *rest = state.ranks[number].up
         after = put(state, number, state.ranks[number]._replace(up=tuple(rest)))
         if message[0] in ("join", "gone"):
-            return self._tell(after, message[0], number)
-        return self._tell(after, "handle", number, *message)
+            return self._deliver(after, message[0], number)
+        return self._deliver(after, "handle", number, *message)
 
-    def _tell(self, state: State, *event: Any) -> State:
-        book, letters = self.books.after(state.book, event)
+    def _deliver(self, state: State, *event: Any) -> State:
+        coordinator, outbox = self.coordinators.after(state.coordinator, event)
         ranks = list(state.ranks)
-        for to, letter in letters:
+        for to, message in outbox:
             if ranks[to].phase in LIVING:
-                ranks[to] = ranks[to]._replace(down=(*ranks[to].down, letter))
-        return state._replace(ranks=tuple(ranks), book=book)
+                ranks[to] = ranks[to]._replace(down=(*ranks[to].down, message))
+        return state._replace(ranks=tuple(ranks), coordinator=coordinator)
 
     def _listener(self, rank: Rank) -> Iterator[tuple[Words, Rank]]:
         if not rank.joined:
-            wants = (("want", "stop"),) * rank.signals
+            wants = (("call_barrier", "stop"),) * rank.signals
             yield ("joins",), rank._replace(joined=True, up=(("join",), *wants))
         if rank.calling:
-            yield ("promises",), self._promise(rank)
+            yield ("proposals",), self._propose(rank)
         elif rank.down:
-            letter, *rest = rank.down
+            message, *rest = rank.down
             after = rank._replace(down=tuple(rest))
-            if letter[0] != "wanted":
-                yield ("hears", *letter), self._meetings.do(after, *letter)
+            if message[0] != "barrier_called":
+                yield ("hears", *message), self._barriers.do(after, *message)
                 return
-            early = [rank.place] if self.habits.reads_place_early else []
-            calling = after._replace(calling=(*letter[1:], *early))
-            yield ("hears", *letter), calling if self.by_access else self._promise(calling)
+            early = [rank.place] if self.habits.reads_index_early else []
+            calling = after._replace(calling=(*message[1:], *early))
+            yield ("hears", *message), calling if self.by_access else self._propose(calling)
 
-    def _promise(self, rank: Rank) -> Rank:
+    def _propose(self, rank: Rank) -> Rank:
         number, kind, *early = rank.calling
-        called = self._meetings.do(rank._replace(calling=()), "call", number, kind, *early)
-        return send(called, ("promise", number, called.called[-1][2]))
+        called = self._barriers.do(rank._replace(calling=()), "call", number, kind, *early)
+        return send(called, ("propose", number, called.called[-1][2]))
 
     def _thread(self, state: State, rank: Rank) -> Iterator[tuple[str, Rank]]:
         if rank.phase == "training":
@@ -185,11 +190,11 @@ class Stopping:
             elif self.collectives[rank.place]:
                 yield "begins a collective", begin(rank)
             else:
-                yield "reaches a place", self._reach(rank)
+                yield "reaches a safe point", self._reach(rank)
         elif rank.phase == "in collective":
             others = [(one.phase, one.entered) for one in state.ranks]
             if all(entered >= rank.entered for _, entered in others):
-                yield "reaches a place", self._reach(rank)
+                yield "reaches a safe point", self._reach(rank)
             elif is_missed(others, rank.entered):
                 yield "gets an error of its collective", leave(rank, "broken")
         elif rank.phase == "saving":
@@ -197,7 +202,7 @@ class Stopping:
             if all(saves >= rank.saves for _, saves in others) or is_missed(others, rank.saves):
                 yield "has saved, or has seen that it cannot", self._go_on(rank)
         elif rank.phase == "raising":
-            yield "raises its place", self._go_on(rank._replace(place=rank.place + 1))
+            yield "counts it", self._go_on(rank._replace(place=rank.place + 1))
         elif rank.phase == "arriving":
             after = self._look(rank)
             if after is not None:
@@ -210,14 +215,14 @@ class Stopping:
 
     def _reach(self, rank: Rank) -> Rank:
         after = rank._replace(place=rank.place + 1, phase="arriving")
-        if self.habits.looks_before_raising and not rank.called and not rank.calling:
+        if self.habits.looks_before_counting and not rank.called and not rank.calling:
             return rank._replace(phase="raising")
         return after if self.by_access else self._look(after) or after
 
     def _look(self, rank: Rank) -> Rank | None:
         """The list is looked at without the lock, and with something on it under the lock; None
         while the other thread has that."""
-        is_locked = bool(rank.calling) and not self.habits.reads_place_early
+        is_locked = bool(rank.calling) and not self.habits.reads_index_early
         if is_locked:
             return None
         if not rank.called:
@@ -227,16 +232,16 @@ class Stopping:
         return self._hold(rank)
 
     def _has_to_wait(self, rank: Rank) -> bool:
-        if rank.calling and not self.habits.reads_place_early:
+        if rank.calling and not self.habits.reads_index_early:
             return True
-        return self.habits.waits and bool(self._meetings.do(rank, "has_to_wait"))
+        return self.habits.waits and bool(self._barriers.do(rank, "has_to_wait"))
 
     def _hold(self, rank: Rank) -> Rank:
-        """Hold the meetings of this place."""
+        """Hold the barriers of this place."""
         if not self.habits.waits:
-            promised = any(one[1] == "stop" and one[2] == rank.place for one in rank.called)
-            return leave(rank, "stopped") if promised else self._go_on(rank)
-        called, held = self._meetings.do(rank, "meet")
+            proposed = any(one[1] == "stop" and one[2] == rank.place for one in rank.called)
+            return leave(rank, "stopped") if proposed else self._go_on(rank)
+        called, held = self._barriers.do(rank, "barrier_agreed")
         if held is None:
             return leave(rank, "failed")
         if any(place != rank.place for _, place in held):
@@ -245,13 +250,13 @@ class Stopping:
         after = rank._replace(called=called, stops="stop" in kinds)
         if "save" not in kinds:
             return self._go_on(after)
-        late = self.habits.raises_place_after_saving
+        late = self.habits.counts_after_saving
         return after._replace(
             phase="saving", saves=rank.saves + 1, place=rank.place - 1 if late else rank.place
         )
 
     def _go_on(self, rank: Rank) -> Rank:
-        if self.habits.raises_place_after_saving and rank.phase == "saving":
+        if self.habits.counts_after_saving and rank.phase == "saving":
             rank = rank._replace(place=rank.place + 1)
         if rank.stops or (self.habits.heeds_own_signal_alone and rank.signals):
             return leave(rank, "stopped")
@@ -268,12 +273,12 @@ class Stopping:
         living = [rank for rank in state.ranks if rank.phase != "dead"]
         said = {rank.phase for rank in living if rank.phase not in LIVING}
         if "too late" in said:
-            return "a rank has passed the common place"
+            return "a rank has passed the common safe point"
         if "broken" in said and not state.anybody_died:
             return "a rank left its peers in a collective"
         stopped = {(rank.place, rank.entered) for rank in living if rank.phase == "stopped"}
         if len(stopped) > 1:
-            return f"stopped at different places: {sorted(stopped)}"
+            return f"stopped at different safe points: {sorted(stopped)}"
         said -= {"broken"}
         if state.anybody_died:
             said -= {"finished"}  # it had nothing left to do with the one that died

@@ -9,7 +9,7 @@ Groups = Mapping[str, tuple[int, ...]]
 Programs = tuple[tuple[str, ...], ...]
 
 GROUPS = {"w": (0, 1, 2), "a": (0, 1), "b": (1, 2), "c": (0, 2)}
-"""All, and three that cross; in a program a capital letter is an asynchronous collective."""
+"""All, and three that cross; in a program a capital message is an asynchronous collective."""
 FOUR = {"w": (0, 1, 2, 3), "r": (0, 1), "s": (2, 3), "x": (0, 2), "y": (1, 3)}
 """Rows and columns."""
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
-from runtime.model.books import Books
 from runtime.model.checker import Counterexample, explore
+from runtime.model.coordinators import Coordinators
 from runtime.model.parked import State, read, tidy, write
 from runtime.model.parking import Parking
 from runtime.model.stories import FOUR, GROUPS, Groups, programs_of, stories
 
-from hydroslurm.coordination.pause_state import Pausing
+from hydroslurm.coordination.pause_state import PauseState
 from hydroslurm.coordination.state import CoordinatorState
 
 TWO = {"w": (0, 1)}
@@ -27,9 +27,11 @@ def look(
     **bounds: Any,
 ) -> tuple[Counterexample | None, list[State]]:
     """What can go wrong in these collectives, and the ends."""
-    books = Books(lambda: make(ranks), write=write, read=read, tidy=tidy)
+    coordinators = Coordinators(lambda: make(ranks), write=write, read=read, tidy=tidy)
     programs = programs_of(story, groups, ranks=ranks)
-    explored = explore(Parking(books=books, programs=programs, groups=groups, **bounds))
+    explored = explore(
+        Parking(coordinators=coordinators, programs=programs, groups=groups, **bounds)
+    )
     return explored.counterexample, list(explored.ends)
 
 
@@ -85,59 +87,59 @@ def test_deaths(story: str) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-class BelievesOneRound(Pausing):
+class BelievesOneRound(PauseState):
     """Takes the first equal numbers for the truth."""
 
-    def _judge(self, present: Collection[int]) -> Any:
-        self._equal = 1
-        return super()._judge(present)
+    def _evaluate(self, present: Collection[int]) -> Any:
+        self._equal_rounds = 1
+        return super()._evaluate(present)
 
 
-class OverlooksAllowances(Pausing):
+class OverlooksAllowances(PauseState):
     """Takes equal numbers for the truth although a rank may still go on."""
 
-    def _judge(self, present: Collection[int]) -> Any:
+    def _evaluate(self, present: Collection[int]) -> Any:
         for rank in present & self._counts.keys():
             self._counts[rank] = {**self._counts[rank], "allowance": 0}
-        return super()._judge(present)
+        return super()._evaluate(present)
 
 
-class SeesOneGroup(Pausing):
+class SeesOneGroup(PauseState):
     """Lets through for the first group of a rank only."""
 
-    def _judge(self, present: Collection[int]) -> Any:
+    def _evaluate(self, present: Collection[int]) -> Any:
         for rank in present & self._counts.keys():
             groups = self._counts[rank]["groups"]
             first = dict(list(groups.items())[:1])
             self._counts[rank] = {**self._counts[rank], "groups": first}
-        return super()._judge(present)
+        return super()._evaluate(present)
 
 
-class LetsNobodyThrough(Pausing):
+class LetsNobodyThrough(PauseState):
     """Asks again and again."""
 
-    def _letter(self, say: str = "count", **more: Any) -> dict[str, Any]:
-        return super()._letter("count" if say == "pass" else say, **{**more, "n": 0})
+    def _message(self, say: str = "count", **more: Any) -> dict[str, Any]:
+        return super()._message("count" if say == "let_through" else say, **{**more, "n": 0})
 
 
-class ParksAtOnce(Pausing):
+class ParksAtOnce(PauseState):
     """Does not ask for numbers that are equal."""
 
-    def _judge(self, present: Collection[int]) -> Any:
-        return self._tell(present, in_flight=0, behind=0) if self._counts else []
+    def _evaluate(self, present: Collection[int]) -> Any:
+        return self._announce(present, in_flight=0, behind=0) if self._counts else []
 
 
-def book_with(pausing: type[Pausing]) -> Callable[[int], CoordinatorState]:
+def coordinator_with(pause: type[PauseState]) -> Callable[[int], CoordinatorState]:
     def make(ranks: int) -> CoordinatorState:
-        book = CoordinatorState(ranks)
-        book._pausing = pausing()
-        return book
+        coordinator = CoordinatorState(ranks)
+        coordinator._pause = pause()
+        return coordinator
 
     return make
 
 
 @pytest.mark.parametrize(
-    ("pausing", "story", "words"),
+    ("pause", "story", "words"),
     [
         (BelievesOneRound, "w", "all parked"),
         (OverlooksAllowances, "ww", "all parked"),
@@ -146,9 +148,9 @@ def book_with(pausing: type[Pausing]) -> Callable[[int], CoordinatorState]:
         (ParksAtOnce, "w", "all parked"),
     ],
 )
-def test_mistakes_of_the_hub_are_found(pausing: type[Pausing], story: str, words: str) -> None:
-    """A hub with one mistake has a counterexample."""
-    wrong, _ = look(story, make=book_with(pausing))
+def test_mistakes_of_the_hub_are_found(pause: type[PauseState], story: str, words: str) -> None:
+    """A coordinator with one mistake has a counterexample."""
+    wrong, _ = look(story, make=coordinator_with(pause))
     assert wrong is not None
     assert words in wrong.words, str(wrong)
 

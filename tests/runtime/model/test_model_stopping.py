@@ -1,4 +1,4 @@
-"""Stops and saves of several ranks at one place: every interleaving of small runs."""
+"""Stops and saves of several ranks at one safe point: every interleaving of small runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from runtime.model.books import Books
 from runtime.model.checker import Counterexample, explore
+from runtime.model.coordinators import Coordinators
 from runtime.model.members import Habits, Rank
 from runtime.model.stopped import State, read, write
 from runtime.model.stopping import Stopping
 
 from hydroslurm.coordination.state import CoordinatorState
-from hydroslurm.coordination.stop_barrier import Meetings
+from hydroslurm.coordination.stop_barrier import StopBarriers
 
 HERE, LATE = True, False
 TWO = (HERE, HERE)
@@ -29,9 +29,9 @@ def look(
     **bounds: Any,
 ) -> tuple[Counterexample | None, list[State]]:
     """What can go wrong, and the ends."""
-    books = Books(lambda: make(len(joined)), write=write, read=read)
+    coordinators = Coordinators(lambda: make(len(joined)), write=write, read=read)
     bounds.setdefault("collectives", EACH)
-    explored = explore(Stopping(books=books, joined=joined, **bounds))
+    explored = explore(Stopping(coordinators=coordinators, joined=joined, **bounds))
     return explored.counterexample, list(explored.ends)
 
 
@@ -44,7 +44,8 @@ def stops(ends: list[State]) -> set[int]:
 
 
 def test_all_stop_at_one_place_or_all_finish() -> None:
-    """With two signals at any moments and ranks, all ranks end alike, and each place can be it."""
+    """With two signals at any moments and ranks, all ranks end alike, and each safe point can be
+    it."""
     wrong, ends = look(signals=2, collectives=(True, False, True))
     assert wrong is None, str(wrong)
     assert phases(ends) == {"stopped", "finished"}
@@ -55,7 +56,7 @@ def test_all_stop_at_one_place_or_all_finish() -> None:
     "bounds", [{}, {"collectives": (False, False), "joined": TWO}], ids=["together", "apart"]
 )
 def test_what_is_done_without_a_lock(bounds: dict[str, Any]) -> None:
-    """A meeting that is called while the training thread arrives, access by access, is never
+    """A barrier that is called while the training thread arrives, access by access, is never
     missed."""
     wrong, ends = look(signals=1, by_access=True, **bounds)
     assert wrong is None, str(wrong)
@@ -106,7 +107,7 @@ def test_a_save_and_a_stop_together(bounds: dict[str, Any]) -> None:
 
 
 def test_saves_alone() -> None:
-    """A periodic save is held by all ranks at one place, and all go on to the end."""
+    """A periodic save is held by all ranks at one safe point, and all go on to the end."""
     wrong, ends = look(saves=1)
     assert wrong is None, str(wrong)
     assert {tuple(one.saves for one in end.ranks) for end in ends} == {(0,) * 3, (1,) * 3}
@@ -117,73 +118,73 @@ def test_saves_alone() -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-class PromisesThisPlace(Meetings):
-    """Promises the place that it is at."""
+class ProposesThisSafePoint(StopBarriers):
+    """Proposes the safe point that it is at."""
 
-    def call(self, number: int, kind: str, *, of_rank: int, words: str) -> int:
-        super().call(number, kind, of_rank=of_rank, words=words)
-        self._called[-1].promise = self.place
-        return self.place
+    def call(self, number: int, kind: str, *, of_rank: int, message: str) -> int:
+        super().call(number, kind, of_rank=of_rank, message=message)
+        self._called[-1].proposal = self.safe_point_index
+        return self.safe_point_index
 
 
-class MeetsAtTheSmallest(CoordinatorState):
-    """Takes the smallest promise for the common place."""
+class TakesTheSmallest(CoordinatorState):
+    """Takes the smallest proposal for the common safe point."""
 
-    def _judge(self, number: int) -> Any:
-        promises = self._meetings[number]["promises"]
-        if len(promises) == self.world_size:
-            promises.update(dict.fromkeys(promises, min(promises.values())))
-        return super()._judge(number)
+    def _evaluate_barrier(self, number: int) -> Any:
+        proposals = self._barriers[number]["proposals"]
+        if len(proposals) == self.world_size:
+            proposals.update(dict.fromkeys(proposals, min(proposals.values())))
+        return super()._evaluate_barrier(number)
 
 
 class DecidesByRankZero(CoordinatorState):
-    """Takes the promise of rank 0 for everybody's."""
+    """Takes the proposal of rank 0 for everybody's."""
 
-    def _judge(self, number: int) -> Any:
-        promises = self._meetings[number]["promises"]
-        if 0 in promises:
-            promises.update(dict.fromkeys(range(self.world_size), promises[0]))
-        return super()._judge(number)
+    def _evaluate_barrier(self, number: int) -> Any:
+        proposals = self._barriers[number]["proposals"]
+        if 0 in proposals:
+            proposals.update(dict.fromkeys(range(self.world_size), proposals[0]))
+        return super()._evaluate_barrier(number)
 
 
 class ForgetsTheDead(CoordinatorState):
-    """Waits for the promise of a rank that is gone."""
+    """Waits for the proposal of a rank that is gone."""
 
     def gone(self, rank: int, *, died: bool = True) -> Any:
-        meetings, self._meetings = self._meetings, {}
-        letters = super().gone(rank, died=died)
-        self._meetings = meetings
-        return letters
+        barriers, self._barriers = self._barriers, {}
+        outbox = super().gone(rank, died=died)
+        self._barriers = barriers
+        return outbox
 
 
 class CallsTheAbsent(CoordinatorState):
     """Does not wait with a call until everybody has joined."""
 
-    def join(self, rank: int, who: Any) -> Any:
+    def join(self, rank: int, process: Any) -> Any:
         real, self.world_size = self.world_size, 0
-        letters = super().join(rank, who)
+        outbox = super().join(rank, process)
         self.world_size = real
-        return letters
+        return outbox
 
-    def _call(self, rank: int, message: Any) -> Any:
-        absent = {other: None for other in range(self.world_size) if other not in self._pids}
-        self._pids.update(absent)
-        letters = super()._call(rank, message)
+    def _call_barrier(self, rank: int, message: Any) -> Any:
+        absent = {other: None for other in range(self.world_size) if other not in self._processes}
+        self._processes.update(absent)
+        outbox = super()._call_barrier(rank, message)
         for other in absent:
-            del self._pids[other]
-        return letters
+            del self._processes[other]
+        return outbox
 
 
 @pytest.mark.parametrize(
     ("bounds", "words"),
     [
-        ({"habits": Habits(meetings=PromisesThisPlace)}, "passed the common place"),
-        ({"habits": Habits(reads_place_early=True), **BY_ACCESS}, "left its peers"),
-        ({"habits": Habits(looks_before_raising=True), **BY_ACCESS}, "left its peers"),
+        ({"habits": Habits(barriers=ProposesThisSafePoint)}, "passed the common safe point"),
+        ({"habits": Habits(reads_index_early=True), **BY_ACCESS}, "left its peers"),
+        ({"habits": Habits(looks_before_counting=True), **BY_ACCESS}, "left its peers"),
         ({"habits": Habits(waits=False)}, "left its peers"),
         ({"habits": Habits(heeds_own_signal_alone=True)}, "left its peers"),
-        ({"habits": Habits(raises_place_after_saving=True), "saves": 1, "joined": TWO}, "passed"),
-        ({"make": MeetsAtTheSmallest}, "left its peers"),
+        ({"habits": Habits(counts_after_saving=True), "saves": 1, "joined": TWO}, "passed"),
+        ({"make": TakesTheSmallest}, "left its peers"),
         ({"make": DecidesByRankZero}, "left its peers"),
         ({"make": ForgetsTheDead, "deaths": 1}, "waits for ever"),
         ({"make": CallsTheAbsent, "joined": (LATE, HERE, HERE)}, "waits for ever"),

@@ -1,4 +1,4 @@
-"""The hub as ranks meet it: real processes and sockets, no torch."""
+"""The coordinator as ranks meet it: real processes and sockets, no torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ from typing import Any
 import pytest
 from processes import wait_until
 
-from hydroslurm.coordination import client as team
+from hydroslurm.coordination import client
+from hydroslurm.coordination.authentication import RankGreeting
 from hydroslurm.coordination.client import CoordinatorClient
-from hydroslurm.coordination.frames import MAC_BYTES, Sealer, Unsealer, pack
-from hydroslurm.coordination.greeting import RankGreeting
-from hydroslurm.coordination.host import start_hub
-from hydroslurm.coordination.messages import check_from_hub
+from hydroslurm.coordination.messages import (
+    MAC_BYTES,
+    Sealer,
+    Unsealer,
+    check_from_coordinator,
+    pack,
+)
+from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.events import EventKind
-from hydroslurm.errors import AgreementFailed, HubLost, UsageError
+from hydroslurm.errors import AgreementFailed, CoordinatorLost, UsageError
 from hydroslurm.gate.protocol import Action, Cause, GateState, GateStatus
 
 
@@ -48,21 +53,22 @@ class OpenGate:
         return
 
 
+JOIN = {"type": "join", "incarnation_id": "", "rank": 1, "world_size": 2, "process": {}}
 KEY = secrets.token_bytes(32)
 SECRET = Secret("environment", KEY)
 
 
 class Team:
-    """The ranks of one life, all in this process, each with its own connection."""
+    """The ranks of one incarnation, all in this process, each with its own connection."""
 
     def __init__(self) -> None:
-        self.life = f"test {uuid.uuid4()}"
+        self.incarnation_id = f"test {uuid.uuid4()}"
         self.ranks: list[CoordinatorClient] = []
         self.told: list[tuple[int, EventKind]] = []
         self.warned: list[str] = []
 
     def join(self, world_size: int, *ranks: int) -> list[CoordinatorClient]:
-        """Some ranks of a life of so many come, and are waited for when all are there."""
+        """Some ranks of an incarnation of that size come, and are waited for when all are there."""
         new = [self._make(rank, world_size) for rank in ranks or range(world_size)]
         self.ranks += new
         for one in new:
@@ -74,18 +80,23 @@ class Team:
 
     def _make(self, rank: int, world_size: int) -> CoordinatorClient:
         return CoordinatorClient(
-            World(rank=rank, world_size=world_size, local_rank=rank, life=self.life),
+            World(
+                rank=rank,
+                world_size=world_size,
+                local_rank=rank,
+                incarnation_id=self.incarnation_id,
+            ),
             OpenGate(),  # type: ignore[arg-type]
             secret=lambda: SECRET,
-            tell=lambda kind, _: self.told.append((rank, kind)),
-            wanted=lambda *_: None,
+            emit=lambda kind, _: self.told.append((rank, kind)),
+            on_barrier_called=lambda *_: None,
             warn=self.warned.append,
         )
 
 
 @pytest.fixture
-def crew_of_threads() -> Iterator[Team]:
-    """A life that has no ranks yet; all have left afterwards."""
+def team() -> Iterator[Team]:
+    """An incarnation without ranks; all have left afterwards."""
     made = Team()
     yield made
     for one in made.ranks:
@@ -98,17 +109,17 @@ def all_at_once(*calls: Callable[[], Any]) -> list[Any]:
     def result(call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except (AgreementFailed, HubLost) as error:
+        except (AgreementFailed, CoordinatorLost) as error:
             return error
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(result, calls))
 
 
-def test_everybody_gets_everybodys_value(crew_of_threads: Team) -> None:
+def test_all_get_all_values(team: Team) -> None:
     """An agreement gives the same mapping, in order of the ranks, to all; several may go on at
     once."""
-    ranks = crew_of_threads.join(3)
+    ranks = team.join(3)
     calls = [
         lambda one=one, topic=topic: one.agree(topic, [topic, one.rank])
         for topic in ("a", "b")
@@ -119,9 +130,9 @@ def test_everybody_gets_everybodys_value(crew_of_threads: Team) -> None:
         assert list(told.items()) == [(rank, [topic, rank]) for rank in range(3)]
 
 
-def test_a_part_of_the_ranks_can_agree(crew_of_threads: Team) -> None:
+def test_a_part_of_the_ranks_can_agree(team: Team) -> None:
     """Among two of three nobody waits for the third; circles that differ fail for both."""
-    first, second, third = crew_of_threads.join(3)
+    first, second, third = team.join(3)
     told = all_at_once(
         lambda: first.agree("x", 1, among=[0, 2]), lambda: third.agree("x", 3, among=[2, 0])
     )
@@ -132,44 +143,44 @@ def test_a_part_of_the_ranks_can_agree(crew_of_threads: Team) -> None:
     assert all("asked among" in str(error) for error in failed)
 
 
-def test_a_rank_with_thousands_of_open_files(crew_of_threads: Team) -> None:
+def test_a_rank_with_thousands_of_open_files(team: Team) -> None:
     """Descriptors above 1023, as a rank with many files of data has them, are nothing special."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        ranks = crew_of_threads.join(2)
-        assert all(one._link and one._link._connection.fileno() > 1023 for one in ranks)
+        ranks = team.join(2)
+        assert all(one._channel and one._channel._connection.fileno() > 1023 for one in ranks)
         told = all_at_once(lambda: ranks[0].agree("y", 0), lambda: ranks[1].agree("y", 1))
         assert told == [{0: 0, 1: 1}] * 2
     finally:
         for fd in files:
             os.close(fd)
-        for one in crew_of_threads.ranks:
+        for one in team.ranks:
             one.leave()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_circles_of_thousands_that_differ() -> None:
     """What says so stays short enough to be sent, and the connections live on."""
-    world = World(rank=0, world_size=9000, life="many")
-    port = start_hub(world, SECRET)
+    world = World(rank=0, world_size=9000, incarnation_id="many")
+    port = start_coordinator(world, SECRET)
     with Visitor(port) as first, Visitor(port) as second:
         for rank, visitor in enumerate((first, second)):
             visitor.greet()
-            visitor.say(hello(world, rank=rank))
-            assert visitor.hear()[0] == {"say": "welcome"}
-        first.say({"do": "agree", "topic": "t", "value": 1, "among": [*range(9000)]})
-        second.say({"do": "agree", "topic": "t", "value": 1, "among": [*range(1, 9000)]})
-        (failed,) = second.hear()
-        assert check_from_hub(failed)["words"].startswith("asked among [")
-    os.kill(hub_at(port), signal.SIGKILL)
+            visitor.send(hello(world, rank=rank))
+            assert visitor.receive()[0] == {"type": "welcome"}
+        first.send({"type": "agree", "topic": "t", "value": 1, "among": [*range(9000)]})
+        second.send({"type": "agree", "topic": "t", "value": 1, "among": [*range(1, 9000)]})
+        (failed,) = second.receive()
+        assert check_from_coordinator(failed)["message"].startswith("asked among [")
+    os.kill(coordinator_at(port), signal.SIGKILL)
 
 
-def test_who_gives_up_fails_it_for_all(crew_of_threads: Team) -> None:
+def test_who_gives_up_fails_it_for_all(team: Team) -> None:
     """A time-out, or a cancel, of one rank is the same failure for all, those who come later
     included."""
-    first, second, third = crew_of_threads.join(3)
+    first, second, third = team.join(3)
     cancel = threading.Event()
     cancel.set()
     failed = all_at_once(
@@ -184,22 +195,22 @@ def test_who_gives_up_fails_it_for_all(crew_of_threads: Team) -> None:
     assert [error.withdrawn for error in failed] == [(0,)] * 2
 
 
-def test_a_topic_that_is_being_asked_is_refused(crew_of_threads: Team) -> None:
+def test_a_topic_that_is_being_asked_is_refused(team: Team) -> None:
     """Twice the same at once is a mistake of the program, told to it."""
-    (first, _) = crew_of_threads.join(2)
+    (first, _) = team.join(2)
     asking = threading.Thread(target=lambda: all_at_once(lambda: first.agree("t", 1)))
     asking.start()
-    wait_until(lambda: "t" in first._questions, "the question")
+    wait_until(lambda: "t" in first._agreements, "the question")
     with pytest.raises(UsageError, match="used once"):
         first.agree("t", 2)
-    crew_of_threads.ranks[1].agree("t", 2)
+    team.ranks[1].agree("t", 2)
     asking.join()
 
 
-def test_a_rank_that_is_gone_is_missed_by_all(crew_of_threads: Team) -> None:
+def test_a_rank_that_is_gone_is_missed_by_all(team: Team) -> None:
     """Cut off in the middle of an agreement, or gone before it: the others get its number."""
-    first, second, third = crew_of_threads.join(3)
-    waiting = threading.Thread(target=cut_off, args=(third, lambda: "x" in first._questions))
+    first, second, third = team.join(3)
+    waiting = threading.Thread(target=cut_off, args=(third, lambda: "x" in first._agreements))
     waiting.start()
     failed = all_at_once(lambda: first.agree("x", 1), lambda: second.agree("x", 2))
     waiting.join()
@@ -212,84 +223,85 @@ def cut_off(rank: CoordinatorClient, when: Callable[[], bool]) -> None:
     """As if its process had been killed."""
     wait_until(when, "the moment")
     rank._leaving = True
-    assert rank._link is not None
-    rank._link._connection.shutdown(socket.SHUT_RDWR)
+    assert rank._channel is not None
+    rank._channel._connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_what_a_rank_had_said_counts_when_it_dies_then(crew_of_threads: Team) -> None:
+def test_what_a_rank_had_said_counts_when_it_dies_then(team: Team) -> None:
     """A value that was handed in stays, so that what all have acknowledged can be finished."""
-    first, second = crew_of_threads.join(2)
+    first, second = team.join(2)
     threading.Thread(
         target=lambda: all_at_once(lambda: second.agree("x", "mine", timeout_s=5.0)), daemon=True
     ).start()
-    wait_until(lambda: "x" in second._questions, "its question")
+    wait_until(lambda: "x" in second._agreements, "its question")
     second.agree("after", 2, among=[1])  # has gone the same way, behind it
     cut_off(second, lambda: True)
     wait_until(lambda: first.gone, "the death")
     assert first.agree("x", "ours") == {0: "ours", 1: "mine"}
 
 
-def test_a_hub_that_is_killed_is_followed_by_another(crew_of_threads: Team) -> None:
+def test_a_coordinator_that_is_killed_is_followed_by_another(team: Team) -> None:
     """What was being asked fails for all who asked; the ranks come together again, and agree."""
-    ranks = crew_of_threads.join(2)
+    ranks = team.join(2)
     results: list[Any] = []
     asking = threading.Thread(
         target=lambda: results.extend(all_at_once(lambda: ranks[1].agree("x", 1)))
     )
     asking.start()
-    wait_until(lambda: "x" in ranks[1]._questions, "the question")
-    os.kill(hub_at(port_of(ranks[0])), signal.SIGKILL)
+    wait_until(lambda: "x" in ranks[1]._agreements, "the question")
+    os.kill(coordinator_at(port_of(ranks[0])), signal.SIGKILL)
     asking.join(60)
-    assert isinstance(results[0], HubLost)
+    assert isinstance(results[0], CoordinatorLost)
 
     def lost() -> set[int]:
-        return {rank for rank, kind in crew_of_threads.told if kind is EventKind.HUB_LOST}
+        return {rank for rank, kind in team.told if kind is EventKind.COORDINATOR_LOST}
 
     wait_until(lambda: lost() == {0, 1}, "both to see it")
     told = all_at_once(lambda: ranks[0].agree("y", 0), lambda: ranks[1].agree("y", 1))
     assert told == [{0: 0, 1: 1}] * 2
-    (warned,) = crew_of_threads.warned
+    (warned,) = team.warned
     assert "started again" in warned
 
 
-def test_a_stop_that_the_hub_took_along_is_called_again(crew_of_threads: Team) -> None:
-    """Called on the hub that is killed before all have promised: they meet by the next one."""
-    ranks = crew_of_threads.join(2)
+def test_a_stop_that_the_coordinator_took_along_is_called_again(team: Team) -> None:
+    """Called on the coordinator that is killed before all have proposed: the barrier is held
+    through the next one."""
+    ranks = team.join(2)
     port = port_of(ranks[0])
-    os.kill(hub_at(port), signal.SIGSTOP)
+    os.kill(coordinator_at(port), signal.SIGSTOP)
     ranks[1].call("stop", "SIGTERM")
-    os.kill(hub_at(port), signal.SIGKILL)
-    wait_until(lambda: all(one.meetings.is_called for one in ranks), "the stop to be heard of")
-    held = all_at_once(*(one.meetings.arrive for one in ranks))
-    assert [meeting.words for (meeting,) in held] == ["SIGTERM"] * 2
+    os.kill(coordinator_at(port), signal.SIGKILL)
+    wait_until(lambda: all(one.stop_barriers.is_called for one in ranks), "the stop to be heard of")
+    held = all_at_once(*(one.stop_barriers.arrive for one in ranks))
+    assert [barrier.message for (barrier,) in held] == ["SIGTERM"] * 2
 
 
-def test_without_all_ranks_there_is_no_other_hub(crew_of_threads: Team) -> None:
-    """A rank is gone when the hub is killed: the others are told once, and warned."""
-    first, second, third = crew_of_threads.join(3)
+def test_without_all_ranks_there_is_no_other_coordinator(team: Team) -> None:
+    """A rank is gone when the coordinator is killed: the others are told once, and warned."""
+    first, second, third = team.join(3)
     cut_off(third, lambda: True)
     wait_until(lambda: first.gone and second.gone, "the death")
-    os.kill(hub_at(port_of(first)), signal.SIGKILL)
+    os.kill(coordinator_at(port_of(first)), signal.SIGKILL)
     wait_until(lambda: first.lost and second.lost, "both to know")
-    assert len(crew_of_threads.warned) == 2
-    with pytest.raises(HubLost):
+    assert len(team.warned) == 2
+    with pytest.raises(CoordinatorLost):
         first.agree("y", 1)
 
 
 def port_of(rank: CoordinatorClient) -> int:
-    """Of the hub that it is connected with."""
-    assert rank._link is not None
-    return int(rank._link._connection.getpeername()[1])
+    """Of the coordinator that it is connected with."""
+    assert rank._channel is not None
+    return int(rank._channel._connection.getpeername()[1])
 
 
-def hub_at(port: int) -> int:
-    """The hub that listens at a port."""
-    (pid,) = hubs_at(port)
+def coordinator_at(port: int) -> int:
+    """The coordinator that listens at a port."""
+    (pid,) = coordinators_at(port)
     return pid
 
 
-def hubs_at(port: int) -> list[int]:
-    """All hubs of this machine that listen at a port."""
+def coordinators_at(port: int) -> list[int]:
+    """All coordinators of this machine that listen at a port."""
     listed = Path("/proc/net/tcp").read_text().splitlines()[1:]
     sockets = {
         f"socket:[{fields[9]}]"
@@ -299,8 +311,10 @@ def hubs_at(port: int) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            is_hub = b"coordination.coordinator" in (process / "cmdline").read_bytes()
-            if is_hub and any(str(fd.readlink()) in sockets for fd in (process / "fd").iterdir()):
+            is_coordinator = b"coordination.coordinator" in (process / "cmdline").read_bytes()
+            if is_coordinator and any(
+                str(fd.readlink()) in sockets for fd in (process / "fd").iterdir()
+            ):
                 found.append(int(process.name))
     return found
 
@@ -310,21 +324,21 @@ def hubs_at(port: int) -> list[int]:
 
 
 @pytest.fixture
-def hub() -> Iterator[tuple[World, int]]:
-    """A hub of two ranks that nobody has joined; gone afterwards."""
-    world = World(rank=0, world_size=2, life=f"door {uuid.uuid4()}")
-    port = start_hub(world, SECRET)
+def coordinator() -> Iterator[tuple[World, int]]:
+    """A coordinator of two ranks that nobody has joined; gone afterwards."""
+    world = World(rank=0, world_size=2, incarnation_id=f"door {uuid.uuid4()}")
+    port = start_coordinator(world, SECRET)
     yield world, port
     with suppress(ValueError):
-        os.kill(hub_at(port), signal.SIGKILL)
+        os.kill(coordinator_at(port), signal.SIGKILL)
 
 
 class Visitor:
-    """A connection to the hub, with the key or without."""
+    """A connection to the coordinator, with the key or without."""
 
     def __init__(self, port: int, *, life: str = "") -> None:
         self.line = socket.create_connection(("127.0.0.1", port), timeout=60)
-        self.life = life
+        self.incarnation_id = life
 
     def __enter__(self) -> Visitor:
         return self
@@ -334,7 +348,7 @@ class Visitor:
 
     def greet(self, key: bytes = KEY) -> None:
         """Prove that we know the key."""
-        greeting = RankGreeting(attempt=self.life, key=key, munge=None)
+        greeting = RankGreeting(attempt=self.incarnation_id, key=key, munge=None)
         self.line.sendall(greeting.hello)
         proof = None
         while proof is None:
@@ -342,15 +356,15 @@ class Visitor:
             assert data, "hung up on"
             proof = greeting.feed(data)
         self.line.sendall(proof)
-        assert greeting.channel is not None
-        self.sealer = Sealer(greeting.channel.to_hub)
-        self.unsealer = Unsealer(greeting.channel.to_rank)
+        assert greeting.session is not None
+        self.sealer = Sealer(greeting.session.to_coordinator)
+        self.unsealer = Unsealer(greeting.session.to_rank)
 
-    def say(self, *messages: Any) -> None:
+    def send(self, *messages: Any) -> None:
         self.line.sendall(b"".join(self.sealer.seal(pack(one)) for one in messages))
 
-    def hear(self) -> list[Any]:
-        """What the hub says next; nothing when it has hung up."""
+    def receive(self) -> list[Any]:
+        """What the coordinator says next; nothing when it has hung up."""
         while True:
             try:
                 data = self.line.recv(1 << 16)
@@ -362,50 +376,51 @@ class Visitor:
                 return answers
 
     def is_closed(self) -> bool:
-        """Whether the hub hangs up."""
+        """Whether the coordinator hangs up."""
         with suppress(ConnectionResetError):
             while self.line.recv(1 << 16):
                 pass
         return True
 
 
-def say(port: int, *messages: Any) -> list[Any]:
-    """What the hub answers to a rank, until it has answered once or hung up."""
+def ask(port: int, *messages: Any) -> list[Any]:
+    """What the coordinator answers to a rank, until it has answered once or hung up."""
     with Visitor(port) as visitor:
         visitor.greet()
-        visitor.say(*messages)
-        return visitor.hear()
+        visitor.send(*messages)
+        return visitor.receive()
 
 
 def hello(world: World, rank: int = 1, **changes: Any) -> dict[str, Any]:
     return {
-        "do": "join",
-        "life": world.life,
+        "type": "join",
+        "incarnation_id": world.incarnation_id,
         "rank": rank,
         "world_size": world.world_size,
-        "who": {},
+        "process": {},
         **changes,
     }
 
 
 @pytest.mark.parametrize(
-    ("changes", "ours"),
+    ("changes", "same_incarnation"),
     [
-        ({"life": "the last one"}, False),
+        ({"incarnation_id": "the last one"}, False),
         ({"rank": 2}, True),
         ({"rank": 1 << 20}, True),
         ({"world_size": 3}, True),
     ],
 )
 def test_a_stranger_is_refused_with_a_reason(
-    changes: dict[str, Any], ours: bool, hub: tuple[World, int]
+    changes: dict[str, Any], same_incarnation: bool, coordinator: tuple[World, int]
 ) -> None:
-    """Another life, a rank that is none, another number of ranks: told why, and the hub goes on."""
-    world, port = hub
-    (answer,) = say(port, hello(world, **changes))
-    assert answer["say"] == "refused"
-    assert answer["ours"] is ours
-    assert say(port, hello(world))[0] == {"say": "welcome"}
+    """Another incarnation, a rank that does not exist, another number of ranks: each gets the
+    reason, and the coordinator goes on."""
+    world, port = coordinator
+    (answer,) = ask(port, hello(world, **changes))
+    assert answer["type"] == "refused"
+    assert answer["same_incarnation"] is same_incarnation
+    assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
 @pytest.mark.parametrize(
@@ -415,7 +430,7 @@ def test_a_stranger_is_refused_with_a_reason(
         b"\xff" * 64,
         b"\x00\x00\x00\x02{]",
         b"[" * 60_000,
-        b'\x00\x00\x00\x2a{"do":"join","rank":Infinity,"life":"","who":{}}',
+        b'\x00\x00\x00\x2a{"type":"join","rank":Infinity,"incarnation_id":"","process":{}}',
         b"hydroslurm 1\n" + b"k" + b"\0" * 32 + b"\xff\xff",
         b"hydroslurm 1\n" + b"m" + b"\0" * 32 + b"\x00\x08" + b"MUNGE:x:",
         b"hydroslurm 1\n" + b"?" + b"\0" * 34,
@@ -423,14 +438,16 @@ def test_a_stranger_is_refused_with_a_reason(
         b"hydroslurm 1\n" + b"k" + b"\0" * 34 + b"\0" * 100_000,
     ],
 )
-def test_whoever_does_not_know_the_key_is_hung_up_on(raw: bytes, hub: tuple[World, int]) -> None:
+def test_whoever_does_not_know_the_key_is_hung_up_on(
+    raw: bytes, coordinator: tuple[World, int]
+) -> None:
     """Nothing of what a stranger sends is interpreted; ranks come in as before."""
-    world, port = hub
+    world, port = coordinator
     with Visitor(port) as visitor:
         with suppress(ConnectionError):
             visitor.line.sendall(raw)
         assert visitor.is_closed()
-    assert say(port, hello(world))[0] == {"say": "welcome"}
+    assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
 @pytest.mark.parametrize(
@@ -438,46 +455,60 @@ def test_whoever_does_not_know_the_key_is_hung_up_on(raw: bytes, hub: tuple[Worl
     [
         [1, 2],
         None,
-        {"do": "agree"},
-        {"do": "join"},
-        {"do": ["join"]},
-        {"do": "join", "life": "", "rank": 1, "world_size": 2, "who": {}, "more": 1},
-        {"do": "join", "life": "", "rank": 1.0, "world_size": 2, "who": {}},
-        {"do": "join", "life": "", "rank": True, "world_size": 2, "who": {}},
-        {"do": "join", "life": "", "rank": 1, "world_size": 2, "who": {"pid": "x"}},
+        {"type": "agree"},
+        {"type": "join"},
+        {"type": ["join"]},
+        {
+            "type": "join",
+            "incarnation_id": "",
+            "rank": 1,
+            "world_size": 2,
+            "process": {},
+            "more": 1,
+        },
+        {**JOIN, "rank": 1.0},
+        {**JOIN, "rank": True},
+        {**JOIN, "process": {"pid": "x"}},
     ],
 )
 def test_a_rank_out_of_its_mind_ends_its_own_connection(
-    message: Any, hub: tuple[World, int]
+    message: Any, coordinator: tuple[World, int]
 ) -> None:
     """Who has the key may still send nonsense, before it joins and after."""
-    world, port = hub
+    world, port = coordinator
     with Visitor(port) as visitor, Visitor(port) as other:
         visitor.greet()
-        visitor.say(message)
-        assert visitor.hear() == []
+        visitor.send(message)
+        assert visitor.receive() == []
         other.greet()
-        other.say(hello(world, rank=0))
-        assert other.hear()[0] == {"say": "welcome"}
-        other.say({"do": "agree", "topic": "t", "value": 1, "among": [0, 7]})
-        assert other.hear() == []
-    assert say(port, hello(world))[0] == {"say": "welcome"}
+        other.send(hello(world, rank=0))
+        assert other.receive()[0] == {"type": "welcome"}
+        other.send({"type": "agree", "topic": "t", "value": 1, "among": [0, 7]})
+        assert other.receive() == []
+    assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
-def test_a_frame_of_a_deep_or_endless_value_is_refused(hub: tuple[World, int]) -> None:
+def test_a_frame_of_a_deep_or_endless_value_is_refused(coordinator: tuple[World, int]) -> None:
     """Also of a peer: 60 kB of brackets, an infinity, a number of 400 digits."""
-    world, port = hub
-    for body in (b"[" * 60_000, b'{"do": "join", "rank": Infinity}', b"9" * 400, b"," * (1 << 21)):
+    world, port = coordinator
+    for body in (
+        b"[" * 60_000,
+        b'{"type": "join", "rank": Infinity}',
+        b"9" * 400,
+        b"," * (1 << 21),
+    ):
         with Visitor(port) as visitor:
             visitor.greet()
             visitor.line.sendall(visitor.sealer.seal(body))
-            assert visitor.hear() == []
-    assert say(port, hello(world))[0] == {"say": "welcome"}
+            assert visitor.receive() == []
+    assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
-def test_a_frame_that_is_changed_or_repeated_ends_the_connection(hub: tuple[World, int]) -> None:
-    """Whoever sits between a rank and the hub can cut the connection, and nothing else."""
-    world, port = hub
+def test_a_frame_that_is_changed_or_repeated_ends_the_connection(
+    coordinator: tuple[World, int],
+) -> None:
+    """Whoever sits between a rank and the coordinator can cut the connection, and nothing else."""
+    world, port = coordinator
     for tamper in (
         lambda frame: frame[:-1] + b"]",
         lambda frame: frame[:4] + bytes(MAC_BYTES) + frame[4 + MAC_BYTES :],
@@ -485,47 +516,49 @@ def test_a_frame_that_is_changed_or_repeated_ends_the_connection(hub: tuple[Worl
         with Visitor(port) as visitor:
             visitor.greet()
             visitor.line.sendall(tamper(visitor.sealer.seal(pack(hello(world)))))
-            assert visitor.hear() == []
+            assert visitor.receive() == []
     with Visitor(port) as visitor:
         visitor.greet()
         frame = visitor.sealer.seal(pack(hello(world, rank=9)))
         visitor.line.sendall(frame)
-        assert visitor.hear()[0]["say"] == "refused"
+        assert visitor.receive()[0]["type"] == "refused"
         visitor.line.sendall(frame)
-        assert visitor.hear() == []
+        assert visitor.receive() == []
 
 
 def test_a_silent_connection_keeps_nobody_out_and_nothing_alive(
-    crew_of_threads: Team, monkeypatch: pytest.MonkeyPatch
+    team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More half-open connections than there are places: ranks join, and the hub ends with them."""
-    world = World(rank=0, world_size=2, life=crew_of_threads.life)
-    port = start_hub(world, SECRET)
+    """More half-open connections than there are places: ranks join, and the coordinator ends with
+    them."""
+    world = World(rank=0, world_size=2, incarnation_id=team.incarnation_id)
+    port = start_coordinator(world, SECRET)
     silent = [Visitor(port) for _ in range(600)]
-    ranks = crew_of_threads.join(2)
+    ranks = team.join(2)
     told = all_at_once(lambda: ranks[0].agree("y", 0), lambda: ranks[1].agree("y", 1))
     assert told == [{0: 0, 1: 1}] * 2
     for one in ranks:
         one.done = True
         one.leave()
-    wait_until(lambda: not hubs_at(port), "the hub to end")
+    wait_until(lambda: not coordinators_at(port), "the coordinator to end")
     for one in silent:
         one.line.close()
 
 
-def test_a_hub_without_descriptors_waits_and_does_not_spin() -> None:
+def test_a_coordinator_without_descriptors_waits_and_does_not_spin() -> None:
     """With fewer files than connections it drops those that say nothing, and goes on; its
     processor time stays that of a sleeper."""
     code = """
         import resource, sys
-        from hydroslurm.coordination import coordinator as hub
-        hub.GREETING_MOST = 10_000  # so that the descriptors are what runs out
-        hub.GREETING_S = 600.0
-        hub.make_room = lambda wanted: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-        sys.exit(hub.main())
+        from hydroslurm.coordination import coordinator
+        coordinator.MAX_UNAUTHENTICATED = 10_000  # so that the descriptors are what runs out
+        coordinator.GREETING_S = 600.0
+        limit = (40, 40)
+        coordinator.allow_descriptors = lambda _: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        sys.exit(coordinator.main())
     """
     options = {
-        "life": "few", "world_size": 2, "host": "127.0.0.1", "ports": [0],
+        "incarnation_id": "few", "world_size": 2, "host": "127.0.0.1", "ports": [0],
         "parent_pid": os.getpid(), "key": KEY.hex(), "munge_socket": None,
     }  # fmt: skip
     with subprocess.Popen(
@@ -540,18 +573,18 @@ def test_a_hub_without_descriptors_waits_and_does_not_spin() -> None:
         process.stdin.flush()
         port = json.loads(process.stdout.readline())["port"]
         silent = [Visitor(port) for _ in range(120)]
-        world = World(rank=0, world_size=2, life="few")
+        world = World(rank=0, world_size=2, incarnation_id="few")
         with Visitor(port) as first, Visitor(port) as second:
             for rank, visitor in enumerate((first, second)):
                 visitor.greet()
-                visitor.say(hello(world, rank=rank))
-                assert visitor.hear()[0] == {"say": "welcome"}
+                visitor.send(hello(world, rank=rank))
+                assert visitor.receive()[0] == {"type": "welcome"}
             # those that wait in the queue are more than it can take
             more = [Visitor(port) for _ in range(60)]
             before_s = cpu_s(process.pid)
             begin_s = time.monotonic()
-            first.say({"do": "agree", "topic": "t", "value": 1, "among": [0]})
-            while "agreed" not in {one["say"] for one in first.hear()}:
+            first.send({"type": "agree", "topic": "t", "value": 1, "among": [0]})
+            while "agreed" not in {one["type"] for one in first.receive()}:
                 pass
             wait_until(lambda: time.monotonic() - begin_s > 2.0, "two seconds")
             spun = (cpu_s(process.pid) - before_s) / (time.monotonic() - begin_s)
@@ -571,31 +604,32 @@ def test_too_few_descriptors_for_the_ranks_are_said() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300)); "
         "from hydroslurm.coordination.world import World; "
-        "from hydroslurm.coordination.host import start_hub; "
+        "from hydroslurm.coordination.rendezvous import start_coordinator; "
         "from hydroslurm.coordination.secret import Secret; "
-        "start_hub(World(rank=0, world_size=4096, life='many'), Secret('environment', bytes(32)))"
+        "start_coordinator(World(rank=0, world_size=4096, incarnation_id='many'), "
+        "Secret('environment', bytes(32)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "this node allows 300" in done.stderr
     assert "LimitNOFILE" in done.stderr
 
 
-def test_the_key_stands_in_no_command_line(hub: tuple[World, int]) -> None:
+def test_the_key_stands_in_no_command_line(coordinator: tuple[World, int]) -> None:
     """Nor does the life: a command line can be read by everybody, an environment cannot."""
-    world, port = hub
-    command = Path(f"/proc/{hub_at(port)}/cmdline").read_bytes().decode()
+    world, port = coordinator
+    command = Path(f"/proc/{coordinator_at(port)}/cmdline").read_bytes().decode()
     assert KEY.hex() not in command
-    assert world.life not in command
-    environ = Path(f"/proc/{hub_at(port)}/environ").read_bytes().decode()
+    assert world.incarnation_id not in command
+    environ = Path(f"/proc/{coordinator_at(port)}/environ").read_bytes().decode()
     assert "HYDROSLURM_STEP_KEY" not in environ
 
 
-def test_a_listener_at_the_first_ports_is_no_hub() -> None:
-    """Others listen at all candidate ports but one, silently or talking: the hub is found at once,
-    and nobody is told anything."""
-    team_ = Team()
-    world = World(rank=0, world_size=2, life=team_.life)
-    ports = world.hub_ports(KEY)
+def test_a_listener_at_the_first_ports_is_no_coordinator() -> None:
+    """Others listen at all candidate ports but one, silently or talking: the coordinator is found
+    at once, and nobody is told anything."""
+    team = Team()
+    world = World(rank=0, world_size=2, incarnation_id=team.incarnation_id)
+    ports = world.coordinator_ports(KEY)
     squatters = [socket.create_server(("127.0.0.1", port)) for port in ports[:-1]]
     heard: list[bytes] = []
 
@@ -609,10 +643,10 @@ def test_a_listener_at_the_first_ports_is_no_hub() -> None:
 
     for one in squatters[::2]:
         threading.Thread(target=listen, args=(one,), daemon=True).start()
-    ranks = team_.join(2)
+    ranks = team.join(2)
     assert port_of(ranks[1]) == ports[-1]
     assert heard
-    assert all(team_.life.encode() not in data and KEY not in data for data in heard)
+    assert all(team.incarnation_id.encode() not in data and KEY not in data for data in heard)
     for rank in ranks:
         rank.leave()
     for one in squatters:
@@ -620,56 +654,57 @@ def test_a_listener_at_the_first_ports_is_no_hub() -> None:
         one.close()
 
 
-def test_a_rank_that_has_joined_cannot_come_twice(hub: tuple[World, int]) -> None:
+def test_a_rank_that_has_joined_cannot_come_twice(coordinator: tuple[World, int]) -> None:
     """The second process with the same number is refused, also when the first has died."""
-    world, port = hub
+    world, port = coordinator
     with Visitor(port) as visitor:
         visitor.greet()
-        visitor.say(hello(world))
-        assert visitor.hear()
-        assert "joined already" in say(port, hello(world))[0]["why"]
+        visitor.send(hello(world))
+        assert visitor.receive()
+        assert "joined already" in ask(port, hello(world))[0]["reason"]
     wait_until(
-        lambda: "have ended" in say(port, hello(world))[0].get("why", ""), "the hub to see the end"
+        lambda: "have ended" in ask(port, hello(world))[0].get("reason", ""),
+        "the coordinator to see the end",
     )
 
 
-def test_signals_to_the_job_do_not_end_the_hub(hub: tuple[World, int]) -> None:
+def test_signals_to_the_job_do_not_end_the_coordinator(coordinator: tuple[World, int]) -> None:
     """It lives on through everything that a job step gets but SIGKILL."""
-    world, port = hub
-    pid = hub_at(port)
+    world, port = coordinator
+    pid = coordinator_at(port)
     for signo in (signal.SIGTERM, signal.SIGTSTP, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         os.kill(pid, signo)
-    assert say(port, hello(world))[0] == {"say": "welcome"}
+    assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
 def test_a_port_that_is_taken_is_passed_over() -> None:
     """Another program has the first port: the next one is used, and found by the ranks."""
-    team_ = Team()
-    world = World(rank=0, world_size=2, life=team_.life)
+    team = Team()
+    world = World(rank=0, world_size=2, incarnation_id=team.incarnation_id)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", world.hub_ports(KEY)[0]))
+        other.bind(("127.0.0.1", world.coordinator_ports(KEY)[0]))
         other.listen()
-        ranks = team_.join(2)
-        assert port_of(ranks[1]) in world.hub_ports(KEY)[1:]
+        ranks = team.join(2)
+        assert port_of(ranks[1]) in world.coordinator_ports(KEY)[1:]
         for one in ranks:
             one.leave()
 
 
-def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, crew_of_threads: Team) -> None:
-    """A rank that finds no hub trains alone, and says where it looked."""
-    monkeypatch.setattr(team, "JOIN_S", 0.5)
-    (lonely,) = crew_of_threads.join(2, 1)
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, team: Team) -> None:
+    """A rank that finds no coordinator trains alone, and says where it looked."""
+    monkeypatch.setattr(client, "JOIN_S", 0.5)
+    (lonely,) = team.join(2, 1)
     wait_until(lambda: lonely.lost, "it to give up")
     assert "MASTER_ADDR" in str(lonely.lost)
-    assert "pauses alone" in crew_of_threads.warned[0]
+    assert "pauses alone" in team.warned[0]
 
 
-def test_the_hub_ends_when_all_have_left(crew_of_threads: Team) -> None:
+def test_the_coordinator_ends_when_all_have_left(team: Team) -> None:
     """No process stays behind a job step."""
-    ranks = crew_of_threads.join(2)
+    ranks = team.join(2)
     port = port_of(ranks[0])
-    pid = hub_at(port)
+    pid = coordinator_at(port)
     for one in ranks:
         one.done = True
         one.leave()
@@ -680,25 +715,26 @@ def test_the_hub_ends_when_all_have_left(crew_of_threads: Team) -> None:
             return False
         return True
 
-    wait_until(is_gone, "the hub to end")
+    wait_until(is_gone, "the coordinator to end")
 
 
-def test_a_hub_that_nobody_joined_ends_after_its_parent() -> None:
-    """Rank 0 starts the hub and ends at once, as a short program does: no process stays behind."""
+def test_a_coordinator_that_nobody_joined_ends_after_its_parent() -> None:
+    """Rank 0 starts the coordinator and ends at once, as a short program does: no process stays
+    behind."""
     code = (
         "import os; from hydroslurm.coordination.world import World; "
-        "from hydroslurm.coordination.host import start_hub; "
+        "from hydroslurm.coordination.rendezvous import start_coordinator; "
         "from hydroslurm.coordination.secret import Secret; "
-        f"print(start_hub(World(rank=0, world_size=2, life='{uuid.uuid4()}'), "
+        f"print(start_coordinator(World(rank=0, world_size=2, incarnation_id='{uuid.uuid4()}'), "
         "Secret('environment', bytes(32))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert hubs_at(int(done.stdout))
-    wait_until(lambda: not hubs_at(int(done.stdout)), "the hub to end")
+    assert coordinators_at(int(done.stdout))
+    wait_until(lambda: not coordinators_at(int(done.stdout)), "the coordinator to end")
 
 
-def test_the_hub_needs_no_torch() -> None:
+def test_the_coordinator_needs_no_torch() -> None:
     """It starts in a tenth of a second, and takes the memory of a bare Python."""
     code = "import sys, hydroslurm.coordination.coordinator; print([m for m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,16 +1,19 @@
-"""How a rank and the hub prove to each other that they are of one job step. Pure but for MUNGE.
+"""How a rank and the coordinator prove to each other that they belong to one job step. Pure, but
+for MUNGE.
 
-Both know a random key of 32 bytes, or the hub gives it to the rank in a credential of MUNGE's
-that only the same user can read. Nothing that arrives is interpreted before its sender has proved
-itself, but for these fields of fixed form:
+Both know a random key of 32 bytes, or the coordinator gives it to the rank in a MUNGE credential
+that only the same user can read. Nothing that arrives is interpreted before its sender has
+authenticated, except these fields of fixed form:
 
-    rank -> hub   magic, mode, nonce, credential (mode ``m``: names the attempt and the nonce)
-    hub -> rank   nonce, credential (mode ``m``: names the rank's nonce, and holds the key), proof
-    rank -> hub   proof
+    rank -> coordinator   magic, mode, nonce, credential (mode ``m``: names the attempt and the
+                          nonce)
+    coordinator -> rank   nonce, credential (mode ``m``: names the rank's nonce and holds the key),
+                          proof
+    rank -> coordinator   proof
 
-A proof is an HMAC-SHA256 of all that was said before, with the speaker's name, under the key. The
-keys of the frames that follow are made in the same way, one for each direction. Whoever only passes
-the bytes on learns nothing and can change nothing.
+A proof is an HMAC-SHA256, under the key, of the sender's name and everything sent before. The keys
+of the frames that follow are derived in the same way, one for each direction. Whoever only relays
+the bytes learns nothing and can change nothing.
 """
 
 from __future__ import annotations
@@ -37,19 +40,19 @@ _JOIN, _KEY = b"hydroslurm rank\0", b"hydroslurm key\0"
 
 
 class GreetingFailed(Exception):
-    """The other end is no rank or hub of this job step."""
+    """The other end is not a rank or the coordinator of this job step."""
 
 
 @dataclass(frozen=True)
-class Channel:
+class Session:
     """What both ends know after the greeting.
 
     Attributes:
-        to_hub, to_rank: keys of the frames of each direction.
+        to_coordinator, to_rank: keys of the frames of each direction.
         rest: bytes that followed the greeting.
     """
 
-    to_hub: bytes
+    to_coordinator: bytes
     to_rank: bytes
     rest: bytes = b""
 
@@ -59,14 +62,15 @@ class RankGreeting:
 
     Attributes:
         hello: what to send first.
-        key: the key; known from the beginning, or from the hub's answer on.
-        channel: None until the hub has proved itself.
+        key: known from the beginning, or from the coordinator's answer on.
+        session: None until the coordinator has authenticated.
     """
 
     def __init__(self, *, attempt: str, key: bytes | None, munge: Munge | None) -> None:
         """
         Args:
-            attempt: names the ranks that belong together, to a hub that gives the key by MUNGE.
+            attempt: names the ranks that belong together, to a coordinator that gives the key by
+                MUNGE.
             key: None to be given it.
             munge: needed without a key.
 
@@ -82,14 +86,14 @@ class RankGreeting:
             assert munge is not None
             mode, credential = BY_MUNGE, munge.encode(_JOIN + self._bond)
         self.hello = MAGIC + mode + nonce + _LENGTH.pack(len(credential)) + credential
-        self.channel: Channel | None = None
+        self.session: Session | None = None
         self._buffer = b""
 
     def feed(self, data: bytes) -> bytes | None:
-        """Take what the hub says; our proof, once the hub has given its own.
+        """Take bytes of the coordinator; return our proof once it has given its own.
 
         Raises:
-            GreetingFailed: it is not the hub of this attempt.
+            GreetingFailed: it is not the coordinator of this attempt.
             MungeError: as for :meth:`Munge.decode`.
         """
         self._buffer += data
@@ -98,52 +102,52 @@ class RankGreeting:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer, _NONCE_BYTES)
         if length > CREDENTIAL_BYTES:
-            raise GreetingFailed("not the hub of this job: its credential is too long")
+            raise GreetingFailed("not the coordinator of this job: its credential is too long")
         end = head + length
         if len(self._buffer) < end + _PROOF_BYTES:
             return None
         answer, proof = self._buffer[:end], self._buffer[end : end + _PROOF_BYTES]
         if self.key is None:
             self.key = self._given(answer[head:])
-        said = self.hello + answer
-        if not hmac.compare_digest(proof, _prove(self.key, b"hub", said)):
-            raise GreetingFailed("not the hub of this job: it does not know the key")
+        sent = self.hello + answer
+        if not hmac.compare_digest(proof, _prove(self.key, b"coordinator", sent)):
+            raise GreetingFailed("not the coordinator of this job: it does not know the key")
         rest = self._buffer[end + _PROOF_BYTES :]
-        self.channel = _channel(self.key, said, rest)
-        return _prove(self.key, b"rank", said)
+        self.session = _session(self.key, sent, rest)
+        return _prove(self.key, b"rank", sent)
 
     def _given(self, credential: bytes) -> bytes:
         assert self._munge is not None
         payload, uid = self._munge.decode(credential)
         start = _KEY + self._bond
         if uid != os.getuid() or payload[: len(start)] != start:
-            raise GreetingFailed(f"not the hub of this job: its credential is of uid {uid}")
+            raise GreetingFailed(f"not the coordinator of this job: its credential is of uid {uid}")
         key = payload[len(start) :]
         if len(key) != KEY_BYTES:
-            raise GreetingFailed("not the hub of this job: it gives no key")
+            raise GreetingFailed("not the coordinator of this job: it gives no key")
         return key
 
 
-class HubGreeting:
-    """The hub's end of one connection.
+class CoordinatorGreeting:
+    """The coordinator's end of one connection.
 
     ``feed`` takes bytes; once ``hello`` is there, ``answer`` makes what is to be sent, which may
     take the millisecond that MUNGE needs; then ``feed`` takes the proof.
 
     Attributes:
         hello: of the rank, when it is complete.
-        channel: None until the rank has proved itself.
+        session: None until the rank has authenticated.
     """
 
     def __init__(self) -> None:
         self.hello: bytes | None = None
-        self.channel: Channel | None = None
-        self._said = b""
+        self.session: Session | None = None
+        self._sent = b""
         self._key = b""
         self._buffer = b""
 
     def feed(self, data: bytes) -> None:
-        """Take what the rank says.
+        """Take bytes of the rank.
 
         Raises:
             GreetingFailed: it is no rank of this job step.
@@ -151,14 +155,14 @@ class HubGreeting:
         self._buffer += data
         if self.hello is None:
             self._read_hello()
-        if not self._said:
+        if not self._sent:
             if self.hello is not None and self._buffer:
-                raise GreetingFailed("goes on before it was answered")
-        elif len(self._buffer) >= _PROOF_BYTES and self.channel is None:
+                raise GreetingFailed("continues before it was answered")
+        elif len(self._buffer) >= _PROOF_BYTES and self.session is None:
             proof, rest = self._buffer[:_PROOF_BYTES], self._buffer[_PROOF_BYTES:]
-            if not hmac.compare_digest(proof, _prove(self._key, b"rank", self._said)):
+            if not hmac.compare_digest(proof, _prove(self._key, b"rank", self._sent)):
                 raise GreetingFailed("does not know the key")
-            self.channel = _channel(self._key, self._said, rest)
+            self.session = _session(self._key, self._sent, rest)
 
     def _read_hello(self) -> None:
         start = self._buffer[: len(MAGIC)]
@@ -199,8 +203,8 @@ class HubGreeting:
             raise GreetingFailed("speaks another protocol")
         own = secrets.token_bytes(_NONCE_BYTES)
         answer = own + _LENGTH.pack(len(credential)) + credential
-        self._key, self._said = key, self.hello + answer
-        return answer + _prove(key, b"hub", self._said)
+        self._key, self._sent = key, self.hello + answer
+        return answer + _prove(key, b"coordinator", self._sent)
 
 
 def derive(key: bytes, purpose: str) -> bytes:
@@ -212,9 +216,9 @@ def _bond(attempt: str, nonce: bytes) -> bytes:
     return hashlib.sha256(nonce + attempt.encode()).digest()
 
 
-def _prove(key: bytes, who: bytes, said: bytes) -> bytes:
-    return hmac.digest(key, who + b"\0" + said, "sha256")
+def _prove(key: bytes, who: bytes, sent: bytes) -> bytes:
+    return hmac.digest(key, who + b"\0" + sent, "sha256")
 
 
-def _channel(key: bytes, said: bytes, rest: bytes) -> Channel:
-    return Channel(_prove(key, b"to hub", said), _prove(key, b"to rank", said), rest)
+def _session(key: bytes, sent: bytes, rest: bytes) -> Session:
+    return Session(_prove(key, b"to coordinator", sent), _prove(key, b"to rank", sent), rest)

@@ -1,4 +1,4 @@
-/* Passages: a closed gate that lets the training threads go on to a collective. */
+/* CollectiveWindows: a closed gate that lets the training threads go on to a collective. */
 #include "harness.h"
 
 static void pause_now(uint32_t cause = HS_CAUSE_API) { CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, cause), 0); }
@@ -66,13 +66,13 @@ TEST(let_through_counts) {
             CHECK_EQ(arrived.held, 1);
             CHECK_EQ(strcmp(arrived.text, "c10d::allreduce_"), 0);
             CHECK_EQ(status().state, HS_STATE_PARKED);
-            CHECK_EQ(status().passing, 1);
+            CHECK_EQ(status().window_open, 1);
             CHECK_EQ(status().allowance, 0);
             CHECK_EQ(status().let_through, n);
             resume_now(HS_CAUSE_PEERS);
             until([&] { return rank.issued > then + n; });
             until([] { return status().closed_mono_ns == 0; });
-            CHECK_EQ(status().passing, 0);
+            CHECK_EQ(status().window_open, 0);
         }
     });
     hs_gate_stop();
@@ -90,7 +90,7 @@ TEST(let_through_is_told) {
         CHECK_EQ(hs_gate_let_through(5), 0);
         until_event(HS_EVENT_PARKED, 2);
         resume_now();
-        until_event(HS_EVENT_FIRST_RELEASED);
+        until_event(HS_EVENT_FIRST_OPERATOR_RELEASED);
         const hs_event through = until_event(HS_EVENT_LET_THROUGH);
         CHECK_EQ(through.count, 5);
         CHECK(through.value_ns >= asked_ns && through.mono_ns >= through.value_ns);
@@ -99,16 +99,16 @@ TEST(let_through_is_told) {
         CHECK_EQ(first.count, 0);
         CHECK_EQ(first.text[0], '\0');
         CHECK(second.mono_ns > through.mono_ns);
-        CHECK_EQ(until_event(HS_EVENT_GATE_OPENED).count, 5);
+        CHECK_EQ(until_event(HS_EVENT_RESUMED).count, 5);
     });
     int at = 0;
-    const int order[] = {HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_GATE_CLOSED, HS_EVENT_FIRST_HELD, HS_EVENT_PARKED, HS_EVENT_LET_THROUGH,
-                         HS_EVENT_PARKED, HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_GATE_OPENED, HS_EVENT_FIRST_RELEASED};
+    const int order[] = {HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_GATE_CLOSED, HS_EVENT_FIRST_OPERATOR_HELD, HS_EVENT_PARKED, HS_EVENT_LET_THROUGH,
+                         HS_EVENT_PARKED, HS_EVENT_SIGNAL_RECEIVED, HS_EVENT_RESUMED, HS_EVENT_FIRST_OPERATOR_RELEASED};
     for (const hs_event &event : seen())
         if (event.kind == order[at]) ++at; /* a PARKED that was taken back may stand in between */
     CHECK_EQ(at, 9);
-    CHECK_EQ(count_of(HS_EVENT_FIRST_HELD), 1);
-    CHECK_EQ(count_of(HS_EVENT_FIRST_RELEASED), 1);
+    CHECK_EQ(count_of(HS_EVENT_FIRST_OPERATOR_HELD), 1);
+    CHECK_EQ(count_of(HS_EVENT_FIRST_OPERATOR_RELEASED), 1);
     hs_gate_stop();
 }
 
@@ -119,7 +119,7 @@ TEST(let_through_of_nothing) {
     until([&] { return rank.issued > 10; });
     with_main_asleep([&] {
         CHECK_EQ(hs_gate_let_through(4), 0);
-        until([] { return hs::gate.passage.wanted.load() == 0; });
+        until([] { return hs::gate.window.wanted.load() == 0; });
         pause_now();
         until_event(HS_EVENT_PARKED);
         const int64_t operators = rank.operators.load(), issued = rank.issued.load();
@@ -171,7 +171,7 @@ TEST(let_through_ends_with_the_closing) {
         until([&] { return rank.waiting.load(); });
         CHECK(status().allowance > 0);
         resume_now();
-        until_event(HS_EVENT_GATE_OPENED);
+        until_event(HS_EVENT_RESUMED);
         CHECK_EQ(status().allowance, 0);
         rank.waits.store(false);
         const int64_t issued = rank.issued.load();
@@ -181,7 +181,7 @@ TEST(let_through_ends_with_the_closing) {
         pause_now();
         until_event(HS_EVENT_PARKED, parked + 1);
         CHECK_EQ(status().allowance, 0);
-        CHECK_EQ(status().passing, 0);
+        CHECK_EQ(status().window_open, 0);
         const int64_t then = rank.operators.load();
         resume_now();
         until([&] { return rank.operators > then; });
@@ -216,8 +216,8 @@ TEST(quiet_thread_goes_on_to_its_collective) {
     hs_gate_stop();
 }
 
-/* hold_here ends a passage: the thread is held at its next operator of any kind, and the allowance is gone. */
-TEST(hold_here_ends_a_passage) {
+/* hold_here closes a window: the thread is held at its next operator of any kind, and the allowance is gone. */
+TEST(hold_here_closes_a_window) {
     start_usual();
     Rank rank;
     until([&] { return rank.issued > 10; });
@@ -225,7 +225,7 @@ TEST(hold_here_ends_a_passage) {
         CHECK_EQ(hs_gate_hold_here(), 0); /* open: nothing to end */
         pause_now();
         until_event(HS_EVENT_PARKED);
-        CHECK_EQ(hs_gate_hold_here(), 0); /* no passage: nothing to end */
+        CHECK_EQ(hs_gate_hold_here(), 0); /* no window: nothing to close */
         CHECK_EQ(hs_gate_let_through(1'000'000'000), 0);
         until_event(HS_EVENT_LET_THROUGH);
         CHECK_EQ(hs_gate_hold_here(), 0);
@@ -233,7 +233,7 @@ TEST(hold_here_ends_a_passage) {
         CHECK_EQ(ended.count, 0);
         CHECK(ended.value_ns > 0);
         until([] { return status().state == HS_STATE_PARKED; });
-        CHECK_EQ(status().passing, 0);
+        CHECK_EQ(status().window_open, 0);
         const int64_t then = rank.operators.load(), issued = rank.issued.load();
         CHECK_EQ(hs_gate_let_through(2), 0); /* and again from here */
         until([&] { return rank.issued == issued + 2 && status().state == HS_STATE_PARKED; });
@@ -254,8 +254,8 @@ TEST(last_of_let_through_and_hold_here) {
         for (int i = 0; i < 200; ++i) {
             CHECK_EQ(hs_gate_let_through(1'000'000), 0);
             CHECK_EQ(hs_gate_hold_here(), 0);
-            until([] { return status().state == HS_STATE_PARKED && !hs::gate.passage.ended.load(); });
-            CHECK_EQ(status().passing, 0);
+            until([] { return status().state == HS_STATE_PARKED && !hs::gate.window.ended.load(); });
+            CHECK_EQ(status().window_open, 0);
             const int64_t issued = rank.issued.load();
             CHECK_EQ(hs_gate_hold_here(), 0);
             CHECK_EQ(hs_gate_let_through(1), 0);
@@ -267,8 +267,8 @@ TEST(last_of_let_through_and_hold_here) {
     hs_gate_stop();
 }
 
-/* A stop opens a passage as it opens any closing; what comes after it lets nobody through. */
-TEST(stop_during_a_passage) {
+/* A stop ends a window as it opens any closing; what comes after it lets nobody through. */
+TEST(stop_during_a_window) {
     start_usual();
     Rank rank;
     until([&] { return rank.issued > 10; });
@@ -283,7 +283,7 @@ TEST(stop_during_a_passage) {
         until([] { return status().state == HS_STATE_STOPPING; });
         CHECK_EQ(hs_gate_let_through(1), 0);
         CHECK_EQ(status().state, HS_STATE_STOPPING);
-        CHECK_EQ(status().passing, 0);
+        CHECK_EQ(status().window_open, 0);
     });
     hs_gate_stop();
 }
@@ -342,7 +342,7 @@ TEST(names_that_are_collectives) {
 }
 
 /* Closing, letting through and opening as fast as it goes: nobody is lost, and nothing passes uncounted. */
-TEST(passage_races) {
+TEST(window_races) {
     start_usual();
     {
         Rank rank;
@@ -357,7 +357,7 @@ TEST(passage_races) {
                 if (random >> 35 & 1) until([] { return status().state != HS_STATE_RUNNING; });
                 if (i % 50 == 0) {
                     hs_gate_hold_here();
-                    until([] { return status().state == HS_STATE_PARKED && !hs::gate.passage.ended.load() && status().allowance == 0; });
+                    until([] { return status().state == HS_STATE_PARKED && !hs::gate.window.ended.load() && status().allowance == 0; });
                     const int64_t then = rank.issued.load();
                     CHECK_EQ(hs_gate_let_through(2), 0);
                     until([&] { return status().let_through >= 2 && status().state == HS_STATE_PARKED; });
@@ -375,8 +375,8 @@ TEST(passage_races) {
     CHECK(!fake.armed.load());
 }
 
-/* A child forked from a passage has an open gate and no allowance. */
-TEST(fork_in_a_passage) {
+/* A child forked from a window has an open gate and no allowance. */
+TEST(fork_in_a_window) {
     start_usual();
     std::thread controller([&] {
         pause_now();
@@ -390,7 +390,7 @@ TEST(fork_in_a_passage) {
     if (child == 0) {
         for (int i = 0; i < 5; ++i) fake_operator("c10d::allreduce_");
         const hs_status now = status();
-        _exit(now.passing == 0 && now.allowance == 0 && now.state == HS_STATE_RUNNING ? 0 : 1);
+        _exit(now.window_open == 0 && now.allowance == 0 && now.state == HS_STATE_RUNNING ? 0 : 1);
     }
     int how = 0;
     CHECK_EQ(waitpid(child, &how, 0), child);

@@ -1,4 +1,4 @@
-"""The real book of the hub, with a number for everything that can stand in it.
+"""The real coordinator of the coordinator, with a number for everything that can stand in it.
 
 A model's state has to be hashable and is gone back to; a Book is neither. So each content of one is
 kept once, under a number, and what an event makes of it is worked out once.
@@ -12,18 +12,18 @@ from typing import Any
 
 from hydroslurm.coordination.state import CoordinatorState
 
-Letters = tuple[tuple[int, tuple[Any, ...]], ...]
+Outbox = tuple[tuple[int, tuple[Any, ...]], ...]
 Event = tuple[Any, ...]
 
 
-class Books:
-    """All contents that a book was seen with.
+class Coordinators:
+    """All contents that a coordinator was seen with.
 
     Args:
-        make: a new book.
+        make: a new coordinator.
         write: a rank's message out of the model's own, which is hashable.
-        read: a letter as the model has it; None: no rank of the model minds it.
-        tidy: takes out of a book what makes no difference to what follows.
+        read: a message as the model has it; None: no rank of the model minds it.
+        tidy: takes out of a coordinator what makes no difference to what follows.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Books:
         tidy: Callable[[CoordinatorState], None] = lambda _: None,
     ) -> None:
         self._write, self._read, self._tidy = write, read, tidy
-        self._books: list[CoordinatorState] = []
+        self._coordinators: list[CoordinatorState] = []
         self._numbers: dict[Any, int] = {}
-        self._known: dict[tuple[int, Event], tuple[int, Letters]] = {}
+        self._known: dict[tuple[int, Event], tuple[int, Outbox]] = {}
         self.new = self._keep(make())
 
     def __getitem__(self, number: int) -> CoordinatorState:
-        return self._books[number]
+        return self._coordinators[number]
 
-    def after(self, number: int, event: Event) -> tuple[int, Letters]:
-        """The book after an event, and the letters to be sent.
+    def after(self, number: int, event: Event) -> tuple[int, Outbox]:
+        """The coordinator after an event, and the outbox to be sent.
 
         Args:
             event: ``("join", rank)``, ``("gone", rank)`` or ``("handle", rank, ...)`` with the
@@ -55,28 +55,30 @@ class Books:
             known = self._known[number, event] = self._work_out(number, event)
         return known
 
-    def _work_out(self, number: int, event: Event) -> tuple[int, Letters]:
-        book = pickle.loads(
-            pickle.dumps(self._books[number])
+    def _work_out(self, number: int, event: Event) -> tuple[int, Outbox]:
+        coordinator = pickle.loads(
+            pickle.dumps(self._coordinators[number])
         )  # a copy, five times as fast as copy's
         kind, rank, *rest = event
         if kind == "join":
-            may_join = book.why_not(rank, book.world_size) is None
-            letters = book.join(rank, None) if may_join else []
+            may_join = coordinator.why_not(rank, coordinator.world_size) is None
+            outbox = coordinator.join(rank, None) if may_join else []
         elif kind == "gone":
-            letters = book.gone(rank)
-        elif rank in book.present:
-            letters = book.handle(rank, self._write(tuple(rest)))
+            outbox = coordinator.gone(rank)
+        elif rank in coordinator.present:
+            outbox = coordinator.handle(rank, self._write(tuple(rest)))
         else:
-            letters = []
-        read = ((to, self._read(letter)) for to, letter in letters)
-        return self._keep(book), tuple((to, letter) for to, letter in read if letter is not None)
+            outbox = []
+        read = ((to, self._read(message)) for to, message in outbox)
+        return self._keep(coordinator), tuple(
+            (to, message) for to, message in read if message is not None
+        )
 
-    def _keep(self, book: CoordinatorState) -> int:
-        self._tidy(book)
-        number = self._numbers.setdefault(_frozen(book), len(self._books))
-        if number == len(self._books):
-            self._books.append(book)
+    def _keep(self, coordinator: CoordinatorState) -> int:
+        self._tidy(coordinator)
+        number = self._numbers.setdefault(_frozen(coordinator), len(self._coordinators))
+        if number == len(self._coordinators):
+            self._coordinators.append(coordinator)
         return number
 
 

@@ -24,31 +24,31 @@ bool take_one(std::atomic<int64_t> &allowance) noexcept {
 
 } // namespace
 
-bool passage_takes(uint32_t closing, const char *name, bool backward_node) noexcept {
-    Passage &passage = gate.passage;
-    if (passage.closing.load() != closing) return false;
+bool window_admits(uint32_t closing, const char *name, bool backward_node) noexcept {
+    CollectiveWindow &window = gate.window;
+    if (window.closing.load() != closing) return false;
     if (!backward_node && is_collective(name)) {
-        if (!take_one(passage.allowance)) return false;
-        passage.collectives.fetch_add(1);
+        if (!take_one(window.allowance)) return false;
+        window.collectives.fetch_add(1);
     }
-    passage.steps.fetch_add(1); /* before the state is looked at; the watcher does both the other way round */
-    if (gate.state.load() == HS_STATE_PARKED) bell_ring();
+    window.steps.fetch_add(1); /* before the state is looked at; the watcher does both the other way round */
+    if (gate.state.load() == HS_STATE_PARKED) watcher_wake();
     return true;
 }
 
-bool passage_moves() noexcept {
-    const Passage &passage = gate.passage;
-    return passage.calls.load() != passage.taken.load() || passage.steps.load() != passage.parked_steps.load();
+bool window_has_moved() noexcept {
+    const CollectiveWindow &window = gate.window;
+    return window.calls.load() != window.taken.load() || window.steps.load() != window.parked_steps.load();
 }
 
-void passage_clear() noexcept {
-    Passage &passage = gate.passage;
-    passage.closing.store(0);
-    passage.allowance.store(0);
-    passage.collectives.store(0);
-    passage.wanted.store(0);
-    passage.ended.store(false);
-    passage.taken.store(passage.calls.load());
+void window_clear() noexcept {
+    CollectiveWindow &window = gate.window;
+    window.closing.store(0);
+    window.allowance.store(0);
+    window.collectives.store(0);
+    window.wanted.store(0);
+    window.ended.store(false);
+    window.taken.store(window.calls.load());
 }
 
 } // namespace hs
@@ -59,18 +59,18 @@ int hs_gate_let_through(int64_t n) {
     if (n < 0 || n > INT32_MAX) return -EINVAL;
     if (gate.owner.load() != getpid()) return -ESRCH;
     if (n == 0) return 0;
-    gate.passage.wanted_ns.store(unique_stamp_ns());
-    gate.passage.wanted.fetch_add(n);
-    gate.passage.calls.fetch_add(1);
-    bell_ring();
+    gate.window.wanted_ns.store(unique_stamp_ns());
+    gate.window.wanted.fetch_add(n);
+    gate.window.calls.fetch_add(1);
+    watcher_wake();
     return 0;
 }
 
 int hs_gate_hold_here(void) {
     if (gate.owner.load() != getpid()) return -ESRCH;
-    gate.passage.wanted.store(0); /* asked for before this call, and not in force yet */
-    gate.passage.ended_ns.store(unique_stamp_ns());
-    gate.passage.ended.store(true);
-    bell_ring();
+    gate.window.wanted.store(0); /* asked for before this call, and not in force yet */
+    gate.window.ended_ns.store(unique_stamp_ns());
+    gate.window.ended.store(true);
+    watcher_wake();
     return 0;
 }

@@ -1,0 +1,307 @@
+"""The three ways to hold a position in a loader; :func:`~hydroslurm.data.position.position_of`
+chooses one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from hydroslurm.checkpoint import rng
+from hydroslurm.data import epochs
+from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
+from hydroslurm.data.generators import (
+    generator_states,
+    set_generator_states,
+    warn_of_samplers_begun_anew,
+    warn_of_unseeded_workers,
+)
+from hydroslurm.data.sampler import ResumableSampler, Share, world_size_now
+from hydroslurm.errors import StateMismatch
+from hydroslurm.runtime.workers import iterate
+
+# set by torchdata once its iterator has raised StopIteration
+_FINISHED = "_iterator_finished"
+
+
+class StatefulPosition:
+    """The position in a loader that keeps it itself, such as torchdata's StatefulDataLoader.
+
+    Saves the loader's own state, which counts batches yielded, not batches prefetched.
+    """
+
+    name = "stateful"
+
+    def __init__(
+        self, loader: Any, *, shield: Collection[int] = (), share: Share | None = None
+    ) -> None:
+        self._loader = loader
+        self._share = share
+        self._shield = frozenset(shield)
+        self._progress = Progress()
+        self._warned = False
+
+    def begin_epoch(self, epoch: int) -> Iterator[Any]:
+        self._warn()
+        epochs.announce(self._loader, epoch)
+        self._progress = Progress(epoch, begun=True, world_size=world_size_now(self._share))
+        return CountedBatches(iterate(self._loader, shield=self._shield), self._progress)
+
+    def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        progress = Progress.of(state, strategy=self.name)
+        world_size = world_size_now(self._share)
+        progress.require_world(world_size)
+        now = getattr(self._loader, "num_workers", 0)
+        if progress.finished and (progress.world_size, state["num_workers"]) != (world_size, now):
+            self._progress = progress
+            set_generator_states(self._loader, state["generators"])
+            return iter(())  # the loader's own state is about lengths that it has no more
+        self._require_workers(state)
+        if not progress.begun:
+            self._progress = progress
+            set_generator_states(self._loader, state["generators"])
+            return LaterBatches(lambda: self.begin_epoch(progress.epoch))
+        self._warn()
+        epochs.announce(self._loader, progress.epoch)
+        own = dict(state["loader"])
+        torchdata = _FINISHED in own
+        if torchdata:
+            # With this flag set it would go on to the *next* epoch at once, and draw for it at
+            # the wrong time. Without it, the iterator is simply at the end of this one.
+            own[_FINISHED] = False
+        self._loader.load_state_dict(own)
+        self._progress = progress
+        if progress.finished and not torchdata:
+            return iter(())
+        batches = iterate(self._loader, shield=self._shield)
+        # torchdata's RandomSampler winds the generator back to the start of the epoch, and so
+        # loses what the loader has drawn from the same generator since (its base seed)
+        set_generator_states(self._loader, state["generators"])
+        return CountedBatches(batches, self._progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._progress.state_dict(self.name)
+        state["num_workers"] = getattr(self._loader, "num_workers", 0)
+        state["generators"] = generator_states(self._loader)
+        if self._progress.begun:  # before that, asking would start the workers
+            state["loader"] = epochs.plain(self._loader.state_dict(), place="loader.state_dict()")
+        return state
+
+    def _require_workers(self, state: Mapping[str, Any]) -> None:
+        now = getattr(self._loader, "num_workers", 0)
+        if state["num_workers"] != now and state["begun"]:
+            raise StateMismatch(
+                f"the saved position is of a loader with num_workers={state['num_workers']}, now "
+                f"it has {now}; StatefulDataLoader cannot change that inside an epoch (a plain "
+                "DataLoader with hydroslurm's ResumableSampler can)"
+            )
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn_of_unseeded_workers(self._loader)
+            warn_of_samplers_begun_anew(self._loader)
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """How a loader makes batches of a sampler's indexes; ``batch_size`` in samples of this rank."""
+
+    sampler: ResumableSampler
+    batch_size: int
+
+
+def index_plan(loader: Any) -> IndexPlan | None:
+    """The plan of a plain DataLoader over a :class:`ResumableSampler`; None for all others.
+
+    Also None for a batch sampler with an ``__iter__`` of its own: how many samples its batches
+    took cannot be computed.
+    """
+    if not isinstance(loader, DataLoader):
+        return None
+    indexes = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if isinstance(indexes, ResumableSampler):
+        return IndexPlan(indexes, 1)
+    if (
+        isinstance(indexes, BatchSampler)
+        and type(indexes).__iter__ is BatchSampler.__iter__
+        and isinstance(indexes.sampler, ResumableSampler)
+    ):
+        return IndexPlan(indexes.sampler, indexes.batch_size)
+    return None
+
+
+class SamplerPosition:
+    """The position in a plain DataLoader over a ResumableSampler: computed, nothing is replayed.
+
+    Counts the batches that were handed out, and computes the samples from that.
+    """
+
+    name = "sampler"
+
+    def __init__(
+        self,
+        loader: Any,
+        plan: IndexPlan,
+        *,
+        shield: Collection[int] = (),
+        share: Share | None = None,
+    ) -> None:
+        self._loader = loader
+        self._plan = plan
+        self._share = share
+        self._shield = frozenset(shield)
+        self._progress = Progress()
+        self._resumed_batches = 0
+        self._resumed_consumed = 0
+        self._samples_per_batch = 0
+        self._warned = False
+
+    def begin_epoch(self, epoch: int) -> Iterator[Any]:
+        epochs.announce(self._loader, epoch)
+        self._progress = Progress(epoch, begun=True)
+        self._resumed_batches = self._resumed_consumed = 0
+        self._settle_share()
+        return CountedBatches(self._iterate(), self._progress)
+
+    def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        progress = Progress.of(state, strategy=self.name)
+        self._progress = progress
+        if not progress.begun:
+            set_generator_states(self._loader, state["generators"])
+            return LaterBatches(lambda: self.begin_epoch(progress.epoch))
+        epochs.announce(self._loader, progress.epoch)
+        self._resumed_batches = progress.batches
+        self._resumed_consumed = int(state["sampler"]["consumed"])
+        self._settle_share()
+        # At the end of an epoch there is nothing to iterate, and who goes over the loader by
+        # himself sees the whole epoch, as in an uninterrupted run. Persistent workers are started
+        # all the same: there they are when the next epoch begins, which then draws no base seed.
+        if progress.finished and not self._loader.persistent_workers:
+            batches: Iterator[Any] = iter(())
+        else:
+            self._plan.sampler.load_state_dict(state["sampler"])
+            batches = self._iterate()
+        set_generator_states(self._loader, state["generators"])
+        return CountedBatches(iter(()) if progress.finished else batches, progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._progress.state_dict(self.name)
+        state["sampler"] = self._plan.sampler.state_at(self._progress.epoch, self._consumed())
+        state["generators"] = generator_states(self._loader)
+        return state
+
+    def _consumed(self) -> int:
+        batches = self._progress.batches - self._resumed_batches
+        return self._resumed_consumed + batches * self._samples_per_batch
+
+    def _settle_share(self) -> None:
+        """Fix for this epoch what a batch takes from the order: at its end the process group, which
+        the sampler may follow, can be gone before the last save."""
+        share = self._plan.sampler.share
+        self._progress.world_size = (self._share or share).world_size
+        self._samples_per_batch = self._plan.batch_size * share.world_size
+
+    def _iterate(self) -> Iterator[Any]:
+        if not self._warned:
+            self._warned = True
+            warn_of_unseeded_workers(self._loader)
+        return iterate(self._loader, shield=self._shield)
+
+
+class ReplayPosition:
+    """The position in any other loader: begins the epoch again, and skips.
+
+    Saves the random generators as they were when the epoch began, and fetches its batches again.
+
+    Exact for all that follows from those generators, augmentation in workers too: they are
+    started anew in every epoch, also persistent ones, because their random numbers would else
+    depend on all epochs before. The data itself must come in the same order again.
+    """
+
+    name = "replay"
+
+    def __init__(
+        self, loader: Any, *, shield: Collection[int] = (), share: Share | None = None
+    ) -> None:
+        self._loader = loader
+        self._share = share
+        self._shield = frozenset(shield)
+        self._progress = Progress()
+        self._start_rng: Mapping[str, Any] = {}
+        self._start_generators: Mapping[str, Any] = {}
+
+    def begin_epoch(self, epoch: int) -> Iterator[Any]:
+        self._start_rng = rng.capture()
+        self._start_generators = generator_states(self._loader)
+        self._progress = Progress(epoch, begun=True, world_size=world_size_now(self._share))
+        return CountedBatches(self._iterate(epoch), self._progress)
+
+    def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        progress = Progress.of(state, strategy=self.name)
+        progress.require_world(world_size_now(self._share))
+        self._progress = progress
+        if not progress.begun:
+            set_generator_states(self._loader, state["generators"])
+            return LaterBatches(lambda: self.begin_epoch(progress.epoch))
+        self._start_rng = state["start_rng"]
+        self._start_generators = state["start_generators"]
+        if progress.finished:
+            batches: Iterator[Any] = iter(())
+        else:
+            rng.restore(self._start_rng)
+            set_generator_states(self._loader, self._start_generators)
+            batches = self._iterate(progress.epoch)
+            _skip(batches, progress.batches, unknown=_unknown_sampler(self._loader))
+        set_generator_states(self._loader, state["generators"])
+        return CountedBatches(batches, progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._progress.state_dict(self.name)
+        state["generators"] = generator_states(self._loader)
+        if self._progress.begun:
+            state["start_rng"] = self._start_rng
+            state["start_generators"] = self._start_generators
+        return state
+
+    def _iterate(self, epoch: int) -> Iterator[Any]:
+        epochs.forget_iterator(self._loader)
+        epochs.announce(self._loader, epoch)
+        return iterate(self._loader, shield=self._shield)
+
+
+def _unknown_sampler(loader: Any) -> str | None:
+    """The class of a sampler of somebody's own, whose random numbers may lie anywhere."""
+    names = [type(one).__name__ for one in epochs.samplers(loader) if not _is_known(type(one))]
+    return names[0] if names else None
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "hydroslurm")
+
+
+def _skip(batches: Iterator[Any], count: int, *, unknown: str | None) -> None:
+    if count:
+        order = (
+            f". {unknown} has to give the same order again, from the global random numbers or "
+            "generators that are its attributes: those are put back. If it draws from anything "
+            "else, some samples come twice in this epoch and others never"
+        )
+        warnings.warn(
+            f"resuming inside an epoch: {count} batches are fetched again and thrown away, "
+            "because this loader cannot be told where to begin. A DataLoader with "
+            "sampler=hydroslurm.data.ResumableSampler(dataset), or torchdata's "
+            f"StatefulDataLoader, resumes at once{order if unknown else ''}",
+            stacklevel=3,
+        )
+    for done in range(count):
+        try:
+            next(batches)
+        except StopIteration:
+            raise StateMismatch(
+                f"{count} batches of the epoch had been used, but the loader ended after {done}; "
+                "its data or its batch size is not what it was"
+            ) from None
