@@ -153,8 +153,8 @@ class SuspendedJob:
 
     def _steps(self) -> list[int]:
         folders = [self._folder / f"rank-{rank}" for rank in range(self._plan.ranks)]
-        lives = [read_progress(folder) for folder in folders]
-        return [of_rank[-1].end if of_rank else 0 for of_rank in lives]
+        attempts = [read_progress(folder) for folder in folders]
+        return [of_rank[-1].end if of_rank else 0 for of_rank in attempts]
 
     def _state(self) -> str:
         listed = self._cluster.run(["squeue", "-h", "-j", self._id, "-o", "%T"], check=False)

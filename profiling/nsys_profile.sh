@@ -5,7 +5,7 @@
 #   srun --preempt profiling/nsys_profile.sh python train.py              a rank per task: what is meant to be used
 #   srun profiling/nsys_profile.sh torchrun --nproc-per-node=8 train.py   one report for all ranks of the node
 #
-# Written are <run folder>/profile/rank-<SLURM_PROCID>-life-<SLURM_RESTART_COUNT>.nsys-rep: over requeues none replaces
+# Written are <run folder>/profile/rank-<SLURM_PROCID>-restart-<SLURM_RESTART_COUNT>.nsys-rep: over requeues none replaces
 # another. The run folder is $HYDROSLURM_RUN_DIR, else hydroslurm-runs/JOBID in the folder that the job was submitted from.
 #
 #   NSYS_TRACE=cuda,nvtx,osrt   what is traced; by default nvtx, and cuda where there is an NVIDIA driver
@@ -41,7 +41,7 @@ if [ -z "${NSYS_TRACE:-}" ]; then
 fi
 run=${HYDROSLURM_RUN_DIR:-${SLURM_SUBMIT_DIR:-$PWD}/hydroslurm-runs/${SLURM_JOB_ID:-local-$$}}
 (umask 077 && mkdir -p "$run/profile") # as hydroslurm makes it: for the owner only
-report=$run/profile/rank-${SLURM_PROCID:-${RANK:-0}}-life-${SLURM_RESTART_COUNT:-0}
+report=$run/profile/rank-${SLURM_PROCID:-${RANK:-0}}-restart-${SLURM_RESTART_COUNT:-0}
 
 # --sample, --cpuctxsw: neither is needed, and both want rights that a job seldom has
 # --kill=none, --wait=primary: the end of the rank ends the recording, never the reverse

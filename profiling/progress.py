@@ -1,8 +1,8 @@
-"""How far each life of a job has come, told by the job itself: also by a life that was killed, and
-whoever saves its state.
+"""How far each attempt of a job has come, as the job itself writes it: also one that was killed,
+and one that was never asked to stop.
 
-One file per life, named by Slurm's count of restarts, holds two numbers: the step with which the
-life began, and the last one that it made.
+One file per attempt, named by Slurm's count of restarts, holds two numbers: the step with which the
+attempt began, and the last one that it made.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Progress:
         self, folder: Path, begin: int, *, environ: Mapping[str, str] = os.environ
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        life = int(environ.get("SLURM_RESTART_COUNT", "0"))
-        self._fd = os.open(folder / f"life-{life:05d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        attempt = int(environ.get("SLURM_RESTART_COUNT", "0"))
+        self._fd = os.open(folder / f"attempt-{attempt:05d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._begin = begin
         self.made(begin)
 
@@ -35,20 +35,20 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class LifeSpan:
-    """The steps of one life: ``begin`` were done when it began, ``end`` when it ended."""
+class AttemptSpan:
+    """The steps of one attempt: ``begin`` were done when it began, ``end`` when it ended."""
 
     begin: int
     end: int
 
 
-def read_progress(folder: Path) -> list[LifeSpan]:
-    """All lives so far, oldest first."""
+def read_progress(folder: Path) -> list[AttemptSpan]:
+    """All attempts so far, oldest first."""
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     texts = [path.read_bytes() for path in files]
-    return [LifeSpan(*_FORM.unpack(text)) for text in texts if len(text) == _FORM.size]
+    return [AttemptSpan(*_FORM.unpack(text)) for text in texts if len(text) == _FORM.size]
 
 
-def steps_lost(lives: Sequence[LifeSpan]) -> list[int]:
-    """Per restart, how many steps had been made and were not in what the next life began with."""
-    return [before.end - after.begin for before, after in itertools.pairwise(lives)]
+def steps_lost(attempts: Sequence[AttemptSpan]) -> list[int]:
+    """Per restart, how many steps had been made that the next attempt did not begin with."""
+    return [before.end - after.begin for before, after in itertools.pairwise(attempts)]

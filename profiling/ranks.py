@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import finish, median_ratio, options, p50_p99
-from rank_lives import Crew, Life, crew_in
+from rank_attempts import Attempt, Crew, crew_in
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
@@ -61,28 +61,28 @@ class Stop:
 
 
 def measure_pauses(crew: Crew, world: int, count: int) -> list[Pause]:
-    """Pause and resume one life of so many ranks ``count`` times."""
+    """Pause and resume one attempt of so many ranks ``count`` times."""
     chance = random.Random(SEED + world)
-    life = crew.begin("train", world, state_bytes=0)
-    life.wait_until_all_train()
+    attempt = crew.begin("train", world, state_bytes=0)
+    attempt.wait_until_all_train()
     time.sleep(0.5)
-    seen = [_pause(life, chance) for _ in range(count)]
-    life.signal(0, signal.SIGTERM)
-    _require_saved(crew.wait_for_end(life))
-    shutil.rmtree(life.folder)
+    seen = [_pause(attempt, chance) for _ in range(count)]
+    attempt.signal(0, signal.SIGTERM)
+    _require_saved(crew.wait_for_end(attempt))
+    shutil.rmtree(attempt.folder)
     return seen
 
 
-def _pause(life: Life, chance: random.Random) -> Pause:
+def _pause(attempt: Attempt, chance: random.Random) -> Pause:
     time.sleep(chance.uniform(0.02, 0.1))
-    rank = chance.randrange(len(life.pids))
-    life.signal(rank, signal.SIGUSR1)
-    sent = life.wait_for(rank, EventKind.SIGNAL_RECEIVED)
-    first = life.wait_for(rank, EventKind.PARKED)
-    parked = life.wait_for_all(EventKind.ALL_PARKED)
-    life.signal(rank, signal.SIGUSR2)
-    resumed = life.wait_for(rank, EventKind.SIGNAL_RECEIVED)
-    released = life.wait_for_all(EventKind.FIRST_OPERATOR_RELEASED)
+    rank = chance.randrange(len(attempt.pids))
+    attempt.signal(rank, signal.SIGUSR1)
+    sent = attempt.wait_for(rank, EventKind.SIGNAL_RECEIVED)
+    first = attempt.wait_for(rank, EventKind.PARKED)
+    parked = attempt.wait_for_all(EventKind.ALL_PARKED)
+    attempt.signal(rank, signal.SIGUSR2)
+    resumed = attempt.wait_for(rank, EventKind.SIGNAL_RECEIVED)
+    released = attempt.wait_for_all(EventKind.FIRST_OPERATOR_RELEASED)
     return Pause(
         to_first_parked_ms=_ms(sent, [first]),
         to_all_parked_ms=_ms(sent, parked),
@@ -93,24 +93,24 @@ def _pause(life: Life, chance: random.Random) -> Pause:
 
 
 def measure_stops(crew: Crew, world: int, count: int) -> list[Stop]:
-    """Stop so many lives of so many ranks."""
+    """Stop so many attempts of so many ranks."""
     chance = random.Random(SEED + world)
     return [_stop(crew, world, chance) for _ in range(count)]
 
 
 def _stop(crew: Crew, world: int, chance: random.Random) -> Stop:
-    life = crew.begin("train", world, state_bytes=STATE_BYTES)
-    life.wait_until_all_train()
+    attempt = crew.begin("train", world, state_bytes=STATE_BYTES)
+    attempt.wait_until_all_train()
     time.sleep(chance.uniform(0.2, 0.5))
     rank = chance.randrange(world)
-    life.signal(rank, signal.SIGTERM)
-    _require_saved(crew.wait_for_end(life))
-    sent = life.events(EventKind.STOP_REQUESTED)[rank][0]
+    attempt.signal(rank, signal.SIGTERM)
+    _require_saved(crew.wait_for_end(attempt))
+    sent = attempt.events(EventKind.STOP_REQUESTED)[rank][0]
     if sent.data["signal"] != "SIGTERM":
         raise RuntimeError(f"the stop of rank {rank} came from {sent.data}, wanted its SIGTERM")
-    at_safe_point = [events[0] for events in life.events(EventKind.SAFE_POINT)]
-    known = [_with(events, "safe_point_index") for events in life.events(EventKind.STOP_AGREED)]
-    durable = [_durable(events) for events in life.events(EventKind.SAVE_COMMITTED)]
+    at_safe_point = [events[0] for events in attempt.events(EventKind.SAFE_POINT)]
+    known = [_with(events, "safe_point_index") for events in attempt.events(EventKind.STOP_AGREED)]
+    durable = [_durable(events) for events in attempt.events(EventKind.SAVE_COMMITTED)]
     stop_steps = [int(event.step or 0) for event in at_safe_point]
     all_durable = [event for event in durable if event is not None]
     seen = Stop(
@@ -120,18 +120,18 @@ def _stop(crew: Crew, world: int, chance: random.Random) -> Stop:
         to_all_durable_ms=_ms(sent, all_durable) if len(all_durable) == world else None,
         state_bytes=max((int(event.data["state_bytes"]) for event in all_durable), default=0),
     )
-    shutil.rmtree(life.folder)
+    shutil.rmtree(attempt.folder)
     return seen
 
 
 def measure_cost(crew: Crew, *, rounds: int, steps_per_block: int) -> dict[str, list[float]]:
     """Arm -> seconds per step in each round."""
-    life = crew.begin("cost", COST_RANKS, rounds=rounds, steps=steps_per_block)
-    statuses = crew.wait_for_end(life)
+    attempt = crew.begin("cost", COST_RANKS, rounds=rounds, steps=steps_per_block)
+    statuses = crew.wait_for_end(attempt)
     if statuses != {0}:
         raise RuntimeError(f"a rank ended with one of {statuses} while steps were timed, wanted 0")
-    seen: dict[str, list[float]] = json.loads((life.folder / "cost.json").read_text())
-    shutil.rmtree(life.folder)
+    seen: dict[str, list[float]] = json.loads((attempt.folder / "cost.json").read_text())
+    shutil.rmtree(attempt.folder)
     return seen
 
 

@@ -1,7 +1,7 @@
 """A training on a real Slurm that is stopped and requeued, and what each stop took.
 
 Both clocks of the events count: a dev cluster is one machine, so that the monotonic clocks of two
-lives are the same one.
+attempts are the same one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from progress import LifeSpan, read_progress
+from progress import AttemptSpan, read_progress
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -32,7 +32,7 @@ Way = Literal["urgent", "requeue"]
 
 @dataclass(frozen=True)
 class Stop:
-    """One stop, from the handler of the signal in one life to the first step of the next.
+    """One stop, from the handler of the signal in one attempt to the first step of the next.
 
     Attributes:
         to_safe_point_ms: from the signal's handler to the end of the step that was being made.
@@ -42,7 +42,7 @@ class Stop:
         durable_to_requeued_ms: from the commit until Slurm had said that the job is in the queue.
         requeued_to_eligible_s: Slurm's own wait, from its answer on.
         eligible_to_first_step_ms: the scheduler, the start of Python and torch, the load, one step.
-        steps_lost: made in the life that was stopped and not in what the next one began with.
+        steps_lost: made in the attempt that was stopped and not in what the next one began with.
         state_bytes: that were committed.
     """
 
@@ -68,19 +68,19 @@ class RequeuedTraining:
         self.cluster = cluster
         self.folder = folder
         self.run = RunDir(folder / "run")
-        self.life = 1
+        self.attempt = 1
         folder.mkdir(parents=True)
         script = folder / "job.sbatch"
         script.write_text(requeue_script(RequeueScript(command=f'"$PYTHON" -u {JOB} "$@"')))
         arguments = [str(script), str(state_bytes), str(folder / "progress")]
         self.job_id = self._slurm("sbatch", "--parsable", f"--nodelist={NODE}", *arguments)
-        self._wait_for_life()
+        self._wait_for_first_step()
 
     def stop(self, way: Way, *, meanwhile: Callable[[], object] | None = None) -> Stop:
-        """Stop the job, and wait until the next life has made a step.
+        """Stop the job, and wait until the next attempt has made a step.
 
         Args:
-            meanwhile: called when the stopped life has left.
+            meanwhile: called when the stopped attempt has left.
         """
         urgent = None
         if way == "requeue":
@@ -91,8 +91,8 @@ class RequeuedTraining:
         if meanwhile is not None:
             self._wait(lambda: not self._state().startswith(("RUNNING", "COMPLETING")), "its end")
             meanwhile()
-        self.life += 1
-        self._wait_for_life()
+        self.attempt += 1
+        self._wait_for_first_step()
         if urgent is not None:
             _finished(urgent)
         return self._seen()
@@ -102,11 +102,11 @@ class RequeuedTraining:
         self._slurm("scancel", "--signal=KILL", "--full", self.job_id)
         self._slurm("scancel", self.job_id)
 
-    def progress(self) -> list[LifeSpan]:
+    def progress(self) -> list[AttemptSpan]:
         return read_progress(self.folder / "progress")
 
     def _seen(self) -> Stop:
-        """What the two lives around the last stop wrote."""
+        """What the two attempts around the last stop wrote."""
         events = list(read_events(self.run.rank_events(0)))
         began = [at for at, e in enumerate(events) if e.kind is EventKind.ATTEMPT_BEGAN]
         before, after = events[began[-2] : began[-1]], events[began[-1] :]
@@ -118,7 +118,7 @@ class RequeuedTraining:
         first_step = _first(after, EventKind.FIRST_STEP)
         assert first_step is not None, "stop() waits for it"
         eligible_s = self._eligible_epoch_s()
-        lives = self.progress()
+        attempts = self.progress()
         return Stop(
             to_safe_point_ms=_between_ms(stop, safe),
             asking_ms=_between_ms(safe, _first(before, EventKind.SAVE_STARTED)),
@@ -129,7 +129,7 @@ class RequeuedTraining:
                 None if requeued is None else eligible_s - requeued.epoch_ns / 1e9
             ),
             eligible_to_first_step_ms=first_step.epoch_ns / 1e6 - eligible_s * 1e3,
-            steps_lost=lives[-2].end - lives[-1].begin,
+            steps_lost=attempts[-2].end - attempts[-1].begin,
             state_bytes=None if durable is None else durable.data["state_bytes"],
         )
 
@@ -145,17 +145,17 @@ class RequeuedTraining:
         fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         return fields[name]
 
-    def _wait_for_life(self) -> None:
-        """Until this life has made a step."""
+    def _wait_for_first_step(self) -> None:
+        """Until this attempt has made a step."""
 
         def stepped() -> bool:
             path = self.run.rank_events(0)
             return path.exists() and any(
-                event.kind is EventKind.FIRST_STEP and event.data["attempt"] == self.life
+                event.kind is EventKind.FIRST_STEP and event.data["attempt"] == self.attempt
                 for event in read_events(path)
             )
 
-        self._wait(stepped, f"the first step of life {self.life}")
+        self._wait(stepped, f"the first step of attempt {self.attempt}")
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + LIMIT_S

@@ -16,7 +16,7 @@ does not count. Not measured: sites with PreemptParameters=send_user_signal, whe
 sends submitit its signal too, provided that jobs ask for it (`--signal`, as submitit's do): there
 `grace` would be like `signal`.
 
-`stock_after_a_killed_dump`: what becomes of a stock job at its signal when an earlier life was
+`stock_after_a_killed_dump`: what becomes of a stock job at its signal when an earlier attempt was
 killed while submitit pickled, and left its `.save_tmp` behind.
 """
 
@@ -64,8 +64,8 @@ class Arm:
     job: submitit.Job[dict[str, Any]]
 
     @property
-    def lives(self) -> int:
-        """How many lives have made a step."""
+    def attempts(self) -> int:
+        """How many attempts have made a step."""
         spans = read_progress(self.config.folder / "progress")
         return sum(span.end > span.begin for span in spans)
 
@@ -126,10 +126,10 @@ def compare(profile: Profile, folder: Path, epochs: int) -> list[Arm]:
             submit(name, node, folder / profile / name, epochs)
             for name, node in zip(ARMS, nodes, strict=True)
         ]
-        wait(lambda: all(arm.lives == 1 for arm in arms), "every job makes steps", arms)
-        for life, way in enumerate(STOPS[profile], start=2):
+        wait(lambda: all(arm.attempts == 1 for arm in arms), "every job makes steps", arms)
+        for attempt, way in enumerate(STOPS[profile], start=2):
             time.sleep(5.0)  # longer than an epoch, so that there is a save of one
-            preempt_all(arms, way, life)
+            preempt_all(arms, way, attempt)
         for arm in arms:
             (arm.config.folder / "hurry").touch()
         wait(lambda: all(arm.is_over for arm in arms), "every job ends", arms)
@@ -138,11 +138,11 @@ def compare(profile: Profile, folder: Path, epochs: int) -> list[Arm]:
         return arms
 
 
-def preempt_all(arms: Sequence[Arm], way: str, life: int) -> None:
-    """Preempt all jobs at once, and wait until each makes steps again, in this life, or is over."""
+def preempt_all(arms: Sequence[Arm], way: str, attempt: int) -> None:
+    """Preempt all jobs at once; wait until each makes steps again, in this attempt, or is over."""
     commands = [arm.preempt(way) for arm in arms]
     wait(
-        lambda: all(arm.lives == life or arm.is_over for arm in arms),
+        lambda: all(arm.attempts == attempt or arm.is_over for arm in arms),
         f"every job makes steps after {way}",
         arms,
     )
@@ -155,11 +155,11 @@ def after_a_killed_dump(folder: Path, epochs: int) -> str:
     with DevCluster.up(ClusterSpec(nodes=1, profile="requeue", kill_wait_s=5)) as cluster:
         lead_here(cluster)
         arm = submit("stock", "n1", folder / "leftover", epochs)
-        wait(lambda: arm.lives == 1, "the job makes steps", [arm])
+        wait(lambda: arm.attempts == 1, "the job makes steps", [arm])
         pickled = arm.job.paths.submitted_pickle
         pickled.with_suffix(pickled.suffix + ".save_tmp").touch()
         arm.preempt("signal").communicate(timeout=LIMIT_S)
-        wait(lambda: arm.lives == 2 or arm.is_over, "the job goes on or ends", [arm])
+        wait(lambda: arm.attempts == 2 or arm.is_over, "the job goes on or ends", [arm])
         return "failed" if arm.is_over and arm.result() is None else "went on"
 
 

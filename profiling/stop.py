@@ -60,7 +60,7 @@ def stop_somewhere(
     training: RequeuedTraining, way: Way, *, meanwhile: Callable[[], object] | None = None
 ) -> Stop:
     """Train on for a moment, so that the stop comes anywhere within a step, and stop."""
-    chance = random.Random(f"{SEED}-{training.life}")
+    chance = random.Random(f"{SEED}-{training.attempt}")
     time.sleep(chance.uniform(0.2, 0.7))
     return training.stop(way, meanwhile=meanwhile)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import multiprocessing
 import os
@@ -153,14 +154,22 @@ def test_killed_while_claiming_the_next_attempt_claims(
 
 def _die_at(call: str, moment: str) -> None:
     """Have the next call of that name be the last one of this process."""
-    real = getattr(os, call)
 
-    def dying(*arguments: Any, **options: Any) -> Any:
-        if moment == "after":
-            real(*arguments, **options)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def die(*arguments: Any, **options: Any) -> Any:
+            if moment == "after":
+                real(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(os, call, dying)
+        return die
+
+    if call in ("open", "fsync", "replace"):
+        setattr(os, call, dying(getattr(os, call)))
+        return
+    # the file object of what is written calls neither os.write() nor os.close()
+    dying_file = type("DyingFile", (io.FileIO,), {call: dying(getattr(io.FileIO, call))})
+    real = os.fdopen
+    os.fdopen = lambda fd, mode: dying_file(fd, mode) if mode == "wb" else real(fd, mode)  # type: ignore
 
 
 def test_of_many_at_once_one_holds_the_folder(tmp_path: Path) -> None:

@@ -107,13 +107,15 @@ def test_an_exclusive_write_replaces_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_planted_temporary_file_is_not_followed(tmp_path: Path) -> None:
-    """A link under the temporary name leads no write elsewhere."""
-    victim, path = tmp_path / "victim", tmp_path / "state.json"
-    victim.write_text("precious")
-    (tmp_path / f".state.json.{os.getpid()}").symlink_to(victim)
-    write_atomically(path, b"ours")
-    assert (victim.read_text(), path.read_text()) == ("precious", "ours")
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    """Writers with the same pid (two containers) have a temporary file each; the last one wins."""
+    path = tmp_path / "claim.json"
+    with atomic_file(path) as slow:
+        slow.write(b"first")
+        write_atomically(path, "second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_tail_yields_complete_lines_once(tmp_path: Path) -> None:

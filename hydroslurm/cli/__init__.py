@@ -76,7 +76,7 @@ app.command("resume", short_help="Let a paused process or job go on where it was
 app.command("requeue", short_help="Have a job save and go back into the queue.")(job.requeue)
 app.command("status", short_help="Show what Slurm and its ranks say of a job.")(job.status)
 app.command("top", short_help="Show all my jobs live.")(top.top)
-app.command("metrics", short_help="Tell Prometheus of all my jobs.")(metrics.metrics)
+app.command("metrics", short_help="Export Prometheus metrics for my jobs.")(metrics.metrics)
 app.command("validate", short_help="Check job specs, ours or T9k's.")(spec.validate)
 app.command("render", short_help="Print the batch script that submit would hand to sbatch.")(
     spec.render

@@ -38,9 +38,9 @@ def metrics(
         str | None, typer.Option("--partition", "-p", help="Only this one's.")
     ] = None,
 ) -> None:
-    """Tell Prometheus of all my jobs: step, rate, ranks parked, newest checkpoint, preemptions, how
-    long ranks took to park. One request to Slurm each time, however many jobs there are. With
-    neither --textfile nor --port they are printed."""
+    """Export Prometheus metrics for my jobs: step, rate, ranks parked, newest checkpoint,
+    preemptions, how long ranks took to park. One request to Slurm each time, however many jobs
+    there are. Without --textfile or --port, print them."""
     import getpass
 
     from hydroslurm.errors import UsageError

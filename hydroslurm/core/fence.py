@@ -24,7 +24,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError, StaleAttempt
 
 LIMIT_BYTES = 64 * 1024
@@ -166,21 +166,8 @@ class Fence:
 
     def _write(self, claim: Claim) -> None:
         """Killed anywhere, there is the old claim or the new one, and both can be replaced."""
-        folder = self.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{self.path.name}.{claim.pid}-{secrets.token_hex(4)}"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, dumps({"v": 1, **asdict(claim)}).encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        temporary.replace(self.path)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, dumps({"v": 1, **asdict(claim)}), durable=True)
 
 
 def process_began_epoch_s() -> float:

@@ -107,8 +107,8 @@ def atomic_file(
 ) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of ``path`` when the block ends without an exception.
 
-    Readers see the old content or the new one, never a part. Anything planted under the temporary
-    name (a link, a FIFO) is removed, never followed.
+    Readers see the old content or the new one, never a part. The temporary file beside
+    it is always a new one: nothing that was planted there is followed.
 
     Args:
         mode: permissions, before the umask.
@@ -119,8 +119,8 @@ def atomic_file(
         FileExistsError: ``exclusive``, and it does exist.
         OSError: it cannot be written; ``path`` is as it was, and no temporary file is left.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # of a process with our pid that was killed
+    # in containers every writer may have the same pid, and two nodes may write the same file
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, mode)
     try:

@@ -1,9 +1,8 @@
-"""How far a running rank is, told without an event: one small file, written again every few
-seconds.
+"""The heartbeat of a running rank: one small file with its step, rewritten every few seconds.
 
-Nothing is logged per step, so that between two saves the events say nothing of a training that just
-trains. The first rank's controller wakes up now and then, and writes one line over the one before.
-The loop itself is not touched: it goes on setting an attribute.
+Steps are not logged as events, so between two saves the event log does not show any progress. The
+first rank's controller thread wakes up now and then and overwrites one line. The training loop pays
+nothing: it only sets an attribute.
 """
 
 from __future__ import annotations

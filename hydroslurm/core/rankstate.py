@@ -26,7 +26,7 @@ class RankState:
         pid: its process; changes over requeues.
         host: where it runs.
         restart_count: how often the job had been requeued.
-        pauses: how many pauses this life has had.
+        pauses: how many pauses this attempt has had.
         park_us: latency of the latest park, microseconds; None before the first.
         committed_step: newest step that is saved durably; None when nothing is, or nobody tells.
         world_size: ranks that this one is joined with, itself included; 1 while it is alone.

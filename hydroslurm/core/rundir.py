@@ -21,7 +21,7 @@
   attempts.jsonl               one line when an attempt begins, one when it ends, and why
   finished.json                the training is done, and its process ended well: a restart leaves
   logs/                        submitit's files and stdout/stderr per task, appended over requeues
-  profile/                     nsys reports: rank-0-life-0.nsys-rep
+  profile/                     nsys reports: rank-0-restart-0.nsys-rep
   report/                      figures.json, timeline.png, histograms.png, report.html, trace.json
 """
 

@@ -1,28 +1,32 @@
-"""From a folder to a cluster whose nodes are idle, in the order that Slurm needs."""
+"""Start a cluster, in the order that Slurm needs, until its nodes are idle; stop on request."""
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydroslurm.devcluster import ports as tcp
 from hydroslurm.devcluster.config import (
     ACCOUNT,
     CLUSTER_NAME,
     Place,
     Ports,
     cgroup_conf,
+    listening,
+    open_to_others,
     plugstack_conf,
     slurm_conf,
     slurmdbd_conf,
 )
-from hydroslurm.devcluster.control import Control
-from hydroslurm.devcluster.daemons import Daemon, start
 from hydroslurm.devcluster.layout import Layout
+from hydroslurm.devcluster.processes import Daemon, start_daemon
 from hydroslurm.devcluster.programs import Programs, slurm_release, system_tables_sql
+from hydroslurm.devcluster.running import STAY
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError, HydroslurmError
 from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
@@ -80,11 +84,11 @@ class Bringup:
         self._start_database()
         self._start("slurmdbd", ["-D"], LD_PRELOAD=str(self._loopback_so))
         self._make_plugin()
-        self._wait("slurmdbd to listen", lambda: tcp.listening(self.ports.slurmdbd))
+        self._wait("slurmdbd to listen", lambda: listening(self.ports.slurmdbd))
         self._register()
         # slurmctld after the registration: it asks for its cluster once, at its start
         self._start("slurmctld", ["-D", "-c"], LD_PRELOAD=str(self._loopback_so))
-        self._wait("slurmctld to listen", lambda: tcp.listening(self.ports.slurmctld))
+        self._wait("slurmctld to listen", lambda: listening(self.ports.slurmctld))
         for name in self.spec.node_names:
             self._start(f"slurmd-{name}", ["-D", "-N", name], LD_PRELOAD=str(self._loopback_so))
         self._wait("all nodes to be idle", self._nodes_idle)
@@ -197,7 +201,7 @@ class Bringup:
         return done.stdout.split() == ["idle"] * self.spec.nodes
 
     def _check_loopback(self) -> None:
-        exposed = tcp.open_to_others(self.ports.all)
+        exposed = open_to_others(self.ports.all)
         if exposed:
             raise ClusterError(
                 f"Slurm listens beyond the loopback interface on port {exposed[0]}, because "
@@ -210,7 +214,7 @@ class Bringup:
         argv = [self.programs[program], *arguments]
         environ = self.environ(**more)
         own_log = program.startswith("slurm")
-        daemon = start(name, argv, layout=self.layout, environ=environ, own_log=own_log)
+        daemon = start_daemon(name, argv, layout=self.layout, environ=environ, own_log=own_log)
         self.daemons.append(daemon)
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
@@ -243,3 +247,83 @@ def _write(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     path.touch(mode=0o600)
     path.write_bytes(data)
+
+
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequested(Exception):
+    """The cluster shall end now: its caller is gone, or somebody asked for it."""
+
+
+class Control:
+    """Watches the caller's pipe, the caller itself and the signals to this process.
+
+    The pipe alone is not enough: a child that the caller forked holds its end open too, and may
+    live longer. So the caller is watched by a pidfd as well, where the kernel has them.
+    """
+
+    def __init__(self, *, lifeline: int, caller_pid: int) -> None:
+        self._lifeline = lifeline
+        self._caller = _open_pid(caller_pid)
+        self._wake_up, write_end = os.pipe()
+        for end in (self._wake_up, write_end):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for signo in (*_ENDING, signal.SIGCHLD):
+            signal.signal(signo, _nothing)  # the wake-up pipe carries the number
+        self._watched = {self._wake_up, lifeline} | ({self._caller} - {-1})
+
+    def wait(self, limit_s: float) -> None:
+        """Sleep for so long, or until a child ends.
+
+        Raises:
+            StopRequested: the cluster shall end.
+        """
+        ready, _, _ = select.select(sorted(self._watched), [], [], limit_s)
+        if self._lifeline in ready:
+            self._hear(os.read(self._lifeline, 4096))
+        if self._caller in ready and self._caller in self._watched:
+            raise StopRequested("the caller is gone")
+        if self._wake_up in ready and set(os.read(self._wake_up, 4096)) & set(_ENDING):
+            raise StopRequested("asked to end")
+
+    def until(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        *,
+        daemons: Iterable[Daemon] = (),
+        limit_s: float = 60.0,
+    ) -> None:
+        """Wait for a condition.
+
+        Raises:
+            StopRequested: the cluster shall end.
+            ClusterError: one of the daemons ended, or the time is over.
+        """
+        watched = tuple(daemons)
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            for daemon in watched:
+                daemon.check()
+            if time.monotonic() > deadline:
+                tails = "\n".join(daemon.tail_words() for daemon in watched)
+                raise ClusterError(f"waited {limit_s:g} s for {what}.\n{tails}")
+            self.wait(0.02)
+
+    def _hear(self, said: bytes) -> None:
+        if not said.startswith(STAY):
+            raise StopRequested("the caller is gone")
+        self._watched -= {self._lifeline, self._caller}
+
+
+def _nothing(_signo: int, _frame: object) -> None:
+    """Must be a handler of ours: without one no number is written to the wake-up pipe."""
+
+
+def _open_pid(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1

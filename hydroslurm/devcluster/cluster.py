@@ -18,12 +18,10 @@ from types import TracebackType
 from typing import IO
 
 from hydroslurm.devcluster import cgroups
-from hydroslurm.devcluster.control import STAY
-from hydroslurm.devcluster.daemons import tail
 from hydroslurm.devcluster.layout import Layout, locked
+from hydroslurm.devcluster.processes import tail
 from hydroslurm.devcluster.programs import find_programs, search_path
-from hydroslurm.devcluster.request import Request
-from hydroslurm.devcluster.running import Running
+from hydroslurm.devcluster.running import STAY, Request, Running
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.devcluster.teardown import sweep
 from hydroslurm.errors import ClusterError

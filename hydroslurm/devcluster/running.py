@@ -1,10 +1,11 @@
-"""cluster.json: what runs in a cluster's folder, for those who come later."""
+"""What passes between processes: cluster.json, for whoever comes later, and a caller's request."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydroslurm.devcluster.layout import Layout
 from hydroslurm.devcluster.processes import ProcessId
@@ -12,6 +13,9 @@ from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
 _VERSION = 1
+
+STAY = b"stay\n"
+"""What a caller says down its pipe before it closes it, when the cluster shall outlive it."""
 
 
 @dataclass(frozen=True)
@@ -77,3 +81,31 @@ class Running:
                 f"{layout.cluster_json} cannot be read ({error}); it was made by another release. "
                 "End that cluster with the release that started it, or remove the file"
             ) from error
+
+
+@dataclass(frozen=True)
+class Request:
+    """One cluster, wanted by one process.
+
+    Attributes:
+        detach: it outlives the process that asks, once that has said so.
+        temporary: the folder goes with the cluster.
+        path: where to look for programs.
+        caller_pid: whose end is the end of the cluster.
+    """
+
+    spec: ClusterSpec
+    root: Path
+    detach: bool
+    temporary: bool
+    path: str
+    caller_pid: int
+
+    def to_line(self) -> bytes:
+        row = {**vars(self), "spec": self.spec.to_dict(), "root": str(self.root)}
+        return json.dumps(row).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Request:
+        row: dict[str, Any] = json.loads(line)
+        return cls(**{**row, "spec": ClusterSpec.from_dict(row["spec"]), "root": Path(row["root"])})

@@ -18,16 +18,12 @@ import traceback
 from dataclasses import replace
 
 from hydroslurm.devcluster import cgroups
-from hydroslurm.devcluster import ports as tcp
-from hydroslurm.devcluster.bringup import Bringup
-from hydroslurm.devcluster.config import Place
-from hydroslurm.devcluster.control import Control, StopRequested
-from hydroslurm.devcluster.daemons import reap
+from hydroslurm.devcluster.bringup import Bringup, Control, StopRequested
+from hydroslurm.devcluster.config import Place, reserve
 from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
-from hydroslurm.devcluster.processes import ProcessId, become_subreaper
+from hydroslurm.devcluster.processes import ProcessId, become_subreaper, reap
 from hydroslurm.devcluster.programs import find_programs
-from hydroslurm.devcluster.request import Request
-from hydroslurm.devcluster.running import Running
+from hydroslurm.devcluster.running import Request, Running
 from hydroslurm.devcluster.teardown import cancel_jobs, end_all, sweep
 from hydroslurm.errors import ClusterError
 
@@ -75,7 +71,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
     programs = find_programs(request.path)
     user = _user_name()
     link = make_link(layout.root)
-    reserved = tcp.reserve(request.spec.nodes)
+    reserved = reserve(request.spec.nodes)
     place = Place(link, os.uname().nodename, user, _memory_mb())
     me = ProcessId.of(os.getpid())
     assert me is not None

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster.bringup import CLUSTER_ENV
-from hydroslurm.devcluster.daemons import Daemon, reap
 from hydroslurm.devcluster.layout import Layout, remove_link
 from hydroslurm.devcluster.processes import (
+    Daemon,
     ProcessId,
     command_name,
     descendants,
@@ -20,6 +20,7 @@ from hydroslurm.devcluster.processes import (
     environment,
     find,
     holds_file_below,
+    reap,
 )
 from hydroslurm.devcluster.running import Running
 from hydroslurm.devcluster.spec import ClusterSpec

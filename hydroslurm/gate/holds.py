@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import GateError
 from hydroslurm.gate.hook_events import EventQueue
+from hydroslurm.gate.marks import NvtxMarks
 from hydroslurm.gate.ophooks import (
     ExecutionOpHook,
     HookHandles,
@@ -38,7 +39,12 @@ class Holds:
     """
 
     def __init__(
-        self, *, model: torch.nn.Module | None, events: EventQueue, on_held: Callable[[], None]
+        self,
+        *,
+        model: torch.nn.Module | None,
+        events: EventQueue,
+        marks: NvtxMarks,
+        on_held: Callable[[], None],
     ) -> None:
         self.parked = False
         self.passed_exempt = 0
@@ -46,6 +52,7 @@ class Holds:
         self.quiet = 0
         self._model = model
         self._events = events
+        self._marks = marks
         self._on_held = on_held
         self._valve = ExecutionOpHook(self)
         self._hooks: HookHandles | None = None
@@ -168,6 +175,7 @@ class Holds:
         tid = threading.get_native_id()
         self._held[tid] = None
         self._local.releases = self._releases  # of this pause: the next may begin before we wake
+        self._local.marked = self._marks.held()
         if self.parked:
             self._events.emit(EventKind.LATE_OPERATOR_HELD, tid=tid, text=name, phase=phase)
         elif next(self._reports) == 0:
@@ -177,7 +185,10 @@ class Holds:
     def released(self) -> None:
         tid = threading.get_native_id()
         self._held.pop(tid, None)
+        if self._local.marked:
+            self._marks.released()
         if next(self._local.releases) == 0:
+            self._marks.running()
             self._events.emit(EventKind.FIRST_OPERATOR_RELEASED, tid=tid)
 
     def passed(self, name: str, phase: Phase) -> None:

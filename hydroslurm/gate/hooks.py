@@ -34,7 +34,7 @@ from hydroslurm.gate.hook_signals import (
     is_foreground,
     runs,
 )
-from hydroslurm.gate.marks import Marks
+from hydroslurm.gate.marks import NvtxMarks
 from hydroslurm.gate.ophooks import (
     BaseOpHook,
     ExecutionOpHook,
@@ -80,9 +80,9 @@ class HooksGate:
 
     def __init__(self, *, model: torch.nn.Module | None = None) -> None:
         """``model``: hook its leaf modules; default: every module of the process."""
-        self.marks = Marks()  # NVTX is emitted by the native gate's library
+        self.marks = NvtxMarks()
         self._events = EventQueue()
-        self._holds = Holds(model=model, events=self._events, on_held=self._nudge)
+        self._holds = Holds(model=model, events=self._events, marks=self.marks, on_held=self._nudge)
         self._pipe: SignalPipe | None = None
         self._watcher: threading.Thread | None = None
         self._rules: dict[int, SignalRule] = {}
@@ -269,6 +269,7 @@ class HooksGate:
                     count=1,
                     text=request.action.name.lower(),
                 )
+                self.marks.requested(request.action, 0, request.mono_ns)
                 self._apply(request)
 
     def _take_signal(self, rule: SignalRule, count: int) -> None:
@@ -277,6 +278,7 @@ class HooksGate:
         causes = rule.causes
         if rule.signo == signal.SIGTSTP and causes == Cause.SLURM and is_foreground():
             causes = Cause.TERMINAL
+        self.marks.requested(rule.action, rule.signo, now_ns)
         self._apply(_Request(rule.action, causes, now_ns, rule.signo))
 
     def _apply(self, request: _Request) -> None:
@@ -312,10 +314,12 @@ class HooksGate:
         self._state = GateState.PARKING
         # said before it is done, or a thread could be held at a gate that is not known to be closed
         self._events.emit(EventKind.GATE_CLOSED, value_ns=requested_ns)
+        self.marks.gate_closed(self._closes, requested_ns)
         self._holds.close()
 
     def _park(self) -> None:
         self._state, self._holds.parked = GateState.PARKED, True
+        self.marks.at_rest(time.monotonic_ns())
         self._events.emit(
             EventKind.PARKED,
             value_ns=self._requested_ns,
@@ -334,6 +338,7 @@ class HooksGate:
             held=self._holds.held_count,
             quiet=self._holds.quiet,
         )
+        self.marks.gate_opened(requested_ns, held=self._holds.held_count)
         self._holds.open()
 
     def _stop_for_terminal(self) -> None:

@@ -1,5 +1,11 @@
-"""NVTX marks and ranges of this process, in the domain ``hydroslurm``; what each means is written
-in ``gate/native/marks.h``, whose library emits them.
+"""NVTX marks and ranges of this process, in the domain ``hydroslurm``; ``gate/native/marks.h`` says
+what each means. The native gate's library emits them; the module-hook gate uses the package
+``nvtx``.
+
+That package also gives a script ranges of its own in the same domain, beside those of pauses:
+
+    with nvtx.annotate("load batch", domain="hydroslurm"):
+        ...
 
 ``HYDROSLURM_NVTX`` chooses: nothing said, the marks and ranges of pauses, stops and saves;
 ``steps`` and ``operators`` add a range per training step and per operator (``steps,operators``);
@@ -11,17 +17,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum, IntFlag
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.signals import signal_name
 
+if TYPE_CHECKING:
+    from hydroslurm.gate.protocol import Action
+
 _Key = TypeVar("_Key")
 
 NVTX_ENV = "HYDROSLURM_NVTX"
+DOMAIN = "hydroslurm"
 NO_RANGE = (1 << 64) - 1
 
 
@@ -56,6 +68,8 @@ class Emit(IntFlag):
 class Range(IntEnum):
     """The ranges that are begun from Python; ``enum hs_range``."""
 
+    PAUSING = 0
+    RESUMING = 2
     DRAINING = 3
     SAVING = 4
     COMMITTING = 5
@@ -64,7 +78,8 @@ class Range(IntEnum):
 
 
 class Marks:
-    """The marks of one process. All methods may be called from any thread."""
+    """The marks of one process, through the native gate's library. All methods may be called from
+    any thread."""
 
     def __init__(self, library: ctypes.CDLL | None = None) -> None:
         """``library``: a gate's; without one nothing is ever emitted."""
@@ -120,3 +135,115 @@ class Marks:
             yield
         finally:
             self.end(opened)
+
+
+class NvtxMarks(Marks):
+    """The same marks through the ``nvtx`` package, for the gate of module hooks, whose watcher and
+    threads emit here what the native watcher emits itself.
+
+    Ranges of operators need the native gate: module hooks see no operators. Payloads are the same
+    numbers, as signed 64-bit integers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._domain: Any = None
+        self._pausing = self._resuming = NO_RANGE
+        self._pause = 0
+        self._lock = threading.RLock()  # the watcher and the first released thread both end ranges
+
+    def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:
+        if not wanted:
+            return
+        try:
+            import nvtx  # type: ignore[import-untyped]
+        except ImportError:  # installed without dependencies: pausing needs no marks
+            return
+
+        # without a tool in the process the package returns a domain that does nothing
+        domain = nvtx.get_domain(DOMAIN)
+        if isinstance(domain, nvtx.nvtx.DummyDomain):
+            return
+        if wanted & Emit.OPERATORS:
+            warnings.warn(
+                "hydroslurm: operators get no NVTX ranges from the module-hook gate; get the "
+                "native gate (install g++)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._domain, self.emitting = domain, wanted & ~Emit.OPERATORS
+        # the package numbers categories itself; requests carry these
+        self._categories = {signo: domain.get_category_id(signal_name(signo)) for signo in signals}
+        self._clock()
+
+    def stop(self) -> None:
+        self.emitting = Emit.NOTHING
+
+    def begin(self, name: Range, payload: int) -> int:
+        if not self.emitting:
+            return NO_RANGE
+        self._clock()
+        return int(self._domain.start_range(message=name.name.lower(), payload=payload))
+
+    def end(self, range_id: int) -> None:
+        if range_id != NO_RANGE and self.emitting:
+            self._domain.end_range(range_id)
+            self._clock()
+
+    # --- for the watcher of the module-hook gate
+
+    def requested(self, action: Action, signo: int, stamp_ns: int) -> None:
+        """A pause, a resume or a stop was requested."""
+        if self.emitting:
+            self._clock()
+            category = self._categories.get(signo, 0)
+            self._mark(f"{action.name.lower()}_request", stamp_ns, category=category)
+
+    def gate_closed(self, pause: int, requested_ns: int) -> None:
+        if self.emitting:
+            self._pause = pause
+            self._end_all()
+            self._pausing = self.begin(Range.PAUSING, pause)
+            self._mark("gate_closed", requested_ns)
+
+    def at_rest(self, stamp_ns: int) -> None:
+        if self.emitting:
+            self._end_all()
+            self._mark("at_rest", stamp_ns)
+
+    def gate_opened(self, requested_ns: int, *, held: int) -> None:
+        if self.emitting:
+            self._end_all()
+            if held:
+                self._resuming = self.begin(Range.RESUMING, self._pause)
+            self._mark("gate_opened", requested_ns)
+
+    def running(self) -> None:
+        """The first held thread runs again."""
+        if self.emitting:
+            self._end_all()
+
+    def held(self) -> bool:
+        """Begin the range ``parked`` of this thread; False if it was not emitted."""
+        if not self.emitting:
+            return False
+        self._clock()
+        self._domain.push_range(message="parked", payload=self._pause)
+        return True
+
+    def released(self) -> None:
+        """End what :meth:`held` began, in the same thread."""
+        self._domain.pop_range()
+
+    def _end_all(self) -> None:
+        with self._lock:
+            pausing, self._pausing = self._pausing, NO_RANGE
+            resuming, self._resuming = self._resuming, NO_RANGE
+        self.end(pausing)
+        self.end(resuming)
+
+    def _clock(self) -> None:
+        self._mark("clock", time.monotonic_ns())
+
+    def _mark(self, message: str, payload: int, *, category: int = 0) -> None:
+        self._domain.mark(message=message, payload=payload, category=category or None)

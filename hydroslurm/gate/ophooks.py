@@ -91,11 +91,6 @@ class ExecutionOpHook(BaseOpHook):
         """Threads are being held."""
         return self._closed
 
-    @property
-    def tracing(self) -> bool:
-        """The observer is told of each module that passes."""
-        return self._tracing
-
     def close(self) -> None:
         """Hold every thread at its next hook."""
         with self._condition:

@@ -18,14 +18,14 @@ from hydroslurm.training.attempts import AttemptLog
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a run folder says of the present life of its job.
+    """The facts in a run folder about the present attempt of its job.
 
     Attributes:
-        ranks: of this life, in order of rank.
+        ranks: of this attempt, in order of rank.
         n_ranks: how many there are: those that wrote, or that those are joined with.
         has_run: whether a ``Run`` will save when it is asked to stop; None: not known.
-        began: the step that the life began at, and when (epoch ns).
-        commit: newest durable checkpoint of any life: step, when (epoch ns).
+        began: the step that the attempt began at, and when (epoch ns).
+        commit: newest durable checkpoint of any attempt: step, when (epoch ns).
         save_s: the longest durable save that was seen; None before the first.
         step: newest that is known.
         step_epoch_ns: when that was told.
@@ -66,7 +66,7 @@ class FollowedRun:
         self._listed_ns = -1
         self._heartbeat: Heartbeat | None = None
         self._heartbeat_ns = -1
-        self._older_life: tuple[int, tuple[int, int] | None] | None = None
+        self._older_attempt: tuple[int, tuple[int, int] | None] | None = None
         self._older_commit: tuple[tuple[int, int] | None] | None = None
 
     def read(self, *, budget_bytes: int) -> int:
@@ -82,7 +82,7 @@ class FollowedRun:
         return budget_bytes - left
 
     def facts(self, restart_count: int) -> RunFacts:
-        """Of the life with that restart count."""
+        """Return the facts of the attempt with that restart count."""
         mine = [f for f in self._files.values() if f.facts.state is not None]
         ranks = tuple(
             state
@@ -125,13 +125,16 @@ class FollowedRun:
         self._files = dict(sorted(self._files.items()))
 
     def _began(self, mine: list[RankFile], restart_count: int) -> tuple[int, int] | None:
-        lives = (file.facts.life for file in mine)
-        told = min((life[1:] for life in lives if life and life[0] == restart_count), default=None)
+        attempts = (file.facts.attempt for file in mine)
+        told = min(
+            (attempt[1:] for attempt in attempts if attempt and attempt[0] == restart_count),
+            default=None,
+        )
         if told is not None or all(file.facts.whole for file in mine):
             return told
-        if self._older_life is None or self._older_life[0] != restart_count:
-            self._older_life = (restart_count, _life_in(self.run, restart_count))
-        return self._older_life[1]
+        if self._older_attempt is None or self._older_attempt[0] != restart_count:
+            self._older_attempt = (restart_count, _attempt_in(self.run, restart_count))
+        return self._older_attempt[1]
 
     def _commit(self, mine: list[RankFile]) -> tuple[int, int] | None:
         told = max((f.facts.commit for f in mine if f.facts.commit), default=None)
@@ -165,22 +168,22 @@ class FollowedRun:
 
 
 def _changed_ns(path: Path) -> int:
-    """-1 where it cannot be looked at."""
+    """Return when it last changed; -1 where that cannot be read."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return -1
 
 
-def _life_in(run: RunDir, restart_count: int) -> tuple[int, int] | None:
-    """A life whose begin is too far back in the events, from attempts.jsonl."""
+def _attempt_in(run: RunDir, restart_count: int) -> tuple[int, int] | None:
+    """Look up in attempts.jsonl an attempt that began too far back in the events."""
     try:
-        lives = AttemptLog(run.attempts_jsonl).attempts()
+        attempts = AttemptLog(run.attempts_jsonl).attempts()
     except RunFolderError:
         return None
-    for life in reversed(lives):
-        if life.restart_count == restart_count:
-            return life.step, life.began_epoch_ns
+    for attempt in reversed(attempts):
+        if attempt.restart_count == restart_count:
+            return attempt.step, attempt.began_epoch_ns
     return None
 
 

@@ -1,4 +1,4 @@
-"""How long ranks took to park, counted over whole event files: a histogram that only grows."""
+"""Histogram of how long ranks took to park, counted over whole event files; it only grows."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Parks:
 
 
 class ParkCounter:
-    """Follows one event file from its beginning. A line is only looked into when it says that
-    something was parked."""
+    """Follow one event file from its beginning; only lines of ``parked`` events are parsed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""One rank's event file, followed: each time only what was appended, and the newest first."""
+"""Follow one rank's event file: the end of it first, then only what is appended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankFacts:
     Attributes:
         state: after the last of them; None before the first.
         whole: the file was read from its beginning on, so that what is not known did not happen.
-        life: of its newest Run: restart count, step at which it began, when (epoch ns).
+        attempt: of its newest Run: restart count, step at which it began, when (epoch ns).
         commit: newest durable checkpoint: step, when it was committed (epoch ns).
         save_s: the longest durable save among the events that were read.
         marks: the last two events with different steps, oldest first: step, when, restart count.
@@ -35,7 +35,7 @@ class RankFacts:
 
     state: RankState | None = None
     whole: bool = False
-    life: tuple[int, int, int] | None = None
+    attempt: tuple[int, int, int] | None = None
     commit: tuple[int, int] | None = None
     save_s: float | None = None
     marks: list[tuple[int, int, int]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class RankFacts:
         if step is not None and (not self.marks or self.marks[-1][0] != step):
             self.marks = [*self.marks[-1:], (step, event.epoch_ns, event.restart_count)]
         if event.kind is EventKind.ATTEMPT_BEGAN:
-            self.life = (event.restart_count, _step(data), event.epoch_ns)
+            self.attempt = (event.restart_count, _step(data), event.epoch_ns)
         elif event.kind is EventKind.RUN_FINISHED:
             self.finished = True
         elif event.kind is EventKind.SAVE_COMMITTED and data.get("tier") == "durable":
@@ -61,7 +61,7 @@ class RankFacts:
 
 
 class RankFile:
-    """Follows one file. Costs one ``stat`` as long as nothing is appended."""
+    """Follow one file; costs one ``stat`` as long as nothing is appended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

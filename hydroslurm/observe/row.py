@@ -1,4 +1,4 @@
-"""One job as a line of ``top``: Slurm's answer and its ranks' words, put together. Pure."""
+"""One job as a line of ``top``, from Slurm's answer and the facts in its run folder. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hydroslurm.slurm.policy import SitePolicy
 from hydroslurm.slurm.values import Job, JobState
 
 STUCK_S = 60.0
-"""A step that takes so long, and ten times as long as the ones before, is worth a look; and a rank
-that was to tell its step and has not for so much longer."""
+"""A step that takes this long, and ten times as long as those before it, is worth a look; so is a
+heartbeat that is overdue by this much."""
 LOUD = frozenset(
     {
         JobState.FAILED,
@@ -36,15 +36,14 @@ class Row:
     Attributes:
         job_id: as a person writes it: ``12_3`` for the task of an array, ``12_[*]`` for those of
             its tasks that have not started.
-        state: Slurm's word; or PARKED, with all children that it has, and STOPPING, which only its
-            ranks know; or FORGOTTEN: it has
-            ended, and Slurm does not remember how.
-        parked, ranks: of this life.
+        state: Slurm's; or PARKED (all ranks, with all their children) and STOPPING, which only its
+            ranks know; or FORGOTTEN: it has ended, and Slurm does not remember how.
+        parked, ranks: of this attempt.
         commit_step, commit_age_s: newest durable checkpoint.
         preemptions: how often it was requeued.
-        pauses: how often it was paused in this life.
+        pauses: how often it was paused in this attempt.
         left_s: until its time limit.
-        stuck: no step for a long time, or no word from the first rank.
+        stuck: no step for a long time, or no heartbeat from the first rank.
     """
 
     job_id: str

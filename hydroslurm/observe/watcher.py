@@ -1,5 +1,4 @@
-"""All jobs at one moment, again and again: one request to Slurm each time, however many they
-are."""
+"""Watch all jobs with one request to Slurm per interval, however many jobs there are."""
 
 from __future__ import annotations
 

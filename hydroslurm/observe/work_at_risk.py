@@ -1,6 +1,6 @@
-"""What a preemption at this moment would cost a job. Pure.
+"""Estimate the work that a preemption at this moment would lose. Pure.
 
-An upper bound, or 0: what cannot be known is never made smaller than it may be.
+The result is an upper bound, or 0; what is not known is never underestimated.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _unsaved(job: Job, facts: RunFacts, *, now_epoch_s: float) -> WorkAtRisk:
         why = "since the last commit" if facts.commit else "nothing is committed yet"
     else:
         why = "all since its start, but for what it saves itself"
-    # a checkpoint of an earlier life: what was computed before this one's start is not at stake
+    # a checkpoint of an earlier attempt: what was computed before this one's start is not at stake
     begins_s = max((s for s in (since_ns and since_ns / 1e9, start_s) if s), default=None)
     seconds = None if begins_s is None else max(0.0, now_epoch_s - begins_s)
     steps = unsaved_steps(facts, now_epoch_s=now_epoch_s) if facts.has_run else None

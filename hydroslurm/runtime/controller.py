@@ -235,11 +235,6 @@ class Controller:
     def state(self) -> GateState:
         return self.gate.status().state
 
-    @property
-    def events_working(self) -> bool:
-        """False when the events cannot be written, or when there is nowhere to write them."""
-        return self._log.working
-
     def status(self) -> GateStatus:
         """The gate at this moment."""
         return self.gate.status()

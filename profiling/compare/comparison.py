@@ -20,8 +20,8 @@ from typing import Any
 import drive
 import figures
 import pairs
+from attempts import read_attempts
 from jobs import BEGIN_DELAY_S, Place, cluster_spec, version_of
-from lives import read_lives
 from peers import PEERS, Peer, absent
 from storm import Event, Kind, storm
 
@@ -34,8 +34,8 @@ REMARKS = (
     "signal: the moment at which it reached the job step, by a witness inside of it",
     "parked: the end of the last operator; 0 when it did not come to the end of that in which the "
     "signal found it: frozen inside of it, or held at an operator that it is made of",
-    "durable: what the next life loads has its name; the driver looks every 3 ms",
-    "steps_lost: made by a life and not in what the next one began with",
+    "durable: what the next attempt loads has its name; the driver looks every 3 ms",
+    "steps_lost: made by an attempt and not in what the next one began with",
     "step_time_ratio of Lightning and transformers is that of their whole training loops",
 )
 
@@ -167,7 +167,7 @@ class _Storm:
         )
         return figures.of_course(
             course,
-            read_lives(where),
+            read_attempts(where),
             steps_per_epoch=STEPS_PER_EPOCH,
             steps=self.plan.steps,
             bare_step_s=self.bare_step_s,

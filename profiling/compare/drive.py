@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from attempts import read_attempts
 from jobs import COMMAND_LIMIT_S, Job, Place
-from lives import read_lives
 from peers import Peer
 from storm import Event
 
@@ -28,7 +28,7 @@ class Strike:
         state: what Slurm said of the job just before; an event that finds it in the queue is not
             one to it.
         sent_ns, resume_sent_ns: just before the command was started.
-        saves: moments at which something that a later life could load was there first.
+        saves: moments at which something that a later attempt could load was there first.
     """
 
     event: Event
@@ -72,8 +72,14 @@ def through(
     running: list[subprocess.Popen[str]] = []
     failure = ""
     try:
-        _wait(lambda: any(life.first_step_ns for life in read_lives(folder)), START_LIMIT_S, job)
-        first_ns = next(life.first_step_ns for life in read_lives(folder) if life.first_step_ns)
+        _wait(
+            lambda: any(attempt.first_step_ns for attempt in read_attempts(folder)),
+            START_LIMIT_S,
+            job,
+        )
+        first_ns = next(
+            attempt.first_step_ns for attempt in read_attempts(folder) if attempt.first_step_ns
+        )
         for event in events:
             _sleep_until(first_ns + int(event.at_s * 1e9), job)
             if job.is_done:
@@ -116,7 +122,7 @@ def _suspend(job: Job, event: Event, strike: Strike) -> None:
 
 
 def _preempt(job: Job, event: Event, strike: Strike, running: list[subprocess.Popen[str]]) -> None:
-    """Have it preempted, and look for what it saves until another life can have begun."""
+    """Have it preempted, and look for what it saves until another attempt can have begun."""
     known = job.peer.saved(job.folder)
     strike.sent_ns = time.monotonic_ns()
     if event.kind == "preempt":

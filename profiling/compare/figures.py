@@ -8,15 +8,20 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from attempts import Attempt
 from drive import Course, Strike
-from lives import Life
 
 PAUSE_SIGNALS = (signal.SIGTSTP, signal.SIGUSR1)
 STOP_SIGNALS = (signal.SIGURG, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
 def of_course(
-    course: Course, lives: Sequence[Life], *, steps_per_epoch: int, steps: int, bare_step_s: float
+    course: Course,
+    attempts: Sequence[Attempt],
+    *,
+    steps_per_epoch: int,
+    steps: int,
+    bare_step_s: float,
 ) -> dict[str, Any]:
     """One peer's part of the JSON. A figure that there is no measurement of is None."""
     pauses = [s for s in course.strikes if s.struck and s.event.kind == "suspend"]
@@ -26,24 +31,24 @@ def of_course(
         "failure": course.failure.splitlines()[0] if course.failure else "",
         "events": len(course.strikes),
         "events_struck": len(pauses) + len(stops),
-        "lives": len(lives),
+        "lives": len(attempts),
         "by_hand": list(course.by_hand),
-        **_pauses(pauses, lives),
-        **_stops(stops, lives, steps_per_epoch),
-        "steps_trained_twice": sum(a.step - b.begin for a, b in itertools.pairwise(lives)),
+        **_pauses(pauses, attempts),
+        **_stops(stops, attempts, steps_per_epoch),
+        "steps_trained_twice": sum(a.step - b.begin for a, b in itertools.pairwise(attempts)),
     }
     wall_s = (course.done_ns - course.submitted_ns) / 1e9
-    useful = steps if not course.failure else max((life.step for life in lives), default=0)
+    useful = steps if not course.failure else max((attempt.step for attempt in attempts), default=0)
     result["wall_s"] = wall_s
     result["goodput"] = useful * bare_step_s / wall_s
     return result
 
 
-def _pauses(pauses: Sequence[Strike], lives: Sequence[Life]) -> dict[str, Any]:
+def _pauses(pauses: Sequence[Strike], attempts: Sequence[Attempt]) -> dict[str, Any]:
     to_signal, to_parked, to_operator = [], [], []
     for strike in pauses:
-        silence = _silence(strike, lives)
-        signalled_ns = _signal(strike, lives, PAUSE_SIGNALS)
+        silence = _silence(strike, attempts)
+        signalled_ns = _signal(strike, attempts, PAUSE_SIGNALS)
         if silence is None or signalled_ns is None:
             continue
         to_signal.append((signalled_ns - strike.sent_ns) / 1e6)
@@ -61,11 +66,11 @@ def _pauses(pauses: Sequence[Strike], lives: Sequence[Life]) -> dict[str, Any]:
     }
 
 
-def _stops(stops: Sequence[Strike], lives: Sequence[Life], epoch: int) -> dict[str, Any]:
+def _stops(stops: Sequence[Strike], attempts: Sequence[Attempt], epoch: int) -> dict[str, Any]:
     lost = {"preempt": 0, "requeue": 0}
     to_durable, to_step = [], []
     worst = 0
-    for before, after in itertools.pairwise(lives):
+    for before, after in itertools.pairwise(attempts):
         came = [strike for strike in stops if strike.sent_ns < after.began_ns]
         if not came:  # it died of something else: that counts for none, but is trained twice
             continue
@@ -75,8 +80,8 @@ def _stops(stops: Sequence[Strike], lives: Sequence[Life], epoch: int) -> dict[s
         worst = max(worst, steps)
         if after.first_step_ns:
             to_step.append((after.first_step_ns - strike.sent_ns) / 1e9)
-        signalled_ns = _signal(strike, lives, STOP_SIGNALS)
-        # a life that goes on with the begin of an epoch has not found a save made for this stop
+        signalled_ns = _signal(strike, attempts, STOP_SIGNALS)
+        # an attempt that goes on with the begin of an epoch has not found a save made for this stop
         for_it = after.begin % epoch != 0 or steps == 0
         if strike.saves and signalled_ns is not None and for_it:
             to_durable.append((strike.saves[-1] - signalled_ns) / 1e6)
@@ -94,25 +99,25 @@ def _stops(stops: Sequence[Strike], lives: Sequence[Life], epoch: int) -> dict[s
     }
 
 
-def _struck(strike: Strike, lives: Sequence[Life]) -> Life | None:
-    """The life that trained when the event came."""
-    before = [life for life in lives if life.began_ns < strike.sent_ns]
+def _struck(strike: Strike, attempts: Sequence[Attempt]) -> Attempt | None:
+    """The attempt that trained when the event came."""
+    before = [attempt for attempt in attempts if attempt.began_ns < strike.sent_ns]
     return before[-1] if before else None
 
 
-def _silence(strike: Strike, lives: Sequence[Life]) -> tuple[int, int] | None:
+def _silence(strike: Strike, attempts: Sequence[Attempt]) -> tuple[int, int] | None:
     """From the last operator before the resume to the first one after it."""
-    life = _struck(strike, lives)
-    for begin_ns, end_ns in life.silences if life is not None else ():
+    attempt = _struck(strike, attempts)
+    for begin_ns, end_ns in attempt.silences if attempt is not None else ():
         if begin_ns < strike.resume_sent_ns < end_ns:
             return begin_ns, end_ns
     return None
 
 
-def _signal(strike: Strike, lives: Sequence[Life], wanted: Sequence[int]) -> int | None:
+def _signal(strike: Strike, attempts: Sequence[Attempt], wanted: Sequence[int]) -> int | None:
     """When the first of these signals reached the job."""
-    life = _struck(strike, lives)
-    for number, at_ns in life.signals if life is not None else ():
+    attempt = _struck(strike, attempts)
+    for number, at_ns in attempt.signals if attempt is not None else ():
         if number in wanted and at_ns > strike.sent_ns:
             return at_ns
     return None

@@ -2,7 +2,7 @@
 
 A script enters an ``Observer`` around its loop and says ``made(step)`` after each step; every
 operator is stamped without its help. Beside it runs witness.py, which stamps the signals of the job
-step. So nobody measures himself, and what a life has done can be read after it was killed: the
+step. So nobody measures himself, and what an attempt has done can be read after it was killed: the
 stamps lie in a mapped file.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lives import HEAD, SILENCE
+from attempts import HEAD, SILENCE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SILENCE_NS = 150_000_000
@@ -30,11 +30,11 @@ _WITNESS = Path(__file__).with_name("witness.py")
 
 
 class Observer(TorchDispatchMode):
-    """Stamps the operators and steps of one life of a training.
+    """Stamps the operators and steps of one attempt of a training.
 
     Args:
-        folder: of the training; the stamps go into ``folder/lives``.
-        begin: the steps that were done when this life began.
+        folder: of the training; the stamps go into ``folder/attempts``.
+        begin: the steps that were done when this attempt began.
         environ: where ``COMPARE_CORE`` names the core to stay on, and ``COMPARE_TURN`` how many
             steps are a turn, for which this process then waits each time (see pairs.py).
     """
@@ -43,9 +43,9 @@ class Observer(TorchDispatchMode):
         self, folder: Path, begin: int, *, environ: Mapping[str, str] = os.environ
     ) -> None:
         super().__init__()
-        lives = folder / "lives"
-        lives.mkdir(parents=True, exist_ok=True)
-        self._path = lives / f"life-{len(list(lives.glob('life-*.bin'))):05d}.bin"
+        attempts = folder / "attempts"
+        attempts.mkdir(parents=True, exist_ok=True)
+        self._path = attempts / f"attempt-{len(list(attempts.glob('attempt-*.bin'))):05d}.bin"
         self._turns = (
             Turns(folder, int(environ["COMPARE_TURN"])) if "COMPARE_TURN" in environ else None
         )

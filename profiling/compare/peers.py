@@ -22,7 +22,7 @@ class Peer:
         versions: distributions whose versions are told; ``otherwise`` where there are none.
         pause: signals by which its documentation has it paused and continued; by default
             ``scontrol suspend`` and ``resume``.
-        saves: globs of what a later life loads, once it is whole.
+        saves: globs of what a later attempt loads, once it is whole.
         remark: what has to be known to read its figures.
     """
 
@@ -43,7 +43,7 @@ class Peer:
         return ", ".join(found) or self.otherwise
 
     def saved(self, folder: Path) -> set[tuple[str, int, int]]:
-        """What a later life could load now: path, inode and time of change."""
+        """What a later attempt could load now: path, inode and time of change."""
         found = set()
         for pattern in self.saves:
             for path in folder.glob(pattern):

@@ -17,9 +17,9 @@ from hydroslurm.devcluster.pytest_plugin import require_slurm
 COMPARE = Path(__file__).resolve().parents[2] / "profiling/compare"
 sys.path[:0] = [str(COMPARE), str(COMPARE.parent)]
 
+import attempts  # noqa: E402
 import drive  # noqa: E402 - scripts of a folder, not a package
 import figures  # noqa: E402
-import lives  # noqa: E402
 import picture  # noqa: E402
 import table  # noqa: E402
 from storm import Event, storm  # noqa: E402
@@ -59,24 +59,24 @@ def test_gaps_are_exponential() -> None:
 MS = 1_000_000
 
 
-def _life(began_ms: int, steps: tuple[int, int], **more: Any) -> lives.Life:
+def _attempt(began_ms: int, steps: tuple[int, int], **more: Any) -> attempts.Attempt:
     given: dict[str, Any] = {"silences": (), "signals": (), **more}
     begin, step = steps
     first_ms = began_ms + 20
-    return lives.Life(began_ms * MS, begin, step, first_ms * MS, 0, 0, **given)
+    return attempts.Attempt(began_ms * MS, begin, step, first_ms * MS, 0, 0, **given)
 
 
 def test_figures_of_a_pause_and_a_stop() -> None:
     """Parked and running are the ends of the silence around a resume, durable is the last save, and
-    lost is what the next life had not."""
-    course_lives = [
-        _life(
+    lost is what the next attempt had not."""
+    course_attempts = [
+        _attempt(
             0,
             (0, 50),
             silences=((105 * MS, 400 * MS),),
             signals=((20, 103 * MS), (12, 1004 * MS), (15, 1005 * MS)),
         ),
-        _life(9000, (47, 100)),
+        _attempt(9000, (47, 100)),
     ]
     strikes = (
         drive.Strike(Event(0.1, "suspend", 0.2), "RUNNING", 100 * MS, 392 * MS),
@@ -84,7 +84,7 @@ def test_figures_of_a_pause_and_a_stop() -> None:
         drive.Strike(Event(2.0, "requeue"), "PENDING"),
     )
     course = drive.Course(strikes, submitted_ns=0, done_ns=20_000 * MS, by_hand=())
-    got = figures.of_course(course, course_lives, steps_per_epoch=40, steps=100, bare_step_s=0.1)
+    got = figures.of_course(course, course_attempts, steps_per_epoch=40, steps=100, bare_step_s=0.1)
     assert got["events_struck"] == 2
     assert got["command_to_signal_ms_p50"] == 3.0
     assert got["signal_to_parked_ms_p50"] == 2.0
@@ -96,12 +96,12 @@ def test_figures_of_a_pause_and_a_stop() -> None:
 
 
 def test_a_save_of_an_epoch_is_none_of_the_stop() -> None:
-    """What the next life found was the begin of an epoch, and steps were lost: nothing was saved
+    """What the next attempt found was the begin of an epoch, and steps were lost: nothing was saved
     for the stop."""
-    course_lives = [_life(0, (0, 50), signals=((15, 1005 * MS),)), _life(9000, (40, 100))]
+    course_attempts = [_attempt(0, (0, 50), signals=((15, 1005 * MS),)), _attempt(9000, (40, 100))]
     strike = drive.Strike(Event(1.0, "requeue"), "RUNNING", 1000 * MS, saves=[1500 * MS])
     course = drive.Course((strike,), 0, 20_000 * MS, ())
-    got = figures.of_course(course, course_lives, steps_per_epoch=40, steps=100, bare_step_s=0.1)
+    got = figures.of_course(course, course_attempts, steps_per_epoch=40, steps=100, bare_step_s=0.1)
     assert got["signal_to_durable_ms_p50"] is None
     assert got["steps_lost_per_preemption"] == 10
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from hydroslurm.devcluster import DevCluster, ports
+from hydroslurm.devcluster import DevCluster, config
 from hydroslurm.errors import ClusterError
 
 pytestmark = pytest.mark.slurm
@@ -97,8 +97,8 @@ def test_it_listens_on_the_loopback_interface_only(pause_cluster: DevCluster) ->
     words = text.replace("\n", " ").split(" ")
     numbers = [int(w.partition("=")[2]) for w in words if w.partition("=")[0].endswith("Port")]
     assert len(numbers) == 2 + pause_cluster.spec.nodes
-    assert all(ports.listening(port) for port in numbers)
-    assert ports.open_to_others(numbers) == []
+    assert all(config.listening(port) for port in numbers)
+    assert config.open_to_others(numbers) == []
 
 
 def test_status_shows_daemons_and_nodes(pause_cluster: DevCluster) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from hydroslurm.devcluster import ports, processes, programs
+from hydroslurm.devcluster import config, processes, programs
 from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
 from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.errors import ClusterError
@@ -77,7 +77,7 @@ def test_a_deep_folder_gets_a_short_name(tmp_path: Path) -> None:
 def test_reserved_ports_are_ours_until_a_daemon_takes_them() -> None:
     """No two reservations share a port, nobody else gets one, and a daemon with SO_REUSEADDR can
     listen on it meanwhile."""
-    first, second = ports.reserve(20), ports.reserve(20)
+    first, second = config.reserve(20), config.reserve(20)
     try:
         numbers = first.ports.all + second.ports.all
         assert len(set(numbers)) == len(numbers) == 44
@@ -86,9 +86,9 @@ def test_reserved_ports_are_ours_until_a_daemon_takes_them() -> None:
         with socket.socket() as daemon:
             daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             daemon.bind(("127.0.0.1", first.ports.slurmctld))
-            assert not ports.listening(first.ports.slurmctld)
+            assert not config.listening(first.ports.slurmctld)
             daemon.listen()
-            assert ports.listening(first.ports.slurmctld)
+            assert config.listening(first.ports.slurmctld)
     finally:
         first.release()
         second.release()
@@ -101,7 +101,7 @@ def test_a_listener_beyond_loopback_is_seen(address: str, exposed: bool) -> None
         listener.bind((address, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        assert ports.open_to_others([port]) == ([port] if exposed else [])
+        assert config.open_to_others([port]) == ([port] if exposed else [])
 
 
 def test_missing_programs_are_named_with_package_and_command(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import hydroslurm
 from hydroslurm.cli import app
+from hydroslurm.core.events import EventKind
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbatch/README.md")
@@ -26,8 +27,7 @@ INTERNAL = {
     "HYDROSLURM_BELOW",
     "HYDROSLURM_RANK_TAKEN",
     "HYDROSLURM_SUPERVISED",
-    "HYDROSLURM_ROUND",
-    "HYDROSLURM_LIFE",
+    "HYDROSLURM_INCARNATION",
 }
 """Variables that one process of ours sets for another: not for users."""
 
@@ -143,6 +143,17 @@ def test_every_variable_is_described() -> None:
         assert used <= listed | {"HYDROSLURM_ALL_STOPS"}, f"{path.name}: {used - listed}"
 
 
+def test_the_run_folder_is_drawn_as_the_code_spells_it() -> None:
+    """Each name in the tree of environment.md stands in core/rundir.py too."""
+    page = (ROOT / "docs/environment.md").read_text()
+    tree = page.partition("## The run folder")[2].partition("```\n")[2].partition("```")[0]
+    spelled = (ROOT / "hydroslurm/core/rundir.py").read_text()
+    names = re.findall(r"[\w./-]+", " ".join(line[:31] for line in tree.splitlines()[1:]))
+    assert len(names) > 15
+    for name in names:
+        assert name in spelled, name
+
+
 def test_every_verb_and_public_name_has_its_place() -> None:
     """The command line's page has each verb of --help, and the API's page each public name."""
     result = CliRunner().invoke(app, ["--help"])
@@ -166,6 +177,14 @@ def test_verbs_and_options_in_the_pages_exist() -> None:
             assert verb in verbs, f"{path.name}: hydroslurm {verb}"
             for option in re.findall(r"(?<= )--[a-z][\w-]+", re.split(r"#| -- | \w+\.py", rest)[0]):
                 assert option in cli, f"{path.name}: hydroslurm {verb} {option}"
+
+
+def test_events_that_are_named_exist() -> None:
+    """several-ranks.md lists kinds of events, and each is one."""
+    text = (ROOT / "docs/several-ranks.md").read_text()
+    kinds = re.findall(r"`(\w+)`", text.partition("In the event log: ")[2].partition("\n\n")[0])
+    assert len(kinds) > 8
+    assert set(kinds) <= {kind.value for kind in EventKind}
 
 
 def test_messages_in_troubleshooting_are_messages() -> None:

@@ -81,4 +81,4 @@ def test_signals_reach_the_command_and_not_nsys(nsys: str, tmp_path: Path) -> No
             task.signal(getattr(signal, name))
             task.expect(f"heard {name}")
         assert task.wait() == 75
-    assert (tmp_path / "run" / "profile" / "rank-3-life-0.nsys-rep").stat().st_size > 0
+    assert (tmp_path / "run" / "profile" / "rank-3-restart-0.nsys-rep").stat().st_size > 0

@@ -91,7 +91,7 @@ class Job:
 
     def profile(self, *, restart: int) -> Profile:
         """Of an attempt that has ended: nsys says in the log that it has written it."""
-        path = self.run.root / "profile" / f"rank-0-life-{restart}.nsys-rep"
+        path = self.run.root / "profile" / f"rank-0-restart-{restart}.nsys-rep"
         wait_until(lambda: self.log.count("Generated:") > restart, f"{path}\n{self.log}")
         return read_profile(path)
 
@@ -235,7 +235,7 @@ def test_ranks_below_torchrun_are_told_apart_in_one_report(
     for rank in range(2):
         (folder / f"enough-{rank}").touch()
     assert process.wait(120) == 0, said()
-    profile = read_profile(folder / "run" / "profile" / "rank-0-life-0.nsys-rep")
+    profile = read_profile(folder / "run" / "profile" / "rank-0-restart-0.nsys-rep")
     assert profile.pids == tuple(sorted(pids))
     paused = {
         pause.pid: pause.requested_mono_ns for pause in profile.pauses if pause.running_mono_ns
@@ -256,6 +256,6 @@ def test_every_life_leaves_a_report_of_its_own(job: Job) -> None:
     job.slurm("scancel", "--signal=INT", job.job_id)
     wait_until(job.is_gone, f"the end of the second attempt\n{job.log}")
     names = [path.name for path in profiles_in(job.run.root / "profile")]
-    assert names == ["rank-0-life-0.nsys-rep", "rank-0-life-1.nsys-rep"], job.log
+    assert names == ["rank-0-restart-0.nsys-rep", "rank-0-restart-1.nsys-rep"], job.log
     pids = [e.pid for restart in (0, 1) for e in job.events(EventKind.INSTALLED, restart=restart)]
     assert [job.profile(restart=restart).pids for restart in (0, 1)] == [(pid,) for pid in pids]

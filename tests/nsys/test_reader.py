@@ -34,7 +34,7 @@ PERSON = ("SIGUSR1", "SIGUSR2")
 
 @pytest.fixture
 def report(tmp_path: Path) -> ReportFile:
-    return ReportFile(tmp_path / "rank-0-life-0.sqlite")
+    return ReportFile(tmp_path / "rank-0-restart-0.sqlite")
 
 
 @pytest.fixture
@@ -308,12 +308,12 @@ def test_without_nsys_an_export_is_read_and_a_report_is_not(
     raw = export.with_suffix(".nsys-rep")
     raw.write_bytes(b"not for us")
     os.utime(export, ns=(0, 0))
-    with pytest.raises(NsysMissing, match=r"nsys export --type sqlite rank-0-life-0\.nsys-rep"):
+    with pytest.raises(NsysMissing, match=r"nsys export --type sqlite rank-0-restart-0\.nsys-rep"):
         read_profile(raw)
     os.utime(raw, ns=(0, 0))
     assert len(read_profile(raw).pauses) == 1
-    shutil.copy(export, tmp_path / "rank-1-life-0.sqlite")
-    assert [path.name for path in profiles_in(tmp_path)] == [raw.name, "rank-1-life-0.sqlite"]
+    shutil.copy(export, tmp_path / "rank-1-restart-0.sqlite")
+    assert [path.name for path in profiles_in(tmp_path)] == [raw.name, "rank-1-restart-0.sqlite"]
 
 
 def shown(profile: Profile) -> str:

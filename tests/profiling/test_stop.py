@@ -88,12 +88,12 @@ def test_stock_submitit(printed: Printed) -> None:
         assert result[f"preemptions_{arm}"] == 1
 
 
-def test_steps_lost_are_those_that_the_next_life_does_not_begin_with(tmp_path: Path) -> None:
-    """A life that was killed counts too: its steps were written as they were made."""
-    for life, (begin, steps) in enumerate([(0, 7), (5, 4), (9, 0)]):
-        job = progress.Progress(tmp_path, begin, environ={"SLURM_RESTART_COUNT": str(life)})
+def test_steps_lost_are_those_that_the_next_attempt_does_not_begin_with(tmp_path: Path) -> None:
+    """An attempt that was killed counts too: its steps were written as they were made."""
+    for attempt, (begin, steps) in enumerate([(0, 7), (5, 4), (9, 0)]):
+        job = progress.Progress(tmp_path, begin, environ={"SLURM_RESTART_COUNT": str(attempt)})
         for step in range(begin + 1, begin + 1 + steps):
             job.made(step)
-    lives = progress.read_progress(tmp_path)
-    assert [(life.begin, life.end) for life in lives] == [(0, 7), (5, 9), (9, 9)]
-    assert progress.steps_lost(lives) == [2, 0]
+    attempts = progress.read_progress(tmp_path)
+    assert [(attempt.begin, attempt.end) for attempt in attempts] == [(0, 7), (5, 9), (9, 9)]
+    assert progress.steps_lost(attempts) == [2, 0]

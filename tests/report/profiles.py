@@ -15,7 +15,7 @@ def profile_of(log: RankLog, *, late_ns: int = 7_000, kernels: bool = True) -> P
     starts = [event for event in log.events if event.kind is EventKind.GATE_CLOSED]
     stops = [event for event in log.events if event.kind is EventKind.STOP_REQUESTED][:1]
     return Profile(
-        path=Path(f"rank-{log.rank}-life-{log.restart_count}.nsys-rep"),
+        path=Path(f"rank-{log.rank}-restart-{log.restart_count}.nsys-rep"),
         host=log.host,
         session_epoch_ns=None,
         pids=(log.pid,),

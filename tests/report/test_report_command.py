@@ -63,11 +63,11 @@ def test_a_profile_that_cannot_be_read_is_named(run_dir: RunDir) -> None:
     """A broken profile in the run's folder leaves the rest of the report standing."""
     RankLog().installed().pause(1).uninstalled(5).write(run_dir)
     run_dir.profile.mkdir()
-    (run_dir.profile / "rank-0-life-0.sqlite").write_text("no database")
+    (run_dir.profile / "rank-0-restart-0.sqlite").write_text("no database")
     done = report(str(run_dir.root), "--json", "--no-picture", "--no-slurm")
     assert done.returncode == 0
     missing = json.loads(done.stdout)["missing"]
-    assert any("rank-0-life-0.sqlite" in words for words in missing)
+    assert any("rank-0-restart-0.sqlite" in words for words in missing)
     assert "Slurm was not asked (--no-slurm)." in missing
 
 

@@ -18,7 +18,7 @@ SPOIL = r"""
              "events/agent-00000.jsonl", "events/heartbeat.json", "attempts.jsonl",
              "conditions.jsonl", "submission.json", "plan.json", "job.yaml", "finished.json",
              "tensorboard.json", "active.json", "attempts/000001.began.json", "logs/task-0.log",
-             "profile/rank-0-life-0.sqlite",
+             "profile/rank-0-restart-0.sqlite",
              "checkpoints/step-000000001/manifest.json", "checkpoints/step-000000002",
              "epochs/step-000000003/manifest.json"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from together.lives import PROGRAM, Story
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """The process from which ranks are forked."""
     folder = tmp_path_factory.mktemp("crew")
-    with child(PROGRAM.read_text(), folder) as program:
+    path = os.pathsep.join([str(PROGRAM.parent.parent), os.environ["PYTHONPATH"]])
+    with child(PROGRAM.read_text(), folder, environ={"PYTHONPATH": path}) as program:
         program.expect("ready")
         yield program
 

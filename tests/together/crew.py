@@ -1,9 +1,6 @@
-"""A program that has torch loaded and forks the ranks of one life of a run at a time.
+"""What the forked ranks of a test train. Options, beside those of forkedranks.py:
 
-A line of JSON on stdin starts a life of ``world`` ranks; each rank's ``rank N pid P`` comes back,
-what they print, and for each ``rank N ended CODE``. Options:
-
-world, directory, out: how many ranks, where, and where rank 0 writes what it has come to.
+directory, out: of the run, and where rank 0 writes what it has come to.
 epochs: of 4 steps; every rank takes its share of a batch of 12.
 hold: {"rank": r, "at": place} - that rank waits there until there is a file ``go``
     in the run folder; a place is "step 7" or "end".
@@ -14,26 +11,20 @@ model: "ddp" or "fsdp". every_steps, every_s: of the Run. timeout_s: of collecti
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import hashlib
-import io
 import json
 import os
-import signal
-import sys
-import traceback
-import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from forkedranks import serve
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydroslurm
-import hydroslurm.training.run  # loaded before the fork
 from hydroslurm.data import ResumableSampler
 
 
@@ -179,6 +170,7 @@ KINDS = {"run": with_run, "job": with_job, "own": with_own_saves}
 
 def train(options: dict[str, Any], rank: int) -> None:
     """One rank, from its process group on."""
+    Path(options["directory"]).mkdir(parents=True, exist_ok=True)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{options['meet']}",
@@ -207,60 +199,5 @@ def result(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> str
     return digest.hexdigest()
 
 
-def be_rank(options: dict[str, Any], rank: int) -> int:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the crew
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(options["world"]),
-        LOCAL_WORLD_SIZE=str(options["world"]),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-        TORCHELASTIC_RUN_ID=options["meet"],
-        HYDROSLURM_RUN_DIR=options["directory"],
-    )
-    try:
-        train(options, rank)
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def live(options: dict[str, Any]) -> None:
-    Path(options["directory"]).mkdir(parents=True, exist_ok=True)
-    pids = {}
-    for rank in range(options["world"]):
-        pid = os.fork()
-        if pid == 0:
-            code = be_rank(options, rank)
-            sys.stdout.flush()
-            if hydroslurm.is_installed():
-                hydroslurm.uninstall()
-            os._exit(code)
-        pids[pid] = rank
-        print(f"rank {rank} pid {pid}", flush=True)
-    while pids:
-        pid, status = os.wait()
-        if pid in pids:
-            print(f"rank {pids.pop(pid)} ended {os.waitstatus_to_exitcode(status)}", flush=True)
-    print("all ended", flush=True)
-
-
-def main() -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="hydroslurm")  # what they say is in the output
-    # unbuffered, each print is two writes, and what another rank says comes in between
-    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True, write_through=False)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.optim.Adam([torch.ones(1)])  # imports most of what torch has
-    print("ready", flush=True)
-    for line in sys.stdin:
-        live(json.loads(line))
-
-
 if __name__ == "__main__":
-    main()
+    serve(train)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forkedranks import start, wait_for_end
 from processes import Child, wait_until
 
 from hydroslurm.core.events import Event, EventKind, read_events
@@ -36,11 +37,7 @@ class Life:
 
     def end(self) -> Life:
         """Wait until all ranks have ended."""
-        while len(self.codes) < self.world:
-            number, _, rest = self.crew.expect("rank ").partition(" ")
-            if rest.startswith("ended"):
-                self.codes[int(number)] = int(rest.split()[1])
-        self.crew.expect("all ended")
+        self.codes = wait_for_end(self.crew, self.world)
         self.said = "\n".join(self.crew.lines[self._begin :])
         return self
 
@@ -63,17 +60,16 @@ class Story:
     def begin(self, world: int, **options: Any) -> Life:
         """Start a life of so many ranks."""
         begin = len(self.crew.lines)
-        given = {
-            "world": world,
-            "directory": str(self.run.root),
-            "out": str(self.out),
-            "meet": str(self.folder / f"meet-{next(_numbers)}"),
+        directory = str(self.run.root)
+        pids = start(
+            self.crew,
+            world,
+            directory=directory,
+            out=str(self.out),
+            meet=str(self.folder / f"meet-{next(_numbers)}"),
+            environ={"HYDROSLURM_RUN_DIR": directory},
             **options,
-        }
-        self.crew.say(json.dumps(given))
-        pids = {}
-        for rank in range(world):
-            pids[rank] = int(self.crew.expect(f"rank {rank} pid"))
+        )
         return Life(self.crew, world, pids, _begin=begin)
 
     def live(self, world: int, **options: Any) -> Life:

@@ -108,7 +108,7 @@ def test_only_what_was_appended_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.jsonl"
     file = read(path, event(EventKind.INSTALLED), began(5, restart_count=1))
     assert file.facts.whole
-    assert file.facts.life == (1, 5, int((NOW_S - 100) * 1e9))
+    assert file.facts.attempt == (1, 5, int((NOW_S - 100) * 1e9))
     assert file.read(budget_bytes=MOST_BYTES) == 0
     line = committed(9, at_s=-3).to_json().encode() + b"\n"
     with path.open("ab") as stream:

@@ -11,9 +11,9 @@ Torchrun's own code is run; only the class of its agent is another one. What dif
 - when workers failed for good, the agent leaves with the status of the first;
 - workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT`` says off;
 - nodes are counted as Slurm counts its tasks (:mod:`hydroslurm.jobs.agent.elastic`);
-- workers are given ``HYDROSLURM_LIFE``, the same on all nodes and new in each round. Torch's own
-  TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because of another
-  node's.
+- workers are given ``HYDROSLURM_INCARNATION``, the same on all nodes and new in each round.
+  Torch's own TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because
+  of another node's.
 """
 
 from __future__ import annotations

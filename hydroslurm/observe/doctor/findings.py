@@ -40,7 +40,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         manyranks.launcher_is_a_task,
         manyranks.ranks_outlive_a_failure,
         manyranks.failure_looks_like_a_stop,
-        manyranks.port_of_an_earlier_life,
+        manyranks.port_of_an_earlier_attempt,
         manyranks.how_ranks_prove_themselves,
         risks.gres_stays_taken,
         risks.stopped_while_paused,

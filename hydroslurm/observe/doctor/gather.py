@@ -72,10 +72,10 @@ def gather(
 
 
 def saver_of(job: Job, run: Path | None = None) -> Saver:
-    """Who would save at a stop, from what the job's ranks wrote into its run folder.
+    """Return who would save at a stop, from the events in the job's run folder.
 
-    A Run of an earlier life counts, for the rank of now may not have come to it yet; one of another
-    job of the same folder does not.
+    A Run of an earlier attempt counts, because the present one may not have reached it yet; one of
+    another job in the same folder does not.
     """
     folder = run_dir_of(job) if run is None else RunDir(run)
     try:

@@ -56,21 +56,21 @@ def failure_looks_like_a_stop(facts: Facts) -> Finding | None:
     return Finding("pmix", Severity.NOTE, "a failed rank sends SIGTERM", words, fix)
 
 
-def port_of_an_earlier_life(facts: Facts) -> Finding | None:
-    """A port that is the same in every life of a job."""
+def port_of_an_earlier_attempt(facts: Facts) -> Finding | None:
+    """Find a rendezvous port that is the same in every attempt of a job."""
     script = facts.script
     if script is None or not script.fixed_port or not facts.policy.may_requeue:
         return None
     words = (
-        f"The port of the rendezvous is fixed ({script.fixed_port}), and the job may be requeued: "
-        "a rank of the new life may meet one of the last that has not ended yet, or another job on "
-        "the same node, or find the port still taken."
+        f"The rendezvous port is fixed ({script.fixed_port}), and the job may be requeued: a rank "
+        "of the new attempt may connect to one of the previous attempt that has not ended yet, or "
+        "to another job on the same node, or find the port still taken."
     )
     fix = (
         "no MASTER_PORT in the script: hydroslurm.set_torch_environment() in the ranks, or "
         "hydroslurm agent without --rdzv-endpoint, take the job id and the restart count into it"
     )
-    return Finding("port", Severity.RISK, "a port of earlier lives", words, fix)
+    return Finding("port", Severity.RISK, "a port of earlier attempts", words, fix)
 
 
 def how_ranks_prove_themselves(facts: Facts) -> Finding | None:

@@ -178,7 +178,7 @@ def logs_cut_off(facts: Facts) -> Finding | None:
         return None
     words = "No --open-mode=append in the batch script: each requeue empties the output file."
     fix = "sbatch: --open-mode=append (slurm.conf: JobFileAppend=1 makes it the default)"
-    return Finding("logs", Severity.NOTE, "logs of earlier lives are lost", words, fix)
+    return Finding("logs", Severity.NOTE, "logs of earlier attempts are lost", words, fix)
 
 
 def no_accounting(facts: Facts) -> Finding | None:

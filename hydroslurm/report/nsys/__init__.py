@@ -1,1 +1,1 @@
-"""Reports of NVIDIA's nsys: hydroslurm's NVTX marks and what the GPU did around them."""
+"""Read what nsys recorded of a job: its export to SQLite, the NVTX marks in it, and their clock."""

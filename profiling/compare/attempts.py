@@ -1,4 +1,4 @@
-"""What observer.py and witness.py wrote about the lives of a training."""
+"""What observer.py and witness.py wrote about the attempts of a training."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEAD = struct.Struct("<7q")
-"""The fields of a Life before ``silences``, and how many silences there are."""
+"""The fields of an Attempt before ``silences``, and how many silences there are."""
 SILENCE = struct.Struct("<2q")
 
 
 @dataclass(frozen=True)
-class Life:
-    """What one life did. Moments are CLOCK_MONOTONIC, in nanoseconds; 0: never.
+class Attempt:
+    """What one attempt did. Moments are CLOCK_MONOTONIC, in nanoseconds; 0: never.
 
     Attributes:
         begin: the steps that were done when it began.
@@ -33,15 +33,15 @@ class Life:
     signals: tuple[tuple[int, int], ...]
 
 
-def read_lives(folder: Path) -> list[Life]:
-    """All lives so far, oldest first."""
-    return [_read(path) for path in sorted((folder / "lives").glob("life-*.bin"))]
+def read_attempts(folder: Path) -> list[Attempt]:
+    """All attempts so far, oldest first."""
+    return [_read(path) for path in sorted((folder / "attempts").glob("attempt-*.bin"))]
 
 
-def _read(path: Path) -> Life:
+def _read(path: Path) -> Attempt:
     data = path.read_bytes()
     *head, count = HEAD.unpack_from(data)
     silences = tuple(SILENCE.iter_unpack(data[HEAD.size :]))[:count]
     signals = path.with_suffix(".signals")
     lines = signals.read_text().splitlines() if signals.exists() else []
-    return Life(*head, silences, tuple((int(a), int(b)) for a, b in map(str.split, lines)))
+    return Attempt(*head, silences, tuple((int(a), int(b)) for a, b in map(str.split, lines)))
