@@ -40,8 +40,8 @@ if _children not in _given.split(os.pathsep):
 def _no_run_ends_with_the_tests() -> Iterator[None]:
     """A run that a test has finished in this process would be marked so at the end of all tests."""
     yield
-    if (ending := sys.modules.get("hydroslurm.training.finished")) is not None:
-        ending._trained.clear()
+    if (finished := sys.modules.get("hydroslurm.training.finished")) is not None:
+        finished._trained.clear()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -28,7 +28,7 @@ from hydroslurm.errors import HydroslurmError, UsageError
 app = typer.Typer(
     name="hydroslurm",
     help="Make PyTorch training on Slurm preemptible: park it between two operators and continue "
-    "it in place, or save, requeue and go on.",
+    "it in place, or save, requeue and resume.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -68,13 +68,13 @@ app.command(
 )(submit.run)
 app.command(
     "agent",
-    short_help="Start ranks as torchrun does, and hand signals on to them.",
+    short_help="Start ranks as torchrun does, and forward signals to them.",
     context_settings=submit.CONTEXT,
 )(submit.agent)
 app.command("pause", short_help="Park a process or a job between two operators.")(job.pause)
-app.command("resume", short_help="Let a paused process or job go on where it was.")(job.resume)
-app.command("requeue", short_help="Have a job save and go back into the queue.")(job.requeue)
-app.command("status", short_help="Show what Slurm and its ranks say of a job.")(job.status)
+app.command("resume", short_help="Resume a paused process or job in place.")(job.resume)
+app.command("requeue", short_help="Make a job save and requeue.")(job.requeue)
+app.command("status", short_help="Show a job's state, from Slurm and from its ranks.")(job.status)
 app.command("top", short_help="Show all my jobs live.")(top.top)
 app.command("metrics", short_help="Export Prometheus metrics for my jobs.")(metrics.metrics)
 app.command("validate", short_help="Check job specs, ours or T9k's.")(spec.validate)

@@ -69,7 +69,7 @@ class JobRun(Run):
         if manager is None:
             self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
             return
-        peers = self._company.peers
+        peers = self._rank_group.peers
         self._epochs = manager.epoch_store(peers=peers, fence=self._fence)
         self._epoch_saver = Saver(
             self._epochs,
@@ -176,7 +176,7 @@ class JobRun(Run):
 
     def agree_to_end(self, ended: bool) -> None:
         """Whether a stop signal was true: the first rank's answer is everybody's."""
-        told = self._company.exchange("stop signals", ended)
+        told = self._rank_group.exchange("stop signals", ended)
         self.progress.ended = bool(told[min(told)])
 
     def save_epoch(self, epoch: int) -> None:
@@ -219,7 +219,7 @@ class JobRun(Run):
         if self._epochs is None:
             return None
         epochs = self._epochs
-        seen = self._company.decide("newest", lambda: self._name_of(self._newest_own(epochs)))
+        seen = self._rank_group.decide("newest", lambda: self._name_of(self._newest_own(epochs)))
         found = None if seen is None else self._found_by(*seen)
         if found is None and self._origin is not None:
             self.begins_at_origin = True
@@ -289,8 +289,8 @@ class JobRun(Run):
     def _save_by(self, deadline_mono_s: float) -> str:
         return super()._save_by(deadline_mono_s) if self._unsaved is None else self._unsaved
 
-    def _save_nothing(self, deadline_s: float) -> str:
-        return super()._save_nothing(deadline_s) if self._unsaved is None else self._unsaved
+    def _not_begun(self) -> str:
+        return super()._not_begun() if self._unsaved is None else self._unsaved
 
 
 def _newest_name(store: CheckpointStore) -> tuple[int, int, int]:

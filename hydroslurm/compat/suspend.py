@@ -28,9 +28,9 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.notice import notice
-from hydroslurm.training.rank_group import RankGroup, company_of
+from hydroslurm.training.rank_group import RankGroup, rank_group_of
 from hydroslurm.training.requeue import StopHandler
-from hydroslurm.training.stopping import agree_on_orders, depart_together
+from hydroslurm.training.stopping import agree_on_plan, exit_together
 
 
 @dataclass
@@ -38,8 +38,8 @@ class _Protocol:
     """What the two calls have in common; one per controller."""
 
     controller: Controller
-    company: RankGroup
-    leaver: StopHandler
+    rank_group: RankGroup
+    stop_handler: StopHandler
     told: StopRequest | None = None
 
 
@@ -59,7 +59,7 @@ def receive_suspend_command() -> bool:
     """
     ours = _ours()
     if ours.told is None:
-        ours.told = ours.company.arrive()
+        ours.told = ours.rank_group.arrive()
     return ours.told is not None
 
 
@@ -74,41 +74,43 @@ def go_suspend() -> NoReturn:
         UsageError: nobody has asked for it.
     """
     ours = _ours()
-    request = ours.told or (ours.controller.stop_request if ours.company.world_size == 1 else None)
+    request = ours.told or (
+        ours.controller.stop_request if ours.rank_group.world_size == 1 else None
+    )
     if request is None:
         raise UsageError(
             "go_suspend() was called without a stop request; call it only after "
             "receive_suspend_command() has returned True"
         )
-    ours.leaver.hear(request)  # the controller's thread may be about to
-    orders = agree_on_orders(ours.company, ours.leaver)
-    if ours.company.rank == 0:
-        notice(orders.words)
-    raise depart_together(ours.company, ours.leaver, orders)
+    ours.stop_handler.note_request(request)  # the controller's thread may be about to
+    plan = agree_on_plan(ours.rank_group, ours.stop_handler)
+    if ours.rank_group.rank == 0:
+        notice(plan.message)
+    raise exit_together(ours.rank_group, ours.stop_handler, plan)
 
 
 def _ours() -> _Protocol:
     global _protocol
     if not installation.is_installed():
-        _say_of_workers()
+        _warn_of_workers()
         installation.install()
         _protocol = None
     controller = installation.controller()
     if _protocol is None or _protocol.controller is not controller:
-        company = company_of(controller)
-        leaver = StopHandler(
+        rank_group = rank_group_of(controller)
+        stop_handler = StopHandler(
             Allocation.from_environ(os.environ),
             controller,
             environ=dict(os.environ),
-            reads_ahead=company.rank == 0,
+            reads_ahead=rank_group.rank == 0,
         )
-        controller.claim_stops(leaver.hear)
+        controller.claim_stops(stop_handler.note_request)
         controller.record(EventKind.STOPS_TAKEN, {"by": "receive_suspend_command"})
-        _protocol = _Protocol(controller, company, leaver)
+        _protocol = _Protocol(controller, rank_group, stop_handler)
     return _protocol
 
 
-def _say_of_workers() -> None:
+def _warn_of_workers() -> None:
     """Slurm signals all processes of a job step, and torch takes a dead worker for an error."""
     started = sum(process.daemon for process in multiprocessing.active_children())
     if started:

@@ -102,7 +102,7 @@ class JudgePause:
         self._all_parked: Event | None = None
         self._children: Event | None = None
         self._failed = ""
-        self._hub_lost = False
+        self._coordinator_lost = False
 
     def __call__(self, event: Event) -> Answer | None:
         kind = event.kind
@@ -117,9 +117,9 @@ class JudgePause:
             if self._parked is not None and event.data.get("what") == "connection":
                 return self.when_late()
         elif kind is EventKind.COORDINATOR_LOST:
-            self._hub_lost = True  # another one follows, which has them parked again
-        elif kind is EventKind.RESUMED and self._hub_lost:
-            self._parked, self._hub_lost = None, False
+            self._coordinator_lost = True  # another one follows, which has them parked again
+        elif kind is EventKind.RESUMED and self._coordinator_lost:
+            self._parked, self._coordinator_lost = None, False
         elif kind is EventKind.RESUMED and self._parked is not None:
             return Answer(event.rank, False, None, "was resumed before all ranks were parked")
         elif kind is EventKind.CAUSES_CHANGED and event.data.get("causes"):

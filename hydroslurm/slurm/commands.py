@@ -85,7 +85,7 @@ class SlurmClient:
         )
 
     def history(self, job_id: int) -> tuple[Job, ...]:
-        """Every life of a job from accounting, oldest first; a requeue begins a new one.
+        """Every start of a job from accounting, oldest first; a requeue begins a new one.
 
         Raises:
             NoSuchJob: accounting has nothing on it (yet: records arrive a moment late).
@@ -212,7 +212,7 @@ class SlurmClient:
         )
 
     def cancel(self, job_id: int) -> None:
-        """End a job for good; success when it has ended already."""
+        """Cancel a job; success when it has ended already."""
         # scancel says nothing of an id that does not exist, and exits with 0
         self.job(job_id)
         self._act(job_id, "scancel", str(job_id))

@@ -6,11 +6,9 @@ made: without a slurm.conf, or with one that it cannot read, ``import pyslurm`` 
 What was read in the source of pyslurm 25.11.2 and is met here:
 
 - Its calls hold the GIL until libslurm has an answer or gives up (MessageTimeout, once or twice),
-  so
-  ``Patience.call_timeout_s`` does not bound them; the retries are ours.
-- ``cancel`` and ``send_signal`` pass over "already done", and cancel over an unknown id too; the
-  job is looked
-  up first, so that both backends raise alike.
+  so ``Patience.call_timeout_s`` does not bound them; the retries are ours.
+- ``cancel`` and ``send_signal`` ignore "already done", and cancel an unknown id too; the job is
+  looked up first, so that both backends raise alike.
 - ``Job.time_limit`` is in minutes and None for unlimited; ``Partition.max_time`` likewise.
 - ``Job.exit_code`` has lost 128 when it was 128 or more, as ``values.Job`` says for all backends.
 - ``suspend`` and ``unsuspend`` of an unknown job fail with whatever errno is left over from before,

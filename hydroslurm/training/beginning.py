@@ -49,7 +49,7 @@ class Beginning(ABC):
 
     dir: RunDir
     _begins_anew: bool
-    _company: RankGroup
+    _rank_group: RankGroup
     _controller: Controller
     _cursor: Cursor
     _durable: CheckpointStore
@@ -173,15 +173,15 @@ class Beginning(ABC):
         if may_load:
             self._resumed_unasked = resumed
         else:
-            self._say(
+            self._log_once(
                 f"{seen} and run.resume() was not called: this attempt begins at step 0, and the "
                 "next one could not go on. Call it before the loop, and begin that at run.step"
             )
 
     def _begin(self, *, may_load: bool, seen: str) -> bool:
-        company = self._company
+        rank_group = self._rank_group
         try:
-            company.gather()
+            rank_group.gather()
         except RanksError as error:
             raise self._stopping.leave_unsaved(
                 error, self._controller.stop_request, step=0
@@ -195,10 +195,10 @@ class Beginning(ABC):
         return resumed
 
     def _go_on(self, *, may_load: bool, seen: str) -> bool:
-        company = self._company
-        entered = company.decide("enter", self._enter)
+        rank_group = self._rank_group
+        entered = rank_group.decide("enter", self._enter)
         if (step := entered["finished"]) is not None:
-            self._say(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
+            self._log_once(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
             self._leave()
             raise ExitForRequeue.finished()
         self._fence.hold(entered["claim"])
@@ -212,36 +212,36 @@ class Beginning(ABC):
             )
         begins_at = found.checkpoint.step if found else 0
         try:
-            number = company.decide("attempt", lambda: self._attempt.enter(begins_at))
+            number = rank_group.decide("attempt", lambda: self._attempt.enter(begins_at))
         except RunEnded as error:
-            self._say(str(error))
+            self._log_once(str(error))
             self._leave()
             raise ExitForRequeue.must_not_run_again() from error
         self._attempt.begin(number, begins_at)
         if found is None:
-            self._say(f"a new run, step 0 ({self.dir.root})")
+            self._log_once(f"a new run, step 0 ({self.dir.root})")
             return False
         try:
-            state = load_for(company, found, like=self._objects.templates())
+            state = load_for(rank_group, found, like=self._objects.templates())
         except (CheckpointError, OSError):
             self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
             raise
         for words in differences(
-            company, found, state, objects=self._objects, loading=self._cursor.loading
+            rank_group, found, state, objects=self._objects, loading=self._cursor.loading
         ):
-            self._say(words)
+            self._log_once(words)
         self._saves.periodic_step = found.checkpoint.step
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
-        self._say(f"attempt {number} resumes from step {self._step} ({found.checkpoint.path})")
+        self._log_once(f"attempt {number} resumes from step {self._step} ({found.checkpoint.path})")
         return True
 
     # --- inside
     # --------------------------------------------------------------------------------------------
 
     def _newest(self) -> Found | None:
-        return newest_of(self._company, durable=self._durable, fast=self._fast)
+        return newest_of(self._rank_group, durable=self._durable, fast=self._fast)
 
     def _enter(self) -> dict[str, Any]:
         """Claim the folder for all ranks, unless there is nothing left to do in it."""
@@ -275,12 +275,12 @@ class Beginning(ABC):
         """Of an attempt that a newer one has taken the place of nothing is wanted any more.
 
         Raises:
-            Departure: in the place of StaleAttempt.
+            ExitForRequeue: in the place of StaleAttempt.
         """
         try:
             yield
         except StaleAttempt as error:
-            self._say(f"this attempt ends: {error}")
+            self._log_once(f"this attempt ends: {error}")
             self._saver.give_up()
             with contextlib.suppress(HydroslurmError):
                 self._leave()
@@ -288,17 +288,17 @@ class Beginning(ABC):
 
     def _leave(self) -> None:
         """Done, together with the others."""
-        self._company.part()
+        self._rank_group.part()
         self.close()
 
-    def _say(self, words: str) -> None:
+    def _log_once(self, words: str) -> None:
         """One rank speaks for all."""
-        if self._company.rank == 0:
+        if self._rank_group.rank == 0:
             notice(words)
 
     def _apply(self, state: State, *, source: str) -> None:
         for words in self._objects.load(state.shared, source=source):
-            self._say(words)
+            self._log_once(words)
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
         self._cursor.load(state.own)

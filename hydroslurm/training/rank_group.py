@@ -251,8 +251,8 @@ class Together:
         )
 
 
-def company_of(controller: Controller) -> RankGroup:
-    """The company of this process's controller."""
+def rank_group_of(controller: Controller) -> RankGroup:
+    """The rank group of this process's controller."""
     if controller.ranks is None:
         return Alone(controller)
     return Together(controller, controller.ranks)

@@ -1,8 +1,8 @@
-"""Leaving after a stop: why, until when, and whether to come back.
+"""What a stop means (why, until when, whether to come back), and requeueing the job.
 
-The questions go to Slurm while the training thread is still on its way to the safe point, and a
-save that is in time whatever the answer does not wait for it. What Slurm does not answer in time
-is assumed to be the worst: little time, and a job that wants to go on.
+Slurm is asked while the training thread is still on its way to the safe point, and a save that
+will be in time whatever the answer does not wait for it. Without an answer the worst is assumed:
+little time, and a job that is to continue.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from hydroslurm.training.attempts import Ending
 from hydroslurm.training.notice import notice
 
 ANSWER_S = 2.0
-"""How long a save waits for Slurm to say why: more would be taken from the grace."""
+"""How long a save waits for Slurm to say why; waiting longer would eat into the grace."""
 ASSUMED_GRACE_S = 25.0
-"""Taken when the site's policy is not known: KillWait's default of 30 s, and a margin."""
+"""Assumed when the site's policy is unknown: KillWait's default of 30 s less a margin."""
 LEAST_GRACE_S = 4.0
 """What slurmd leaves between SIGTERM and SIGKILL whatever KillWait says, and a margin."""
 LONGEST_WARNING_S = 900.0
-"""A SIGURG that comes no earlier than this before the time limit is taken for its warning."""
+"""A SIGURG within this time before the time limit is taken for its warning."""
 SPREAD_S = 5.0
-"""The policy is read within this time after the start, so that a thousand tasks of an array do not
-all ask slurmctld in the same second."""
+"""The policy is read at a random moment within this time after the start, so that the tasks of an
+array do not all ask slurmctld in the same second."""
 STALE_AFTER_S = 1.0
-"""After so long a save the reason is asked for again, before the job is requeued."""
+"""After a save that took this long, Slurm is asked for the reason again before the requeue."""
 _ENDINGS: dict[StopReason, Ending] = {
     StopReason.PREEMPTED: "preempted",
     StopReason.TIME_LIMIT: "time_limit",
@@ -57,34 +57,37 @@ class StopPlan:
     """What a stop means for this job.
 
     Attributes:
-        ending: for the run's lives.
-        deadline_mono_s: until when the process certainly lives (``time.monotonic()``); infinite
-            where nobody will kill it.
-        requeue: ask Slurm to start the job again.
-        exit_code: to leave with.
-        words: why, for people.
+        ending: for attempts.jsonl.
+        deadline_mono_s: until when the process certainly survives (``time.monotonic()``);
+            infinite where nothing will kill it.
+        requeue: whether to ask Slurm to start the job again.
+        exit_code: the status to exit with.
+        message: why, for the log.
     """
 
     ending: Ending
     deadline_mono_s: float
     requeue: bool
     exit_code: int
-    words: str
+    message: str
 
 
 def _ends_a_failure(request: StopRequest, stop: Stop) -> bool:
-    """Whether a SIGTERM that came when ranks were lost is about them. When a task fails, srun with
-    --kill-on-bad-exit sends SIGCONT, SIGTERM and, KillWait later, SIGKILL to all others (seen on
-    22.05.8 and 25.11.7), and from 26.05 on mpi/pmix does so whatever srun was told (SIG_TERM_KILL
-    in its source). The job runs on meanwhile, so that Slurm has no reason to tell. Taken for a stop
-    it would be requeued, and fail again, for ever.
+    """Whether a SIGTERM that came when ranks were lost is due to their loss.
+
+    When a task fails, srun with --kill-on-bad-exit sends SIGCONT, SIGTERM and, KillWait later,
+    SIGKILL to all others (seen on 22.05.8 and 25.11.7), and from 26.05 on mpi/pmix does so whatever
+    srun was told (SIG_TERM_KILL in its source). The job is still running, so Slurm has no reason to
+    give. Treated as a stop, the job would be requeued and fail again, forever.
     """
     return stop.reason is StopReason.ASKED and request.signal == "SIGTERM"
 
 
 class StopHandler:
-    """Finds out about one process's stop. :meth:`hear` may be called from any thread; the rest
-    belongs to the training thread."""
+    """Finds out what a stop of this process means, and requeues its job.
+
+    :meth:`note_request` may be called from any thread; the rest belongs to the training thread.
+    """
 
     def __init__(
         self,
@@ -97,9 +100,9 @@ class StopHandler:
     ) -> None:
         """
         Args:
-            fence: of the run's folder; an attempt that does not hold it has nothing requeued.
-            reads_ahead: learn the site's policy now, when there is time. Of several ranks one is
-                enough; another asks only when it has to decide in the first one's place.
+            fence: of the run's folder; an attempt that does not hold it requeues nothing.
+            reads_ahead: read the site's policy now, while there is time. One rank is enough;
+                another asks only when it has to decide in the first one's place.
         """
         self._fence = fence
         self._began_epoch_s = process_began_epoch_s()
@@ -123,71 +126,71 @@ class StopHandler:
             )
             self._asking.start()
 
-    def hear(self, request: StopRequest) -> None:
-        """A stop was asked for: find out why. Returns at once; the first request counts."""
+    def note_request(self, request: StopRequest) -> None:
+        """Start to find out why a stop was requested. Returns at once; the first request counts."""
         if self._request is None:
             self._request = request
         self._heard.set()
 
     def certain_mono_s(self) -> float:
-        """Until when this process lives in any case (``time.monotonic()``), whatever Slurm will
-        answer; infinite where nobody will kill it."""
+        """Until when this process survives whatever Slurm will answer (``time.monotonic()``);
+        infinite where nothing will kill it."""
         request = self._request
-        assert request is not None, "certain_mono_s() before hear()"
+        assert request is not None, "certain_mono_s() before note_request()"
         if self._allocation is None:
             return math.inf
         sure_s = LEAST_GRACE_S if self._policy is None else self._policy.kill_after_s
         return request.mono_ns / 1e9 + sure_s
 
-    def orders(self, *, ranks_gone: bool = False) -> StopPlan:
-        """What this stop means; waits ``ANSWER_S`` for Slurm at the most.
+    def plan(self, *, ranks_gone: bool = False) -> StopPlan:
+        """Decide what this stop means; waits at most ``ANSWER_S`` for Slurm.
 
         Args:
-            ranks_gone: some have died, or are silent.
+            ranks_gone: some ranks have died, or do not answer.
         """
         request = self._request
-        assert request is not None, "orders() before hear()"
+        assert request is not None, "plan() before note_request()"
         self._ask()
         since = request.words
         if self._allocation is None:
-            words = f"{since}, outside of a job: run the same command again to go on"
-            return StopPlan("asked", math.inf, False, RUN_AGAIN, words)
+            message = f"{since}, outside of a job: run the same command again to go on"
+            return StopPlan("asked", math.inf, False, RUN_AGAIN, message)
         if not self._answered.wait(ANSWER_S):
-            words = (
+            message = (
                 f"{since}; Slurm did not say why within {ANSWER_S:g} s, so the run counts on "
                 f"{ASSUMED_GRACE_S:g} s from the signal on, saves, and is requeued unless it turns "
                 "out to be cancelled"
             )
-            return StopPlan("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
+            return StopPlan("asked", self._assumed_deadline(request), True, RUN_AGAIN, message)
         stop = self._stop
         if stop is None:
-            words = (
+            message = (
                 f"{since}; Slurm could not be asked why, so the run counts on {ASSUMED_GRACE_S:g} "
                 "s from the signal on, saves, and asks to be requeued"
             )
-            return StopPlan("asked", self._assumed_deadline(request), True, RUN_AGAIN, words)
+            return StopPlan("asked", self._assumed_deadline(request), True, RUN_AGAIN, message)
         if ranks_gone and _ends_a_failure(request, stop):
-            words = (
+            message = (
                 f"{since}: a rank failed, and srun (--kill-on-bad-exit) or PMIx ends the others; "
                 "the job is not requeued for that"
             )
-            return StopPlan("error", self._deadline(request, stop), False, FAILED, words)
+            return StopPlan("error", self._deadline(request, stop), False, FAILED, message)
         follow = follow_up(stop.reason)
         return StopPlan(
             ending=_ENDINGS.get(stop.reason, "asked"),
             deadline_mono_s=self._deadline(request, stop),
             requeue=follow.requeue,
             exit_code=follow.exit_code,
-            words=f"{since}: {stop.words}",
+            message=f"{since}: {stop.words}",
         )
 
-    def depart(self, orders: StopPlan) -> ExitForRequeue:
-        """Have the job started again where that is wanted; the way out is returned, to be raised.
+    def requeue(self, plan: StopPlan) -> ExitForRequeue:
+        """Requeue the job where the plan wants it; the exit is returned, to be raised.
 
-        Never raises: what was saved is saved, and the exit status tells the batch script.
+        Never raises: the state is saved, and the exit status tells the batch script the rest.
         """
-        if not orders.requeue or self._allocation is None:
-            return ExitForRequeue(orders.exit_code)
+        if not plan.requeue or self._allocation is None:
+            return ExitForRequeue(plan.exit_code)
         if self._cancelled_meanwhile():
             notice("the job was cancelled meanwhile: it is saved, and not requeued")
             return ExitForRequeue(CANCELLED)
@@ -200,7 +203,7 @@ class StopHandler:
         self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
         try:
             with self._controller.marks.range(Range.REQUEUEING, self._controller.step or 0):
-                self._requeue(self._allocation, orders.deadline_mono_s)
+                self._requeue(self._allocation, plan.deadline_mono_s)
         except StaleAttempt as error:
             return self._stay_away(error)
         except WrongJobState as error:
@@ -215,14 +218,14 @@ class StopHandler:
         else:
             took_us = (time.monotonic_ns() - begin_ns) / 1e3
             self._controller.record(EventKind.REQUEUED, {"job_id": job_id, "requeue_us": took_us})
-            notice(f"job {job_id} is requeued and goes on later")
-        return ExitForRequeue(orders.exit_code)
+            notice(f"job {job_id} is requeued and resumes later")
+        return ExitForRequeue(plan.exit_code)
 
     # --- with Slurm
     # --------------------------------------------------------------------------------------------
 
     def _find_out(self) -> None:
-        """The policy at the start, when there is time; the reason when there is a stop."""
+        """Read the policy at the start, while there is time; ask for the reason at a stop."""
         assert self._allocation is not None
         job_id = self._allocation.job_id
         try:
@@ -246,13 +249,13 @@ class StopHandler:
             self._answered.set()
 
     def _read_policy(self, client: SlurmClient, job_id: int) -> None:
-        # UsageError: a partition that this user may not see; what is not known is taken for little
+        # UsageError: a partition that this user may not see; an unknown policy means a short grace
         with contextlib.suppress(SlurmError, UsageError):
             self._policy = read_policy(client, job_id)
 
     def _cancelled_meanwhile(self) -> bool:
         """Whether a person cancelled the job since the first answer. Slurm requeues a cancelled job
-        as long as its processes live (measured), which would undo what was asked for."""
+        while its processes are alive (measured), which would undo the cancellation."""
         assert self._allocation is not None
         if time.monotonic() - self._answered_mono_s < STALE_AFTER_S:
             return False
@@ -264,8 +267,8 @@ class StopHandler:
         return again.reason is StopReason.CANCELLED
 
     def _warning_s(self) -> float | None:
-        """A rank does not know the T of its ``--signal=URG@T``. Besides Slurm only a person sends
-        SIGURG (``hydroslurm requeue``), mostly long before the end."""
+        """How early SIGURG can be the warning: a rank does not know the T of ``--signal=URG@T``.
+        Only Slurm and ``hydroslurm requeue`` send SIGURG, the latter mostly long before the end."""
         return LONGEST_WARNING_S if self._is_warned else None
 
     @property
@@ -276,15 +279,15 @@ class StopHandler:
         )
 
     def _named(self, stop: Stop) -> Stop:
-        """SIGURG that early is a person's: say by which command."""
+        """Name the command behind a SIGURG that came too early to be the warning."""
         if stop.reason is not StopReason.ASKED or not self._is_warned:
             return stop
-        words = "asked to save and go back into the queue, as `hydroslurm requeue` does"
-        return replace(stop, words=words)
+        message = "asked to save and go back into the queue, as `hydroslurm requeue` does"
+        return replace(stop, words=message)
 
     def _check_fence(self) -> None:
         if self._fence is not None:
-            with contextlib.suppress(OSError):  # Slurm knows, too
+            with contextlib.suppress(OSError):  # Slurm checks the restart count, too
                 self._fence.check("the requeue")
 
     def _stay_away(self, error: StaleAttempt) -> ExitForRequeue:

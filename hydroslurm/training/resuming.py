@@ -17,7 +17,7 @@ from hydroslurm.training.rank_group import RankGroup
 
 
 def newest_of(
-    company: RankGroup, *, durable: CheckpointStore, fast: CheckpointStore | None
+    rank_group: RankGroup, *, durable: CheckpointStore, fast: CheckpointStore | None
 ) -> Found | None:
     """The newest committed checkpoint that is whole, the same for all ranks; None when there is
     none at all.
@@ -26,13 +26,13 @@ def newest_of(
         CheckpointCorrupt: there are some, and none is whole: starting over must be a decision.
         AgreementFailed, CoordinatorLost: a rank is gone.
     """
-    if company.peers is None:
+    if rank_group.peers is None:
         return newest_over(durable=durable, fast=fast)
     chosen = choose(durable, topic="resume")
     return None if chosen is None else Found(Tier.DURABLE, durable, chosen)
 
 
-def load_for(company: RankGroup, found: Found, *, like: Any) -> State:
+def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
     """The state of a checkpoint that has just been verified, as this rank goes on with it.
 
     With another number of ranks than saved it there is nobody whose own state a rank could take
@@ -44,15 +44,15 @@ def load_for(company: RankGroup, found: Found, *, like: Any) -> State:
         like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
     """
     state = found.store.load(found.checkpoint, verify=False, like=like)
-    if found.checkpoint.manifest.world_size == company.world_size:
+    if found.checkpoint.manifest.world_size == rank_group.world_size:
         return state
     first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)
-    rng = state.own.get("rng") or for_new_rank(first["rng"], company.rank)
+    rng = state.own.get("rng") or for_new_rank(first["rng"], rank_group.rank)
     return State(shared=state.shared, own={**first, "rng": rng})
 
 
 def differences(
-    company: RankGroup, found: Found, state: State, *, objects: Objects, loading: Loading
+    rank_group: RankGroup, found: Found, state: State, *, objects: Objects, loading: Loading
 ) -> Iterator[str]:
     """Say what is not as it was when this was saved; of loaders the first rank's, for each rank may
     have its own.
@@ -62,8 +62,8 @@ def differences(
     """
     manifest = found.checkpoint.manifest
     yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
-    if company.rank == 0:
-        data, world_size = state.own.get("data"), company.world_size
+    if rank_group.rank == 0:
+        data, world_size = state.own.get("data"), rank_group.world_size
         yield from changes(manifest, loading, world_size=world_size, data=data)
 
 

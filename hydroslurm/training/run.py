@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from hydroslurm.checkpoint import memory
 from hydroslurm.checkpoint.outcome import Saved
@@ -56,7 +56,7 @@ from hydroslurm.training.ddp_buckets import UNSETTLED, is_settled
 from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects, require_savable
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
-from hydroslurm.training.rank_group import company_of
+from hydroslurm.training.rank_group import rank_group_of
 from hydroslurm.training.recording import SaveRecorder
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
@@ -164,10 +164,10 @@ class Run(Beginning):
         self._fence = fence_of(self.dir, allocation)
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
         self._controller, self._installed_here = controller_for(self.dir, environ)
-        self._company = company_of(self._controller)
+        self._rank_group = rank_group_of(self._controller)
         self._world = World.from_environ(environ)
         self._room = functools.partial(memory.room, ranks_here=self._world.local_world_size)
-        peers = self._company.peers
+        peers = self._rank_group.peers
         self._durable = CheckpointStore(self.dir.checkpoints, peers=peers, fence=self._fence)
         with contextlib.ExitStack() as undo:
             if self._installed_here:
@@ -193,17 +193,20 @@ class Run(Beginning):
                 room=self._room,
                 meta=self._made_of,
             )
-            leaver = StopHandler(
+            stop_handler = StopHandler(
                 allocation,
                 self._controller,
                 environ=environ,
                 fence=self._fence,
-                reads_ahead=self._company.rank == 0,
+                reads_ahead=self._rank_group.rank == 0,
             )
             self._stopping = Stopping(
-                self._company, attempt=self._attempt, saver=self._saver, leaver=leaver
+                self._rank_group,
+                attempt=self._attempt,
+                saver=self._saver,
+                stop_handler=stop_handler,
             )
-            self._controller.claim_stops(leaver.hear)
+            self._controller.claim_stops(stop_handler.note_request)
             undo.pop_all()
         oversights.opened(self, self._controller)
 
@@ -268,14 +271,14 @@ class Run(Beginning):
             self._watch.at_safe_point(self._step)
         stop = self._arrive()
         if self._attempt.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
-            if self._company.world_size > 2 and is_settled(self._model) is False:
-                self._say(UNSETTLED)
+            if self._rank_group.world_size > 2 and is_settled(self._model) is False:
+                self._log_once(UNSETTLED)
             if words := oversights.recompiles(self._model, self._cursor.loader):
-                self._say(words)
+                self._log_once(words)
             state = self._state()  # now that the optimizer has its own
             require_savable(state)
             if refused := self._saver.reserve(state):
-                self._tell_of_node(
+                self._log_once_per_node(
                     f"{refused}. So each save holds the training up until it is written. "
                     "More memory (--mem) spares that"
                 )
@@ -351,7 +354,7 @@ class Run(Beginning):
     def stop_requested(self) -> bool:
         """Whether one of the next safe points will be the last. Of several ranks some know sooner
         than others: it is no condition to leave a loop by that all have to leave."""
-        return self._company.stop_wanted()
+        return self._rank_group.stop_wanted()
 
     def request_stop(self) -> None:
         """Ask for a stop from inside the program: save, requeue, leave at the next safe point."""
@@ -395,15 +398,15 @@ class Run(Beginning):
             self._begin_unasked("the run is to be finished", may_load=False)
         self._saver.wait()
         self._cursor.restore_rng()  # for what follows, where there was nothing left to train
-        self._company.exchange("finish", self._step)
+        self._rank_group.exchange("finish", self._step)
         if self._rest_is_redone and self._step != (self._saver.durable_step or 0):
             try:
                 self.save()
             except SaveFailed as error:
-                self._say(f"{error}. A restart trains on from there")
+                self._log_once(f"{error}. A restart trains on from there")
         self._attempt.record(EventKind.RUN_FINISHED)
         with self._leaving_when_stale():
-            self._company.decide("finish", self._write_finished)
+            self._rank_group.decide("finish", self._write_finished)
         self._attempt.record_end("finished")
         self._leave()
 
@@ -434,7 +437,7 @@ class Run(Beginning):
         elif not isinstance(error, ExitForRequeue):
             if isinstance(error, Exception):
                 self._leave_if_cut_short(error)
-            if self._company.rank == 0:
+            if self._rank_group.rank == 0:
                 with contextlib.suppress(StaleAttempt):  # the newer one writes the ledger
                     self._attempt.end("error", step=self._step)
             self._attempt.record_end("error")
@@ -448,12 +451,12 @@ class Run(Beginning):
         is no error of the program: within the grace its status would end the job.
 
         Raises:
-            Departure: as of a stop that nothing could be saved at.
+            ExitForRequeue: as of a stop that nothing could be saved at.
         """
         request = self._controller.stop_request
         if request is None or self._attempt.number is None:
             return
-        broken = self._company.broken()
+        broken = self._rank_group.broken()
         if broken is None:
             return
         notice(f"while the ranks were about to stop: {type(error).__name__}: {error}")
@@ -464,46 +467,56 @@ class Run(Beginning):
         self._watch.add(thing)
 
     def _use(self, loader: Any) -> None:
-        company = self._company
+        rank_group = self._rank_group
         shield = self._controller.plan.stopping()
-        self._cursor.use(loader, shield=shield, rank=company.rank, world_size=company.world_size)
+        self._cursor.use(
+            loader, shield=shield, rank=rank_group.rank, world_size=rank_group.world_size
+        )
 
     def _arrive(self) -> StopRequest | None:
         """This rank is at a place: the stop that is obeyed here. Where one is wanted and the ranks
         cannot come to one place, leave."""
         try:
-            return self._company.arrive()
+            return self._rank_group.arrive()
         except RanksError as error:
             request, step = self._controller.stop_request, self._completed_step()
-            departure = self._stopping.leave_unsaved(error, request, step=step)
-        raise departure
+            leaving = self._stopping.leave_unsaved(error, request, step=step)
+        raise leaving
 
     def _leave_if_asked(self) -> None:
         stop = self._arrive()
         if stop is not None:
             self._stop(stop)
 
-    def _stop(self, request: StopRequest) -> None:
+    def _stop(self, request: StopRequest) -> NoReturn:
         with self._leaving_when_stale():
-            save_by = self._save_by if self._has_begun else self._save_nothing
-            raise self._stopping.obey(request, step=self._completed_step(), save_by=save_by)
+            raise self._saved_exit(request, step=self._completed_step())
 
-    def _save_nothing(self, _: float) -> str:
-        """For a stop before the run has begun: what is committed may be further than we are."""
+    def _saved_exit(self, request: StopRequest, *, step: int) -> ExitForRequeue:
+        """Save for a stop and have the job requeued; the exit is returned, to be raised."""
+        try:
+            window = self._stopping.agree_on_window(request, step=step)
+            saved = self._save_by(window.deadline_mono_s) if self._has_begun else self._not_begun()
+            return self._stopping.leave(window, saved, step=step)
+        except RanksError as error:  # a rank died just now
+            return self._stopping.leave_unsaved(error, request, step=step)
+
+    def _not_begun(self) -> str:
+        """The message of a stop before the run has begun: the newest checkpoint may be ahead."""
         return "the run had not begun, and nothing was saved"
 
     def _poll(self) -> None:
         """What became of saves in the background. Ranks hear at different steps that a newer
         attempt has begun, and one that simply left would leave the others in a collective: they
         stop together, as for a signal."""
-        if self._company.world_size == 1:
+        if self._rank_group.world_size == 1:
             with self._leaving_when_stale():
                 self._saver.poll()
             return
         try:
             self._saver.poll()
         except StaleAttempt as error:
-            self._say(str(error))
+            self._log_once(str(error))
             self._controller.request_stop()
 
     def _save_by(self, deadline_mono_s: float) -> str:
@@ -547,13 +560,13 @@ class Run(Beginning):
             finished.write(self.dir, step=self._step)
         clear_fast(durable=self._durable, fast=self._fast)
 
-    def _tell_of_node(self, words: str) -> None:
+    def _log_once_per_node(self, words: str) -> None:
         """One rank speaks for those of its node."""
         if self._world.local_rank == 0:
             notice(words)
 
     def _state(self) -> State:
-        if self._company.rank == 0 and (words := self._folder.look()):
+        if self._rank_group.rank == 0 and (words := self._folder.look()):
             notice(words)
         own = self._saves.evaluation or self._own_state()
         return State(shared=self._objects.states(), own=own)
@@ -589,9 +602,9 @@ class Run(Beginning):
     def _is_due(self) -> bool:
         """Whether to save behind this step. All ranks save at one step, and each has a clock of its
         own: the first one's counts, and calls for a save at one of the next steps."""
-        if self._company.world_size == 1:
+        if self._rank_group.world_size == 1:
             return self._cadence.is_due(self._step, self._last_save_s)
-        called = self._company.takes_save()
-        if self._company.rank == 0 and self._cadence.is_due_by_clock(self._last_save_s):
-            self._company.call_save()
+        called = self._rank_group.takes_save()
+        if self._rank_group.rank == 0 and self._cadence.is_due_by_clock(self._last_save_s):
+            self._rank_group.call_save()
         return called or self._cadence.is_due_by_step(self._step)

@@ -1,10 +1,9 @@
-"""Obeying a stop, at the place where this rank, or all ranks together, were told to.
+"""Stopping at a safe point, which all ranks have reached together.
 
-What follows has to be the same on all ranks, and fit into what is left of the shortest grace: is
-there time to ask Slurm first, what can still be saved, is the job requeued. So each question is
-answered once, for all, before anybody acts on the answer; and nobody ends before the job is
-requeued, because srun kills the rest of the ranks when the first one leaves with a status other
-than 0.
+All ranks must do the same, within what is left of the shortest grace: is there time to ask Slurm
+first, what can still be saved, is the job requeued. So each question is answered once, for all
+ranks, before any rank acts on the answer. And no rank exits before the job is requeued, because
+srun kills the other ranks when the first one exits with a status other than 0.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydroslurm.checkpoint.deadline import SAFETY
@@ -27,132 +26,157 @@ from hydroslurm.training.notice import notice
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.requeue import StopHandler, StopPlan
 
-SaveBy = Callable[[float], str]
-"""Saves before a moment of ``time.monotonic()``; what came of it, in words."""
+
+@dataclass(frozen=True)
+class SaveWindow:
+    """Until when all ranks may save.
+
+    Attributes:
+        deadline_mono_s: on this rank's ``time.monotonic()``.
+        plan: what the stop means; None while the save need not wait for Slurm's answer.
+    """
+
+    deadline_mono_s: float
+    plan: StopPlan | None
 
 
 class Stopping:
-    """The way out of one run."""
+    """How one run stops: :meth:`agree_on_window`, then the Run saves, then :meth:`leave`."""
 
     def __init__(
-        self, company: RankGroup, *, attempt: CurrentAttempt, saver: Saver, leaver: StopHandler
+        self,
+        rank_group: RankGroup,
+        *,
+        attempt: CurrentAttempt,
+        saver: Saver,
+        stop_handler: StopHandler,
     ) -> None:
-        self._company = company
+        self._rank_group = rank_group
         self._attempt = attempt
         self._saver = saver
-        self._leaver = leaver
+        self._stop_handler = stop_handler
 
-    def obey(self, request: StopRequest, *, step: int, save_by: SaveBy) -> ExitForRequeue:
-        """Save and have the job started again; the way out is returned, to be raised."""
+    def agree_on_window(self, request: StopRequest, *, step: int) -> SaveWindow:
+        """Agree on how long the save may take. A save that will be in time whatever Slurm answers
+        does not wait for the answer.
+
+        Raises:
+            RanksError: a rank died just now, or the ranks are at different steps.
+        """
         waited_us = (time.monotonic_ns() - request.mono_ns) / 1e3
         self._attempt.record(EventKind.SAFE_POINT, waited_us=waited_us)
-        self._leaver.hear(request)  # the controller's thread may be about to
-        try:
-            orders, saved = self._save(step, save_by)
-        except RanksError as error:  # a rank died just now
-            return self.leave_unsaved(error, request, step=step)
-        late = not self._saver.is_durable and not self._saver.wait(timeout_s=0.0)
-        if late:  # the disk is slower than it was
-            self._saver.wait(timeout_s=max(0.0, orders.deadline_mono_s - time.monotonic()))
+        # the controller's thread passes it on too, but may not have come to it yet
+        self._stop_handler.note_request(request)
+        now_s = time.monotonic()
+        mine = {
+            "step": step,
+            "certain_s": _to_json(self._certain_mono_s() - now_s),
+            "needs_s": SAFETY * self._saver.estimate().durable.seconds,
+        }
+        values = self._rank_group.exchange("stop", mine)
+        _require_one_step({rank: int(value["step"]) for rank, value in values.items()})
+        certain_s = min(_from_json(value["certain_s"]) for value in values.values())
+        if max(float(value["needs_s"]) for value in values.values()) < certain_s:
+            return SaveWindow(now_s + certain_s, None)
+        plan = self._agree_on_plan()
+        return SaveWindow(plan.deadline_mono_s, plan)
+
+    def leave(self, window: SaveWindow, saved: str, *, step: int) -> ExitForRequeue:
+        """Have the job requeued after the save; the exit is returned, to be raised.
+
+        Args:
+            saved: what came of the save, for the log.
+
+        Raises:
+            RanksError: a rank died just now.
+        """
+        plan = window.plan or self._agree_on_plan()
+        if not self._saver.is_durable and not self._saver.wait(timeout_s=0.0):
+            # the disk is slower than it was when the save was estimated
+            self._saver.wait(timeout_s=max(0.0, plan.deadline_mono_s - time.monotonic()))
             saved += f"; newest committed step: {self._saver.durable_step}"
-        if self._company.rank == 0:
-            notice(f"{orders.words}; {saved}")
-        departure = self._depart(orders, step=step)
-        # the signals stay ours: Slurm sends SIGTERM again, and this process is still leaving
-        with contextlib.suppress(
-            SaveFailed, StaleAttempt
-        ):  # told above; what matters now is the status
+        if self._rank_group.rank == 0:
+            notice(f"{plan.message}; {saved}")
+        leaving = self._exit(plan, step=step)
+        # Keep the signals: Slurm sends SIGTERM again, and this process has not exited yet. Failures
+        # were logged above; all that matters now is the exit status.
+        with contextlib.suppress(SaveFailed, StaleAttempt):
             self._saver.close()
-        return departure
+        return leaving
 
     def leave_unsaved(
         self, error: RanksError, request: StopRequest | None, *, step: int
     ) -> ExitForRequeue:
-        """Ranks are gone, and a state without theirs is none: leave while there is time to, so that
-        the job goes on from its newest checkpoint; or fails, where their end is the reason."""
+        """Leave without saving, because ranks are gone and a state without theirs is incomplete.
+
+        Leaving within the grace lets the job resume from its newest checkpoint, or fail where the
+        death of a rank is the reason for the stop.
+        """
         self._attempt.record(EventKind.AGREEMENT_FAILED, what="stop", words=str(error))
         request = request or _now()
-        self._leaver.hear(request)
+        self._stop_handler.note_request(request)
         self._saver.give_up()
         newest = self._saver.durable_step
         kept = "no checkpoint is committed yet" if newest is None else f"step {newest} is committed"
         try:
-            orders = agree_on_orders(self._company, self._leaver, ranks_gone=True)
-        except RanksError:  # nobody can be told
-            orders = StopPlan("asked", math.inf, False, RUN_AGAIN, request.words)
-            if self._company.rank == 0:
-                orders = self._leaver.orders(ranks_gone=True)
-        words = f"{orders.words}; {error}: step {step} cannot be saved, {kept}"
-        if _speaks(self._company, error):
-            notice(words)
-        return self._depart(orders, step=step)
+            plan = self._agree_on_plan(ranks_gone=True)
+        except RanksError:  # no rank can be reached: the first one decides for the job
+            plan = StopPlan("asked", math.inf, False, RUN_AGAIN, request.words)
+            if self._rank_group.rank == 0:
+                plan = self._stop_handler.plan(ranks_gone=True)
+        if _logs_for_all(self._rank_group, error):
+            notice(f"{plan.message}; {error}: step {step} cannot be saved, {kept}")
+        return self._exit(plan, step=step)
 
-    # --- inside
-    # --------------------------------------------------------------------------------------------
-
-    def _save(self, step: int, save_by: SaveBy) -> tuple[StopPlan, str]:
-        """What to do, and what came of the save. A save that is in time whatever Slurm answers does
-        not wait for the answer."""
-        now_s = time.monotonic()
-        mine = {
-            "step": step,
-            "certain_s": _plain(self._certain_mono_s() - now_s),
-            "needs_s": SAFETY * self._saver.estimate().durable.seconds,
-        }
-        told = self._company.exchange("stop", mine)
-        _require_one_step({rank: int(value["step"]) for rank, value in told.items()})
-        certain_s = min(_from_plain(value["certain_s"]) for value in told.values())
-        if max(float(value["needs_s"]) for value in told.values()) < certain_s:
-            saved = save_by(now_s + certain_s)
-            return agree_on_orders(self._company, self._leaver), saved
-        orders = agree_on_orders(self._company, self._leaver)
-        return orders, save_by(orders.deadline_mono_s)
+    def _agree_on_plan(self, *, ranks_gone: bool = False) -> StopPlan:
+        return agree_on_plan(self._rank_group, self._stop_handler, ranks_gone=ranks_gone)
 
     def _certain_mono_s(self) -> float:
-        """The first rank knows the site's policy; it speaks for all."""
-        return self._leaver.certain_mono_s() if self._company.rank == 0 else math.inf
+        """Only the first rank reads the site's policy; its answer holds for all."""
+        return self._stop_handler.certain_mono_s() if self._rank_group.rank == 0 else math.inf
 
-    def _depart(self, orders: StopPlan, *, step: int) -> ExitForRequeue:
-        departure = depart_together(
-            self._company,
-            self._leaver,
-            orders,
-            before=lambda: self._attempt.end(orders.ending, step=step),
+    def _exit(self, plan: StopPlan, *, step: int) -> ExitForRequeue:
+        leaving = exit_together(
+            self._rank_group,
+            self._stop_handler,
+            plan,
+            before=lambda: self._attempt.end(plan.ending, step=step),
         )
-        self._attempt.record_end(orders.ending)
-        return departure
+        self._attempt.record_end(plan.ending)
+        return leaving
 
 
-def agree_on_orders(
-    company: RankGroup, leaver: StopHandler, *, ranks_gone: bool = False
+def agree_on_plan(
+    rank_group: RankGroup, stop_handler: StopHandler, *, ranks_gone: bool = False
 ) -> StopPlan:
-    """What the stop means, as one rank has it from Slurm, for all.
+    """Have one rank ask Slurm what the stop means, for all.
 
     Raises:
-        AgreementFailed, CoordinatorLost: it cannot be told to all.
+        AgreementFailed, CoordinatorLost: the answer cannot reach all ranks.
     """
 
     def ask() -> dict[str, Any]:
-        orders = leaver.orders(ranks_gone=ranks_gone)
-        left_s = orders.deadline_mono_s - time.monotonic()  # a moment means nothing elsewhere
-        return {**asdict(orders), "deadline_mono_s": _plain(left_s)}
+        plan = stop_handler.plan(ranks_gone=ranks_gone)
+        # a duration: monotonic clocks of two nodes have nothing in common
+        left_s = plan.deadline_mono_s - time.monotonic()
+        return {**asdict(plan), "deadline_mono_s": _to_json(left_s)}
 
-    told = dict(company.decide("orders", ask))
-    left_s = _from_plain(told.pop("deadline_mono_s"))
-    return StopPlan(**told, deadline_mono_s=time.monotonic() + left_s)
+    agreed = dict(rank_group.decide("plan", ask))
+    left_s = _from_json(agreed.pop("deadline_mono_s"))
+    return StopPlan(**agreed, deadline_mono_s=time.monotonic() + left_s)
 
 
-def depart_together(
-    company: RankGroup,
-    leaver: StopHandler,
-    orders: StopPlan,
+def exit_together(
+    rank_group: RankGroup,
+    stop_handler: StopHandler,
+    plan: StopPlan,
     *,
     before: Callable[[], None] | None = None,
 ) -> ExitForRequeue:
-    """Have one rank do what is to be done once, and then leave, all with one status.
+    """Have one rank requeue the job, and all ranks exit with one status.
 
     Args:
-        before: done by the rank that has the job requeued, before it does.
+        before: called on the rank that requeues the job, before it does.
     """
 
     def leave() -> int:
@@ -162,42 +186,42 @@ def depart_together(
         except StaleAttempt as error:
             notice(str(error))
             return MUST_NOT_RUN_AGAIN
-        return int(leaver.depart(orders).code or 0)
+        return int(stop_handler.requeue(plan).code or 0)
 
     try:
-        code = int(company.decide("depart", leave))
-    except RanksError:  # the first rank, if it is there, answers for the job
-        code = leave() if company.rank == 0 else orders.exit_code
-    company.part()
+        code = int(rank_group.decide("depart", leave))
+    except RanksError:  # the first rank, if it is alive, acts for the job
+        code = leave() if rank_group.rank == 0 else plan.exit_code
+    rank_group.part()
     return ExitForRequeue(code)
 
 
-def _speaks(company: RankGroup, error: RanksError) -> bool:
-    """Whether this rank is the first of those that are left; without a hub nobody knows."""
+def _logs_for_all(rank_group: RankGroup, error: RanksError) -> bool:
+    """Whether this rank is the first of the remaining ones; without a coordinator none knows."""
     if isinstance(error, CoordinatorLost):
         return True
     missing = getattr(error, "missing", ())
-    return company.rank == min(set(range(company.world_size)).difference(missing), default=0)
+    return rank_group.rank == min(set(range(rank_group.world_size)).difference(missing), default=0)
 
 
 def _now() -> StopRequest:
     return StopRequest(None, 0, time.monotonic_ns(), time.time_ns())
 
 
-def _plain(seconds: float) -> float | None:
+def _to_json(seconds: float) -> float | None:
     """JSON has no infinity."""
     return None if math.isinf(seconds) else seconds
 
 
-def _from_plain(seconds: float | None) -> float:
+def _from_json(seconds: float | None) -> float:
     return math.inf if seconds is None else float(seconds)
 
 
 def _require_one_step(steps: dict[int, int]) -> None:
-    """Ranks that call different numbers of safe points do not stop at one step.
+    """Refuse to stop at different steps, which ranks do that call safe points unequally often.
 
     Raises:
-        RanksError: they are at different steps; a state of both is none.
+        RanksError: they are at different steps, so their state is inconsistent.
     """
     if len(set(steps.values())) > 1:
         listed = ", ".join(f"rank {rank}: {step}" for rank, step in steps.items())

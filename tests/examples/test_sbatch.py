@@ -73,7 +73,7 @@ def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
     urgent = ("srun", "--partition=urgent", "--exclusive", "--nodes=2", "true")
     slurm(requeue_cluster, *urgent, cwd=tmp_path)
     wait_until(lambda: "sha256" in log.read_text(), "the end of the training", limit_s=LIMIT_S)
-    assert f"job {job} is requeued and goes on later" in log.read_text()
+    assert f"job {job} is requeued and resumes later" in log.read_text()
     went_on = re.search(r"attempt 2 resumes from step (\d+)", log.read_text())
     assert went_on is not None
     assert int(went_on[1]) >= 10

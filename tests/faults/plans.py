@@ -26,7 +26,7 @@ AT_JOIN = (
     "agree run/finished",
     "agreed run/finished",
     "agree resume",
-    "agreed run/life",
+    "agreed run/attempt",
     "event attempt_began",
 )
 IN_A_SAVE = (
@@ -55,10 +55,10 @@ IN_A_STOP = (
     "rename",
     "agree save/commit",
     "agreed save/commit",
-    "agree run/orders",
-    "agreed run/orders",
-    "agree run/depart",
-    "agreed run/depart",
+    "agree run/plan",
+    "agreed run/plan",
+    "agree run/exit",
+    "agreed run/exit",
 )
 IN_A_PAUSE = ("event gate_closed", "event parked", "event all_parked", "event resumed")
 AT_THE_END = ("agree run/finish", "agreed run/finish", "event run_finished")

@@ -198,7 +198,7 @@ def test_a_second_stop_during_the_first(play: Play) -> None:
         Fault(0, "step", 3, "term"),
         Fault(1, "event safe_point", 1, "term_twice"),
         Fault(2, "agree save/written", 1, "urg"),
-        Fault(0, "agree run/depart", 1, "stop_all"),
+        Fault(0, "agree run/exit", 1, "stop_all"),
     )
     stopped_together(life)
     assert len(life.whole) == 1
@@ -233,7 +233,7 @@ def test_a_death_with_all_parts_on_the_disk(victim: int, play: Play) -> None:
     assert {event.step for event in life.of(1, EventKind.SAFE_POINT)} == {life.newest}
 
 
-@pytest.mark.parametrize("moment", ["agree run/stop", "agreed run/stop", "agreed run/orders"])
+@pytest.mark.parametrize("moment", ["agree run/stop", "agreed run/stop", "agreed run/plan"])
 def test_the_hub_dies_during_a_stop(moment: str, play: Play) -> None:
     """What connects the ranks is killed while they stop: all leave, in time, to run again."""
     life = play(Fault(1, "step", 5, "term"), Fault(0, moment, 1, "kill_hub"))

@@ -85,11 +85,13 @@ def test_a_job_cancelled_during_its_save_is_not_requeued(
     wait_until(lambda: plain.slurm("squeue", "-hs", "-j", str(job_id)), "its step")
     plain.slurm("scancel", str(job_id))
     with hydroslurm.installed(run_dir=tmp_path) as controller:
-        leaver = StopHandler(
+        stop_handler = StopHandler(
             Allocation(job_id=job_id), controller, environ=requeue_cluster.child_environ()
         )
-        departure = leaver.depart(StopPlan("preempted", math.inf, True, RUN_AGAIN, "preempted"))
-    assert departure.code == CANCELLED
+        leaving = stop_handler.requeue(
+            StopPlan("preempted", math.inf, True, RUN_AGAIN, "preempted")
+        )
+    assert leaving.code == CANCELLED
     assert client.job(job_id).restart_count == 0
 
 
@@ -105,11 +107,11 @@ def test_slurm_that_is_slow_is_not_waited_for(
         program.chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", BACKEND_ENV: "commands"}
     with hydroslurm.installed(run_dir=tmp_path) as controller:
-        leaver = StopHandler(Allocation(job_id=1), controller, environ=environ)
-        leaver.hear(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
-        orders = leaver.orders()
-    assert orders.requeue
-    assert "counts on 25 s from the signal on, saves, and is requeued unless" in orders.words
+        stop_handler = StopHandler(Allocation(job_id=1), controller, environ=environ)
+        stop_handler.note_request(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
+        plan = stop_handler.plan()
+    assert plan.requeue
+    assert "counts on 25 s from the signal on, saves, and is requeued unless" in plan.message
 
 
 def test_without_an_answer_of_slurms_the_batch_script_requeues(

@@ -17,7 +17,7 @@ import hydroslurm
 from hydroslurm.checkpoint import folders
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
 from hydroslurm.errors import SaveFailed, StateMismatch, UnsavableState, UsageError
-from hydroslurm.training import ending
+from hydroslurm.training import finished
 from hydroslurm.training.attempts import AttemptLog, Limits
 
 EPOCHS = 3
@@ -81,7 +81,7 @@ def test_a_finished_run_leaves_at_once(tmp_path: Path) -> None:
     """A restart of a finished run ends with status 0 before its first batch."""
     Training(tmp_path).train(epochs=1)
     leaves_with(0)
-    ending.settle()  # as its process does at its end
+    finished.settle()  # as its process does at its end
     again = Training(tmp_path)
     with pytest.raises(SystemExit) as leaving:
         again.train(epochs=1)
