@@ -47,7 +47,7 @@ from hydroslurm.training.arguments import (
     fence_of,
     run_directory,
 )
-from hydroslurm.training.attempts import Limits, limits_of
+from hydroslurm.training.attempts import Limits, least_number, limits_of
 from hydroslurm.training.beginning import Beginning
 from hydroslurm.training.composition import Composition
 from hydroslurm.training.current_attempt import CurrentAttempt
@@ -180,6 +180,7 @@ class Run(Beginning):
                 limits=limits_of(limits, environ),
                 fence=self._fence,
                 allocation=allocation,
+                at_least=least_number(environ, allocation),
             )
             self._saver = Saver(
                 self._durable,
