@@ -82,7 +82,7 @@ def train(args: argparse.Namespace, make: Callable[[argparse.Namespace], nn.Modu
     ) as run:
         run.resume()
         diary = Diary(run.dir.root / "diary")
-        # or DDP would sum the first step of each life in another order than the rest
+        # or DDP would sum the first step of each attempt in another order than the rest
         hydroslurm.warm_up_ddp_buckets(model, torch.zeros(2, 1, 8, 8, device=device()))
         for images, labels, indexes in run.batches(epochs=args.epochs):
             model.train()
@@ -173,30 +173,30 @@ class NoisyDigits(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 @dataclass(frozen=True)
 class Entry:
-    """One step of one rank: its loss, exact, and its samples. ``life`` is the same on all ranks."""
+    """One step of a rank: its exact loss and its samples. ``attempt`` is the same on all ranks."""
 
     step: int
     epoch: int
     rank: int
-    life: int
+    attempt: int
     loss: str
     indexes: list[int]
 
 
 class Diary:
-    """The entries of this rank, over all lives, in a file of its own."""
+    """The entries of this rank, over all attempts, in its own file."""
 
     def __init__(self, folder: Path) -> None:
-        life = torch.tensor([time.time_ns()], device=device())
-        dist.broadcast(life, src=0)
-        self.life = int(life.item())
+        attempt = torch.tensor([time.time_ns()], device=device())
+        dist.broadcast(attempt, src=0)
+        self.attempt = int(attempt.item())
         self.rank = dist.get_rank()
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{self.rank:05d}.jsonl"
-        self._append("\n")  # a life that was killed may have left half a line
+        self._append("\n")  # an attempt that was killed may have left half a line
 
     def write(self, *, step: int, epoch: int, loss: torch.Tensor, indexes: torch.Tensor) -> None:
-        entry = Entry(step, epoch, self.rank, self.life, loss.item().hex(), indexes.tolist())
+        entry = Entry(step, epoch, self.rank, self.attempt, loss.item().hex(), indexes.tolist())
         self._append(json.dumps(asdict(entry)) + "\n")
 
     def _append(self, text: str) -> None:
@@ -206,7 +206,7 @@ class Diary:
 
 @dataclass(frozen=True)
 class Record:
-    """The entries that count: of each step those of the last life that has trained it."""
+    """The entries that count: of each step those of the last attempt that has trained it."""
 
     steps: dict[int, list[Entry]] = field(default_factory=dict)
     trained_twice: int = 0
@@ -235,7 +235,7 @@ class Record:
 
 
 def read_diary(folder: Path) -> Record:
-    """Read the files of all ranks, also of those that later lives did not have."""
+    """Read the files of all ranks, also of those that later attempts did not have."""
     entries = [
         entry
         for path in sorted(folder.glob("rank-*.jsonl"))
@@ -243,12 +243,12 @@ def read_diary(folder: Path) -> Record:
         if (entry := parse_entry(line)) is not None
     ]
     of_first = [entry for entry in entries if entry.rank == 0]
-    lives = {entry.step: entry.life for entry in of_first}  # the last entry counts
-    counting = {(e.step, e.rank): e for e in entries if e.life == lives.get(e.step)}
+    newest = {entry.step: entry.attempt for entry in of_first}  # the last entry counts
+    counting = {(e.step, e.rank): e for e in entries if e.attempt == newest.get(e.step)}
     steps: dict[int, list[Entry]] = {}
     for step, rank in sorted(counting):
         steps.setdefault(step, []).append(counting[step, rank])
-    return Record(steps, trained_twice=len(of_first) - len(lives))
+    return Record(steps, trained_twice=len(of_first) - len(newest))
 
 
 def parse_entry(line: str) -> Entry | None:

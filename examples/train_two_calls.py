@@ -45,7 +45,7 @@ def main() -> None:
     print(f"begins at step {step}", flush=True)
     while step < args.epochs * len(loader):
         epoch, done = divmod(step, len(loader))
-        order.manual_seed(args.seed + epoch)  # each epoch has an order of its own, in every life
+        order.manual_seed(args.seed + epoch)  # each epoch has its own order, in every attempt
         for number, (images, labels) in enumerate(loader):
             if number < done:  # trained before the stop
                 continue

@@ -1,4 +1,4 @@
-"""``hydroslurm VERB``: one file per verb; the only package that prints and exits.
+"""``hydroslurm VERB``: verbs of one kind share a file; the only package that prints and exits.
 
 A verb's module imports typer and nothing heavy at its top, so that ``--help`` answers at once.
 """
@@ -10,20 +10,18 @@ from typing import Annotated
 
 import typer
 
-import hydroslurm.cli.agent as agent
 import hydroslurm.cli.checkpoint as checkpoint
 import hydroslurm.cli.cluster as cluster
+import hydroslurm.cli.describe as describe
 import hydroslurm.cli.doctor as doctor
 import hydroslurm.cli.gate as gate
 import hydroslurm.cli.job as job
 import hydroslurm.cli.metrics as metrics
 import hydroslurm.cli.report as report
-import hydroslurm.cli.run as run
 import hydroslurm.cli.spank as spank
 import hydroslurm.cli.spec as spec
 import hydroslurm.cli.submit as submit
 import hydroslurm.cli.top as top
-import hydroslurm.cli.trainingjob as trainingjob
 from hydroslurm.core.files import clean
 from hydroslurm.errors import HydroslurmError, UsageError
 
@@ -66,13 +64,13 @@ app.command(
 app.command(
     "run",
     short_help="Run an unmodified program so that it can be paused.",
-    context_settings=run.CONTEXT,
-)(run.run)
+    context_settings=submit.RUN_CONTEXT,
+)(submit.run)
 app.command(
     "agent",
     short_help="Start ranks as torchrun does, and forward signals to them.",
-    context_settings=agent.CONTEXT,
-)(agent.agent)
+    context_settings=submit.CONTEXT,
+)(submit.agent)
 app.command("pause", short_help="Park a process or a job between two operators.")(job.pause)
 app.command("resume", short_help="Resume a paused process or job in place.")(job.resume)
 app.command("requeue", short_help="Make a job save and requeue.")(job.requeue)
@@ -85,12 +83,12 @@ app.command("render", short_help="Print the batch script that submit would hand 
 )
 app.command("schema", short_help="Print the JSON Schema of a job spec.")(spec.schema)
 app.command("describe", short_help="Show what was asked for and what became of it.")(
-    trainingjob.describe
+    describe.describe
 )
-app.command("list", short_help="List my jobs of hydroslurm.")(trainingjob.list_jobs)
-app.command("cancel")(trainingjob.cancel)
-app.command("logs")(trainingjob.logs)
-app.command("attach", short_help="Get a shell where a replica runs.")(trainingjob.attach)
+app.command("list", short_help="List my jobs of hydroslurm.")(describe.list_jobs)
+app.command("cancel")(job.cancel)
+app.command("logs")(job.logs)
+app.command("attach", short_help="Get a shell where a replica runs.")(job.attach)
 app.command("doctor", short_help="Say what a preemption does here, and what is risky.")(
     doctor.doctor
 )

@@ -1,8 +1,10 @@
-"""``hydroslurm pause | resume | requeue | status``: one process by its pid, or a whole job."""
+"""``hydroslurm pause | resume | requeue | status | cancel | logs | attach``: jobs that run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from hydroslurm.core.ack import Answer
     from hydroslurm.core.agentstate import AgentState
     from hydroslurm.core.rankstate import RankState
+    from hydroslurm.jobs.control.overview import Overview
+    from hydroslurm.jobs.control.plain_job import PlainJob
     from hydroslurm.jobs.control.requests import JobAnswer, JobStatus
 
 Pid = Annotated[int | None, typer.Option("--pid", help="A process of this machine.")]
@@ -19,6 +23,14 @@ JobId = Annotated[int | None, typer.Option("--job", help="A Slurm job, with all 
 Timeout = Annotated[
     float, typer.Option("--timeout", help="How long to wait for the answer, seconds.")
 ]
+Which = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or a run folder.")]
+Replica = Annotated[
+    str | None,
+    typer.Option(help="Such as worker-2, without a spec rank-2; default: the master, or rank-0."),
+]
+
+ASK_EVERY_S = 10.0
+"""How often Slurm is asked whether a job has ended: sites do not like more."""
 
 
 def pause(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
@@ -85,6 +97,111 @@ def status(
             _print_status(found)
     if not jobs:
         typer.echo("no jobs")
+
+
+def cancel(which: Which) -> None:
+    """End a job for good. Ranks that can save do so; it is not started again."""
+    from hydroslurm.errors import NotPermitted, WrongJobState
+    from hydroslurm.jobs.control.plain_job import job_of
+    from hydroslurm.slurm.client import open_client
+
+    client = open_client()
+    found = job_of(client, which)
+    if found.slurm is None:
+        raise WrongJobState(f"Slurm does not know the job of {found.run.root} (any more)")
+    job_id = found.slurm.job_id
+    if found.slurm.state.has_ended:
+        typer.echo(f"job {job_id} has ended already: {found.slurm.state.value}")
+        return
+    # a rank that takes the signal for a preemption would ask for a requeue, and get it
+    with contextlib.suppress(NotPermitted, WrongJobState):
+        client.set_requeue(job_id, allowed=False)
+    client.cancel(job_id)
+    typer.echo(f"job {job_id} is cancelled; hydroslurm describe {job_id} says how it ends")
+
+
+def logs(
+    which: Which,
+    replica: Replica = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job has ended, over requeues.")
+    ] = False,
+    tail: Annotated[
+        int, typer.Option(min=0, help="Only the last N lines of what is there; 0: all.")
+    ] = 0,
+    supervisor: Annotated[
+        bool, typer.Option("--supervisor", help="What the supervisor says instead.")
+    ] = False,
+) -> None:
+    """Print what a replica, or a job without a spec, has printed, all its attempts in one."""
+    from hydroslurm.errors import UsageError
+    from hydroslurm.jobs.control.logs import follow_files, output_logs, supervisor_logs, task_logs
+    from hydroslurm.jobs.control.plain_job import PlainJob, job_of
+    from hydroslurm.slurm.client import open_client
+
+    found = job_of(open_client(), which)
+    if not isinstance(found, PlainJob):
+        files = supervisor_logs(found) if supervisor else task_logs(found, replica)
+    elif supervisor:
+        raise UsageError("only a job with a spec has a supervisor; leave --supervisor out")
+    else:
+        files = output_logs(found, replica)
+    with contextlib.suppress(KeyboardInterrupt):
+        for text in follow_files(files, tail=tail, until=_Ended(found) if follow else None):
+            typer.echo(text, nl=False)
+
+
+def attach(
+    which: Which,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Default: your shell. After --, if it has options.")
+    ] = None,
+    replica: Replica = None,
+) -> None:
+    """Get a shell, or run a command, where a replica runs: on its node, with its environment."""
+    from hydroslurm.jobs.control.attach import attach_command
+    from hydroslurm.jobs.control.plain_job import job_of
+    from hydroslurm.slurm.client import open_client
+
+    words = attach_command(
+        job_of(open_client(), which),
+        replica=replica,
+        command=command or (),
+        environ=os.environ,
+        has_terminal=os.isatty(0) and os.isatty(1),
+    )
+    os.execvp(words[0], words)
+
+
+class _Ended:
+    """Whether a job is over: the run folder tells at once, Slurm where nobody can write there."""
+
+    def __init__(self, found: Overview | PlainJob) -> None:
+        self._found = found
+        self._asked_s = time.monotonic()
+
+    def __call__(self) -> bool:
+        from hydroslurm.errors import HydroslurmError, NoSuchJob
+        from hydroslurm.jobs.control.overview import Overview
+        from hydroslurm.jobs.control.plain_job import job_of
+        from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
+        from hydroslurm.slurm.client import open_client
+
+        if self._found.is_over or final_condition(
+            read_conditions(self._found.run.conditions_jsonl)
+        ):
+            return True
+        if time.monotonic() - self._asked_s > ASK_EVERY_S:
+            slurm = None if isinstance(self._found, Overview) else self._found.slurm
+            which = str(self._found.run.root if slurm is None else slurm.job_id)
+            try:
+                self._found = job_of(open_client(), which)
+            except NoSuchJob:  # it has ended, and is forgotten
+                return True
+            except HydroslurmError:
+                pass
+            self._asked_s = time.monotonic()
+        return self._found.is_over
 
 
 def _say(line: str, *, err: bool = False) -> None:

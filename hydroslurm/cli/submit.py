@@ -1,7 +1,10 @@
-"""``hydroslurm submit job.yaml``, and ``hydroslurm submit [options] train.py [args...]``."""
+"""``hydroslurm submit | run | agent``: start a job, a program of this machine, torchrun's ranks."""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +18,7 @@ CONTEXT = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
 }
-"""Everything after the script belongs to the script."""
+"""Everything after the script, or after ``agent``, belongs to the script, or to torchrun."""
 
 
 def submit(
@@ -85,8 +88,6 @@ def submit(
 
 
 def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool) -> None:
-    import os
-
     from hydroslurm.errors import UsageError
     from hydroslurm.jobs.launch.training_job import submit_job, wait_for_end
     from hydroslurm.jobs.spec.reading import load
@@ -148,3 +149,110 @@ def _wait(job: PausableJob) -> None:
         typer.echo(f"job {job.job_id} failed: {error}", err=True)
         raise typer.Exit(1) from None
     typer.echo(f"job {job.job_id} completed")
+
+
+RUN_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Everything from the command on belongs to the command."""
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="With its arguments, behind --.")
+    ],
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="pause|requeue",
+            help="requeue is for scripts with a hydroslurm.Run, which may also be stopped: they "
+            "save and leave. SIGTERM ends any other script in both modes.",
+        ),
+    ] = "pause",
+) -> None:
+    """Run an unmodified PyTorch program so that it can be paused at every operator.
+
+    hydroslurm run -- python train.py --lr 0.1
+
+    hydroslurm run -- torchrun --nproc-per-node=2 train.py
+
+    The program takes the place of this process: same pid, same terminal, its own exit status.
+    hydroslurm pause --pid PID (or Ctrl-Z, or kill -USR1 PID) parks it between two operators,
+    hydroslurm resume --pid PID lets it go on. Of torchrun's program the pids are those of its
+    workers. DataLoader workers are left alone.
+
+    The Python that it runs in must have hydroslurm installed. HYDROSLURM_PREEMPT=pause in the
+    environment of any command does the same, and srun --preempt sets that for a job.
+    """
+    import shutil
+
+    from hydroslurm.errors import UsageError
+    from hydroslurm.runtime.autoload import MODES, PREEMPT_ENV, TAKEN_ENV, hold, killing
+
+    if mode not in MODES:
+        raise UsageError(f"--mode {mode!r} is not known; wanted {' or '.join(MODES)}")
+    program = shutil.which(command[0])
+    if program is None:
+        raise UsageError(f"there is no program {command[0]!r} on the PATH")
+    os.environ[PREEMPT_ENV] = mode
+    os.environ.pop(TAKEN_ENV, None)
+    if os.path.basename(program).startswith("python"):  # noqa: PTH119 - the name as it was given
+        _require_hook(program)
+    hold(killing(os.environ))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(program, command)
+    except OSError as error:
+        raise UsageError(f"{program} cannot be run: {error.strerror}") from error
+
+
+def _require_hook(program: str) -> None:
+    """Make sure that this Python looks for what was just put into the environment: one that does
+    not would run the program as if nothing had been asked for.
+
+    Raises:
+        UsageError: it does not.
+    """
+    import subprocess
+
+    from hydroslurm.errors import UsageError
+
+    looks = "import sys; sys.exit('hydroslurm.runtime.autoload' not in sys.modules)"
+    if subprocess.run([program, "-c", looks], capture_output=True, check=False).returncode == 0:
+        return
+    raise UsageError(
+        f"{program} has hydroslurm not installed, so that the program would run as ever. Install "
+        f"it there ({program} -m pip install hydroslurm), or use a Python that has it; this is "
+        f"{sys.executable}"
+    )
+
+
+def agent(context: typer.Context) -> None:
+    """Start ranks as torchrun does, and hand Slurm's signals on to them: pause, resume, stop.
+
+    srun --ntasks-per-node=1 hydroslurm agent -- --nproc-per-node=8 train.py
+
+    Takes torchrun's options (hydroslurm agent -- --help). Without any of --nnodes, --rdzv-* and
+    --master-*, the tasks of a job step find each other. The ranks are preemptible, as below srun
+    --preempt; HYDROSLURM_PREEMPT=off starts them without.
+
+    Exit status: 0; 75 saved, to be run again; 93 must not be run again; 143 cancelled; a worker
+    that leaves with one of these is not restarted. Else that of the first worker that failed for
+    good, 128+N for signal N.
+    """
+    if not context.args:
+        typer.echo(context.get_usage(), err=True)
+        typer.echo(
+            "hydroslurm agent: wanted torchrun's arguments, such as\n"
+            "  hydroslurm agent -- --nproc-per-node=8 train.py",
+            err=True,
+        )
+        raise typer.Exit(2)
+    from hydroslurm.jobs.agent.launch import run_agent
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("hydroslurm agent: %(message)s"))
+    logger = logging.getLogger("hydroslurm.jobs.agent")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    sys.exit(run_agent(context.args, environ=os.environ))

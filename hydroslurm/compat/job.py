@@ -3,7 +3,7 @@
     with hydroslurm.Job("digits") as job:
 
         @job.build
-        def objects(job):                       # in every life
+        def objects(job):                       # in every attempt
             model = make_model()
             job.save("model", model)
             job.save("optimizer", torch.optim.AdamW(model.parameters()))
@@ -56,13 +56,13 @@ class Job:
     """Groups of functions, each called in the order in which it was registered.
 
     =========  ====================================================================================
-    download   in every life, first, on rank 0: fetches data. Finds by itself what is there already
-    build      in every life: makes the objects, names those to be saved, sets the loader
-    init       once per run, after ``build``: pretrained weights, a first evaluation. A life that
-               is cut within it leaves nothing behind, and the next one runs it from its beginning
+    download   in every attempt, first, on rank 0: fetches data, unless it is there already
+    build      in every attempt: makes the objects, names those to be saved, sets the loader
+    init       once per run, after ``build``: pretrained weights, a first evaluation. If it
+               is cut short, nothing of it remains, and the next attempt runs it from its beginning
     epoch      again and again, until a stop signal is true after an epoch
-    exit       after the last epoch. Cut, it runs again from its beginning in the next life; done,
-               never again
+    exit       after the last epoch. If it is cut short, the next attempt runs it from its
+               beginning; once done, it never runs again
     =========  ====================================================================================
 
     A function takes the job, or nothing. A job is registered in and run by one thread; it can be
@@ -179,9 +179,9 @@ class Job:
     def epoch(self, function: Function) -> Function:
         """Add a function that is a part of each epoch.
 
-        It goes over its data with ``job.run.epoch_batches()``, at most once. Stopped within, it is
-        called again in the next life, and its loop gets the batches that are left; whatever it does
-        before the loop is done again. It sets itself what is no part of any state, such as
+        It iterates its data with ``job.run.epoch_batches()``, at most once. If a stop cuts it off,
+        the next attempt calls it again, and its loop gets the remaining batches; whatever it does
+        before the loop is repeated. It must set what is part of no state itself, such as
         ``model.train()`` after an evaluation.
         """
         return self._add(Group.EPOCH, function)
@@ -300,7 +300,7 @@ class Job:
 
     @property
     def run(self) -> JobRun:
-        """The Run of this life: steps, the batches of the epoch, safe points.
+        """The Run of this attempt: steps, the batches of the epoch, safe points.
 
         Raises:
             UsageError: the job does not run.

@@ -31,7 +31,7 @@ class JobRun(Run):
     Attributes:
         epoch: the epoch that is being trained, from 0; between two, how many are done.
         saves: there is a manager. fails_on_save_error: what it wants for epochs.
-        begins_at_origin: this life, the first of its folder, goes back to an epoch of another.
+        begins_at_origin: this attempt, the first of its folder, goes back to an epoch of another.
     """
 
     _rest_is_redone = False
@@ -87,10 +87,10 @@ class JobRun(Run):
     # --------------------------------------------------------------------------------------------
 
     def epoch_batches(self, *, accumulate: int = 1) -> Iterator[Any]:
-        """Yield the batches that are left of this epoch; one is one step, with a safe point behind.
+        """Yield the remaining batches of this epoch; each is one step, followed by a safe point.
 
-        Once in a function; the function is over with it or leaves it early, as it likes. In a life
-        that goes on in the middle of an epoch the random numbers are put back here.
+        Call it once in a function, which may leave the loop early. An attempt that resumes in the
+        middle of an epoch restores the random numbers here.
 
         Args:
             accumulate: as of :meth:`Run.batches`.

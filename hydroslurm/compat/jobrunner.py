@@ -1,4 +1,4 @@
-"""``JobRunner``: carries a job out over all its lives.
+"""``JobRunner``: runs a job, over all its attempts.
 
 runner = hydroslurm.JobRunner(job, hydroslurm.CheckpointManager("runs/a", keep=5))
 runner.run()                                     # in this process
@@ -31,15 +31,15 @@ class JobRunner:
 
     A checkpoint is committed after ``init`` (epoch 0) and after each epoch, before a stop signal
     ends the loop. A stop (SIGTERM, the warning before the time limit) is obeyed at the next safe
-    point, also in the middle of an epoch, and the next life goes on from there. Once ``exit`` is
-    done, a further life leaves at once.
+    point, also in the middle of an epoch, and the next attempt resumes from there. Once ``exit``
+    is done, a further attempt exits at once.
 
     Can be pickled until it runs. Main thread only, one at a time in a process.
 
     Args:
         job: what to run.
-        checkpoint_manager: where its checkpoints are. None saves nothing: a life that was stopped
-            is followed by one that begins anew.
+        checkpoint_manager: where its checkpoints are. None saves nothing: after a stop the next
+            attempt starts over.
         resume_from_epoch: go back to the checkpoint of this epoch, and train on in a folder of its
             own, ``<directory>/from-epoch-<n>``. What was there before stays as it is, and a requeue
             goes on with the new branch instead of going back again. Stop signals are asked first,
@@ -141,7 +141,7 @@ _IN_GROUP = {
 
 
 class JobAttempt:
-    """One life of a job."""
+    """One attempt of a job: its groups in their order, each handed to a client."""
 
     def __init__(
         self,

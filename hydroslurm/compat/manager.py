@@ -4,8 +4,8 @@
 <directory>/epochs/                one per epoch, 0 is the one after ``init``; all of them stay
 <directory>/from-epoch-000000003/  the same again, of a job that went back to epoch 3
 
-The two kinds have folders of their own because a step can have one of each: the periodic save
-behind the last step of an epoch still belongs within it, and resumes there.
+The two kinds have separate folders because a step can have one of each: the periodic save after the
+last step of an epoch still belongs to that epoch, and resumes there.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class Progress:
 class MultiNodeCheckpointManager(CheckpointManager):
     """As :class:`CheckpointManager`; also reads what single ranks have saved of their own.
 
-    The number of ranks may change between two lives of a job: what they have in common is laid out
-    anew, and the order of the samples goes on where all of them together were.
+    The number of ranks may change between two attempts of a job: what they share is resharded, and
+    the order of the samples continues where all of them together were.
     """
 
     def world_size(self, *, epoch: int | None = None, step: int | None = None) -> int:

@@ -94,7 +94,7 @@ class TaskOutput:
         return self._value[0]
 
     def set(self, value: Any) -> None:
-        """The task has returned this, now or in the life before."""
+        """The task has returned this, now or in the attempt before."""
         self._value = (value,)
 
     def __call__(self) -> bool:

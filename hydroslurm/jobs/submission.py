@@ -7,11 +7,10 @@ have become a job, and its name tells which.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 
@@ -42,14 +41,9 @@ def write(run: RunDir, submission: Submission) -> None:
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    temporary = run.submission_json.with_suffix(".tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(asdict(submission), file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(run.submission_json)
+        text = json.dumps(asdict(submission), indent=2) + "\n"
+        write_atomically(run.submission_json, text, mode=0o666, durable=True)
     except OSError as error:
         raise RunFolderError(f"cannot write {run.submission_json}: {error.strerror}") from error
 

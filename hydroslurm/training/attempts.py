@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.core.files import open_regular, parse_json, read_regular
-from hydroslurm.core.rundir import ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, SUPERVISED_ENV
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageError
+from hydroslurm.slurm.allocation import Allocation
 
 Ending = Literal["preempted", "time_limit", "cancelled", "requeued", "asked", "error", "finished"]
 DIED = "died"
@@ -80,6 +81,15 @@ def limits_of(given: Limits | None, environ: Mapping[str, str]) -> Limits:
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"{ATTEMPTS_ENV}={text!r}: wanted a whole number of 1 or more")
     return replace(limits, attempts_without_progress=int(text))
+
+
+def least_number(environ: Mapping[str, str], allocation: Allocation | None) -> int:
+    """The number of this attempt as the job counts it: its supervisor's, else Slurm's restarts plus
+    one. An attempt that was killed before it had a Run is counted there, and not in the log."""
+    text = environ.get(ATTEMPT_ENV, "")
+    if text.isascii() and text.isdecimal():
+        return max(1, int(text))
+    return 1 if allocation is None else allocation.restart_count + 1
 
 
 @dataclass(frozen=True)
@@ -152,9 +162,18 @@ class AttemptLog:
                 stacklevel=3,
             )
 
-    def begin(self, step: int, *, now_epoch_ns: int, job_id: int | None, restart_count: int) -> int:
-        """Record that an attempt begins; returns its number."""
-        number = max((attempt.number for attempt in self.attempts()), default=0) + 1
+    def begin(
+        self,
+        step: int,
+        *,
+        now_epoch_ns: int,
+        job_id: int | None,
+        restart_count: int,
+        at_least: int = 1,
+    ) -> int:
+        """Record that an attempt begins; returns its number, the next one that is ``at_least``."""
+        last = max((attempt.number for attempt in self.attempts()), default=0)
+        number = max(last + 1, at_least)
         self._append(
             {
                 "attempt": number,

@@ -135,7 +135,7 @@ class Beginning(ABC):
         """Go on from the newest committed checkpoint; False when there is none.
 
         A run that has finished leaves with status 0 here; one that must not go on (a limit is
-        spent, or lives pass without progress) with 93. From here on the folder is this attempt's:
+        spent, or attempts make no progress) with 93. From here on the folder is this attempt's:
         an older one that is still alive can neither save nor remove anything there, and leaves with
         93 when it tries. Called by :meth:`batches` when it was not called before, and by the first
         look at :attr:`step` or :attr:`epoch`.

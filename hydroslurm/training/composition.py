@@ -1,7 +1,7 @@
-"""What a run is made of, as its manifests keep it: so that a later life can say what was changed.
+"""What a run is made of, recorded in its manifests, so that a later attempt can report changes.
 
-What would make the resume wrong is an error, before anything is loaded. What is somebody's right to
-change, and costs the bits only, is one line.
+A change that would make the resume wrong is an error, raised before anything is loaded. One that a
+user may make, and that only costs bitwise equality, is one line in the log.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def changed_class(name: str, thing: Any, state: Any, *, was: str | None) -> str 
 
 
 def changes(manifest: Manifest, now: Loading, *, world_size: int, data: Any) -> Iterator[str]:
-    """Say in which way the batches are others than those of the life that has saved.
+    """Report how the batches differ from those of the attempt that saved.
 
     Args:
         data: the saved position; None between two epochs.

@@ -30,13 +30,16 @@ class CurrentAttempt:
         limits: Limits,
         fence: Fence,
         allocation: Allocation | None,
+        at_least: int = 1,
     ) -> None:
+        """``at_least``: the smallest number that it may get."""
         self.number: int | None = None
         self._log = AttemptLog(run.attempts_jsonl)
         self._controller = controller
         self._limits = limits
         self._fence = fence
         self._allocation = allocation
+        self._at_least = at_least
         self._has_stepped = False
         self._marks_steps = Emit.STEPS in controller.marks.emitting
         self._stepping = NO_RANGE
@@ -57,6 +60,7 @@ class CurrentAttempt:
             now_epoch_ns=time.time_ns(),
             job_id=allocation.job_id if allocation else None,
             restart_count=allocation.restart_count if allocation else 0,
+            at_least=self._at_least,
         )
 
     def begin(self, number: int, step: int) -> None:

@@ -1,10 +1,10 @@
-"""DDP's buckets: made for good before the first step of a life, and not behind it.
+"""DDP's buckets: made final before the first step of an attempt instead of after it.
 
-DistributedDataParallel sums gradients in buckets. It fills the first ones by guess, and makes new
-ones in the order in which the gradients of the first backward came: once per process. So the first
-step of a process sums in other buckets than its other steps. With three ranks or more the order of
-an addition depends on the place in the bucket; a run that is stopped and goes on in a new process
-then differs in the last bits from one that was left alone (seen with gloo: after one step).
+DistributedDataParallel sums gradients in buckets. It guesses the first ones, and once per process
+rebuilds them in the order in which the gradients of the first backward arrived. So the first step
+of a process sums in other buckets than its other steps. With three ranks or more the order of an
+addition depends on the place in the bucket, and a run that was stopped and resumed in a new process
+differs in the last bits from one that was not (seen with gloo: after one step).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def warm_up_ddp_buckets(model: nn.Module, batch: Any) -> None:
     """Make DDP's buckets final, so that restarts do not change a bit with three ranks or more.
 
         model = DistributedDataParallel(model)
-        hydroslurm.warm_up_ddp_buckets(model, images)      # in every life, before its first step
+        hydroslurm.warm_up_ddp_buckets(model, images)      # in every attempt, before its first step
 
     Runs a forward and backward of a throw-away batch, two or three times. Gradients, buffers
     (BatchNorm's statistics) and the global random numbers are as before it; no optimizer steps.

@@ -1,4 +1,4 @@
-"""What a run tells the people who read its log: few lines, on stderr, through ``logging``."""
+"""The few lines that a run logs for people: on stderr, through ``logging``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ LOGGER = logging.getLogger("hydroslurm")
 
 
 def notice(text: str) -> None:
-    """One line of news at level INFO.
+    """Log one line at level INFO.
 
-    A program that has set up logging gets it there. One that has not would see nothing below
-    WARNING, and a job's log must say where it went on from, so that a handler of our own on stderr
-    takes its place.
+    A program that has set up logging gets it there. Without any handler Python would drop
+    everything below WARNING, and a job's log must say where the run resumed from, so one of our own
+    on stderr takes its place.
     """
     if not LOGGER.hasHandlers():
         handler = logging.StreamHandler(sys.stderr)

@@ -47,7 +47,7 @@ from hydroslurm.training.arguments import (
     fence_of,
     run_directory,
 )
-from hydroslurm.training.attempts import Limits, limits_of
+from hydroslurm.training.attempts import Limits, least_number, limits_of
 from hydroslurm.training.beginning import Beginning
 from hydroslurm.training.composition import Composition
 from hydroslurm.training.current_attempt import CurrentAttempt
@@ -64,13 +64,13 @@ from hydroslurm.training.stopping import Stopping
 
 
 class Run(Beginning):
-    """One training over all its lives: saved, stopped, requeued and continued.
+    """One training over all its attempts: saved, stopped, requeued and resumed.
 
-    Takes SIGTERM and the warning signal over (see :meth:`Controller.claim_stops`); both mean: go on
-    to the next safe point, save, and leave. Installs pausing where that was not done yet.
+    Takes over SIGTERM and the warning signal (see :meth:`Controller.claim_stops`); both mean:
+    continue to the next safe point, save, and exit. Installs pausing if that was not done yet.
 
     One at a time in a process, used from the main thread. As a context manager it also finishes the
-    run: a restart of one that has finished leaves at once, with status 0.
+    run: a restart of a finished run exits at once, with status 0.
 
     A run has finished when the block has ended and its process ends well, with status 0 (of several
     ranks the first one's). Whoever ends it between the two (SIGTERM, an exception, a node that
@@ -87,8 +87,8 @@ class Run(Beginning):
         model, optimizer, scheduler, scaler: what is saved under these names; all optional.
         loader: what :meth:`batches` iterates: a DataLoader, torchdata's StatefulDataLoader, or any
             iterable (see :func:`hydroslurm.data.position.position_of`).
-        directory: where the run keeps its checkpoints, lives and marker, on a file system that all
-            nodes share; default: the run folder of this job (``hydroslurm-runs/JOBID``).
+        directory: where the run keeps its checkpoints and attempts, on a file system that all nodes
+            share; default: the run folder of this job (``hydroslurm-runs/JOBID``).
         every_steps, every_s: save so often while training, in the background; every 600 s when
             neither is given, never when both are 0. The background needs memory for a copy of the
             state: where a limit leaves too little, the training waits for each save.
@@ -180,6 +180,7 @@ class Run(Beginning):
                 limits=limits_of(limits, environ),
                 fence=self._fence,
                 allocation=allocation,
+                at_least=least_number(environ, allocation),
             )
             self._saver = Saver(
                 self._durable,
@@ -258,7 +259,7 @@ class Run(Beginning):
         Raises:
             SystemExit: the run was saved and leaves (75, or 143 when it was cancelled).
             SaveFailed: an earlier save failed, with ``on_save_error="fail"``.
-            UnsavableState: at the first step of a life; the state holds something that could be
+            UnsavableState: at the first step of an attempt; the state holds something that could be
                 saved by pickling only.
             UsageError: the run was not resumed, and a checkpoint is committed; or the optimizer
                 steps, and nobody counts.
@@ -410,7 +411,7 @@ class Run(Beginning):
         self._leave()
 
     def close(self) -> None:
-        """Wait for a save in flight and give the signals back. Nothing else is needed."""
+        """Wait for a save in flight and restore the signal handlers. Nothing else is needed."""
         self._is_closed = True
         oversights.closed(self)
         self._watch.close()

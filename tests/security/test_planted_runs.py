@@ -222,12 +222,17 @@ def test_writers_follow_no_links(
     assert victim.read_text() == "ours"
 
 
-def test_temporary_files_follow_no_links(lab: Path, stranger: Stranger) -> None:
-    """Neither do those that are renamed, whose names can be guessed: of the marker, of attempts."""
+def test_temporary_files_follow_no_links(
+    lab: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither do those that are renamed, even where a stranger guessed their random names: of the
+    marker, of attempts."""
     victim = lab / "mine"
     victim.write_text("ours")
-    names = (f"finished.tmp-{os.getpid()}", f".000001.began.json.{os.getpid()}")
-    for name in names:
+    monkeypatch.setattr(os, "urandom", bytes)
+    attempt = f".000001.began.json.{os.getpid()}"
+    random = bytes(4).hex()
+    for name in (f".finished.json.{os.getpid()}-{random}", attempt, f"{attempt}-{random}"):
         stranger.run("ln", "-s", str(victim), str(lab / name))
     with pytest.raises(RunFolderError):
         finished.write(RunDir(lab), step=1)

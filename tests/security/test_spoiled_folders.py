@@ -17,7 +17,7 @@ from rich.console import Console
 from security.spoiled import KINDS, SPOIL, folder_of
 
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.cli.plainjob import description
+from hydroslurm.cli.describe import plain_job_lines
 from hydroslurm.core import agentstate, rundir
 from hydroslurm.core.ack import EventTail, JudgePause, wait_for_answers
 from hydroslurm.core.files import clean
@@ -99,7 +99,7 @@ def test_describe_without_a_spec(run: RunDir, tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     (found,) = my_jobs(Slurm((_job(RunDir(tmp_path)),)), "u")  # type: ignore[arg-type]
     assert isinstance(found, PlainJob)
-    lines = [clean(line) for line in description(found)]
+    lines = [clean(line) for line in plain_job_lines(found)]
     assert lines[0] == "Name:         n"
     assert all(line.isprintable() for line in lines)
 

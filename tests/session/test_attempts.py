@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from hydroslurm.core.rundir import ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, SUPERVISED_ENV
 from hydroslurm.errors import RunEnded, RunFolderError, UsageError
-from hydroslurm.training.attempts import AttemptLog, AttemptRecord, Limits, check_limits, limits_of
+from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.training.attempts import (
+    AttemptLog,
+    AttemptRecord,
+    Limits,
+    check_limits,
+    least_number,
+    limits_of,
+)
 
 
 def _attempts(*endings: tuple[int, str | None]) -> tuple[AttemptRecord, ...]:
@@ -121,3 +129,16 @@ def test_a_file_of_an_older_version_is_refused(tmp_path: Path) -> None:
     path.write_text('{"v": 1, "life": 1, "began_epoch_ns": 1, "step": 3}\n')
     with pytest.raises(RunFolderError, match="older version of hydroslurm"):
         AttemptLog(path).attempts()
+
+
+def test_numbers_are_those_of_the_job(tmp_path: Path) -> None:
+    """An attempt that was killed before it had a Run is counted by the supervisor, or by Slurm."""
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+    allocation = Allocation.from_environ(slurm)
+    assert least_number({}, None) == 1
+    assert least_number({}, allocation) == 3
+    assert least_number({ATTEMPT_ENV: "5"}, allocation) == 5
+    assert least_number({ATTEMPT_ENV: "x"}, None) == 1
+    log = AttemptLog(tmp_path / "attempts.jsonl")
+    moment = {"now_epoch_ns": 1, "job_id": 7, "restart_count": 0}
+    assert [log.begin(0, **moment, at_least=least) for least in (1, 3, 3)] == [1, 3, 4]

@@ -1,4 +1,4 @@
-"""DDP's buckets are the same in every life, so that a restart changes no bit."""
+"""DDP's buckets are the same in every attempt, so that a restart changes no bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How attempts are counted, whatever kills whom."""
+"""How attempts are counted whatever is killed, and which seconds count as active."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import sys
 import textwrap
 from pathlib import Path
 
-from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
+from hydroslurm.jobs.supervisor.attempts import (
+    LONGEST_TICK_S,
+    ActiveTime,
+    Attempts,
+    Ending,
+    last_recorded,
+)
 
 
-def test_attempts_are_numbered_over_lives(tmp_path: Path) -> None:
-    """A new life goes on where the last one stopped counting."""
-    ledger = Attempts(tmp_path / "attempts")
-    one = ledger.begin(0)
-    ledger.end(one, Ending.FAILED, replica="worker-1", status=3)
+def test_attempts_are_numbered_over_requeues(tmp_path: Path) -> None:
+    """After a requeue the count continues."""
+    attempts = Attempts(tmp_path / "attempts")
+    one = attempts.begin(0)
+    attempts.end(one, Ending.FAILED, replica="worker-1", status=3)
     two = Attempts(tmp_path / "attempts").begin(1)
     assert (one.number, two.number, two.restart_count) == (1, 2, 1)
     kept = Attempts(tmp_path / "attempts").all()
@@ -25,21 +31,21 @@ def test_attempts_are_numbered_over_lives(tmp_path: Path) -> None:
 
 
 def test_failures_and_preemptions_are_two_budgets(tmp_path: Path) -> None:
-    """Preemptions do not count against backoffLimit; a life is preempted once."""
-    ledger = Attempts(tmp_path / "attempts")
-    for life, ending in enumerate([Ending.PREEMPTED] * 10 + [Ending.FAILED] * 2):
-        ledger.end(ledger.begin(life), ending)
-    ledger.end(ledger.begin(9), Ending.PREEMPTED)
-    ledger.end(ledger.begin(10), Ending.RESTARTED)
-    assert (ledger.restarts(), ledger.preemptions()) == (3, 10)
+    """Preemptions do not count against backoffLimit; a requeue is one preemption."""
+    attempts = Attempts(tmp_path / "attempts")
+    for restart_count, ending in enumerate([Ending.PREEMPTED] * 10 + [Ending.FAILED] * 2):
+        attempts.end(attempts.begin(restart_count), ending)
+    attempts.end(attempts.begin(9), Ending.PREEMPTED)
+    attempts.end(attempts.begin(10), Ending.RESTARTED)
+    assert (attempts.restarts(), attempts.preemptions()) == (3, 10)
 
 
 def test_the_first_end_counts(tmp_path: Path) -> None:
     """A janitor that comes late does not turn a success into a failure."""
-    ledger = Attempts(tmp_path / "attempts")
-    attempt = ledger.begin(0)
-    ledger.end(attempt, Ending.SUCCEEDED)
-    assert ledger.end(attempt, Ending.FAILED).ending is Ending.SUCCEEDED
+    attempts = Attempts(tmp_path / "attempts")
+    attempt = attempts.begin(0)
+    attempts.end(attempt, Ending.SUCCEEDED)
+    assert attempts.end(attempt, Ending.FAILED).ending is Ending.SUCCEEDED
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
@@ -51,12 +57,12 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
-        ledger = Attempts(Path(sys.argv[1]))
+        attempts = Attempts(Path(sys.argv[1]))
         print("ready", flush=True)
         while True:
-            attempt = ledger.begin(0)
-            ledger.started(attempt, srun_pid=1, srun_started=2)
-            ledger.end(attempt, Ending.FAILED)
+            attempt = attempts.begin(0)
+            attempts.started(attempt, srun_pid=1, srun_started=2)
+            attempts.end(attempt, Ending.FAILED)
         """
     )
     seen = 0
@@ -77,3 +83,62 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert len(kept) >= more
         assert sum(one.ending is None for one in kept[seen:]) <= 1
         seen = len(kept)
+
+
+def test_attempts_that_only_a_run_has_recorded_are_counted_too(tmp_path: Path) -> None:
+    """A Run counts starts by torchrun as attempts; the next number is free in both counts."""
+    recorded = tmp_path / "attempts.jsonl"
+    assert last_recorded(recorded) == 0
+    rows = (
+        '{"attempt": 1}',
+        '{"attempt": 3}',
+        "[",
+        '{"v": 2',
+    )
+    recorded.write_text("\n".join(rows))
+    assert last_recorded(recorded) == 3
+    attempts = Attempts(tmp_path / "attempts")
+    assert attempts.begin(0).number == 1
+    assert attempts.begin(1, after=last_recorded(recorded)).number == 4
+
+
+class Clock:
+    """A clock that is set by hand, seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_time_without_ticks_was_not_spent_running(tmp_path: Path) -> None:
+    """Suspended with its ranks, the supervisor cannot tick; that time is left out."""
+    clock = Clock()
+    active = ActiveTime(tmp_path / "active.json", clock=clock)
+    for _ in range(10):
+        clock.now_s += 0.5
+        active.tick()
+    clock.now_s += 3600.0
+    assert active.tick() == 5.0 + LONGEST_TICK_S
+
+
+def test_active_time_is_kept_over_requeues(tmp_path: Path) -> None:
+    """What a supervisor has written is where the next begins; the time between them is not."""
+    clock = Clock()
+    first = ActiveTime(tmp_path / "active.json", clock=clock)
+    clock.now_s += 1.5
+    first.tick()
+    first.write()
+    clock.now_s = 7.0
+    second = ActiveTime(tmp_path / "active.json", clock=clock)
+    clock.now_s += 1.0
+    assert second.tick() == 2.5
+
+
+def test_a_file_that_cannot_be_read_counts_for_nothing(tmp_path: Path) -> None:
+    """Torn, or of another kind: the count begins anew, and the job goes on."""
+    path = tmp_path / "active.json"
+    path.write_text('{"active_s": ')
+    assert ActiveTime(path).seconds == 0.0
+    assert ActiveTime(tmp_path / "no" / "such" / "folder").tick() < 60.0

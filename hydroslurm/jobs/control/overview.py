@@ -84,8 +84,9 @@ class Overview(Found):
 
     @property
     def restarts(self) -> int:
-        """What backoffLimit is compared with."""
-        return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in self.attempts)
+        """Failed or completed attempts that another one followed: what backoffLimit allows."""
+        counted = (Ending.FAILED, Ending.RESTARTED)
+        return sum(one.ending in counted for one in self.attempts[:-1])
 
     @property
     def preemptions(self) -> int:

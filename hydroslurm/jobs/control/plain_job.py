@@ -38,13 +38,16 @@ class PlainAttempt:
     """One start of the job.
 
     Attributes:
-        number: from 1.
+        number: from 1, as the Run on its first rank has recorded it; of an attempt without a Run,
+            Slurm's count of restarts plus one.
+        restart_count: Slurm's.
         began_epoch_s, ended_epoch_s: when, as accounting has it; None while it is not known.
         step: the newest training step that its first rank has told; None when it tells none.
         message: how it ended.
     """
 
     number: int
+    restart_count: int
     began_epoch_s: float | None
     ended_epoch_s: float | None
     step: int | None
@@ -78,8 +81,10 @@ class PlainJob(Found):
     @property
     def preemptions(self) -> int:
         """Attempts that Slurm has preempted, as far as its ranks or accounting tell."""
-        told = {one.restart_count + 1 for one in self.conditions if one.type == "Preempted"}
-        return len(told | {one.number for one in self.attempts if one.message[:9] == "preempted"})
+        known = {one.restart_count for one in self.conditions if one.type == "Preempted"}
+        return len(
+            known | {one.restart_count for one in self.attempts if one.message[:9] == "preempted"}
+        )
 
 
 def job_of(client: SlurmClient, which: str) -> Overview | PlainJob:
@@ -173,14 +178,15 @@ def _ranks(run: RunDir, slurm: Job | None) -> tuple[RankState, ...]:
     return tuple(state for state in states if state is not None)
 
 
-def _conditions(events: Iterable[Event]) -> Iterator[Condition]:
+def _conditions(events: Sequence[Event]) -> Iterator[Condition]:
     """Running and Preempted, as the first rank has written them down."""
     running: set[int] = set()
+    numbers = _numbers(events)
     for event in events:
         restart_count = event.restart_count
         if event.kind is EventKind.INSTALLED and restart_count not in running:
             running.add(restart_count)
-            message = f"attempt {restart_count + 1} on {event.host}"
+            message = f"attempt {numbers.get(restart_count, restart_count + 1)} on {event.host}"
             yield Condition("Running", event.epoch_ns, "Started", message, restart_count)
         if event.kind is EventKind.STOP_REASON and event.data.get("reason") == "preempted":
             message = str(event.data.get("words", ""))
@@ -205,24 +211,34 @@ def _attempts(
     run: RunDir, events: Sequence[Event], records: Sequence[Job]
 ) -> Iterator[PlainAttempt]:
     """As accounting counts them, else those that the first rank has seen."""
+    numbers = _numbers(events)
     for record in records:
         if record.start_epoch_s is None:
             continue  # it waits for its nodes
         ended_s = record.end_epoch_s if record.state.has_ended or record.state.is_waiting else None
         yield PlainAttempt(
-            record.restart_count + 1,
+            numbers.get(record.restart_count, record.restart_count + 1),
+            record.restart_count,
             record.start_epoch_s,
             ended_s,
             _step(events, record.restart_count),
             _how(run, record),
         )
-    for number in sorted({event.restart_count for event in events}) if not records else ():
-        began_ns = min(one.epoch_ns for one in events if one.restart_count == number)
-        known = recorded_stop_reason(run.events, Attempt(number + 1, number, began_ns))
+    for count in sorted({event.restart_count for event in events}) if not records else ():
+        began_ns = min(one.epoch_ns for one in events if one.restart_count == count)
+        number = numbers.get(count, count + 1)
+        known = recorded_stop_reason(run.events, Attempt(number, count, began_ns))
         message = (
             f"{condition_reason(known[0]).lower()}: {known[1]}" if known else "its end is not known"
         )
-        yield PlainAttempt(number + 1, began_ns / 1e9, None, _step(events, number), message)
+        yield PlainAttempt(number, count, began_ns / 1e9, None, _step(events, count), message)
+
+
+def _numbers(events: Iterable[Event]) -> dict[int, int]:
+    """Slurm's restart count -> the number of the attempt, where a Run has recorded one."""
+    began = (one for one in events if one.kind is EventKind.ATTEMPT_BEGAN)
+    found = ((one.restart_count, one.data.get("attempt")) for one in began)
+    return {count: number for count, number in found if type(number) is int}
 
 
 def _step(events: Iterable[Event], restart_count: int) -> int | None:

@@ -13,7 +13,6 @@ that cannot be anything else, and all the others are read from plan.json by the 
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from submitit.slurm.slurm import SlurmExecutor
 
 from hydroslurm.core import rundir
+from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, RunFolderError
 from hydroslurm.jobs import submission
@@ -267,14 +267,8 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for the owner's eyes."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Whole or not at all, readable by the owner only."""
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_atomically(path, text, durable=True)
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error

@@ -1,14 +1,21 @@
-"""How often the replicas of a job were started, and how each of these attempts ended.
+"""How often the replicas of a job were started, how each of these attempts ended, and how long the
+job has held its nodes.
 
-One file per attempt, made before it begins, and one more when it has ended, each put in place whole
-and once: whatever kills whom, each attempt is counted once. An attempt without an end is still
-running, or died with its supervisor or node.
+An attempt is one start of all replicas, counted from 1 over restarts within an allocation and over
+requeues. The ranks are given its number (``HYDROSLURM_ATTEMPT``), and a Run records it as its own.
+torchrun may restart its workers within an attempt, and a Run counts those starts too; the next
+attempt gets the number after the last that was recorded by either, so that one number always means
+one start.
+
+Each attempt has a file that is written before it begins and one when it has ended, each put in
+place whole and once: whatever is killed, every attempt is counted once. An attempt without an end
+is still running, or died with its supervisor or node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +25,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from hydroslurm.core.files import open_regular, parse_json, read_regular
+from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.exit_policy import (
     DEADLINE_EXCEEDED,
@@ -86,7 +93,7 @@ class Attempt:
 
 
 class Attempts:
-    """The ledger of one run, in a folder of its own. Written by one supervisor at a time."""
+    """The attempts of one run, in a folder of their own. Written by one supervisor at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,13 +119,17 @@ class Attempts:
                 found += _attempt({**begun, **started, **ended})
         return tuple(found)
 
-    def begin(self, restart_count: int) -> Attempt:
-        """Write down that an attempt begins, durably.
+    def begin(self, restart_count: int, *, after: int = 0) -> Attempt:
+        """Record durably that an attempt begins.
+
+        Args:
+            after: the greatest number that is in use elsewhere: :func:`last_recorded`.
 
         Raises:
             RunFolderError: the folder cannot be written.
         """
-        number = max((one.number for one in self.all()), default=0) + 1
+        number = max((one.number for one in self.all()), default=0)
+        number = max(number, after) + 1
         attempt = Attempt(number, restart_count, time.time_ns())
         row = {
             "number": number,
@@ -173,25 +184,13 @@ class Attempts:
         self, name: str, row: Mapping[str, Any], *, new: bool = False, quietly: bool = False
     ) -> None:
         """A file that is there whole or not at all; with ``new`` it must not be there yet."""
-        path, temporary = self.folder / name, self.folder / f".{name}.{os.getpid()}"
+        path = self.folder / name
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(row, file)
-                file.flush()
-                os.fsync(file.fileno())
-            if new:
-                try:
-                    os.link(temporary, path)
-                except FileExistsError:
-                    if not quietly:
-                        raise
-                finally:
-                    temporary.unlink()
-            else:
-                temporary.replace(path)
-            _sync_folder(self.folder)
+            write_atomically(path, json.dumps(row), durable=True, exclusive=new)
+        except FileExistsError as error:
+            if not quietly:
+                raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
         except OSError as error:
             raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
@@ -205,12 +204,17 @@ def _attempt(row: Mapping[str, Any]) -> list[Attempt]:
         return []
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def last_recorded(attempts_jsonl: Path) -> int:
+    """The greatest number of an attempt that a Run has recorded; 0: none, or it cannot be read."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        lines = read_end(attempts_jsonl, most_bytes=_MOST_BYTES).splitlines()
+    except OSError:
+        return 0
+    numbers = [0]
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            numbers.append(int(parse_json(line)["attempt"]))
+    return max(numbers)
 
 
 LONGEST_TICK_S = 2.0
@@ -239,12 +243,8 @@ class ActiveTime:
     def write(self) -> None:
         """Put it into the file; what cannot be written is counted again after a restart."""
         self._written_mono_s = self._clock()
-        temporary = self.path.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps({"active_s": round(self.seconds, 3)}))
-            temporary.replace(self.path)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            write_atomically(self.path, json.dumps({"active_s": round(self.seconds, 3)}))
 
 
 def _read(path: Path) -> float:

@@ -20,8 +20,14 @@ from hydroslurm.coordination.address import rendezvous_environment
 from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
-from hydroslurm.core.files import open_regular
-from hydroslurm.core.rundir import ATTEMPTS_ENV, RUN_DIR_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV, RunDir
+from hydroslurm.core.files import Tail, open_regular
+from hydroslurm.core.rundir import (
+    ATTEMPTS_ENV,
+    RUN_DIR_ENV,
+    SAVE_EVERY_ENV,
+    SUPERVISED_ENV,
+    RunDir,
+)
 from hydroslurm.jobs.images import Runtime, pyxis_options
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -55,22 +61,16 @@ class TaskExits:
     step_id: int | None = None
     waits: str | None = None
     _since_mono_s: float = field(default_factory=time.monotonic)
-    _offset: int = 0
+    _tail: Tail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.path)
 
     def look(self) -> bool:
         """Read what is new; whether any task has ended since."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return False
-        whole, newline, _ = new.rpartition(b"\n")
-        if not newline:
-            return False
-        self._offset += len(whole) + 1
         before = len(self.order)
-        for line in whole.decode(errors="replace").splitlines():
+        for data in self._tail.lines():
+            line = data.decode(errors="replace").rstrip("\n")
             self.waits = step_waits(line) or self.waits
             if (step_id := step_launched(line)) is not None:
                 self.step_id, self.waits = step_id, None

@@ -16,11 +16,18 @@ from types import FrameType
 
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
-from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.rundir import ATTEMPT_ENV, RunDir
 from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
-from hydroslurm.jobs.supervisor.attempts import ActiveTime, Attempt, Attempts, Ending, ending_of
+from hydroslurm.jobs.supervisor.attempts import (
+    ActiveTime,
+    Attempt,
+    Attempts,
+    Ending,
+    ending_of,
+    last_recorded,
+)
 from hydroslurm.jobs.supervisor.conditions import (
     ConditionType,
     add_condition,
@@ -224,25 +231,27 @@ class Supervisor:
         return RunningStep(pid, started)
 
     def _begun(self) -> tuple[Attempt, RunningStep, TaskExits]:
-        attempt = self._attempts.begin(self._allocation.restart_count)
+        attempt = self._attempts.begin(
+            self._allocation.restart_count, after=last_recorded(self._run.attempts_jsonl)
+        )
         log = self._run.srun_log(attempt.number)
         command = srun_command(
             self._plan, plan_file=self._run.plan_json, logs=self._run.logs, python=python_of()
         )
-        step = start_step(command, environ=self._step_environ(), log=log)
+        step = start_step(command, environ=self._step_environ(attempt), log=log)
         attempt = self._attempts.started(attempt, srun_pid=step.pid, srun_started=step.started)
         self._add_condition(
             "Running", "Started", f"attempt {attempt.number} on {len(self._plan.tasks)} tasks"
         )
         return attempt, step, TaskExits(log)
 
-    def _step_environ(self) -> dict[str, str]:
+    def _step_environ(self, attempt: Attempt) -> dict[str, str]:
         nodes = self._allocation.nodes
         address = nodes[0]
         with contextlib.suppress(SlurmError):  # most sites can look its name up
             address = self._client.node_address(nodes[0])
         made = step_variables(self._run, self._job, self._plan, nodes=nodes, address=address)
-        return {**self._environ, **made}
+        return {**self._environ, **made, ATTEMPT_ENV: str(attempt.number)}
 
     def _watch(self, step: RunningStep, ends: TaskExits) -> ExitDecision:
         """Until something is decided, or there is nothing to wait for."""

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.files import open_regular, parse_json, read_regular
+from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.spec.sections import TensorBoard
 
@@ -160,9 +160,7 @@ class Board:
     def _announce(self, host: str, port: int) -> Address:
         assert self._child is not None
         address = Address(socket.gethostname(), host, port, self._child.pid)
-        temporary = self._run.tensorboard_json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(vars(address)) + "\n")
-        temporary.replace(self._run.tensorboard_json)
+        write_atomically(self._run.tensorboard_json, json.dumps(vars(address)) + "\n")
         self._log(f"TensorBoard answers at {address.url} on {address.node}")
         return address
 

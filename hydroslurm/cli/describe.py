@@ -1,45 +1,37 @@
-"""``hydroslurm describe | list | cancel | logs | attach``: jobs of hydroslurm, with a spec or
-without."""
+"""``hydroslurm describe | list``: what jobs were asked for, and what became of them."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from hydroslurm.cli.job import Which, rank_line
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
-    from hydroslurm.jobs.control.overview import Overview
-    from hydroslurm.jobs.control.plain_job import PlainJob
+    from hydroslurm.jobs.control.overview import Found, Overview
+    from hydroslurm.jobs.control.plain_job import PlainAttempt, PlainJob
     from hydroslurm.jobs.spec.replicas import ReplicaSpec
     from hydroslurm.jobs.supervisor.attempts import Attempt
 
-Which = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or a run folder.")]
-Replica = Annotated[
-    str | None,
-    typer.Option(help="Such as worker-2, without a spec rank-2; default: the master, or rank-0."),
-]
-
-ASK_EVERY_S = 10.0
-"""How often Slurm is asked whether a job has ended: sites do not like more."""
 _MOST = 2000
 """Characters of a line."""
 _MANY = 8
-"""So many names and attempts are listed; more are counted."""
+"""So many names and attempts of a job with a spec are listed; more are counted."""
+_MANY_PLAIN = 16
+"""The same of ranks and attempts of a job without one."""
 
 
 def describe(which: Which) -> None:
     """Show a job: what was asked for, what became of it and when, and where to look."""
-    from hydroslurm.cli.plainjob import description
     from hydroslurm.jobs.control.plain_job import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
     found = job_of(open_client(), which)
-    for line in description(found) if isinstance(found, PlainJob) else _description(found):
+    lines = plain_job_lines(found) if isinstance(found, PlainJob) else training_job_lines(found)
+    for line in lines:
         typer.echo(clean(line, most=_MOST))
 
 
@@ -62,113 +54,7 @@ def list_jobs() -> None:
         typer.echo(clean(line.rstrip(), most=_MOST))
 
 
-def cancel(which: Which) -> None:
-    """End a job for good. Ranks that can save do so; it is not started again."""
-    from hydroslurm.errors import NotPermitted, WrongJobState
-    from hydroslurm.jobs.control.plain_job import job_of
-    from hydroslurm.slurm.client import open_client
-
-    client = open_client()
-    found = job_of(client, which)
-    if found.slurm is None:
-        raise WrongJobState(f"Slurm does not know the job of {found.run.root} (any more)")
-    job_id = found.slurm.job_id
-    if found.slurm.state.has_ended:
-        typer.echo(f"job {job_id} has ended already: {found.slurm.state.value}")
-        return
-    # a rank that takes the signal for a preemption would ask for a requeue, and get it
-    with contextlib.suppress(NotPermitted, WrongJobState):
-        client.set_requeue(job_id, allowed=False)
-    client.cancel(job_id)
-    typer.echo(f"job {job_id} is cancelled; hydroslurm describe {job_id} says how it ends")
-
-
-def logs(
-    which: Which,
-    replica: Replica = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job has ended, over requeues.")
-    ] = False,
-    tail: Annotated[
-        int, typer.Option(min=0, help="Only the last N lines of what is there; 0: all.")
-    ] = 0,
-    supervisor: Annotated[
-        bool, typer.Option("--supervisor", help="What the supervisor says instead.")
-    ] = False,
-) -> None:
-    """Print what a replica, or a job without a spec, has printed, all its attempts in one."""
-    from hydroslurm.errors import UsageError
-    from hydroslurm.jobs.control.logs import follow_files, output_logs, supervisor_logs, task_logs
-    from hydroslurm.jobs.control.plain_job import PlainJob, job_of
-    from hydroslurm.slurm.client import open_client
-
-    found = job_of(open_client(), which)
-    if not isinstance(found, PlainJob):
-        files = supervisor_logs(found) if supervisor else task_logs(found, replica)
-    elif supervisor:
-        raise UsageError("only a job with a spec has a supervisor; leave --supervisor out")
-    else:
-        files = output_logs(found, replica)
-    with contextlib.suppress(KeyboardInterrupt):
-        for text in follow_files(files, tail=tail, until=_Ended(found) if follow else None):
-            typer.echo(text, nl=False)
-
-
-def attach(
-    which: Which,
-    command: Annotated[
-        list[str] | None, typer.Argument(help="Default: your shell. After --, if it has options.")
-    ] = None,
-    replica: Replica = None,
-) -> None:
-    """Get a shell, or run a command, where a replica runs: on its node, with its environment."""
-    from hydroslurm.jobs.control.attach import attach_command
-    from hydroslurm.jobs.control.plain_job import job_of
-    from hydroslurm.slurm.client import open_client
-
-    words = attach_command(
-        job_of(open_client(), which),
-        replica=replica,
-        command=command or (),
-        environ=os.environ,
-        has_terminal=os.isatty(0) and os.isatty(1),
-    )
-    os.execvp(words[0], words)
-
-
-class _Ended:
-    """Whether a job is over: the run folder tells at once, Slurm where nobody can write there."""
-
-    def __init__(self, found: Overview | PlainJob) -> None:
-        self._found = found
-        self._asked_s = time.monotonic()
-
-    def __call__(self) -> bool:
-        from hydroslurm.errors import HydroslurmError, NoSuchJob
-        from hydroslurm.jobs.control.overview import Overview
-        from hydroslurm.jobs.control.plain_job import job_of
-        from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
-        from hydroslurm.slurm.client import open_client
-
-        if self._found.is_over or final_condition(
-            read_conditions(self._found.run.conditions_jsonl)
-        ):
-            return True
-        if time.monotonic() - self._asked_s > ASK_EVERY_S:
-            slurm = None if isinstance(self._found, Overview) else self._found.slurm
-            which = str(self._found.run.root if slurm is None else slurm.job_id)
-            try:
-                self._found = job_of(open_client(), which)
-            except NoSuchJob:  # it has ended, and is forgotten
-                return True
-            except HydroslurmError:
-                pass
-            self._asked_s = time.monotonic()
-        return self._found.is_over
-
-
 def _row(found: Overview | PlainJob) -> tuple[str, ...]:
-    from hydroslurm.cli.plainjob import moment
     from hydroslurm.jobs.control.overview import Overview
 
     assert found.slurm is not None
@@ -194,8 +80,7 @@ def _row(found: Overview | PlainJob) -> tuple[str, ...]:
     )
 
 
-def _description(found: Overview) -> list[str]:
-    from hydroslurm.cli.plainjob import condition_lines, of_slurm
+def training_job_lines(found: Overview) -> list[str]:
     from hydroslurm.jobs.supervisor.attempts import ActiveTime
 
     job, policy = found.job, found.job.run_policy
@@ -215,7 +100,8 @@ def _description(found: Overview) -> list[str]:
         )
     lines += _tensorboard_lines(found)
     left_out = len(found.attempts) - _MANY
-    lines.append("Attempts:     " + (f"{left_out} before these" if left_out > 0 else ""))
+    more = f"; {left_out} before these" if left_out > 0 else ""
+    lines.append(f"Attempts:     starts of the ranks, counted over restarts and requeues{more}")
     lines += [f"  {_attempt_line(one)}" for one in found.attempts[-_MANY:]] or ["  none yet"]
     lines += condition_lines(found)
     return [line.rstrip() for line in lines]
@@ -264,7 +150,6 @@ def _tensorboard_lines(found: Overview) -> list[str]:
 
 
 def _attempt_line(one: Attempt) -> str:
-    from hydroslurm.cli.plainjob import moment
     from hydroslurm.jobs.supervisor.exit_policy import format_status
 
     until = "" if one.ended_epoch_ns is None else f" to {moment(one.ended_epoch_ns)}"
@@ -272,3 +157,82 @@ def _attempt_line(one: Attempt) -> str:
     who = "" if one.replica is None or one.status is None else f" by {one.replica}"
     status = "" if not one.status else f", status {format_status(one.status)}"
     return f"{one.number}  {moment(one.began_epoch_ns)}{until}: {how}{who}{status}"
+
+
+def plain_job_lines(found: PlainJob) -> list[str]:
+    """The lines about it."""
+    lines = of_slurm(found, found.name)
+    if found.submission is not None:
+        lines.append(f"Command:      {clean(found.submission.command)}")
+    slurm = found.slurm
+    files = dict.fromkeys(filter(None, (slurm.std_out, slurm.std_err))) if slurm else ()
+    lines += [f"Output:       {file}" for file in files]
+    lines.append(f"At a stop:    {_saver(found)}")
+    if found.committed is not None:
+        step = found.committed.data.get("checkpoint_step")
+        lines.append(f"Checkpoint:   step {step}, committed {moment(found.committed.epoch_ns)}")
+    if slurm is not None:
+        lines.append(f"Restarts:     {slurm.restart_count}")
+    lines.append(f"Preemptions:  {found.preemptions}")
+    lines.append(f"Ranks:        {len(found.ranks) or 'none has announced itself'}")
+    now_ns = time.time_ns()
+    lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in found.ranks[:_MANY_PLAIN]]
+    lines += (
+        [f"  ... {len(found.ranks) - _MANY_PLAIN} more"] if len(found.ranks) > _MANY_PLAIN else []
+    )
+    left_out = len(found.attempts) - _MANY_PLAIN
+    more = f"; {left_out} before these" if left_out > 0 else ""
+    lines.append(f"Attempts:     starts of the ranks, counted over restarts and requeues{more}")
+    lines += [f"  {_plain_attempt_line(one)}" for one in found.attempts[-_MANY_PLAIN:]] or [
+        "  none yet"
+    ]
+    lines += condition_lines(found)
+    return [line.rstrip() for line in lines]
+
+
+def of_slurm(found: Found, name: str) -> list[str]:
+    """What Slurm says of any job, and where its run folder is."""
+    from hydroslurm.slurm.text import compress_nodes
+
+    slurm = found.slurm
+    lines = [f"Name:         {name}"]
+    if slurm is None:
+        lines.append("Slurm:        knows nothing of it, or cannot be asked")
+    else:
+        waits = f" ({slurm.reason})" if slurm.reason not in ("", "None") else ""
+        where = f" on {compress_nodes(slurm.nodes)}" if slurm.nodes else waits
+        lines.append(f"Slurm:        job {slurm.job_id}, {slurm.state.value}{where}")
+        lines.append(f"Partition:    {slurm.partition}{f', QOS {slurm.qos}' if slurm.qos else ''}")
+    return [*lines, f"Run folder:   {found.run.root}"]
+
+
+def condition_lines(found: Found) -> list[str]:
+    """What became of any job, and when."""
+    lines = ["Conditions:"]
+    for one in found.conditions:
+        reason = f" {one.reason}" if one.reason else ""
+        message = f": {clean(one.message)}" if one.message else ""
+        lines.append(f"  {moment(one.epoch_ns)}  {one.type}{reason}{message}")
+    return lines if found.conditions else [*lines, "  none"]
+
+
+def moment(epoch_ns: int) -> str:
+    """In the local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
+
+
+def _saver(found: PlainJob) -> str:
+    from hydroslurm.core.events import EventKind
+
+    if found.saver is EventKind.ATTEMPT_BEGAN:
+        return "its hydroslurm.Run saves"
+    if found.saver is EventKind.STOPS_TAKEN:
+        return "the script saves in its own way (receive_suspend_command)"
+    return "nobody saves: no rank has made a hydroslurm.Run, or called receive_suspend_command()"
+
+
+def _plain_attempt_line(one: PlainAttempt) -> str:
+    began = "" if one.began_epoch_s is None else f"{moment(int(one.began_epoch_s * 1e9))}"
+    ended = "" if one.ended_epoch_s is None else f" to {moment(int(one.ended_epoch_s * 1e9))}"
+    step = "" if one.step is None else f", at step {one.step}"
+    return f"{one.number}  {began}{ended}: {clean(one.message)}{step}"
