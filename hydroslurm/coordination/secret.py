@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hydroslurm.coordination.authentication import KEY_BYTES, RankGreeting
 from hydroslurm.coordination.world import KEY_ENV, World
-from hydroslurm.core.files import read_regular
+from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import NoSecret, UntrustedFile, UsageError
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
@@ -142,12 +142,7 @@ def _own_key(world: World) -> bytes:
 def _write(path: Path, key: bytes) -> bytes:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_trusted(path.parent, what="the folder of the ranks' key")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(key)
-    draft.replace(path)
+    write_atomically(path, key)
     return key
 
 

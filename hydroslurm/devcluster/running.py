@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.core.files import write_atomically
 from hydroslurm.devcluster.layout import Layout
 from hydroslurm.devcluster.processes import ProcessId
 from hydroslurm.devcluster.spec import ClusterSpec
@@ -48,9 +49,7 @@ class Running:
             "supervisor": vars(self.supervisor),
             "daemons": {name: vars(process) for name, process in self.daemons},
         }
-        new = layout.cluster_json.with_suffix(".new")
-        new.write_text(json.dumps(row, indent=1) + "\n")
-        new.replace(layout.cluster_json)
+        write_atomically(layout.cluster_json, json.dumps(row, indent=1) + "\n", mode=0o666)
 
     @classmethod
     def read(cls, layout: Layout) -> Running | None:

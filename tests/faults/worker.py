@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from faults.families import hub_of
 from faults.plans import Fault
+from forkedranks import serve
 from together import crew
 from torch.utils.data import DataLoader
 
@@ -194,9 +195,8 @@ def loader_of(parts: crew.Parts) -> DataLoader[Any]:
 
 def main() -> None:
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True, write_through=False)
-    be_rank = crew.be_rank
 
-    def be_faulty_rank(options: dict[str, Any], rank: int) -> int:
+    def be_faulty_rank(options: dict[str, Any], rank: int) -> None:
         faulthandler.register(signal.SIGQUIT, all_threads=True)
         faults = [Fault(**one) for one in options.get("faults", ())]
         mine = [(index, fault) for index, fault in enumerate(faults) if fault.rank == rank]
@@ -204,14 +204,14 @@ def main() -> None:
         moments = Moments(mine, rank=rank, directory=directory, life=options["meet"])
         watch(moments)
         moments.reach("start")
-        code = be_rank(options, rank)
-        for signo in LATE:  # as at the exit of a process that ends by itself
-            signal.signal(signo, signal.SIG_IGN)
-        return code
+        try:
+            crew.train(options, rank)
+        finally:
+            for signo in LATE:  # as at the exit of a process that ends by itself
+                signal.signal(signo, signal.SIG_IGN)
 
-    crew.be_rank = be_faulty_rank
     crew.KINDS["run"] = train
-    crew.main()
+    serve(be_faulty_rank)
 
 
 if __name__ == "__main__":
