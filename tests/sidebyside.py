@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-FOLDERS = ("tests/manyranks/", "tests/trainingjob/")
+FOLDERS = ("tests/integration/manyranks/", "tests/integration/trainingjob/")
 """Whose jobs run side by side in any case, for all modules of the folder."""
 
 
@@ -22,10 +22,10 @@ class ByModule(LoadScopeScheduling):
 
 
 FIRST = (
-    "tests/manyranks/",
-    "tests/session/test_preemptions.py",
-    "tests/trainingjob/",
-    "tests/cgroup/",
+    "tests/integration/manyranks/",
+    "tests/training/test_preemptions.py",
+    "tests/integration/trainingjob/",
+    "tests/integration/cgroup/",
 )
 """What takes longest: the first computes all the time, the others wait most of it."""
 

@@ -10,8 +10,8 @@ terminates unless the program itself hangs.
 Equal counts are asked for twice, because a thread may have passed the gate and not be counted yet.
 Twice is enough: a rank reports only when its threads are held or have been asleep for a while, so a
 thread that has passed is counted before the next report; and a round in which a rank may still use
-an allowance does not count. Without either of these the model in tests/runtime/model finds a wrong
-end.
+an allowance does not count. Without either of these the model in tests/coordination/model finds a
+wrong end.
 """
 
 from __future__ import annotations

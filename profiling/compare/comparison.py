@@ -21,8 +21,8 @@ import drive
 import figures
 import pairs
 from attempts import read_attempts
-from jobs import BEGIN_DELAY_S, Place, cluster_spec, version_of
 from peers import PEERS, Peer, absent
+from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec, version_of
 from storm import Event, Kind, storm
 
 from hydroslurm.devcluster import DevCluster

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attempts import read_attempts
-from jobs import COMMAND_LIMIT_S, Job, Place
 from peers import Peer
+from slurm_jobs import COMMAND_LIMIT_S, Job, Place
 from storm import Event
 
 START_LIMIT_S = 120.0

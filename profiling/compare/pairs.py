@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs import Job, Place
 from peers import PEERS, Peer
+from slurm_jobs import Job, Place
 
 TURN_LIMIT_S = 120.0
 FOREVER_EPOCHS = 1000

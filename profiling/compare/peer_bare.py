@@ -3,7 +3,7 @@ requeue goes on with the last epoch that it saved."""
 
 from __future__ import annotations
 
-from training import arguments, train_by_hand
+from digits_training import arguments, train_by_hand
 
 if __name__ == "__main__":
     train_by_hand(arguments())

@@ -3,8 +3,8 @@ on. It saves nothing at a preemption, so that the script's own epochs count."""
 
 from __future__ import annotations
 
+from digits_training import arguments, train_by_hand
 from incumbent import Incumbent
-from training import arguments, train_by_hand
 
 if __name__ == "__main__":
     train_by_hand(arguments(), inside=Incumbent)

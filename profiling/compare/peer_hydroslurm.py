@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from digits import SEED, Parts
+from digits_training import BATCH_SIZE, arguments, finished
 from observer import Observer
 from torch.utils.data import DataLoader
-from training import BATCH_SIZE, arguments, finished
 
 import hydroslurm
 from hydroslurm.data import ResumableSampler

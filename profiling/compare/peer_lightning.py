@@ -10,11 +10,11 @@ from typing import Any
 import lightning
 import torch
 from digits import Parts
+from digits_training import arguments, finished
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from observer import Observer
 from torch import nn
-from training import arguments, finished
 
 
 class Digits(lightning.LightningModule):

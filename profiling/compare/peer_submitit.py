@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from digits_job import StockTraining
+from digits_training import finished
 from observer import Observer
-from training import finished
 
 
 class Training(StockTraining):

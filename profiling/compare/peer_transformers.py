@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from digits import SEED, Parts
+from digits_training import arguments, finished
 from observer import Observer
 from torch import nn
-from training import arguments, finished
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import submitit
+from digits_training import config
 from peer_submitit import Training
-from training import config
 
 
 def main() -> None:

@@ -26,10 +26,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from coordination import crew
 from faults.families import hub_of
 from faults.plans import Fault
 from forkedranks import serve
-from together import crew
 from torch.utils.data import DataLoader
 
 import hydroslurm

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from processes import wait_until
-from session.training import Training
+from training.trainings import Training
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm

@@ -1,5 +1,5 @@
 """What is asked of NVTX, and what happens where no tool listens. What nsys records of it is tested
-in tests/nsys."""
+in tests/integration/nsys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who is told at the start that nobody saves; the telling: tests/trainingjob/test_plain_jobs.py."""
+"""Who is warned at the start that nobody saves; tests/integration/trainingjob/test_plain_jobs.py
+has the warning itself."""
 
 from __future__ import annotations
 

@@ -1,0 +1,27 @@
+"""Fixtures of the tests of several ranks in processes of this machine, without Slurm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from coordination.lives import PROGRAM, Story
+from processes import Child, child
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """The process from which ranks are forked."""
+    folder = tmp_path_factory.mktemp("crew")
+    path = os.pathsep.join([str(PROGRAM.parent.parent), os.environ["PYTHONPATH"]])
+    with child(PROGRAM.read_text(), folder, environ={"PYTHONPATH": path}) as program:
+        program.expect("ready")
+        yield program
+
+
+@pytest.fixture
+def story(crew: Child, tmp_path: Path) -> Story:
+    """A run that has not begun."""
+    return Story(crew, tmp_path)

@@ -1,0 +1,71 @@
+"""What a person is told of a pause of several ranks, and what its report holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from coordination.lives import Life, Story
+from processes import wait_until
+
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.core.rankstate import RankState, latest
+from hydroslurm.report.figures import figures_of
+from hydroslurm.report.history import read_history
+from hydroslurm.runtime import client
+
+WORLD = 3
+
+
+def states(story: Story) -> list[RankState]:
+    found = [latest(story.run.rank_events(rank)) for rank in range(WORLD)]
+    return [state for state in found if state is not None]
+
+
+def begin(story: Story) -> Life:
+    life = story.begin(WORLD, epochs=400, settle=False)
+    wait_until(lambda: all(story.steps(rank) for rank in range(WORLD)), "the first steps")
+    story.wait_for(EventKind.RANKS_JOINED, world=WORLD)
+    return life
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """In which a process was started: where it has announced itself."""
+    given = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(one.split("=", 1) for one in given if "=" in one)
+
+
+def test_the_answer_is_that_all_are_parked(story: Story) -> None:
+    """One rank is asked to pause, by its pid: it answers when all are parked, all ranks are seen
+    parked together, and its resume lets them all go on; the report tells who was held for whom and
+    who was stopped for whom."""
+    life = begin(story)
+    environ = environ_of(life.pids[1])
+    parked = client.pause(life.pids[1], timeout_s=60, environ=environ)
+    assert parked.done
+    assert f"all {WORLD} ranks at one collective after" in parked.words
+    assert parked.latency_us is not None
+    assert parked.all_parked_us is not None
+    assert parked.all_parked_us > parked.latency_us
+    wait_until(lambda: all(state.parked_together for state in states(story)), "all to say so")
+    again = client.pause(life.pids[1], timeout_s=60, environ=environ)
+    assert (again.done, again.words.startswith("held already")) == (True, True)
+    resumed = client.resume(life.pids[1], timeout_s=60, environ=environ)
+    assert resumed.done, resumed.words
+    wait_until(lambda: all(state.state == "running" for state in states(story)), "all to go on")
+    os.kill(life.pids[2], signal.SIGTERM)
+    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+
+    history = read_history(story.run.root)
+    figures = figures_of(history)
+    assert (figures.pauses, figures.incomplete, figures.in_flight) == (WORLD, 0, 0)
+    assert figures.all_parked_us["count"] == WORLD
+    assert {pause.rank: pause.main_cause for pause in history.pauses} == {
+        0: "peers",
+        1: "user",
+        2: "peers",
+    }
+    assert [stop.of_rank for stop in history.stops] == [2, 2, None]
+    assert [stop.missing for stop in history.stops] == [()] * WORLD

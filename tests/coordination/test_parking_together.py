@@ -1,0 +1,183 @@
+"""Several ranks: one that is paused has all parked, before one collective, with none in flight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from coordination.lives import Life, Story
+from processes import wait_until
+
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
+
+WORLD = 3
+LONG = {"epochs": 400, "settle": False}
+"""Longer than any test."""
+
+
+def begin_training(story: Story, world: int = WORLD, **options: object) -> Life:
+    """A run whose ranks have all made steps."""
+    life = story.begin(world, **{**LONG, **options})
+    wait_until(lambda: all(story.steps(rank) for rank in range(world)), "the first steps")
+    story.wait_for(EventKind.RANKS_JOINED, world=world)
+    return life
+
+
+def parked_together(story: Story, rank: int) -> int:
+    """How often this rank was told that all are parked."""
+    return len(story.events(rank, EventKind.ALL_PARKED))
+
+
+def wait_for_parked(story: Story, number: int, world: int = WORLD) -> None:
+    wait_until(
+        lambda: all(parked_together(story, rank) >= number for rank in range(world)),
+        f"pause {number} of all ranks",
+    )
+
+
+def stop(story: Story, life: Life) -> None:
+    """The end of a test: all are saved and gone."""
+    life.signal(0)
+    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+
+
+@pytest.mark.parametrize("model", ["ddp", "fsdp"])
+def test_one_paused_rank_parks_all(model: str, story: Story) -> None:
+    """SIGUSR1 to one rank, again and again, a different one each time: all park, with nothing in
+    flight and at the same step or two steps beside one collective; SIGUSR2 to it lets all go on."""
+    life = begin_training(story, model=model)
+    for number in range(1, 7):
+        rank = number % WORLD
+        life.signal(rank, signal.SIGUSR1)
+        wait_for_parked(story, number)
+        before = [len(story.steps(one)) for one in range(WORLD)]
+        assert max(before) - min(before) <= 1
+        life.signal(rank, signal.SIGUSR2)
+        wait_until(
+            lambda before=before: all(
+                len(story.steps(one)) > before[one] + 1 for one in range(WORLD)
+            ),
+            "all ranks to train on",
+        )
+    for rank in range(WORLD):
+        told = story.events(rank, EventKind.ALL_PARKED)
+        assert [event.data["in_flight"] for event in told] == [0] * 6
+        assert not story.events(rank, EventKind.AGREEMENT_FAILED)
+    stop(story, life)
+
+
+def test_nobody_moves_while_parked(story: Story) -> None:
+    """As long as one rank is paused no rank makes a step, also when another one was paused and
+    resumed meanwhile."""
+    life = begin_training(story)
+    life.signal(0, signal.SIGUSR1)
+    wait_for_parked(story, 1)
+    life.signal(1, signal.SIGUSR1)
+    wait_until(lambda: _signals(story, 1) == 1, "the second pause")
+    life.signal(1, signal.SIGUSR2)
+    wait_until(lambda: _signals(story, 1) == 2, "its end")
+    before = [len(story.steps(one)) for one in range(WORLD)]
+    life.signal(2, signal.SIGUSR2)  # it never was paused: nothing happens
+    wait_until(lambda: _signals(story, 2) == 1, "the signal")
+    assert [len(story.steps(one)) for one in range(WORLD)] == before
+    life.signal(0, signal.SIGUSR2)
+    wait_until(lambda: len(story.steps(0)) > before[0] + 2, "all to train on")
+    stop(story, life)
+
+
+def _signals(story: Story, rank: int) -> int:
+    """How many signals of a person's this rank has noticed."""
+    seen = story.events(rank, EventKind.SIGNAL_RECEIVED)
+    return sum(str(event.data.get("signal", "")).startswith("SIGUSR") for event in seen)
+
+
+@pytest.mark.slow
+def test_a_suspend_longer_than_the_time_out(story: Story) -> None:
+    """As Slurm suspends: SIGTSTP to all, SIGSTOP, and SIGCONT after three times the collectives'
+    time-out. Nobody dies of it, and no step is missing."""
+    life = begin_training(story, timeout_s=2)
+    for rank in range(WORLD):
+        life.signal(rank, signal.SIGTSTP)
+    wait_for_parked(story, 1)
+    for rank in range(WORLD):
+        life.signal(rank, signal.SIGSTOP)
+    time.sleep(6)  # what is tested is the length of the suspend
+    before = len(story.steps(0))
+    for rank in range(WORLD):
+        life.signal(rank, signal.SIGCONT)
+    wait_until(lambda: len(story.steps(0)) > before + 5, "the run to go on")
+    stop(story, life)
+    for rank in range(WORLD):
+        steps = [step for step, _, _ in story.steps(rank)]
+        assert steps == list(range(len(steps)))
+
+
+def test_a_stop_wins_over_a_pause(story: Story) -> None:
+    """One rank is paused, another is told to stop: all are let go, save at one step and leave."""
+    life = begin_training(story)
+    life.signal(1, signal.SIGUSR1)
+    wait_for_parked(story, 1)
+    life.signal(2, signal.SIGTERM)
+    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    assert len({record.end_step for record in story.lives()}) == 1
+
+
+def test_a_rank_that_dies_in_a_pause_holds_nobody(story: Story) -> None:
+    """The paused rank is killed: the others are let go, and fail in their collective, as they would
+    have without a pause."""
+    life = begin_training(story)
+    life.signal(1, signal.SIGUSR1)
+    wait_for_parked(story, 1)
+    life.signal(1, signal.SIGKILL)
+    life.end()
+    assert life.codes[1] == -signal.SIGKILL
+    assert life.codes[0] == life.codes[2] == 1, life.said
+
+
+def test_pauses_while_saves_are_written(story: Story) -> None:
+    """Paused again and again while every step is saved in the background: no save fails, and all
+    ranks have committed the same ones."""
+    life = begin_training(story, every_steps=1)
+    story.wait_for(EventKind.SAVE_COMMITTED, world=WORLD)
+    for number in range(1, 5):
+        life.signal(number % WORLD, signal.SIGUSR1)
+        wait_for_parked(story, number)
+        before = len(story.steps(0))
+        life.signal(number % WORLD, signal.SIGUSR2)
+        wait_until(lambda before=before: len(story.steps(0)) > before + 3, "all to train on")
+    stop(story, life)
+    committed = [
+        [event.data["checkpoint_step"] for event in story.events(rank, EventKind.SAVE_COMMITTED)]
+        for rank in range(WORLD)
+    ]
+    assert committed[0] == committed[1] == committed[2]
+    assert not any(story.events(rank, EventKind.SAVE_FAILED) for rank in range(WORLD))
+
+
+def test_the_hub_is_killed(story: Story) -> None:
+    """The ranks train on, meet at another hub, and pause and stop together as before; also when it
+    is killed during a pause, which then begins anew."""
+    life = begin_training(story)
+    os.kill(_hub_of(life.pids[0]), signal.SIGKILL)
+    story.wait_for(EventKind.RANKS_JOINED, world=WORLD, times=2)
+    life.signal(1, signal.SIGUSR1)
+    wait_for_parked(story, 1)
+    os.kill(_hub_of(life.pids[0]), signal.SIGKILL)
+    wait_for_parked(story, 2)
+    before = len(story.steps(0))
+    life.signal(1, signal.SIGUSR2)
+    wait_until(lambda: len(story.steps(0)) > before + 3, "the run to train on")
+    stop(story, life)
+
+
+def _hub_of(pid: int) -> int:
+    """The hub is a child of rank 0."""
+    found = " ".join(one.read_text() for one in Path(f"/proc/{pid}/task").glob("*/children"))
+    for child in map(int, found.split()):
+        if "coordination.coordinator" in Path(f"/proc/{child}/cmdline").read_text():
+            return child
+    raise AssertionError(f"rank 0, {pid}, has no hub among {found}")

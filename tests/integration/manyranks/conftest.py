@@ -1,0 +1,124 @@
+"""Fixtures of the trainings of several ranks on a real Slurm.
+
+The trainings run side by side, three at a time, from the first test on that looks at one: nearly
+all of their time is Slurm's own waiting and the import of torch. Only those that are asked for run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.manyranks.acts import ACTS, COMPARABLE, Story
+from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
+from stories import Stories, stories
+from training.trainings import ALONE_LIMIT_S, ROOT
+
+from hydroslurm.devcluster import DevCluster
+
+AT_A_TIME = 3
+ENDS_WITHIN_S = 900.0
+Stage = Stories[Story]
+
+
+@pytest.fixture(scope="session")
+def stage(
+    request: pytest.FixtureRequest,
+    ranks_cluster: DevCluster,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stage]:
+    """The trainings that the tests of this session look at, all under way."""
+    base = tmp_path_factory.mktemp("ranks")
+    wanted = {name for item in request.session.items for name in _fixtures_of(item)}
+    told = {
+        name: functools.partial(act, ranks_cluster)
+        for name, act in ACTS.items()
+        if f"{name}_story" in wanted
+    }
+    with stories(told, base, clusters=(ranks_cluster,), at_a_time=AT_A_TIME) as stage:
+        try:
+            yield stage
+        finally:
+            CURTAIN.set()  # whoever has failed, or was interrupted, does not wait for the rest
+
+
+@pytest.fixture(scope="session")
+def ddp_story(stage: Stage) -> Story:
+    return stage.result("ddp", ENDS_WITHIN_S)
+
+
+@pytest.fixture(scope="session")
+def fsdp_story(stage: Stage) -> Story:
+    return stage.result("fsdp", ENDS_WITHIN_S)
+
+
+@pytest.fixture(scope="session")
+def worlds_story(stage: Stage) -> Story:
+    return stage.result("worlds", ENDS_WITHIN_S)
+
+
+@pytest.fixture(scope="session")
+def long_ddp_story(stage: Stage) -> Story:
+    return stage.result("long_ddp", ENDS_WITHIN_S)
+
+
+@pytest.fixture(scope="session")
+def long_fsdp_story(stage: Stage) -> Story:
+    return stage.result("long_fsdp", ENDS_WITHIN_S)
+
+
+@pytest.fixture(scope="session")
+def mixed_story(stage: Stage) -> Story:
+    return stage.result("mixed", ENDS_WITHIN_S)
+
+
+@pytest.fixture(scope="session")
+def agent_story(stage: Stage) -> Story:
+    return stage.result("agent", ENDS_WITHIN_S)
+
+
+@pytest.fixture(scope="session")
+def ddp_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What comes of the same training when nobody stops it."""
+    return trained_alone(tmp_path_factory.mktemp("ddp"), "train_ddp.py")
+
+
+@pytest.fixture(scope="session")
+def fsdp_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained_alone(tmp_path_factory.mktemp("fsdp"), "train_fsdp.py")
+
+
+@pytest.fixture(scope="session")
+def comparable_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of four ranks all the time."""
+    return trained_alone(tmp_path_factory.mktemp("comparable"), "train_ddp.py", *COMPARABLE)
+
+
+def trained_alone(folder: Path, script: str, *options: str) -> dict[str, Any]:
+    out = folder / "out.json"
+    training = {
+        "script": str(ROOT / "examples" / script),
+        "world": 4,
+        "options": [
+            *script_options(out, epochs=EPOCHS),
+            *options,
+            f"--directory={folder / 'run'}",
+        ],
+    }
+    program = Path(__file__).with_name("alone.py")
+    command = [sys.executable, str(program), json.dumps(training)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=ALONE_LIMIT_S, cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(out.read_text()))
+
+
+def _fixtures_of(item: pytest.Item) -> tuple[str, ...]:
+    return tuple(getattr(item, "fixturenames", ()))

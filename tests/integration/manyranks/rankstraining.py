@@ -1,0 +1,208 @@
+"""A real training of several ranks (examples/train_ddp.py, train_fsdp.py) on a real Slurm, and what
+is done to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from processes import is_stopped
+from training.trainings import LIMIT_S, ROOT, Training
+
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.jobs.launch.batch_script import MULTI_NODE, requeue_script
+
+LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+"""The nodes of a dev cluster have no names that could be looked up."""
+EPOCHS = 6  # of 60 steps
+BATCH_SIZE = 24
+EVERY_STEPS = 60
+LOOK_S = 0.06
+CURTAIN = threading.Event()
+"""Nobody wants to know any more."""
+AS_IT_IS = MULTI_NODE.command
+FSDP = AS_IT_IS.replace("train_ddp", "train_fsdp")
+AGENT = AS_IT_IS.replace(
+    "-u",
+    "-m hydroslurm.cli agent -- --nproc-per-node=2 --local-addr=127.0.0.1",
+)
+# what torchrun's ranks need to write line by line
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class RanksTraining(Training):
+    """One batch job of several ranks on one cluster.
+
+    Attributes:
+        command: what srun starts in sbatch/multi-node.sbatch.
+        world: ranks in the first life.
+        nodes: in the first life.
+        options: more options for the script.
+    """
+
+    epochs: int = EPOCHS
+    think_s: float = 0.02
+    command: str = AS_IT_IS
+    world: int = 4
+    nodes: int = 4
+    options: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=lambda: {**LOOPBACK, **UNBUFFERED})
+
+    def submit(self, *sbatch_options: str) -> RanksTraining:
+        """sbatch/multi-node.sbatch with another command, or as it is."""
+        self.folder.mkdir(parents=True)
+        (self.folder / "examples").symlink_to(ROOT / "examples")
+        script = self.folder / "job.sbatch"
+        script.write_text(
+            requeue_script(replace(MULTI_NODE, command=self.command, nodes=self.nodes))
+        )
+        self.job_id = self.slurm(
+            "sbatch",
+            "--parsable",
+            *sbatch_options,
+            str(script),
+            *script_options(self.out, epochs=self.epochs),
+            "--log-every=2",
+            f"--think-s={self.think_s}",
+            *self.options,
+        )
+        return self
+
+    # --- what has happened
+    # --------------------------------------------------------------------------------------------
+
+    def events_of(self, rank: int, *kinds: EventKind, life: int | None = None) -> list[Event]:
+        """Of one rank, in one life or in all. A start that was over before its life began belongs
+        to none."""
+        path = self.run.rank_events(rank)
+        found = list(read_events(path)) if path.exists() else []
+        if life is not None:
+            found = _of_life(found, life)
+        return [event for event in found if not kinds or event.kind in kinds]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What it has come to."""
+        return dict(json.loads(self.out.read_text()))
+
+    def pid(self, rank: int, *, life: int) -> int:
+        return self.events_of(rank, EventKind.INSTALLED, life=life)[-1].pid
+
+    def last_step(self) -> int:
+        """The newest in the log."""
+        shown = re.findall(r"^epoch \d+ step (\d+)", self.log(), flags=re.MULTILINE)
+        return int(shown[-1]) if shown else 0
+
+    def is_stopped(self, rank: int, *, life: int) -> bool:
+        """Whether SIGSTOP has come, or the freezer."""
+        return is_stopped(self.pid(rank, life=life))
+
+    # --- waiting
+    # --------------------------------------------------------------------------------------------
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Look again and again, not too often: several trainings are waited for, and each has much
+        to be read."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert not CURTAIN.is_set(), "the tests are over"
+            assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}\n{self.log()}"
+            time.sleep(LOOK_S)
+
+    def wait_for(self, rank: int, kind: EventKind, *, life: int) -> None:
+        """Until a rank has written such an event in this life."""
+        self.wait_until(
+            lambda: self.events_of(rank, kind, life=life),
+            f"{kind.value} of rank {rank} in life {life}",
+        )
+
+    def wait_for_ranks(self, life: int) -> None:
+        """Until every rank of this life has made a step."""
+        for rank in range(self.world):
+            self.wait_for(rank, EventKind.FIRST_STEP, life=life)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until its log shows this step; it may be some steps further by then."""
+        self.wait_until(lambda: self.last_step() >= step, f"step {step}")
+
+    def wait_for_steps(self, number: int) -> None:
+        """Until it has made so many more."""
+        self.wait_for_step(self.last_step() + number)
+
+    def wait_for_end(self) -> dict[str, Any]:
+        self.wait_until(self.run.finished_json.exists, "the finished marker")
+        return self.result
+
+    # --- what is done to it
+    # --------------------------------------------------------------------------------------------
+
+    def suspend(
+        self, life: int, *, until_stopped: bool, meanwhile: Callable[[], object] | None = None
+    ) -> None:
+        """scontrol suspend and resume; to be called once per life.
+
+        Args:
+            until_stopped: until SIGSTOP has come as well, which is after 2 s.
+            meanwhile: what is done then.
+        """
+        self.slurm("scontrol", "suspend", self.job_id)
+        # Slurm sends a suspend and the resume behind it to each node without an order: a node that
+        # gets the resume first stays suspended for good, in a job that Slurm calls RUNNING
+        for rank in range(self.world):
+            self.wait_for(rank, EventKind.SIGNAL_RECEIVED, life=life)
+        if until_stopped:
+            for rank in range(self.world):
+                self.wait_until(
+                    lambda rank=rank: self.is_stopped(rank, life=life),
+                    f"SIGSTOP to rank {rank}",
+                )
+        if meanwhile is not None:
+            meanwhile()
+        self.slurm("scontrol", "resume", self.job_id)
+        for rank in range(self.world):
+            self.wait_for(rank, EventKind.RESUMED, life=life)
+        # within the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
+        # then kills the job step without a word: a suspended one gets no signal
+        self.wait_for_steps(10)
+
+    def preempt(self, nodes: Iterable[str]) -> None:
+        """An urgent job for its nodes."""
+        names = list(nodes)
+        urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodes={len(names)}")
+        self.slurm("srun", *urgent, f"--nodelist={','.join(names)}", "true")
+
+    def requeue(self) -> None:
+        self.slurm("scontrol", "requeue", self.job_id)
+
+    def signal(self, rank: int, signo: signal.Signals, *, life: int) -> None:
+        """To one rank alone."""
+        os.kill(self.pid(rank, life=life), signo)
+
+
+def script_options(out: Path, *, epochs: int) -> list[str]:
+    """The same for a training that is stopped and the one that is compared with it."""
+    return [
+        f"--epochs={epochs}",
+        f"--batch-size={BATCH_SIZE}",
+        f"--every-steps={EVERY_STEPS}",
+        f"--out={out}",
+    ]
+
+
+def _of_life(events: list[Event], life: int) -> list[Event]:
+    """Those of the process that has begun it."""
+    pids = {
+        event.pid
+        for event in events
+        if event.kind is EventKind.ATTEMPT_BEGAN and event.data["attempt"] == life
+    }
+    return [event for event in events if event.pid in pids]

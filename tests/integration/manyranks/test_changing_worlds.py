@@ -1,0 +1,47 @@
+"""A training that comes back with another number of nodes, on a real Slurm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from integration.manyranks.acts import WORLDS, Story
+from training.trainings import steps_lost
+
+from hydroslurm.core.events import EventKind
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+TOLERANCE = 1e-5
+"""Between the mean losses of a step: the sums are taken in another order. Seen: 1e-7."""
+
+
+def test_every_sample_once_in_worlds_of_4_2_3_and_4_ranks(worlds_story: Story) -> None:
+    """Each life has as many ranks as the job has nodes, goes on where the last one stopped, and
+    every sample of every epoch is seen by exactly one rank, in one life."""
+    training = worlds_story.training
+    lives = training.lives()
+    assert [life.ending for life in lives[:-1]].count(None) == 0, training.log()
+    assert len(lives) == len(WORLDS)
+    assert steps_lost(lives) == 0, lives
+    ranks = Counter(
+        event.data["attempt"]
+        for rank in range(max(WORLDS))
+        for event in training.events_of(rank, EventKind.FIRST_STEP)
+    )
+    assert [ranks[life] for life in range(1, len(WORLDS) + 1)] == list(WORLDS)
+    result = training.result
+    assert result["steps_trained_twice"] == 0
+    assert result["steps_missing"] == []
+    assert all(result["every_sample_once"])
+
+
+def test_the_loss_is_that_of_the_world_that_never_changed(
+    comparable_alone: dict[str, Any], worlds_story: Story
+) -> None:
+    """The global batches are the same, and so is their mean loss, step by step, up to rounding."""
+    means = worlds_story.training.result["mean_losses"]
+    wanted = comparable_alone["mean_losses"]
+    differences = [abs(one - other) for one, other in zip(means, wanted, strict=True)]
+    assert max(differences) < TOLERANCE, differences

@@ -1,0 +1,53 @@
+"""Fixtures of the TrainingJobs on a real Slurm.
+
+The jobs run side by side, so many at a time, from the first test on that looks at one. Only those
+that are asked for run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+from integration.trainingjob.scene import Scene
+from integration.trainingjob.stage import NODES, SCENES
+from stories import Stories, stories
+
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.devcluster.pytest_plugin import require_slurm
+
+AT_A_TIME = 8
+ENDS_WITHIN_S = 600.0
+
+
+@pytest.fixture(scope="session")
+def jobs_cluster() -> Iterator[DevCluster]:
+    """Nodes with room for many small jobs, whose ``low`` ones are requeued by ``urgent`` ones."""
+    require_slurm()
+    spec = ClusterSpec(nodes=NODES, cpus_per_node=32, profile="requeue", grace_s=0, kill_wait_s=5)
+    with DevCluster.up(spec) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def scenes(
+    request: pytest.FixtureRequest,
+    jobs_cluster: DevCluster,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stories[Scene]]:
+    """All that the tests of this session look at, under way."""
+    base = tmp_path_factory.mktemp("jobs")
+    wanted = {mark.args[0] for item in request.session.items for mark in item.iter_markers("scene")}
+    told = {
+        name: functools.partial(act, jobs_cluster) for name, act in SCENES.items() if name in wanted
+    }
+    with stories(told, base, clusters=(jobs_cluster,), at_a_time=AT_A_TIME) as scenes:
+        yield scenes
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, scenes: Stories[Scene]) -> Scene:
+    """The job that the test's mark names, ended."""
+    mark = request.node.get_closest_marker("scene")
+    return scenes.result(mark.args[0], ENDS_WITHIN_S)

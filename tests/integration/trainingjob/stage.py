@@ -1,0 +1,343 @@
+"""The jobs that the tests of this folder look at: one function for each, which comes back when its
+job has ended. They run side by side; nearly all of their time is waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from integration.trainingjob.scene import HERE, Scene, lives
+
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.jobs.supervisor.attempts import Ending
+from hydroslurm.jobs.supervisor.supervise import PEERS_S
+
+ENDINGS: list[int | str] = [1, 130, 137, 138, 140, 143, "kill SIGKILL", "kill SIGTERM"]
+"""Statuses of a master, and the signals that end it."""
+PREEMPTIONS = 10
+EXAMPLES = HERE.parent.parent.parent / "examples"
+NODES = 12
+PREEMPTED_NODES = ["n9", "n10"]
+PREEMPTED_NODE = "n11"
+SAVING_NODE = "n12"
+ELSEWHERE = "scheduler: {options: {exclude: 'n9,n10,n11,n12'}}\n"
+"""Where nobody is preempted."""
+
+
+def replicas(count: int, policy: str = "OnFailure", *, more: str = "") -> str:
+    """A spec's only kind of replica."""
+    one = f"{{replicas: {count}, restartPolicy: {policy}, template: {{ACTOR{more}}}}}"
+    return f"replicaSpecs: [{one}]\n{ELSEWHERE}"
+
+
+def played(cluster: DevCluster, folder: Path, acts: dict[str, list[int | str]], spec: str) -> Scene:
+    """A job that nobody does anything to."""
+    scene = Scene(cluster, folder, acts).submit(spec)
+    scene.final_condition()
+    return scene
+
+
+def on_failure(cluster: DevCluster, folder: Path) -> Scene:
+    acts = {"worker-0": [*ENDINGS, 0]}
+    limit = f"runPolicy: {{backoffLimit: {len(ENDINGS)}}}\n"
+    return played(cluster, folder, acts, replicas(1) + limit)
+
+
+def exit_code(cluster: DevCluster, folder: Path) -> Scene:
+    acts = {"worker-0": [*ENDINGS[1:], 1]}
+    limit = f"runPolicy: {{backoffLimit: {len(ENDINGS)}}}\n"
+    return played(cluster, folder, acts, replicas(1, "ExitCode") + limit)
+
+
+def exit_code_torchrun(cluster: DevCluster, folder: Path) -> Scene:
+    acts: dict[str, list[int | str]] = {"worker-0": [138, "kill SIGKILL", 1]}
+    agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
+    return played(cluster, folder, acts, replicas(1, "ExitCode") + agent)
+
+
+def always(cluster: DevCluster, folder: Path) -> Scene:
+    acts: dict[str, list[int | str]] = {"worker-0": [0, "kill SIGKILL", 0, 0]}
+    return played(cluster, folder, acts, replicas(1, "Always") + "runPolicy: {backoffLimit: 2}\n")
+
+
+def never(cluster: DevCluster, folder: Path) -> Scene:
+    return played(cluster, folder, {"worker-0": [138, 0]}, replicas(1, "Never"))
+
+
+def unrequested_exit(cluster: DevCluster, folder: Path) -> Scene:
+    acts: dict[str, list[int | str]] = {"worker-0": [75, 75, 75]}
+    return played(cluster, folder, acts, replicas(1) + "runPolicy: {backoffLimit: 1}\n")
+
+
+def unasked_never(cluster: DevCluster, folder: Path) -> Scene:
+    return played(cluster, folder, {"worker-0": [75, 0]}, replicas(1, "Never"))
+
+
+def never_killed(cluster: DevCluster, folder: Path) -> Scene:
+    return played(cluster, folder, {"worker-0": ["kill SIGKILL", 0]}, replicas(1, "Never"))
+
+
+def srun_killed(cluster: DevCluster, folder: Path) -> Scene:
+    """While its tasks run, as an out-of-memory killer may do it."""
+    scene = Scene(cluster, folder, {"worker-0": ["forever", 0]})
+    scene.submit(replicas(1, "Never") + "runPolicy: {backoffLimit: 0}\n")
+    scene.wait_until_playing(1, replicas=1)
+    pid = scene.attempts[0].srun_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    scene.final_condition()
+    return scene
+
+
+def shared_limit(cluster: DevCluster, folder: Path) -> Scene:
+    """Three failures, each of another replica, while the others run on."""
+    acts: dict[str, list[int | str]] = {
+        "worker-0": ["forever", "forever", "kill SIGKILL"],
+        "worker-1": [3, "forever", "forever"],
+        "worker-2": ["forever", 4, "forever"],
+    }
+    return played(cluster, folder, acts, replicas(3) + "runPolicy: {backoffLimit: 2}\n")
+
+
+def preempted(cluster: DevCluster, folder: Path) -> Scene:
+    """Preempted so often, then it fails once, then it succeeds."""
+    ends: list[int | str] = ["forever"] * PREEMPTIONS
+    scene = Scene(cluster, folder, {"worker-0": [*ends, 3, 0], "worker-1": [*ends, 0, 0]})
+    here = f"scheduler: {{options: {{nodelist: '{','.join(PREEMPTED_NODES)}'}}}}\n"
+    spec = replicas(2).replace(ELSEWHERE, here)
+    scene.submit(spec + "runPolicy: {backoffLimit: 1}\n")
+    for life in range(1, PREEMPTIONS + 1):
+        scene.wait_until_playing(life, replicas=2)
+        scene.preempt(PREEMPTED_NODES)
+    scene.final_condition()
+    return scene
+
+
+def preempted_too_often(cluster: DevCluster, folder: Path) -> Scene:
+    """Twice, where once is allowed."""
+    scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
+    spec = replicas(1).replace(
+        ELSEWHERE, f"scheduler: {{options: {{nodelist: {PREEMPTED_NODE}}}}}\n"
+    )
+    scene.submit(spec + "runPolicy: {preemptionLimit: 1}\n")
+    for life in (1, 2):
+        scene.wait_until_playing(life, replicas=1)
+        scene.preempt([PREEMPTED_NODE])
+    scene.final_condition()
+    return scene
+
+
+def saved(cluster: DevCluster, folder: Path) -> Scene:
+    """A script with a Run, preempted in the middle of its training."""
+    scene = saving(cluster, folder, f"nodelist: {SAVING_NODE}")
+    scene.preempt([SAVING_NODE])
+    scene.touch("hurry")
+    scene.final_condition()
+    return scene
+
+
+def asked(cluster: DevCluster, folder: Path) -> Scene:
+    """The same, and a person has its ranks save and leave."""
+    scene = saving(cluster, folder, "exclude: 'n9,n10,n11,n12'")
+    scene.slurm("scancel", "--signal=TERM", str(scene.job_id))
+    scene.touch("hurry")
+    scene.final_condition()
+    return scene
+
+
+def saving(cluster: DevCluster, folder: Path, where: str) -> Scene:
+    """A script with a Run that has saved twice."""
+    folder.mkdir()
+    shutil.copy(HERE.parent / "launch/submitted.py", folder)
+    shutil.copy(HERE / "slowly.py", folder)
+    file = folder / "saved.yaml"
+    file.write_text(
+        f"""\
+name: saved
+replicaSpecs: [{{template: {{command: [python, slowly.py]}}}}]
+scheduler: {{options: {{{where}}}}}
+runPolicy: {{backoffLimit: 0}}
+preemption: {{checkpointDirectory: kept here, saveEverySeconds: 1, attemptsWithoutProgress: 7}}
+"""
+    )
+    scene = Scene(cluster, folder).submit_file(file)
+    events = scene.run.rank_events(0)
+    scene.wait(lambda: kinds(events).count(EventKind.SAVE_COMMITTED) >= 2, "two periodic saves")
+    return scene
+
+
+def kinds(events: Path) -> list[EventKind]:
+    """Of a rank's event file."""
+    return [event.kind for event in read_events(events)] if events.exists() else []
+
+
+def deadline(cluster: DevCluster, folder: Path) -> Scene:
+    """Its seconds are over in its second life."""
+    scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
+    scene.submit(replicas(1) + "runPolicy: {activeDeadlineSeconds: 6}\n")
+    scene.wait_until_playing(1, replicas=1)
+    scene.wait(lambda: _active_s(scene) > 3.0, "3 active seconds")
+    scene.slurm("scontrol", "requeue", str(scene.job_id))
+    scene.final_condition()
+    return scene
+
+
+def suspended(cluster: DevCluster, folder: Path) -> Scene:
+    """For longer than its deadline."""
+    scene = Scene(cluster, folder, {"worker-0": ["until end"]})
+    scene.submit(replicas(1) + "runPolicy: {activeDeadlineSeconds: 12}\n")
+    scene.wait_until_playing(1, replicas=1)
+    scene.slurm("scontrol", "suspend", str(scene.job_id))
+    until_s = time.monotonic() + 15.0
+    scene.wait(lambda: time.monotonic() > until_s, "15 s of suspension")
+    scene.seen["while suspended"] = scene.slurm("squeue", "-h", "-j", str(scene.job_id), "-o", "%T")
+    scene.slurm("scontrol", "resume", str(scene.job_id))
+    scene.touch("end")
+    scene.final_condition()
+    return scene
+
+
+def _active_s(scene: Scene) -> float:
+    try:
+        return float(json.loads(scene.run.active_json.read_text())["active_s"])
+    except (OSError, ValueError):
+        return 0.0
+
+
+def cleaned(cluster: DevCluster, folder: Path, *, policy: str, with_shell: bool) -> Scene:
+    """The supervisor is killed, alone or with the shell that would start it again; then the master
+    ends, if it still can, while the worker does not."""
+    scene = Scene(cluster, folder, {"worker-0": ["until go"], "worker-1": ["until end"]})
+    scene.submit(replicas(2) + f"runPolicy: {{cleanPolicy: {policy}}}\n")
+    scene.wait_until_playing(1, replicas=2)
+    scratch = scene.run.scratch / "worker-1"
+    (scratch / "kept").touch()
+    found = re.search(r"pid (\d+)", scene.printed(1))
+    assert found is not None
+    worker = int(found[1])
+    scene.kill_supervisor(with_shell=with_shell)
+    if not with_shell:
+        scene.wait(lambda: "goes on with attempt 1" in scene.supervisor_said(), "a new supervisor")
+        scene.touch("go")
+        if policy == "None":
+            scene.wait(lambda: scene.attempts[0].ending is Ending.SUCCEEDED, "the master's end")
+            until_s = time.monotonic() + PEERS_S + 2.0
+            scene.wait(lambda: time.monotonic() > until_s, "more than others are given")
+            scene.seen["worker lived"] = lives(worker)
+            scene.touch("end")
+    scene.final_condition()
+    scene.wait(lambda: not lives(worker), "end of the worker")
+    janitor = re.search(r"job (\d+) cleans up behind it", scene.said)
+    assert janitor is not None
+    log = scene.run.logs / f"{janitor[1]}_0_log.out"
+    scene.wait(lambda: "Exiting after successful" in _text(log), "end of the janitor")
+    scene.seen["scratch"] = (scratch / "kept").exists()
+    return scene
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def cleaning(policy: str, *, with_shell: bool) -> Callable[[DevCluster, Path], Scene]:
+    def act(cluster: DevCluster, folder: Path) -> Scene:
+        return cleaned(cluster, folder, policy=policy, with_shell=with_shell)
+
+    return act
+
+
+def uneven(cluster: DevCluster, folder: Path) -> Scene:
+    """A master alone on its node, and four workers of two ranks each on two others."""
+    spec = """\
+replicaSpecs:
+  - {type: worker, replicas: 4, template: {ACTOR, resources: {nodes: 2, tasks: 2}}}
+  - {type: master, template: {ACTOR}}
+"""
+    scene = Scene(cluster, folder, {"master-0": ["until go"]}).submit(spec + ELSEWHERE)
+    scene.wait_until_playing(1, replicas=9)
+    scene.touch("go")
+    scene.final_condition()
+    return scene
+
+
+def init_fails(cluster: DevCluster, folder: Path) -> Scene:
+    more = ", init: [{name: look, command: [sh, -c, 'echo looking; exit 4']}]"
+    return played(cluster, folder, {}, replicas(1, more=more) + "runPolicy: {backoffLimit: 0}\n")
+
+
+def manifest(cluster: DevCluster, folder: Path, *, torchrun: bool) -> Scene:
+    """T9k's, as it is or with one word changed."""
+    folder.mkdir()
+    shutil.copy(EXAMPLES / "dist_digits.py", folder)
+    text = (EXAMPLES / "t9k-manifest.yaml").read_text()
+    changed = text.replace(
+        "torchrunConfig:\n    enable: true", "torchrunConfig:\n    enable: false"
+    )
+    assert changed != text
+    (folder / "manifest.yaml").write_text(text if torchrun else changed)
+    scene = Scene(cluster, folder).submit_file(folder / "manifest.yaml")
+    scene.final_condition()
+    return scene
+
+
+def manifest_torchrun(cluster: DevCluster, folder: Path) -> Scene:
+    return manifest(cluster, folder, torchrun=True)
+
+
+def manifest_srun(cluster: DevCluster, folder: Path) -> Scene:
+    return manifest(cluster, folder, torchrun=False)
+
+
+def minimal(cluster: DevCluster, folder: Path) -> Scene:
+    folder.mkdir()
+    shutil.copy(EXAMPLES / "dist_digits.py", folder)
+    (folder / "minimal.yaml").write_text(
+        "replicaSpecs:\n"
+        "  - replicas: 4\n"
+        "    restartPolicy: OnFailure\n"
+        "    template: {command: [python, dist_digits.py]}\n"
+    )
+    scene = Scene(cluster, folder).submit_file(folder / "minimal.yaml")
+    scene.final_condition()
+    return scene
+
+
+SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
+    # the longest first
+    "preempted": preempted,
+    "on_failure": on_failure,
+    "exit_code": exit_code,
+    "exit_code_torchrun": exit_code_torchrun,
+    "preempted_too_often": preempted_too_often,
+    "suspended": suspended,
+    "saved": saved,
+    "asked": asked,
+    "deadline": deadline,
+    **{
+        f"clean_{policy}_{'all' if with_shell else 'one'}": cleaning(policy, with_shell=with_shell)
+        for policy in ("None", "Unfinished", "All")
+        for with_shell in (False, True)
+    },
+    "shared_limit": shared_limit,
+    "always": always,
+    "never": never,
+    "never_killed": never_killed,
+    "srun_killed": srun_killed,
+    "unrequested_exit": unrequested_exit,
+    "unasked_never": unasked_never,
+    "uneven": uneven,
+    "init_fails": init_fails,
+    "manifest_torchrun": manifest_torchrun,
+    "manifest_srun": manifest_srun,
+    "minimal": minimal,
+}

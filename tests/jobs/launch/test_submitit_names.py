@@ -1,0 +1,128 @@
+"""What a submitit user writes from habit, with submitit's local and debug executors and ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import submitit
+from processes import wait_until
+
+import hydroslurm
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.errors import UsageError
+from hydroslurm.jobs.launch.executor import Executor, PausableJob
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import submitted  # its ranks import it by this name too
+
+ROOT = Path(__file__).parents[3]
+
+
+def whereabouts(given: int) -> list[Any]:
+    """What a function sees of the run that it belongs to."""
+    names = (RUN_DIR_ENV, "WORLD_SIZE", "RANK")
+    installed = hydroslurm.is_installed()
+    return [given, installed, *(os.environ.get(name) for name in names)]
+
+
+@pytest.mark.slow
+def test_submitits_own_tests_with_our_executor() -> None:
+    """All of those of Slurm and of AutoExecutor pass, but for the few that are known to differ."""
+    script = ROOT / "profiling/compare/submitit_tests.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 xfailed" in done.stdout
+
+
+@pytest.mark.filterwarnings(  # submitit's debug executor leaves its log files open
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_debug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``cluster="debug"`` a function runs in this process, which stays as it was, also when
+    its run has finished there before."""
+    for name in (RUN_DIR_ENV, "SLURM_JOB_ID", "SUBMITIT_FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "hurry").touch()
+    stock = submitit.AutoExecutor(tmp_path / "logs", cluster="debug")
+    job = stock.submit(hydroslurm.preemptible(submitted.train), tmp_path)
+    assert job.result()["steps"] == 1000
+    again = stock.submit(hydroslurm.preemptible(submitted.train), tmp_path)
+    assert "this process has already finished a Run in" in str(again.exception())
+    seen = stock.submit(hydroslurm.preemptible(whereabouts), 3).result()
+    assert seen[:2] == [3, False]
+    assert not Path(seen[2]).exists()
+
+    ours = Executor(tmp_path / "ours" / "%j", cluster="debug")
+    ours.update_parameters(name="find me", partition="low", slurm_array_parallelism=2, nodes=1)
+    jobs = ours.map_array(whereabouts, [1, 2])
+    for number, job in enumerate(jobs, 1):
+        assert job.result() == [number, True, str(job.run_dir.root), None, None]
+        assert (tmp_path / "ours" / job.job_id).resolve() == job.run_dir.logs
+        assert "find-me" in job.run_dir.root.name
+    assert RUN_DIR_ENV not in os.environ
+    assert not hydroslurm.is_installed()
+    with pytest.raises(UsageError, match='wanted "slurm", "local" or "debug"'):
+        Executor(tmp_path, cluster="cloud")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``cluster="local"`` each task is a rank. A Run that is warned saves, submitit starts it
+    again, and ``result()`` is that of all its lives."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    ours = Executor(tmp_path / "ours", 3, cluster="local")
+    ours.update_parameters(timeout_min=5, tasks_per_node=2, local_setup=["true"])
+    ranks = ours.submit(whereabouts, 7)
+    stock = submitit.AutoExecutor(tmp_path / "logs", cluster="local")
+    stock.update_parameters(timeout_min=5)
+    job = stock.submit(hydroslurm.preemptible(submitted.train), tmp_path)
+    events = RunDir(tmp_path / "logs" / f"{job.job_id}_run").rank_events(0)
+
+    def lives() -> int:
+        assert job.state == "RUNNING", job.stderr()
+        steps = [] if not events.exists() else list(read_events(events))
+        return sum(event.kind is EventKind.FIRST_STEP for event in steps)
+
+    wait_until(lambda: lives() == 1, "first life", limit_s=100)
+    (task,) = Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split()
+    os.kill(int(task), signal.SIGUSR2)
+    wait_until(lambda: lives() == 2, "second life", limit_s=100)
+    (tmp_path / "hurry").touch()
+    assert job.result()["steps"] == 1000
+    told = (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()
+    ended = [json.loads(line) for line in told]
+    assert [one["ended"] for one in ended if "ended" in one] == ["asked", "finished"]
+
+    folder = str(ranks.run_dir.root)
+    assert ranks.results() == [[7, True, folder, "2", str(rank)] for rank in range(2)]
+
+
+def test_interrupt_means_stop_and_not_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where submitit sends its USR2, which ends a pause here, our job sends the warning."""
+    said = tmp_path / "said"
+    scancel = tmp_path / "scancel"
+    scancel.write_text(f'#!/bin/sh\necho "$@" >> {said}\n')  # as scancel: ids and --signal NAME
+    scancel.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    job: PausableJob = PausableJob(folder=tmp_path, job_id="12")
+    job._interrupt()
+    job._interrupt(timeout=True)
+    assert said.read_text().split("\n") == [
+        "12 --signal TERM",
+        "12 --signal URG",
+        "12 --signal URG",
+        "",
+    ]

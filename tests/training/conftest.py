@@ -1,0 +1,34 @@
+"""Fixtures of the session's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import Child, child
+from training.jobrunner_story import PROGRAM, Story
+
+
+@pytest.fixture(scope="module")
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """The process from which the lives of jobs are forked."""
+    folder = tmp_path_factory.mktemp("forker")
+    with child(PROGRAM.read_text(), folder) as program:
+        program.expect("ready")
+        yield program
+
+
+@pytest.fixture
+def story(forker: Child, tmp_path: Path) -> Story:
+    """A run of the job in ``lives_of_a_job.py`` that has not begun."""
+    return Story(forker, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forker: Child, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the job comes to when it is left alone: a hash of weights, optimizer, losses and random
+    numbers."""
+    story = Story(forker, tmp_path_factory.mktemp("undisturbed"))
+    assert story.live().code == 0
+    return story.out.read_text()

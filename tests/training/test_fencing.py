@@ -1,0 +1,291 @@
+"""Two attempts of one run that are alive at once: the newer one goes on, the older one leaves and
+harms nothing. Real processes, and a real Slurm for what concerns requeues."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from processes import Child, child, wait_until
+from training.trainings import ROOT, Training
+
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.errors import StaleAttempt
+from hydroslurm.slurm.client import JobState, open_client
+from hydroslurm.slurm.restarts import Start, check_newest
+from hydroslurm.slurm.values import Job
+from hydroslurm.training.attempts import AttemptLog
+
+ATTEMPT = f"""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from training.loop import Training
+from hydroslurm.checkpoint.storage import LocalStorage
+
+directory, epochs, hold_at = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+read, reads = LocalStorage.read, {{}}
+
+def held(self, fd, into, *, offset):
+    name = Path(os.readlink(f"/proc/self/fd/{{fd}}")).name
+    if offset == 0 and name == "shared.json":
+        reads[name] = reads.get(name, 0) + 1
+        if hold_at == ("verify", "load")[min(reads[name], 2) - 1]:
+            print("holds", flush=True)
+            sys.stdin.readline()
+    return read(self, fd, into, offset=offset)
+
+LocalStorage.read = held
+training = Training(directory, keep=1)
+with training.run as run:
+    run.resume()
+    LocalStorage.read = read
+    print("resumed", run.step, flush=True)
+    for batch in run.batches(epochs=epochs):
+        training.step(batch)
+        print("step", run.step, flush=True)
+        time.sleep(0.01)  # a step of some length, so that no attempt gets to its end
+    if hold_at == "end":
+        print("holds", flush=True)
+        sys.stdin.readline()
+"""
+LONG = 100_000
+
+
+class Begin(Protocol):
+    def __call__(self, *, epochs: int = LONG, hold_at: str = "") -> Child: ...
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def begin(run: RunDir, tmp_path: Path) -> Iterator[Begin]:
+    """Starts attempts on one folder."""
+    with ExitStack() as stack:
+        folders = iter(tmp_path / f"attempt{n}" for n in range(9))
+
+        def start(*, epochs: int = LONG, hold_at: str = "") -> Child:
+            folder = next(folders)
+            folder.mkdir()
+            environ = {"OMP_NUM_THREADS": "1"}
+            given = (str(run.root), str(epochs), hold_at)
+            return stack.enter_context(child(ATTEMPT, folder, *given, environ=environ))
+
+        yield start
+
+
+def reach(attempt: Child, *, further: int) -> None:
+    """Wait until it has made so many steps more than it has shown."""
+    first = int(attempt.expect("step"))
+    wait_until(lambda: int(attempt.expect("step")) >= first + further, "steps")
+
+
+def state_of(run: RunDir) -> tuple[dict[str, int], str, bool]:
+    """Everything that a stale attempt must not touch."""
+    inodes = {path.name: path.stat().st_ino for path in run.checkpoints.iterdir()}
+    return inodes, run.attempts_jsonl.read_text(), run.finished_json.exists()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_attempt_that_wakes_up_late_leaves_all_as_it_is(
+    told: bool, begin: Begin, run: RunDir
+) -> None:
+    """It hung while its successor began, and hears SIGTERM then, or nothing at all: it leaves with
+    93 and has neither committed, removed nor written anything; the newer one goes on."""
+    old = begin()
+    reach(old, further=10)
+    old.signal(signal.SIGSTOP)
+    new = begin()
+    reach(new, further=20)
+    new.signal(signal.SIGSTOP)
+    before = state_of(run)
+    if told:
+        old.signal(signal.SIGTERM)
+    old.signal(signal.SIGCONT)
+    assert old.wait() == MUST_NOT_RUN_AGAIN, str(old)
+    assert "Only the newest attempt of a run may write" in str(old)
+    assert state_of(run) == before
+    new.signal(signal.SIGCONT)
+    reach(new, further=20)
+    new.signal(signal.SIGTERM)
+    assert new.wait() == RUN_AGAIN, str(new)
+    assert [life.ending for life in AttemptLog(run.attempts_jsonl).attempts()] == [None, "asked"]
+
+
+def test_an_attempt_that_is_done_too_late_does_not_finish_the_run(
+    begin: Begin, run: RunDir
+) -> None:
+    """It has trained to the end, and a newer one trains, whose restart the marker would end."""
+    old = begin(epochs=1, hold_at="end")
+    old.expect("holds")
+    new = begin()
+    reach(new, further=8)
+    old.say("go on")
+    assert old.wait() == MUST_NOT_RUN_AGAIN, str(old)
+    assert not run.finished_json.exists()
+
+
+@pytest.mark.parametrize("hold_at", ["verify", "load"])
+def test_no_start_loses_what_it_loads(hold_at: str, begin: Begin, run: RunDir) -> None:
+    """Two attempts at once, keep=1, and one that loads slowly: the other one's retention leaves it
+    what it loads. It starts, or hears already that it is not the newest; no checkpoint is missing
+    to anybody."""
+    first = begin()
+    reach(first, further=10)
+    first.signal(signal.SIGKILL)  # so that what it leaves is not a stop's, of which two stay
+    first.wait()
+    slow = begin(hold_at=hold_at)
+    slow.expect("holds")
+    loads = CheckpointStore(run.checkpoints).committed()[-1]
+    new = begin()
+    reach(new, further=40)
+    assert loads in CheckpointStore(run.checkpoints).committed()
+    slow.say("go on")
+    if hold_at == "load":
+        assert int(slow.expect("resumed")) == loads.step
+    assert slow.wait() == MUST_NOT_RUN_AGAIN, str(slow)
+    assert "Only the newest attempt" in str(slow)
+    reach(new, further=40)
+    assert loads not in CheckpointStore(run.checkpoints).committed()
+
+
+def test_the_newer_one_that_loads_slowly_is_not_disturbed(begin: Begin, run: RunDir) -> None:
+    """The older one trains while the newer one loads: it ends at its next save."""
+    old = begin()
+    reach(old, further=10)
+    new = begin(hold_at="load")
+    new.expect("holds")
+    assert old.wait() == MUST_NOT_RUN_AGAIN, str(old)
+    new.say("go on")
+    new.expect("resumed")
+    reach(new, further=10)
+    new.signal(signal.SIGTERM)
+    assert new.wait() == RUN_AGAIN, str(new)
+
+
+# --- with Slurm
+# --------------------------------------------------------------------------------------------------
+
+
+def job(restarts: int, state: JobState = JobState.RUNNING, **fields: object) -> Job:
+    given = {"start_epoch_s": 1000, "end_epoch_s": 5000, "time_limit_s": 3600, **fields}
+    return Job(job_id=7, state=state, restart_count=restarts, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seen", "restart_count", "began_epoch_s", "stale"),
+    [
+        (job(0), 0, 1001.0, False),
+        (job(1), 1, 1001.0, False),
+        (job(1), 0, 900.0, True),
+        (job(3), 1, 900.0, True),
+        (job(1), 0, 1001.0, False),  # SLURM_RESTART_COUNT was lost
+        (job(1, JobState.PENDING), 0, 900.0, False),
+        (job(1, JobState.COMPLETING), 0, 900.0, False),  # being requeued
+        (job(1, JobState.COMPLETING, end_epoch_s=1100), 0, 900.0, True),  # the living one ends
+        (job(1, JobState.COMPLETED, end_epoch_s=1100), 0, 900.0, True),
+        (job(1, JobState.SUSPENDED), 0, 900.0, True),
+    ],
+)
+def test_slurms_count_of_restarts_tells_a_dead_attempt(
+    seen: Job, restart_count: int, began_epoch_s: float, stale: bool
+) -> None:
+    """A process is of a dead attempt when the job was started again since it began."""
+    start = Start(job_id=7, restart_count=restart_count, began_epoch_s=began_epoch_s)
+    if not stale:
+        check_newest(seen, start)
+        return
+    with pytest.raises(StaleAttempt, match="is left alone"):
+        check_newest(seen, start)
+
+
+SCRIPT = """\
+#!/bin/bash
+env -0 > env-${SLURM_RESTART_COUNT:-0}.tmp && mv env-${SLURM_RESTART_COUNT:-0}.tmp \
+env-${SLURM_RESTART_COUNT:-0}
+if [ -z "${SLURM_RESTART_COUNT:-}" ]; then sleep 1000; fi
+exec "$PYTHON" -u examples/train_run.py --think-s=0.01 --log-every=5 --every-steps=20 --epochs=9999
+"""
+SUSPENDING = """
+import time
+import hydroslurm
+print("asks", hydroslurm.receive_suspend_command(), flush=True)
+while not hydroslurm.receive_suspend_command():
+    time.sleep(0.01)
+hydroslurm.go_suspend()
+"""
+
+
+@pytest.mark.slurm
+def test_a_rank_of_a_dead_attempt_leaves_the_living_one_alone(
+    requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """The ranks of the first start escaped and hung, the job was requeued and runs: they hear
+    SIGTERM, whether they saved by a Run or in a way of their own, and nobody requeues the job."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "job.sbatch").write_text(SCRIPT)
+    training = Training(requeue_cluster, folder, 0)
+    options = ("--parsable", "--requeue", "--open-mode=append", "--output=job-%j.out")
+    training.job_id = training.slurm("sbatch", *options, "job.sbatch")
+    client = open_client(environ=requeue_cluster.environ())
+    with ExitStack() as stack:
+        stack.callback(training.end)
+        wait_until((folder / "env-0").exists, "the first start")
+        environ = dict(
+            pair.split("=", 1) for pair in (folder / "env-0").read_text().split("\0") if pair
+        )
+        for name in ("by-run", "by-hand"):
+            (tmp_path / name).mkdir()
+        by_run = stack.enter_context(_orphan(training_program(), tmp_path / "by-run", environ))
+        by_hand = stack.enter_context(_orphan(SUSPENDING, tmp_path / "by-hand", environ))
+        by_run.expect("epoch 0 step 20")
+        by_hand.expect("asks False")
+        for rank in (by_run, by_hand):
+            rank.signal(signal.SIGSTOP)
+        client.requeue(int(training.job_id))
+        training.wait_for_life(2)
+        for rank in (by_run, by_hand):
+            rank.signal(signal.SIGTERM)
+            rank.signal(signal.SIGCONT)
+            assert rank.wait() == MUST_NOT_RUN_AGAIN, str(rank)
+        assert "is not done" in str(by_run)
+        assert "is left alone" in str(by_hand)
+        at = CheckpointStore(training.run.checkpoints).committed()[-1].step
+        wait_until(
+            lambda: CheckpointStore(training.run.checkpoints).committed()[-1].step > at,
+            f"the living attempt to go on\n{training.log()}",
+        )
+        seen = client.job(int(training.job_id))
+        assert (seen.state, seen.restart_count) == (JobState.RUNNING, 1)
+        assert [life.ending for life in training.lives()] == [None, None]
+
+
+def training_program() -> str:
+    """What the job runs, from wherever it lies."""
+    script = ROOT / "examples" / "train_run.py"
+    options = ["--think-s=0.01", "--log-every=5", "--every-steps=20", "--epochs=9999"]
+    return (
+        f"import runpy, sys; sys.argv = {[str(script), *options]!r}\n"
+        f"sys.path.insert(0, {str(script.parent)!r})\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+
+
+def _orphan(
+    code: str, folder: Path, environ: dict[str, str]
+) -> contextlib.AbstractContextManager[Child]:
+    """A process with the environment of a job, which Slurm does not know of."""
+    return child(code, folder, environ=environ, prefix=("setsid",))

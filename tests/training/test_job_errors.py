@@ -1,0 +1,100 @@
+"""What a job says and leaves behind when something in it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from training.jobrunner_story import WHOLE, Story, since, until
+
+from hydroslurm.compat.manager import CheckpointManager
+
+SETUP = ["download", "build"]
+GOES_ON = (
+    "step-000000004) is committed: a restart goes on from there, in epoch 1, without init",
+    [*SETUP, *since("train 1.0")],
+)
+
+
+@pytest.mark.parametrize(
+    ("fail", "what", "outlook", "follows"),
+    [
+        ("download", "download of the download group", "begins anew, with init", WHOLE),
+        ("build", "build of the build group", "begins anew, with init", WHOLE),
+        ("weights", "weights of the init group", "begins anew, with init", WHOLE),
+        ("train 1.1", "train of the epoch group, in epoch 1,", *GOES_ON),
+        ("validate 1", "validate of the epoch group, in epoch 1,", *GOES_ON),
+        ("asked 2", "a stop signal after epoch 1", *GOES_ON),
+        (
+            "exit",
+            "result of the exit group",
+            "step-000000012) is committed: a restart runs the exit group again",
+            [*SETUP, "exit"],
+        ),
+    ],
+)
+def test_a_function_fails(
+    story: Story, undisturbed: str, fail: str, what: str, outlook: str, follows: list[str]
+) -> None:
+    """The error comes out as it is, the log says where it was and what a restart does, and a
+    restart does that, with nothing lost."""
+    first = story.live(fail=fail)
+    assert (first.code, first.diary) == (1, until(fail))
+    assert f"hydroslurm: {what} failed with ArithmeticError: failing at {fail}. " in first.said
+    assert outlook in first.said
+    assert f"\nArithmeticError: failing at {fail}" in first.said
+    second = story.live()
+    assert (second.code, second.diary) == (0, follows), second.said
+    assert story.out.read_text() == undisturbed
+
+
+def test_a_failing_save_warns_and_the_training_goes_on(story: Story) -> None:
+    """With on_save_error="warn" each epoch that cannot be committed costs a warning, and a stop is
+    still saved."""
+    life = story.live(lose_epochs="train 0.1", lenient=True, hold="exit")
+    assert life.diary == WHOLE
+    assert life.said.count("was not saved") == 3
+    assert "the checkpoint of epoch 2 was not saved" in life.said
+    assert "step 12 is committed" in life.said
+    Path(story.directory / "epochs").unlink()
+    again = story.live()
+    assert (again.code, again.diary) == (0, [*SETUP, "exit"]), again.said
+    assert CheckpointManager(story.directory).epochs() == (3,)
+
+
+def test_a_failing_save_ends_the_job_where_that_is_wanted(story: Story) -> None:
+    """With on_save_error="fail" the first one raises, and says what is committed."""
+    life = story.live(lose_epochs="train 0.1", on_save_error="fail", every_steps=1)
+    assert (life.code, life.diary[-1]) == (1, "asked 1")
+    assert "saving the checkpoint of epoch 1 failed with SaveFailed" in life.said
+    Path(story.directory / "epochs").unlink()
+    assert story.live().diary[2].startswith("train")
+
+
+def test_the_newest_checkpoint_is_damaged(story: Story, undisturbed: str) -> None:
+    """The run goes back to the one before, says so, and ends with the same bits."""
+    story.live(hold="train 1.2")
+    damaged = CheckpointManager(story.directory).find().checkpoint.path
+    (damaged / "shared.json").write_text("{}")
+    again = story.live(lenient=True)
+    assert again.diary == [*SETUP, *since("train 1.0")]
+    assert f"no checkpoint of this run can be loaded: {damaged}" in again.said
+    assert "the run continues from" in again.said
+    assert story.out.read_text() == undisturbed
+
+
+def test_all_checkpoints_are_damaged(story: Story) -> None:
+    """The run does not begin anew by itself."""
+    story.live(hold="train 0.0")
+    for one in CheckpointManager(story.directory).committed():
+        (one.path / "shared.json").write_text("{}")
+    life = story.live(lenient=True)
+    assert (life.code, life.diary) == (1, SETUP)
+    assert "Remove the folders to start from the beginning" in life.said
+
+
+def test_too_many_failures(story: Story) -> None:
+    """A job that fails at the same place again and again is not run for ever: 93."""
+    codes = [story.live(fail="train 1.1").code for _ in range(7)]
+    assert codes == [1, 1, 1, 1, 1, 1, 93]
+    assert "no progress" in story.lives[-1].said

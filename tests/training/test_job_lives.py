@@ -1,0 +1,201 @@
+"""A job stopped in each of its groups, and run again until it is done."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from training.jobrunner_story import WHOLE, Story, since, until
+
+from hydroslurm.compat.manager import CheckpointManager
+
+SETUP = ["download", "build"]
+
+
+def test_left_alone(story: Story) -> None:
+    """The groups run in order, each epoch is committed, and the run is marked as finished."""
+    life = story.live()
+    assert (life.code, life.diary) == (0, WHOLE)
+    assert "returned 3" in life.said
+    assert CheckpointManager(story.directory).epochs() == (0, 1, 2, 3)
+    assert (story.directory / "finished.json").exists()
+
+
+def test_a_finished_job_does_nothing(story: Story) -> None:
+    """One more life leaves at once, says so, and knows how many epochs there were."""
+    story.live(epochs=1)
+    again = story.live(epochs=1)
+    assert (again.code, again.diary) == (0, [])
+    assert "has finished at step 4" in again.said
+    assert "returned 1" in again.said
+
+
+@pytest.mark.parametrize("hold", ["download", "build", "weights"])
+def test_stopped_before_init_is_done(story: Story, undisturbed: str, hold: str) -> None:
+    """Nothing is saved, and the next life begins anew, with all of init."""
+    first = story.live(hold=hold)
+    assert (first.code, first.diary) == (75, until(hold)), first.said
+    assert "in this life" in first.said or "runs again from its beginning" in first.said
+    second = story.live()
+    assert (second.code, second.diary) == (0, WHOLE), second.said
+    assert story.out.read_text() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("hold", "follows"),
+    [
+        # in the last function of init: its checkpoint is committed before the stop is obeyed
+        ("first look", since("train 0.0")),
+        # within an epoch: behind the step that was being made
+        ("train 0.1", since("train 0.2")),
+        # behind the last step: the function is called again and finds no batches left
+        ("train 1.3", since("trained 1")),
+        # behind the last safe point of a function: at the next one, between two functions
+        ("trained 1", since("validate 1")),
+        # in a function without batches: from its beginning
+        ("validate 1", since("validate 1")),
+        # while the end of the epoch is being looked at
+        ("asked 1", since("train 1.0")),
+        ("asked 3", since("exit")),
+        ("exit", since("exit")),
+    ],
+)
+def test_stopped_and_run_again(
+    story: Story, undisturbed: str, hold: str, follows: list[str]
+) -> None:
+    """SIGTERM in any group ends the life with 75; the next one goes on from there, and ends with
+    the same bits as a run that was left alone."""
+    first = story.live(hold=hold)
+    assert (first.code, first.diary) == (75, until(hold)), first.said
+    second = story.live()
+    assert (second.code, second.diary) == (0, [*SETUP, *follows]), second.said
+    assert story.out.read_text() == undisturbed
+    assert CheckpointManager(story.directory).epochs() == (0, 1, 2, 3)
+
+
+def test_an_output_outlives_a_stop_within_its_epoch(story: Story) -> None:
+    """What a function returned before the stop still ends the job after that epoch."""
+    assert story.live(hold="trained 1", last_epoch=1).code == 75
+    second = story.live(last_epoch=1)
+    assert second.diary == [*SETUP, "validate 1", "asked 2", "exit"], second.said
+    assert "returned 2" in second.said
+
+
+def test_stopped_again_and_again(story: Story, undisturbed: str) -> None:
+    """A run of many lives, with periodic saves, ends with the same bits as one of a single life."""
+    for hold in ("weights", "train 0.0", "train 0.3", "validate 0", "asked 1", "train 2.2", "exit"):
+        assert story.live(hold=hold, every_steps=1).code == 75, hold
+    assert story.live(every_steps=1).code == 0
+    assert story.out.read_text() == undisturbed
+    assert [life.diary.count("weights") for life in story.lives] == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("place", ["first look", "train 1.2", "trained 1", "validate 2", "exit"])
+def test_killed_and_run_again(story: Story, undisturbed: str, place: str) -> None:
+    """SIGKILL loses what was not saved, repeats it, and changes nothing in the result."""
+    assert story.live(hold=place, signo=signal.SIGKILL, every_steps=1).code == -signal.SIGKILL
+    second = story.live(every_steps=1)
+    assert second.code == 0, second.said
+    assert story.out.read_text() == undisturbed
+    assert ("weights" in second.diary) == (place == "first look")
+
+
+def test_a_periodic_save_and_an_epoch_of_the_same_step(story: Story) -> None:
+    """The periodic checkpoint behind the last step of an epoch does not stand in for the epoch's
+    own: both are there, and the run goes on from the later one."""
+    life = story.live(every_steps=1, hold="train 1.0")
+    assert life.code == 75
+    manager = CheckpointManager(story.directory)
+    assert manager.epochs() == (0, 1)
+    assert manager.find(step=4).checkpoint.kind == "epoch"
+    assert manager.metadata(epoch=1).step == 4
+
+
+def test_without_a_manager(story: Story) -> None:
+    """Nothing is saved; a stop still leaves at the next safe point, and the next life begins
+    anew."""
+    story.saves = False
+    first = story.live(hold="train 1.1")
+    assert (first.code, first.diary) == (75, until("train 1.1"))
+    assert "nothing is saved" in first.said
+    assert story.live().diary == WHOLE
+    assert not story.directory.exists()
+
+
+def test_a_stop_signal_ends_the_job_after_its_checkpoint(story: Story) -> None:
+    """What was trained last is committed, and marked as the last; exit is done once."""
+    life = story.live(epochs=1, fail="exit")
+    assert life.code == 1
+    manager = CheckpointManager(story.directory)
+    assert manager.last_epoch() == 1
+    assert manager.load_partial(["hydroslurm.job"], epoch=1)["hydroslurm.job"]["ended"] is True
+    again = story.live(epochs=1)
+    assert (again.code, again.diary) == (0, [*SETUP, "exit"])
+    assert story.live(epochs=1).diary == []
+
+
+def test_lives_are_written_down(story: Story) -> None:
+    """attempts.jsonl has a line for the beginning and the end of each life that got so far."""
+    story.live(hold="train 0.1")
+    story.live()
+    rows = [
+        json.loads(line) for line in (story.directory / "attempts.jsonl").read_text().splitlines()
+    ]
+    assert [row.get("ended", row["step"]) for row in rows] == [0, "asked", 2, "finished"]
+
+
+def test_keep(story: Story) -> None:
+    """``keep`` counts epochs, and periodic saves do not push them out."""
+    story.live(keep=2, every_steps=1)
+    assert CheckpointManager(story.directory).epochs() == (2, 3)
+
+
+# --- going back
+# ------------------------------------------------------------------------------------------------
+
+
+def test_resume_from_epoch(story: Story, undisturbed: str) -> None:
+    """It goes back to that epoch in a folder of its own, which a restart goes on with, and leaves
+    the run as it was."""
+    story.live()
+    before = sorted(path.name for path in (story.directory / "epochs").iterdir())
+    first = story.live(back_to=1, hold="train 2.1")
+    assert first.code == 75
+    assert first.diary[:4] == ["download", "build", "asked 1", "train 1.0"]
+    second = story.live(back_to=1)
+    assert second.diary == [*SETUP, *since("train 2.2")]
+    assert story.out.read_text() == undisturbed
+    assert sorted(path.name for path in (story.directory / "epochs").iterdir()) == before
+    branch = CheckpointManager(story.directory).branch(1)
+    assert branch.epochs() == (1, 2, 3)
+    assert story.live(back_to=1).diary == []
+
+
+def test_resume_from_epoch_trains_a_finished_job_further(story: Story, undisturbed: str) -> None:
+    """Two epochs and then one more come to the same as three at once; going back to the last one
+    only runs exit."""
+    story.live(epochs=2)
+    assert story.live(back_to=2, epochs=2).diary == [*SETUP, "asked 2", "exit"]
+    (story.directory / "from-epoch-000000002" / "finished.json").unlink()
+    (story.directory / "from-epoch-000000002").rename(story.folder / "aside")
+    assert story.live(back_to=2).diary == [*SETUP, "asked 2", *since("train 2.0")]
+    assert story.out.read_text() == undisturbed
+
+
+def test_resume_from_an_epoch_that_is_not_there(story: Story) -> None:
+    """The error lists the epochs that there are, before any function has run."""
+    story.live(epochs=2)
+    life = story.live(back_to=7)
+    assert (life.code, life.diary) == (1, [])
+    assert "no checkpoint of epoch 7" in life.said
+    assert "there are epochs 0, 1, 2" in life.said
+
+
+def test_a_save_before_the_batches_of_a_resumed_epoch(story: Story, undisturbed: str) -> None:
+    """What was loaded stays as it is until the first batch is asked for: a save before it has the
+    same position in the data and the same random numbers."""
+    assert story.live(hold="train 1.1").code == 75
+    assert story.live(save_anew=1, fail="train 1.2").code == 1
+    assert story.live().diary == [*SETUP, *since("train 1.2")]
+    assert story.out.read_text() == undisturbed

@@ -1,0 +1,217 @@
+"""How a run leaves, by the reason of its stop and the kind of its allocation: a real Slurm."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+from training.trainings import ROOT, Training
+
+import hydroslurm
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.errors import TargetError, WrongJobState
+from hydroslurm.jobs.control.requests import requeue_job
+from hydroslurm.runtime.controller import StopRequest
+from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.slurm.client import BACKEND_ENV, JobState, open_client
+from hydroslurm.training import requeue as leaving
+from hydroslurm.training.requeue import StopHandler, StopPlan
+
+pytestmark = pytest.mark.slurm
+
+LONG = 1000  # epochs: none of these ends by itself
+Submit = Callable[..., Training]
+
+
+@pytest.fixture
+def submit(requeue_cluster: DevCluster, tmp_path: Path) -> Submit:
+    """Submits sbatch/requeue.sbatch; what is left at the end is cancelled."""
+    started: list[Training] = []
+
+    def start(*options: str, python: str | None = None) -> Training:
+        training = Training(requeue_cluster, tmp_path / f"job{len(started)}", LONG)
+        if python:
+            training.environ["PYTHON"] = python
+        started.append(training.submit(*options))
+        return training
+
+    yield start  # type: ignore[misc]
+    for training in started:
+        training.end()
+
+
+def kinds(training: Training) -> list[EventKind]:
+    return [event.kind for event in training.events()]
+
+
+def ended(training: Training, life: int = 1) -> str | None:
+    lives = training.lives()
+    return lives[life - 1].ending if len(lives) >= life else None
+
+
+def test_a_cancelled_job_is_saved_and_not_requeued(submit: Submit) -> None:
+    """scancel: the state is committed, the job stays cancelled."""
+    training = submit()
+    training.wait_for_life(1)
+    training.slurm("scancel", training.job_id)
+    wait_until(lambda: ended(training) == "cancelled", f"the end\n{training.log()}")
+    assert EventKind.SAVE_COMMITTED in kinds(training)
+    assert EventKind.REQUEUE_ASKED not in kinds(training)
+    client = open_client(environ=training.cluster.environ())
+    wait_until(
+        lambda: client.job(int(training.job_id)).state is JobState.CANCELLED, "it stays cancelled"
+    )
+
+
+def test_a_job_cancelled_during_its_save_is_not_requeued(
+    requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """It was preempted, and while it saved a person cancelled it: Slurm would requeue it even so,
+    and undo what was asked for."""
+    plain = Training(requeue_cluster, tmp_path, LONG)
+    deaf = "--wrap=srun bash -c 'trap \"\" TERM; sleep 60'"
+    job_id = int(plain.slurm("sbatch", "--parsable", deaf, "--output=/dev/null"))
+    client = open_client(environ=requeue_cluster.environ())
+    wait_until(lambda: client.job(job_id).state is JobState.RUNNING, "the job to start")
+    wait_until(lambda: plain.slurm("squeue", "-hs", "-j", str(job_id)), "its step")
+    plain.slurm("scancel", str(job_id))
+    with hydroslurm.installed(run_dir=tmp_path) as controller:
+        stop_handler = StopHandler(
+            Allocation(job_id=job_id), controller, environ=requeue_cluster.child_environ()
+        )
+        leaving = stop_handler.requeue(
+            StopPlan("preempted", math.inf, True, RUN_AGAIN, "preempted")
+        )
+    assert leaving.code == CANCELLED
+    assert client.job(job_id).restart_count == 0
+
+
+def test_slurm_that_is_slow_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not answered in time says what that means: how long is counted on, what follows."""
+    monkeypatch.setattr(leaving, "ANSWER_S", 0.2)
+    monkeypatch.setattr(leaving, "SPREAD_S", 0.0)
+    for name in ("scontrol", "squeue", "sacct"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\nexec sleep 20\n")
+        program.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", BACKEND_ENV: "commands"}
+    with hydroslurm.installed(run_dir=tmp_path) as controller:
+        stop_handler = StopHandler(Allocation(job_id=1), controller, environ=environ)
+        stop_handler.note_request(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
+        plan = stop_handler.plan()
+    assert plan.requeue
+    assert "counts on 25 s from the signal on, saves, and is requeued unless" in plan.message
+
+
+def test_without_an_answer_of_slurms_the_batch_script_requeues(
+    submit: Submit, tmp_path: Path
+) -> None:
+    """The rank cannot reach Slurm (as in a container without it): it leaves with 75, and the batch
+    script asks for the requeue, but not for that of a cancelled job."""
+    python = tmp_path / "python-without-slurm"
+    python.write_text(f'#!/bin/bash\nSLURM_CONF=/nowhere exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    training = submit(python=str(python))
+    training.wait_for_life(1)
+    training.slurm("scancel", "--signal=URG", training.job_id)
+    training.wait_for_life(2)
+    assert EventKind.REQUEUE_FAILED in kinds(training)
+    assert training.lives()[1].step == training.lives()[0].end_step
+    training.slurm("scancel", training.job_id)
+    ended = ("squeue", "-h", "-t", "all", "-j", training.job_id, "-o", "%T")
+    wait_until(lambda: "ING" not in training.slurm(*ended), "end of the job", limit_s=120)
+    assert training.slurm(*ended).strip() == "CANCELLED"
+
+
+def test_one_task_of_an_array_is_requeued_alone(submit: Submit) -> None:
+    """A preempted array task comes back by its own raw id; its neighbour is not disturbed."""
+    training = submit("--array=0-1")
+    first, second = (training.task(index) for index in (0, 1))
+    first.wait_for_life(1)
+    second.wait_for_life(1)
+    answer = requeue_job(
+        open_client(environ=training.cluster.environ()), int(first.job_id), timeout_s=60
+    )
+    assert "requeued" in answer.answers[0].words
+    first.wait_for_life(2)
+    assert first.lives()[1].step == first.lives()[0].end_step
+    assert len(second.lives()) == 1
+
+
+def test_an_srun_allocation_says_that_the_same_command_continues(
+    requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """Slurm cannot requeue it: it saves, leaves with 75, and the next srun goes on."""
+    training = Training(requeue_cluster, tmp_path, LONG)
+    command = [
+        "srun",
+        "--ntasks=1",
+        sys.executable,
+        str(ROOT / "examples" / "train_run.py"),
+        f"--directory={tmp_path / 'run'}",
+        "--log-every=5",
+    ]
+
+    def life() -> str:
+        environ = {**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command,
+            env=environ,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if "loss" in line:
+                    break
+            job = training.slurm("squeue", "-h", "-t", "R", "-n", Path(sys.executable).name, "-o%A")
+            training.slurm("scancel", "--signal=URG", job.splitlines()[-1])
+            lines += process.stdout.readlines()
+        assert process.returncode == 75, "".join(lines)
+        return "".join(lines)
+
+    assert "run the same command again" in life()
+    second = life()
+    assert "attempt 2 resumes from step" in second
+
+
+def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:
+    """`hydroslurm requeue` waits for the save; a second one finds no job that runs."""
+    training = submit()
+    client = open_client(environ=training.cluster.environ())
+    training.wait_for_life(1)
+    (answer,) = requeue_job(client, int(training.job_id)).answers
+    assert answer.done
+    assert f"step {training.lives()[0].end_step} committed" in answer.words
+    assert "as `hydroslurm requeue` does" in training.log()
+    with pytest.raises(WrongJobState, match="should be RUNNING"):
+        requeue_job(client, int(training.job_id))
+
+
+def test_a_job_that_would_not_save_is_left_alone(
+    requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """Nobody in it uses a Run: the answer says so, and names what is there without us."""
+    plain = Training(requeue_cluster, tmp_path, LONG)
+    job_id = plain.slurm("sbatch", "--parsable", "--wrap=sleep 100", "--output=/dev/null")
+    client = open_client(environ=requeue_cluster.environ())
+    wait_until(lambda: client.job(int(job_id)).state is JobState.RUNNING, "the job to start")
+    with pytest.raises(TargetError, match=f"scontrol requeue {job_id}"):
+        requeue_job(client, int(job_id))
+    assert client.job(int(job_id)).state is JobState.RUNNING
+    plain.slurm("scancel", job_id)
