@@ -331,7 +331,7 @@ def test_other_objects_are_refused_or_named(
             run.resume()
         assert torch.equal(before, model.weight), "nothing was loaded"
         run.close()
-    news = [one for one in caplog.messages if "new run" not in one and "goes on from" not in one]
+    news = [one for one in caplog.messages if "new run" not in one and "resumes from" not in one]
     assert [said in one for one in news] == [True] if said else not news
 
 
