@@ -1,6 +1,6 @@
 """What the scripts of all peers share: the training, its saves once per epoch by hand, its end.
 
-This folder and the one above it are on the path of the scripts: jobs.py sees to that.
+This folder and the one above it are on the path of the scripts: slurm_jobs.py sees to that.
 """
 
 from __future__ import annotations

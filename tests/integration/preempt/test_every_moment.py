@@ -19,7 +19,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.jobs.plan import Plan, Step, TaskPlan
-from hydroslurm.jobs.supervisor.conditions import read_conditions, verdict
+from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
 from hydroslurm.runtime import client
 
 RANK = Path(__file__).with_name("at_every_moment.py")
@@ -335,11 +335,11 @@ def test_spec(rank: Rank, pause_cluster: DevCluster) -> None:
     words = done.stdout.splitlines()[0].split()
     job, run = words[1], RunDir(Path(words[-1]))
     by_slurm(rank, pause_cluster, lambda: job)
-    rank.ended = lambda: verdict(read_conditions(run.conditions_jsonl))
+    rank.ended = lambda: final_condition(read_conditions(run.conditions_jsonl))
 
     def status() -> int:
-        wait_until(rank.ended, "a verdict")
-        found = verdict(read_conditions(run.conditions_jsonl))
+        wait_until(rank.ended, "the final condition")
+        found = final_condition(read_conditions(run.conditions_jsonl))
         return 0 if found is not None and found.type == "Succeeded" else 1
 
     rank.status = status
