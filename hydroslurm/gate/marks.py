@@ -156,7 +156,7 @@ class NvtxMarks(Marks):
         if not wanted:
             return
         try:
-            import nvtx  # type: ignore[import-untyped]
+            import nvtx
         except ImportError:  # installed without dependencies: pausing needs no marks
             return
 
