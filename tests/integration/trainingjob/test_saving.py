@@ -48,7 +48,8 @@ def test_a_stop_that_a_person_asked_for_is_no_failure(scene: Scene) -> None:
     assert [one.restart_count for one in scene.attempts] == [0, 1]
     (told,) = [one for one in scene.conditions if one.type == "Preempted"]
     assert told.reason == "Asked"
-    assert told.message.startswith("SIGTERM received: a person or a program sent it")
+    # the next attempt's supervisor writes it down where the job's end was faster than this one's
+    assert "SIGTERM received: a person or a program sent it" in told.message
 
 
 @pytest.mark.scene("saved")
