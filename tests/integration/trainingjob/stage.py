@@ -155,7 +155,7 @@ def asked(cluster: DevCluster, folder: Path) -> Scene:
 def saving(cluster: DevCluster, folder: Path, where: str) -> Scene:
     """A script with a Run that has saved twice."""
     folder.mkdir()
-    shutil.copy(HERE.parent / "launch/submitted.py", folder)
+    shutil.copy(HERE.parents[1] / "jobs/launch/submitted.py", folder)
     shutil.copy(HERE / "slowly.py", folder)
     file = folder / "saved.yaml"
     file.write_text(

@@ -25,7 +25,7 @@ def test_a_preempted_run_goes_on_where_it_was(scene: Scene, tmp_path: Path) -> N
     assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED, Ending.SUCCEEDED]
     (tmp_path / "hurry").touch()
     alone = subprocess.run(
-        [sys.executable, HERE.parent / "launch/submitted.py", tmp_path],
+        [sys.executable, HERE.parents[1] / "jobs/launch/submitted.py", tmp_path],
         env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         capture_output=True,
         text=True,
