@@ -90,8 +90,12 @@ PROGRAM = """
             print(name, now.held, now.state.name)
             driver.fake_set(1, 0, 0)
             wait_for(lambda s: s.state is GateState.PARKED and s.held == 1)
+            held_at = count
             gate.request(Action.RESUME, Cause.API)
             wait_for(lambda s: s.state is GateState.RUNNING)
+            # a thread that has not woken yet stays held at the next pause, and is not asked
+            while count == held_at:
+                time.sleep(0.001)
         driver.fake_set(0, 0, 1)
         asked = guard.fake_streams_asked()
         gate.request(Action.PAUSE, Cause.API)
@@ -102,9 +106,13 @@ PROGRAM = """
 
     count = 0
     torch.ones(2, requires_grad=True).sum().backward()
-    names = [open(f"/proc/self/task/{t}/comm").read().strip()
-             for t in os.listdir("/proc/self/task")]
-    print("autograd", sum(name.startswith("pt_autograd_") for name in names))
+    def autograd_threads():
+        names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+        return sum(name.startswith("pt_autograd_") for name in names)
+
+    while not autograd_threads():  # each names itself, some time after it was started
+        time.sleep(0.001)
+    print("autograd", autograd_threads())
     thread = threading.Thread(target=script)
     thread.start()
     while not done:
