@@ -155,10 +155,7 @@ class NvtxMarks(Marks):
     def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:
         if not wanted:
             return
-        try:
-            import nvtx
-        except ImportError:  # installed without dependencies: pausing needs no marks
-            return
+        import nvtx  # only where marks are wanted: it takes a while to import
 
         # without a tool in the process the package returns a domain that does nothing
         domain = nvtx.get_domain(DOMAIN)
