@@ -45,7 +45,7 @@ def metrics(
 
     from hydroslurm.errors import UsageError
     from hydroslurm.observe.watcher import Watcher
-    from hydroslurm.slurm.client import Patience, open_client
+    from hydroslurm.slurm.client import RetryPolicy, open_client
 
     try:
         from hydroslurm.observe.metrics import JobCollector
@@ -62,7 +62,7 @@ def metrics(
         raise UsageError("--every goes with --textfile or --port")
     collector = JobCollector(
         Watcher(
-            open_client(patience=Patience(give_up_after_s=0.0)),
+            open_client(retry_policy=RetryPolicy(give_up_after_s=0.0)),
             user=None if all_users else getpass.getuser(),
             partition=partition,
             policies=False,

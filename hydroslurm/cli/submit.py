@@ -118,10 +118,10 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
 
 def _warn_of_a_vain_wait(job_id: int, nodes: int) -> None:
     from hydroslurm.jobs.launch.sbatch import never_starts
-    from hydroslurm.slurm.client import Patience, open_client
+    from hydroslurm.slurm.client import RetryPolicy, open_client
 
-    patience = Patience(call_timeout_s=5.0, give_up_after_s=0.0)
-    why = never_starts(open_client(patience=patience), job_id, nodes=nodes)
+    retry_policy = RetryPolicy(call_timeout_s=5.0, give_up_after_s=0.0)
+    why = never_starts(open_client(retry_policy=retry_policy), job_id, nodes=nodes)
     if why is not None:
         typer.echo(f"hydroslurm: {why}", err=True)
 

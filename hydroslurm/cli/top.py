@@ -55,7 +55,7 @@ def top(
 
     from hydroslurm.errors import UsageError
     from hydroslurm.observe.watcher import Watcher
-    from hydroslurm.slurm.client import Patience, open_client
+    from hydroslurm.slurm.client import RetryPolicy, open_client
 
     if interval_s is not None and not interval_s >= LEAST_EVERY_S:
         raise UsageError(f"--interval {interval_s:g}: wanted {LEAST_EVERY_S:g} or more seconds")
@@ -64,7 +64,7 @@ def top(
     named = jobs or []
     watcher = Watcher(
         # an absent controller is waited for by asking again at the next interval
-        open_client(patience=Patience(give_up_after_s=0.0)),
+        open_client(retry_policy=RetryPolicy(give_up_after_s=0.0)),
         user=None if all_users or named else getpass.getuser(),
         partition=partition,
         ids=named,

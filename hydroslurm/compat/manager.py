@@ -22,7 +22,7 @@ from hydroslurm.compat.tasks import Task, TaskGroup
 from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointMissing, UsageError
-from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm import run_folders
 from hydroslurm.training.attempts import Limits
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.objects import Objects
@@ -84,7 +84,7 @@ class CheckpointManager(CheckpointReader):
         """
         if self._root is not None:
             return self._root
-        found = jobfolder.from_environment(os.environ)
+        found = run_folders.from_environment(os.environ)
         if found is None:
             raise UsageError(
                 "this process is in no Slurm job, so that there is no run folder; give one: "

@@ -98,8 +98,8 @@ def _failure(name: str) -> str | None:
 
 def _slurms_address(host: str) -> str:
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.slurm.retry import Patience
+    from hydroslurm.slurm.retry import RetryPolicy
 
     # not pyslurm: it would stay in the process of the training
-    client = open_client("commands", patience=Patience(give_up_after_s=30.0))
+    client = open_client("commands", retry_policy=RetryPolicy(give_up_after_s=30.0))
     return client.node_address(host)

@@ -30,7 +30,7 @@ from hydroslurm.coordination.sockets import listen
 from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.core import registry
 from hydroslurm.errors import CoordinatorLost, RunFolderError
-from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm import run_folders
 
 MEET_S = 600.0
 """As long as ranks look for each other: nodes boot, images are fetched."""
@@ -114,7 +114,7 @@ def key_folder(
     """
     if run_dir is not None:
         return Path(run_dir).absolute()
-    run = jobfolder.from_environment(environ)
+    run = run_folders.from_environment(environ)
     if run is not None:
         return run.root
     if world.local_world_size == world.world_size:

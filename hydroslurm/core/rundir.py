@@ -16,7 +16,7 @@
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   checkpoints/step-000001234.2/  the same step, saved again: the newer one
   epochs/step-000001234/       the same of a JobRunner, after each epoch
-  job.jsonl                    of a default folder (jobfolder.py): whose it is, and which job steps
+  job.jsonl                    of a default folder (run_folders.py): its job, and which job steps
   claim.json                   the newest attempt: no older one writes here any more
   attempts.jsonl               one line when an attempt begins, one when it ends, and why
   finished.json                the training is done, and its process ended well: a restart leaves
@@ -300,7 +300,7 @@ def from_environment(environ: Mapping[str, str]) -> RunDir | None:
     """The run folder of this rank, or None when the process belongs to no run.
 
     ``HYDROSLURM_RUN_DIR`` wins; in a Slurm job without it, the default of :func:`of_job`, which
-    another job of that number may hold: :func:`jobfolder.from_environment` looks.
+    another job of that number may hold: :func:`run_folders.from_environment` looks.
     """
     named = environ.get(RUN_DIR_ENV)
     if named:

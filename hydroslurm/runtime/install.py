@@ -36,7 +36,7 @@ from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
 from hydroslurm.runtime.outlook import Outlook
 from hydroslurm.runtime.workers import WorkerShield
-from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ def _registry_base(environ: Mapping[str, str]) -> Path | None:
 def _run_folder(
     given: str | os.PathLike[str] | None, environ: Mapping[str, str], base: Path | None
 ) -> RunDir | None:
-    of_run = RunDir(Path(given)) if given is not None else jobfolder.from_environment(environ)
+    of_run = RunDir(Path(given)) if given is not None else run_folders.from_environment(environ)
     if of_run is not None:
         try:
             mode = 0o700 if given is None else 0o775

@@ -73,10 +73,12 @@ class Outlook:
     def _policy(self) -> SitePolicy:
         from hydroslurm.slurm.client import open_client  # every start would pay for it
         from hydroslurm.slurm.policy import read_policy
-        from hydroslurm.slurm.retry import Patience
+        from hydroslurm.slurm.retry import RetryPolicy
 
-        patience = Patience(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
-        return read_policy(open_client(environ=self._environ, patience=patience), self._job_id)
+        retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
+        return read_policy(
+            open_client(environ=self._environ, retry_policy=retry_policy), self._job_id
+        )
 
     def _is_settled(self) -> bool:
         return _some_saver or self._controller.had_saver or handles_sigterm()

@@ -31,7 +31,7 @@ FIELDS = (
     "JobName",
     "WorkDir",
 )
-"""The columns of sacct that ``read_lives`` reads, in this order."""
+"""The columns of sacct that ``read_attempts`` reads, in this order."""
 
 QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "Preempt")
 """The columns of sacctmgr that ``read_qoses`` reads, in this order."""
@@ -40,10 +40,10 @@ DELIMITER = "\x1f"
 """ASCII's unit separator: a name, a comment or a path may hold any printable delimiter."""
 
 
-def read_lives(output: str) -> tuple[Job, ...]:
-    """Read ``sacct -D -X -P -n -o FIELDS``: one entry for each life of a job, oldest first.
+def read_attempts(output: str) -> tuple[Job, ...]:
+    """Read ``sacct -D -X -P -n -o FIELDS``: one entry for each attempt of a job, oldest first.
 
-    ``restart_count`` is the number of lives before, for sacct of 22.05 does not tell it.
+    ``restart_count`` is the number of attempts before, for sacct of 22.05 does not tell it.
 
     Raises:
         UnreadableOutput: a row with another number of columns.
@@ -51,10 +51,10 @@ def read_lives(output: str) -> tuple[Job, ...]:
     rows = list(_sacct_rows(output))
     jobs = [text.read_record(_job_of_sacct, row, repr(row)) for row in rows]
     jobs.sort(key=lambda job: (job.job_id, job.submit_epoch_s or 0, job.start_epoch_s or 0))
-    lives: dict[int, int] = {}
+    attempts: dict[int, int] = {}
     counted = []
     for job in jobs:
-        nth = lives[job.job_id] = lives.get(job.job_id, -1) + 1
+        nth = attempts[job.job_id] = attempts.get(job.job_id, -1) + 1
         counted.append(replace(job, restart_count=nth))
     return tuple(counted)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.retry import Patience
+from hydroslurm.slurm.retry import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "Job",
     "JobState",
     "Partition",
-    "Patience",
     "Qos",
+    "RetryPolicy",
     "SlurmClient",
     "find_slurm_conf",
     "open_client",
@@ -57,7 +57,7 @@ def open_client(
     prefer: str | None = None,
     *,
     environ: Mapping[str, str] | None = None,
-    patience: Patience | None = None,
+    retry_policy: RetryPolicy | None = None,
 ) -> SlurmClient:
     """Choose a backend: pyslurm where it works, else Slurm's own programs. Asks Slurm nothing.
 
@@ -68,14 +68,14 @@ def open_client(
         environ: the environment of the programs, SLURM_CONF and PATH above all; None takes a copy
             of this
             process's. pyslurm reads this process's own, so another SLURM_CONF rules it out.
-        patience: time-outs and retries.
+        retry_policy: time-outs and retries.
 
     Raises:
         UsageError: no such backend.
         SlurmMissing: pyslurm was asked for and cannot be used; the message says why.
     """
     environ = dict(os.environ if environ is None else environ)
-    patience = patience or Patience()
+    retry_policy = retry_policy or RetryPolicy()
     source = "asked for by the caller"
     if prefer is None and environ.get(BACKEND_ENV):
         prefer, source = environ[BACKEND_ENV], f"asked for by {BACKEND_ENV}"
@@ -84,7 +84,7 @@ def open_client(
             f"no Slurm backend {prefer!r} ({source}); there are 'commands' and 'pyslurm'"
         )
     if prefer == "commands":
-        return SlurmClient(environ, patience=patience, why=f"commands: {source}")
+        return SlurmClient(environ, retry_policy=retry_policy, why=f"commands: {source}")
     obstacle = _pyslurm_obstacle(environ)
     if obstacle is None:
         from hydroslurm.slurm.pyslurm_backend import PyslurmClient
@@ -92,10 +92,10 @@ def open_client(
         global _bound_conf
         _bound_conf = _conf_name(environ)
         reason = source if prefer else f"importable, and {find_slurm_conf(environ)} exists"
-        return PyslurmClient(environ, patience=patience, why=f"pyslurm: {reason}")
+        return PyslurmClient(environ, retry_policy=retry_policy, why=f"pyslurm: {reason}")
     if prefer == "pyslurm":
         raise SlurmMissing(f"the pyslurm backend was {source}, but {obstacle}")
-    return SlurmClient(environ, patience=patience, why=f"commands: {obstacle}")
+    return SlurmClient(environ, retry_policy=retry_policy, why=f"commands: {obstacle}")
 
 
 def find_slurm_conf(environ: Mapping[str, str]) -> Path | None:

@@ -19,7 +19,7 @@ from hydroslurm.errors import (
 from hydroslurm.slurm import accounting_text, refusals, scontrol_text, squeue_json
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.programs import Programs
-from hydroslurm.slurm.retry import Patience
+from hydroslurm.slurm.retry import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 Result = TypeVar("Result")
@@ -49,13 +49,13 @@ class SlurmClient:
         self,
         environ: Mapping[str, str],
         *,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         why: str = "commands: asked for by the caller",
     ) -> None:
         """``environ`` is all that the programs see; ``os.environ`` is not read."""
         self.why = why
         self._programs = Programs(dict(environ))
-        self._patience = patience or Patience()
+        self._retry_policy = retry_policy or RetryPolicy()
 
     def job(self, job_id: int) -> Job:
         """Describe one job."""
@@ -101,13 +101,15 @@ class SlurmClient:
             columns,
         )
         output = self._ask("sacct", *options, "-j", str(checked_job_id(job_id)))
-        lives = tuple(job for job in accounting_text.read_lives(output) if job.job_id == job_id)
-        if not lives:
+        attempts = tuple(
+            job for job in accounting_text.read_attempts(output) if job.job_id == job_id
+        )
+        if not attempts:
             raise NoSuchJob(
                 f"sacct -D -j {job_id}: accounting has nothing on it. Records arrive a moment "
                 "late, and a cluster without slurmdbd keeps none"
             )
-        return lives
+        return attempts
 
     def submit_line(self, job_id: int) -> str:
         """The words that the job was submitted with, from accounting; empty where it has none."""
@@ -121,7 +123,7 @@ class SlurmClient:
     def qoses(self) -> tuple[Qos, ...] | None:
         """Describe all qualities of service; None when accounting is away or there is none."""
         columns = f"format={','.join(accounting_text.QOS_FIELDS)}"
-        timeout_s = self._patience.call_timeout_s
+        timeout_s = self._retry_policy.call_timeout_s
         try:
             # one attempt: without slurmdbd it would be refused for as long as one asks
             output = self._programs.run(
@@ -199,7 +201,7 @@ class SlurmClient:
         options = ["--batch"] if batch else ["--full"] if full else []
         target = str(job_id) if step is None else f"{job_id}.{step}"
         # scancel repeats a signal to a waiting or suspended job for a minute and a half, and then
-        # signals the next life of a requeued one
+        # signals the next attempt of a requeued one
         check_signallable(self.job(job_id), number)
         self._act(
             job_id,
@@ -242,7 +244,7 @@ class SlurmClient:
         # causes.
         chosen = [] if user is None else [f"--user={user}"]
         try:
-            timeout_s = self._patience.call_timeout_s
+            timeout_s = self._retry_policy.call_timeout_s
             return squeue_json.read_jobs(
                 self._programs.run("squeue", "--json", "--states=all", *chosen, timeout_s=timeout_s)
             )
@@ -252,8 +254,8 @@ class SlurmClient:
             return scontrol_text.read_jobs(self._ask("scontrol", "-a", "show", "job"))
 
     def _ask(self, program: str, *arguments: str) -> str:
-        timeout_s = self._patience.call_timeout_s
-        return self._patience.retry(
+        timeout_s = self._retry_policy.call_timeout_s
+        return self._retry_policy.retry(
             lambda: self._programs.run(program, *arguments, timeout_s=timeout_s)
         )
 
@@ -269,7 +271,7 @@ class SlurmClient:
         checked_job_id(job_id)
 
         def once() -> None:
-            timeout_s = self._patience.call_timeout_s
+            timeout_s = self._retry_policy.call_timeout_s
             try:
                 self._programs.run(program, *arguments, timeout_s=timeout_s, silent=True)
             except WrongJobState as error:
@@ -288,7 +290,7 @@ class SlurmClient:
                 self._programs.run("scontrol", "show", "job", str(job_id), timeout_s=timeout_s)
                 raise
 
-        self._patience.retry(once, may_repeat=may_repeat)
+        self._retry_policy.retry(once, may_repeat=may_repeat)
 
 
 def check_signallable(job: Job, number: int) -> None:

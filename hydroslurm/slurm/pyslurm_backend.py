@@ -6,7 +6,7 @@ made: without a slurm.conf, or with one that it cannot read, ``import pyslurm`` 
 What was read in the source of pyslurm 25.11.2 and is met here:
 
 - Its calls hold the GIL until libslurm has an answer or gives up (MessageTimeout, once or twice),
-  so ``Patience.call_timeout_s`` does not bound them; the retries are ours.
+  so ``RetryPolicy.call_timeout_s`` does not bound them; the retries are ours.
 - ``cancel`` and ``send_signal`` ignore "already done", and cancel an unknown id too; the job is
   looked up first, so that both backends raise alike.
 - ``Job.time_limit`` is in minutes and None for unlimited; ``Partition.max_time`` likewise.
@@ -35,7 +35,7 @@ from hydroslurm.slurm.commands import (
 )
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.job_fields import job_of_fields, minutes_s, number
-from hydroslurm.slurm.retry import Patience
+from hydroslurm.slurm.retry import RetryPolicy
 from hydroslurm.slurm.values import Job, Partition
 
 Result = TypeVar("Result")
@@ -76,7 +76,7 @@ class PyslurmClient(SlurmClient):
         self,
         environ: Mapping[str, str],
         *,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         why: str = "pyslurm: asked for by the caller",
         module: Any = None,
     ) -> None:
@@ -86,7 +86,7 @@ class PyslurmClient(SlurmClient):
             environ: of the programs.
             module: stands in for pyslurm; None imports it.
         """
-        super().__init__(environ, patience=patience, why=why)
+        super().__init__(environ, retry_policy=retry_policy, why=why)
         if module is None:
             import pyslurm
 
@@ -193,7 +193,7 @@ class PyslurmClient(SlurmClient):
                     "HYDROSLURM_SLURM_BACKEND=commands does without it"
                 ) from error
 
-        return self._patience.retry(once, may_repeat=may_repeat)
+        return self._retry_policy.retry(once, may_repeat=may_repeat)
 
 
 def job_of_pyslurm(job: Any) -> Job:

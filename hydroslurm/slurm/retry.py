@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """The numbers, and the outside things that a test replaces.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Why a job was stopped: asked of Slurm, never guessed from the signal.
 
-What 22.05.8 shows while a rank still lives:
+What 22.05.8 shows while a rank is still alive:
 
     preempted, in its grace   RUNNING, PreemptTime set, EndTime moved to the end of the grace
     time limit over           COMPLETING, Reason=TimeLimit
@@ -22,10 +22,12 @@ from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import SlurmError
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import WARNING_EARLY_S, StopCase, StopKind
-from hydroslurm.slurm.retry import Patience
+from hydroslurm.slurm.retry import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
 
-IN_GRACE = Patience(call_timeout_s=5.0, give_up_after_s=1.5, first_delay_s=0.1, longest_delay_s=0.5)
+IN_GRACE = RetryPolicy(
+    call_timeout_s=5.0, give_up_after_s=1.5, first_delay_s=0.1, longest_delay_s=0.5
+)
 """For the client that asks inside the grace, where every second is one less for the save."""
 USUAL_WARNING_S = 120.0
 """A warning that asks for more than this before the time limit has to be named to be recognised."""
@@ -109,7 +111,7 @@ def ask_why(
     """Ask Slurm why this job was just told to stop. Never raises for Slurm's sake.
 
     Args:
-        client: with :data:`IN_GRACE` for its patience; another one may use up the grace.
+        client: with :data:`IN_GRACE` for its retry policy; another one may use up the grace.
         warning_s: the T of ``--signal=X@T``, if it is known.
         history_within_s: how long accounting may take to hear of it; it is asked only where
             slurmctld does not say all.
@@ -123,9 +125,9 @@ def ask_why(
     stop = why_stopped(job, now_epoch_s=asked_epoch_s, warning_s=warning_s)
     deadline_s = time.monotonic() + history_within_s
     while stop.needs_history:
-        life = _last_life(client, job_id)
-        if life is not None:
-            stop = why_stopped(job, now_epoch_s=asked_epoch_s, life=life, warning_s=warning_s)
+        attempt = _last_attempt(client, job_id)
+        if attempt is not None:
+            stop = why_stopped(job, now_epoch_s=asked_epoch_s, attempt=attempt, warning_s=warning_s)
         if not stop.needs_history or time.monotonic() > deadline_s:
             break
         time.sleep(0.1)
@@ -133,14 +135,14 @@ def ask_why(
 
 
 def why_stopped(
-    job: Job, *, now_epoch_s: float, life: Job | None = None, warning_s: float | None = None
+    job: Job, *, now_epoch_s: float, attempt: Job | None = None, warning_s: float | None = None
 ) -> Stop:
     """Read the reason out of what Slurm says. Pure.
 
     Args:
         job: as slurmctld described it after the signal.
         now_epoch_s: when that was, which is taken for the moment of the signal.
-        life: the job's last life as accounting has it; None when that is not known.
+        attempt: the job's last attempt as accounting has it; None when that is not known.
         warning_s: the T of ``--signal=X@T``, if it is known.
     """
     to_end_s = None if job.end_epoch_s is None else job.end_epoch_s - now_epoch_s
@@ -148,15 +150,15 @@ def why_stopped(
         return _why_running(job, to_end_s, warning_s)
     # the processes are being ended: what counts is the state below COMPLETING
     told = {job.state, *(JobState[word] for word in job.flags if word in JobState.__members__)}
-    if life is not None:
-        told.add(life.state)
+    if attempt is not None:
+        told.add(attempt.state)
     if JobState.CANCELLED in told:
-        by_uid = life.cancelled_by_uid if life else None
+        by_uid = attempt.cancelled_by_uid if attempt else None
         who = "" if by_uid is None else f" by user id {by_uid}"
         return _ending(StopReason.CANCELLED, f"cancelled{who}", by_uid=by_uid)
     if JobState.PREEMPTED in told or job.preempt_epoch_s is not None:
         # it may have been cancelled in its grace: then it shows a PreemptTime too
-        doubtful = life is None and not is_pending(job)
+        doubtful = attempt is None and not is_pending(job)
         return _ending(
             StopReason.PREEMPTED,
             "preempted",
@@ -169,11 +171,13 @@ def why_stopped(
         pending = is_pending(job)
         return _ending(StopReason.NODE_FAILING, "a node of the job failed", pending_again=pending)
     if is_pending(job):
-        by_hand = JobState.REQUEUED in told and life is not None
+        by_hand = JobState.REQUEUED in told and attempt is not None
         words = "requeued by hand" if by_hand else "requeued, by hand or by a preemption"
-        return _ending(StopReason.REQUEUED, words, pending_again=True, needs_history=life is None)
+        return _ending(
+            StopReason.REQUEUED, words, pending_again=True, needs_history=attempt is None
+        )
     words = "it is being ended and is not requeued: cancelled, or its batch script has ended"
-    return _ending(StopReason.CANCELLED, words, needs_history=life is None)
+    return _ending(StopReason.CANCELLED, words, needs_history=attempt is None)
 
 
 def _why_running(job: Job, to_end_s: float | None, warning_s: float | None) -> Stop:
@@ -235,7 +239,7 @@ def _ending(
 
 def is_pending(job: Job) -> bool:
     """Whether the job has been put back into the queue. While its processes are being ended it
-    shows COMPLETING, and then only its times tell: Slurm computes an EndTime for its next life, a
+    shows COMPLETING, and then its times tell: Slurm computes an EndTime for its next attempt, a
     whole time limit after a start, or has none. That of an ended job is when it was ended. (The
     number of restarts would tell only somebody who knows what it was.)"""
     if job.state.is_waiting or "PENDING" in job.flags:
@@ -248,14 +252,14 @@ def is_pending(job: Job) -> bool:
     return limit_s is not None and job.end_epoch_s - job.start_epoch_s >= limit_s
 
 
-def _last_life(client: SlurmClient, job_id: int) -> Job | None:
-    """The life that has just ended, as accounting has it; None when it does not know yet."""
+def _last_attempt(client: SlurmClient, job_id: int) -> Job | None:
+    """The attempt that has just ended, as accounting has it; None when it does not know yet."""
     try:
-        lives = client.history(job_id)
+        attempts = client.history(job_id)
     except SlurmError:
         return None
-    # the record of a life that has only just begun may still say PENDING, with a start
-    started = [life for life in lives if life.start_epoch_s is not None]
+    # the record of an attempt that has only just begun may still say PENDING, with a start
+    started = [attempt for attempt in attempts if attempt.start_epoch_s is not None]
     if not started or started[-1].state in (JobState.RUNNING, JobState.PENDING):
         return None
     return started[-1]

@@ -98,7 +98,7 @@ class Job:
         preempt_epoch_s: when it was told that it is being preempted; None before.
         suspend_epoch_s: when it was last suspended or resumed.
         pre_suspend_s: how long it had run before it was last suspended.
-        suspended_s: how long it was suspended in this life; only accounting (``history``) knows.
+        suspended_s: how long it was suspended in this attempt; only accounting (``history``) knows.
         std_out, std_err: with ``%j`` and the like filled in as far as Slurm does that; both name
             one file where stderr has none of its own.
         exit_code, exit_signal: of the batch script or of srun. A code of 128 and more has lost

@@ -20,7 +20,7 @@ from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.runtime import autoload
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
 DEFAULT_EVERY_S = 600.0
@@ -88,7 +88,7 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
                 "folder), or None for that of the job. Is a variable empty?"
             )
         return RunDir(Path(given).absolute()).claim(mode=0o775)
-    found = jobfolder.from_environment(environ)
+    found = run_folders.from_environment(environ)
     if found is None:
         raise UsageError(
             "this process is in no Slurm job, so that there is no run folder to save into; give "

@@ -26,7 +26,7 @@ from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.policy import SitePolicy, read_policy
 from hydroslurm.slurm.restarts import Start, requeue
-from hydroslurm.slurm.retry import Patience
+from hydroslurm.slurm.retry import RetryPolicy
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
 from hydroslurm.training.attempts import Ending
 from hydroslurm.training.notice import notice
@@ -229,7 +229,7 @@ class StopHandler:
         assert self._allocation is not None
         job_id = self._allocation.job_id
         try:
-            client = open_client(environ=self._environ, patience=IN_GRACE)
+            client = open_client(environ=self._environ, retry_policy=IN_GRACE)
             if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
                 self._read_policy(client, job_id)
                 self._heard.wait()
@@ -260,7 +260,7 @@ class StopHandler:
         if time.monotonic() - self._answered_mono_s < STALE_AFTER_S:
             return False
         try:
-            client = open_client(environ=self._environ, patience=IN_GRACE)
+            client = open_client(environ=self._environ, retry_policy=IN_GRACE)
         except HydroslurmError:
             return False
         again = ask_why(client, self._allocation.job_id, history_within_s=0.5)
@@ -297,13 +297,13 @@ class StopHandler:
 
     def _requeue(self, allocation: Allocation, deadline_mono_s: float) -> None:
         left_s = max(5.0, deadline_mono_s - time.monotonic())
-        patience = Patience(give_up_after_s=min(left_s, 120.0))
+        retry_policy = RetryPolicy(give_up_after_s=min(left_s, 120.0))
         start = Start(
             job_id=allocation.job_id,
             restart_count=allocation.restart_count,
             began_epoch_s=self._began_epoch_s,
         )
-        requeue(open_client(environ=self._environ, patience=patience), start)
+        requeue(open_client(environ=self._environ, retry_policy=retry_policy), start)
 
     def _cannot_requeue(self, error: WrongJobState) -> str:
         if self._policy is not None and not self._policy.is_batch:

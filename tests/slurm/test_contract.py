@@ -169,25 +169,25 @@ def test_requeue(client: SlurmClient, jobs: Jobs) -> None:
 
 
 def test_lives_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> None:
-    """History has one entry for each life, the first one ended by the requeue."""
+    """History has one entry for each attempt, the first one ended by the requeue."""
     job_id = jobs.submit()
     _wait_state(client, job_id, JobState.RUNNING)
     client.requeue(job_id)
     _wait(client, job_id, lambda job: job.state.is_waiting)
     client.cancel(job_id)
     deadline_s = time.monotonic() + 40
-    lives: tuple[Job, ...] = ()
-    while len(lives) < 2:
-        assert time.monotonic() < deadline_s, lives
+    attempts: tuple[Job, ...] = ()
+    while len(attempts) < 2:
+        assert time.monotonic() < deadline_s, attempts
         time.sleep(0.2)
         try:
-            lives = client.history(job_id)
+            attempts = client.history(job_id)
         except NoSuchJob:
             continue
-    assert [life.restart_count for life in lives] == [0, 1]
-    assert lives[0].state is JobState.REQUEUED
-    assert lives[0].nodes
-    assert lives[1].state is JobState.CANCELLED
+    assert [attempt.restart_count for attempt in attempts] == [0, 1]
+    assert attempts[0].state is JobState.REQUEUED
+    assert attempts[0].nodes
+    assert attempts[1].state is JobState.CANCELLED
 
 
 def test_signals(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
@@ -267,13 +267,13 @@ def test_exit_codes(client: SlurmClient, jobs: Jobs, status: int, told: int) -> 
     assert (job.state, job.exit_code, job.exit_signal) == (JobState.FAILED, told, 0)
     assert client.jobs(ids=[job_id]) == (job,)
     deadline_s = time.monotonic() + 40
-    while (life := _last_life(client, job_id)) is None or not life.state.has_ended:
-        assert time.monotonic() < deadline_s, life
+    while (attempt := _last_attempt(client, job_id)) is None or not attempt.state.has_ended:
+        assert time.monotonic() < deadline_s, attempt
         time.sleep(0.1)
-    assert (life.exit_code, life.exit_signal) == (told, 0)
+    assert (attempt.exit_code, attempt.exit_signal) == (told, 0)
 
 
-def _last_life(client: SlurmClient, job_id: int) -> Job | None:
+def _last_attempt(client: SlurmClient, job_id: int) -> Job | None:
     try:
         return client.history(job_id)[-1]
     except NoSuchJob:

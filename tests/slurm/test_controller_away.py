@@ -17,7 +17,7 @@ from slurm.victims import Victim
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
-from hydroslurm.slurm.client import Patience, open_client
+from hydroslurm.slurm.client import RetryPolicy, open_client
 from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -73,7 +73,7 @@ def test_requeue_waits_for_slurmctld(tmp_path: Path) -> None:
         controller = Controller(cluster)
         controller.stop()
         environ = _impatient(cluster, tmp_path)
-        assert ask_why(open_client(environ=environ, patience=IN_GRACE), victim.id).reason is (
+        assert ask_why(open_client(environ=environ, retry_policy=IN_GRACE), victim.id).reason is (
             StopReason.UNKNOWN
         )
         retried = threading.Event()
@@ -83,7 +83,7 @@ def test_requeue_waits_for_slurmctld(tmp_path: Path) -> None:
             retried.set()
             pause.wait(seconds)
 
-        client = open_client(environ=environ, patience=Patience(sleep=wait_a_little))
+        client = open_client(environ=environ, retry_policy=RetryPolicy(sleep=wait_a_little))
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(client.requeue, victim.id)
             assert retried.wait(60)

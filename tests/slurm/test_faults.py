@@ -27,7 +27,7 @@ from hydroslurm.errors import (
     WrongJobState,
 )
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.retry import Patience
+from hydroslurm.slurm.retry import RetryPolicy
 
 RECORDED = Path(__file__).parent / "recorded"
 AWAY = "Unable to contact slurm controller (connect failure)"
@@ -48,7 +48,7 @@ class Stage:
         path.chmod(0o755)
 
     def client(self, *, call_timeout_s: float = 20, **environ: str) -> SlurmClient:
-        patience = Patience(
+        retry_policy = RetryPolicy(
             call_timeout_s=call_timeout_s,
             give_up_after_s=30,
             monotonic=lambda: self._now_s,
@@ -56,7 +56,7 @@ class Stage:
             uniform=lambda low, high: (low + high) / 2,
         )
         path = f"{self.root}/bin:{os.defpath}"
-        return SlurmClient({"PATH": path, **environ}, patience=patience)
+        return SlurmClient({"PATH": path, **environ}, retry_policy=retry_policy)
 
     @property
     def calls(self) -> list[str]:
@@ -234,8 +234,8 @@ def test_time_out(stage: Stage) -> None:
     """A program that does not end is ended, and the error says that the outcome is not known."""
     pid_file = stage.root / "pid"
     stage.stand_in("scontrol", f"echo $$ > {pid_file}; exec sleep 60")
-    patience = Patience(call_timeout_s=0.5)
-    client = SlurmClient({"PATH": f"{stage.root}/bin:{os.defpath}"}, patience=patience)
+    retry_policy = RetryPolicy(call_timeout_s=0.5)
+    client = SlurmClient({"PATH": f"{stage.root}/bin:{os.defpath}"}, retry_policy=retry_policy)
     begin = time.monotonic()
     with pytest.raises(SlurmTimeout, match=r"scontrol suspend 5: no answer within 0\.5 s"):
         client.suspend(5)

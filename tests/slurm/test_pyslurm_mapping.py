@@ -25,7 +25,7 @@ from hydroslurm.errors import (
 )
 from hydroslurm.slurm import squeue_json
 from hydroslurm.slurm.pyslurm_backend import PyslurmClient
-from hydroslurm.slurm.retry import Patience
+from hydroslurm.slurm.retry import RetryPolicy
 from hydroslurm.slurm.values import JobState
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -161,8 +161,8 @@ def module() -> StandIn:
 
 @pytest.fixture
 def client(module: StandIn) -> PyslurmClient:
-    patience = Patience(sleep=lambda _: None)
-    return PyslurmClient({"PATH": ""}, patience=patience, module=module)
+    retry_policy = RetryPolicy(sleep=lambda _: None)
+    return PyslurmClient({"PATH": ""}, retry_policy=retry_policy, module=module)
 
 
 def test_job(client: PyslurmClient, module: StandIn) -> None:
@@ -261,7 +261,9 @@ def test_errors(
     """The sentences of libslurm are the same errors as those of the programs."""
     module.refuse["suspend"] = [sentence] * 1000
     client = PyslurmClient(
-        {"PATH": ""}, patience=Patience(give_up_after_s=0, sleep=lambda _: None), module=module
+        {"PATH": ""},
+        retry_policy=RetryPolicy(give_up_after_s=0, sleep=lambda _: None),
+        module=module,
     )
     with pytest.raises(SlurmError, match="pyslurm: suspend job 501") as caught:
         client.suspend(501)

@@ -152,22 +152,24 @@ def test_config_defaults_and_newer_grace() -> None:
 
 
 def test_lives_of_a_job() -> None:
-    """Each requeue begins a new life, in order, and counts one restart more."""
-    lives = [j for j in accounting_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 1]
-    assert [life.restart_count for life in lives] == [0, 1]
-    assert lives[0].state is JobState.REQUEUED
-    assert lives[0].nodes == ("n2",)
-    assert lives[0].work_dir == "/home/ada/w d"
+    """Each requeue begins a new attempt, in order, and counts one restart more."""
+    attempts = [j for j in accounting_text.read_attempts(_text("22.05/sacct.txt")) if j.job_id == 1]
+    assert [attempt.restart_count for attempt in attempts] == [0, 1]
+    assert attempts[0].state is JobState.REQUEUED
+    assert attempts[0].nodes == ("n2",)
+    assert attempts[0].work_dir == "/home/ada/w d"
 
 
 def test_exit_codes_have_one_meaning() -> None:
     """What ended with 143 reads 15 everywhere: sacct of 22.05 and pyslurm say no more, while sacct
     of 25.11, scontrol and squeue say 143."""
-    (life,) = [j for j in accounting_text.read_lives(_text("22.05/sacct.txt")) if j.job_id == 2]
+    (attempt,) = [
+        j for j in accounting_text.read_attempts(_text("22.05/sacct.txt")) if j.job_id == 2
+    ]
     newer = _text("22.05/sacct.txt").replace("\x1f15:0\x1f", "\x1f143:0\x1f")
     assert newer != _text("22.05/sacct.txt")
-    (later,) = [j for j in accounting_text.read_lives(newer) if j.job_id == 2]
-    told = [life, later, _scontrol("22.05/show_job.txt")[14], _squeue("22.05/squeue.json")[14]]
+    (later,) = [j for j in accounting_text.read_attempts(newer) if j.job_id == 2]
+    told = [attempt, later, _scontrol("22.05/show_job.txt")[14], _squeue("22.05/squeue.json")[14]]
     assert [(job.exit_code, job.exit_signal) for job in told] == [(15, 0)] * 4
 
 
@@ -180,9 +182,9 @@ def test_stderr_without_a_file_of_its_own() -> None:
 
 
 def test_suspended_time() -> None:
-    """Accounting adds up a life's suspends, here of 4 and of 3 s; a life without one has 0."""
-    lives = accounting_text.read_lives(_text("22.05/sacct.txt"))
-    suspended = {life.name: life.suspended_s for life in lives}
+    """Accounting adds up an attempt's suspends, here of 4 and of 3 s; without one it is 0."""
+    attempts = accounting_text.read_attempts(_text("22.05/sacct.txt"))
+    suspended = {attempt.name: attempt.suspended_s for attempt in attempts}
     assert (suspended["parked"], suspended["again"]) == (7, 0)
 
 
@@ -190,8 +192,8 @@ def test_sacct_row_with_newline() -> None:
     """A newline in a comment, a name or a path does not tear a row."""
     row = _text("22.05/sacct.txt").splitlines()[0].split(accounting_text.DELIMITER)
     row[accounting_text.FIELDS.index("Comment")] = "two\nlines"
-    (life,) = accounting_text.read_lives(accounting_text.DELIMITER.join(row) + "\n")
-    assert life.comment == "two\nlines"
+    (attempt,) = accounting_text.read_attempts(accounting_text.DELIMITER.join(row) + "\n")
+    assert attempt.comment == "two\nlines"
 
 
 def test_newer_json() -> None:
@@ -246,4 +248,4 @@ def test_other_garbage_refused() -> None:
     with pytest.raises(UnreadableOutput, match="PriorityTier"):
         scontrol_text.read_partitions("PartitionName=low State=UP")
     with pytest.raises(UnreadableOutput, match="columns"):
-        accounting_text.read_lives("1|2|3\n")
+        accounting_text.read_attempts("1|2|3\n")

@@ -37,7 +37,7 @@ def victims() -> Iterator[list[Victim]]:
 
 
 def _client(cluster: DevCluster) -> SlurmClient:
-    return open_client(environ=cluster.child_environ(), patience=IN_GRACE)
+    return open_client(environ=cluster.child_environ(), retry_policy=IN_GRACE)
 
 
 def _ask(victim: Victim, *, after: str = "SIGTERM", limit_s: float = 60.0) -> tuple[Stop, float]:

@@ -23,12 +23,12 @@ def _job(name: str) -> Job:
     return job
 
 
-def _life(state: JobState, **values: int) -> Job:
+def _attempt(state: JobState, **values: int) -> Job:
     return Job(job_id=1, state=state, start_epoch_s=1795267000, **values)
 
 
-def _why(name: str, *, life: Job | None = None, now_epoch_s: float = 1795267817.5) -> Stop:
-    return why_stopped(_job(name), now_epoch_s=now_epoch_s, life=life)
+def _why(name: str, *, attempt: Job | None = None, now_epoch_s: float = 1795267817.5) -> Stop:
+    return why_stopped(_job(name), now_epoch_s=now_epoch_s, attempt=attempt)
 
 
 def test_preempted_in_its_grace() -> None:
@@ -45,12 +45,12 @@ def test_back_in_the_queue(name: str) -> None:
     stop = _why(name)
     assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
     assert stop.needs_history
-    by_gang = _why(name, life=_life(JobState.PREEMPTED))
+    by_gang = _why(name, attempt=_attempt(JobState.PREEMPTED))
     assert (by_gang.reason, by_gang.pending_again) == (StopReason.PREEMPTED, True)
-    by_hand = _why(name, life=_life(JobState.REQUEUED))
+    by_hand = _why(name, attempt=_attempt(JobState.REQUEUED))
     assert (by_hand.reason, by_hand.words) == (StopReason.REQUEUED, "requeued by hand")
     assert not by_hand.needs_history
-    by_failure = _why(name, life=_life(JobState.NODE_FAIL))
+    by_failure = _why(name, attempt=_attempt(JobState.NODE_FAIL))
     assert by_failure.reason is StopReason.NODE_FAILING
 
 
@@ -58,10 +58,10 @@ def test_cancelled() -> None:
     """A job that is ended and not requeued counts as cancelled; accounting knows by whom."""
     stop = _why("cancelled")
     assert (stop.reason, stop.needs_history, stop.by_uid) == (StopReason.CANCELLED, True, None)
-    known = _why("cancelled", life=_life(JobState.CANCELLED, cancelled_by_uid=1000))
+    known = _why("cancelled", attempt=_attempt(JobState.CANCELLED, cancelled_by_uid=1000))
     assert (known.reason, known.by_uid) == (StopReason.CANCELLED, 1000)
     assert known.words == "cancelled by user id 1000"
-    preempted = _why("cancelled", life=_life(JobState.PREEMPTED))
+    preempted = _why("cancelled", attempt=_attempt(JobState.PREEMPTED))
     assert (preempted.reason, preempted.pending_again) == (StopReason.PREEMPTED, False)
 
 
@@ -69,8 +69,8 @@ def test_cancelled_in_its_grace() -> None:
     """A person's scancel counts more than the preemption that came before it."""
     job = replace(_job("cancelled"), preempt_epoch_s=1795267860)
     assert why_stopped(job, now_epoch_s=1795267862).needs_history
-    life = _life(JobState.CANCELLED, cancelled_by_uid=7)
-    assert why_stopped(job, now_epoch_s=1795267862, life=life).reason is StopReason.CANCELLED
+    attempt = _attempt(JobState.CANCELLED, cancelled_by_uid=7)
+    assert why_stopped(job, now_epoch_s=1795267862, attempt=attempt).reason is StopReason.CANCELLED
 
 
 def test_clocks_that_differ_do_not_make_a_cancelled_job_a_requeued_one() -> None:
@@ -115,7 +115,7 @@ def test_newer_json_says_it_in_its_flags() -> None:
 
 
 class Answers(SlurmClient):
-    """Stands in for a client whose answers are given: a job or an error, then lives or an error."""
+    """Stands in for a client with given answers: a job or an error, then attempts or an error."""
 
     def __init__(self, job: Job | Exception, *histories: tuple[Job, ...] | Exception) -> None:
         super().__init__({})
@@ -127,10 +127,10 @@ class Answers(SlurmClient):
         return self._job
 
     def history(self, job_id: int) -> tuple[Job, ...]:
-        lives = self._histories.pop(0) if len(self._histories) > 1 else self._histories[0]
-        if isinstance(lives, Exception):
-            raise lives
-        return lives
+        attempts = self._histories.pop(0) if len(self._histories) > 1 else self._histories[0]
+        if isinstance(attempts, Exception):
+            raise attempts
+        return attempts
 
 
 def test_controller_away() -> None:
@@ -141,9 +141,9 @@ def test_controller_away() -> None:
 
 
 def test_accounting_that_is_late_is_asked_again() -> None:
-    """Until it knows of the end of this very life; the record of an earlier one does not count."""
-    earlier = _life(JobState.CANCELLED, cancelled_by_uid=1)
-    running = replace(_life(JobState.RUNNING), start_epoch_s=1795268000)
+    """Until it knows of the end of this attempt; the record of an earlier one does not count."""
+    earlier = _attempt(JobState.CANCELLED, cancelled_by_uid=1)
+    running = replace(_attempt(JobState.RUNNING), start_epoch_s=1795268000)
     preempted = replace(running, state=JobState.PREEMPTED)
     late = replace(running, state=JobState.PENDING)
     client = Answers(

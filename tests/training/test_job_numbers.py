@@ -12,7 +12,7 @@ import pytest
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.jobs.control.requests import find_job, run_dir_of
-from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import open_client
 
 LIFE = """
@@ -30,8 +30,8 @@ run.close()
 
 FOLDER = """
 import os
-from hydroslurm.slurm import jobfolder
-print("rank in", jobfolder.from_environment(os.environ).root.name)
+from hydroslurm.slurm import run_folders
+print("rank in", run_folders.from_environment(os.environ).root.name)
 """
 
 BATCH = """#!/bin/bash
@@ -66,7 +66,7 @@ def _job_one(folder: Path) -> list[str]:
         assert done.returncode == 0, said + done.stderr
         assert done.stdout.strip() == "1"
         found = run_dir_of(find_job(open_client(environ=environ), 1))
-        assert jobfolder.read_owner(found) is not None
+        assert run_folders.read_owner(found) is not None
         return [*said.splitlines(), f"found {found.root.name}"]
 
 

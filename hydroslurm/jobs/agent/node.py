@@ -20,7 +20,7 @@ from hydroslurm.gate.signals import SignalPlan, signal_name
 from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.signal_pipe import SignalPipe
 from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Workers
-from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
 ANSWER_S = 10.0
@@ -182,7 +182,7 @@ class NodeLog:
             self.settle(self._allocation.rank)
 
     def _run_folder(self, environ: Mapping[str, str]) -> RunDir | None:
-        run = jobfolder.from_environment(environ)
+        run = run_folders.from_environment(environ)
         try:
             return run and run.claim()
         except RunFolderError as error:

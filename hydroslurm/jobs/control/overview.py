@@ -32,7 +32,7 @@ from hydroslurm.jobs.supervisor.exit_policy import format_status
 from hydroslurm.jobs.supervisor.job_step import TaskExits
 from hydroslurm.jobs.supervisor.tensorboard import Address, read_address
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.jobfolder import read_owner
+from hydroslurm.slurm.run_folders import read_owner
 from hydroslurm.slurm.values import Job, JobState
 
 _ID = re.compile(r"([0-9]+)(_[0-9]+)?")

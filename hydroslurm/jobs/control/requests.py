@@ -24,7 +24,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, WrongJobState
 from hydroslurm.gate.signals import signal_name
 from hydroslurm.jobs.control.listeners import Verb, listeners
-from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
 
 _SUBMITTED = re.compile(r"sbatch (/.+)/logs/\.?submission_file_\w+\.sh", re.DOTALL)
@@ -63,7 +63,7 @@ class JobStatus:
 
 def run_dir_of(job: Job) -> RunDir:
     """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone."""
-    folder = jobfolder.of_job(job)
+    folder = run_folders.of_job(job)
     if job.array_task_id is not None and "%a" in str(folder.root):
         return RunDir(Path(str(folder.root).replace("%a", str(job.array_task_id))))
     return folder

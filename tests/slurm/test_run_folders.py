@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.core.rundir import RunDir, comment_for
-from hydroslurm.slurm import jobfolder
+from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.values import Job, JobState
 
 
@@ -19,12 +19,12 @@ class Site:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.answer = jobfolder._Answer(problem="no Slurm here")
+        self.answer = run_folders._Answer(problem="no Slurm here")
         self.asked = 0
-        monkeypatch.setattr(jobfolder, "_found", {})
-        monkeypatch.setattr(jobfolder, "_ask", self._ask)
+        monkeypatch.setattr(run_folders, "_found", {})
+        monkeypatch.setattr(run_folders, "_ask", self._ask)
 
-    def _ask(self, *_: object) -> jobfolder._Answer:
+    def _ask(self, *_: object) -> run_folders._Answer:
         self.asked += 1
         return self.answer
 
@@ -40,8 +40,8 @@ class Site:
             "SLURM_SRUN_COMM_PORT": str(port),
             **({"SLURM_RESTART_COUNT": str(restart)} if restart else {}),
         }
-        jobfolder._found.clear()  # as another process
-        found = jobfolder.from_environment(environ)
+        run_folders._found.clear()  # as another process
+        found = run_folders.from_environment(environ)
         assert found is not None
         assert found.root.parent == self.folder / "hydroslurm-runs"
         return found.root.name
@@ -62,7 +62,7 @@ def test_a_first_attempt_takes_no_folder_of_a_job_before_it(site: Site) -> None:
     """Where the job has started after the folder was made, it gets the next one, with one line;
     every rank of it finds that one, and so does its restart."""
     site.name()
-    site.answer = jobfolder._Answer(start_epoch_s=int(time.time()) + 60)
+    site.answer = run_folders._Answer(start_epoch_s=int(time.time()) + 60)
     with pytest.warns(RuntimeWarning, match=r"another job 7 has begun at .* is .*/7-2"):
         assert site.name(port=2) == "7-2"
     assert [site.name(port=2, rank=rank) for rank in (0, 1)] == ["7-2", "7-2"]
@@ -81,7 +81,7 @@ def test_who_takes_a_new_folder_says_so_whoever_made_it(site: Site) -> None:
 def test_a_later_job_step_goes_on(site: Site) -> None:
     """The same where the job had started before the folder was made; its first rank asks alone."""
     site.name()
-    site.answer = jobfolder._Answer(start_epoch_s=int(time.time()) - 60)
+    site.answer = run_folders._Answer(start_epoch_s=int(time.time()) - 60)
     assert [site.name(port=2, rank=rank) for rank in (0, 1, 2)] == ["7"] * 3
     assert site.asked == 1
 
@@ -89,7 +89,7 @@ def test_a_later_job_step_goes_on(site: Site) -> None:
 def test_a_restart_whose_count_is_lost_goes_on(site: Site) -> None:
     """srun --export=NONE takes the variable away; slurmctld knows the count."""
     site.name()
-    site.answer = jobfolder._Answer(restart_count=1, start_epoch_s=int(time.time()) + 60)
+    site.answer = run_folders._Answer(restart_count=1, start_epoch_s=int(time.time()) + 60)
     assert site.name(port=2) == "7"
 
 
@@ -115,9 +115,9 @@ def test_ranks_that_come_together_take_one_folder(site: Site) -> None:
     (site.folder / "hydroslurm-runs" / "7" / "logs").mkdir(parents=True)
     run = RunDir(site.folder / "hydroslurm-runs" / "7")
     run.root.parent.chmod(0o755)
-    me = jobfolder.Owner.from_environ({"SLURM_STEP_ID": "0"}, 7)
+    me = run_folders.Owner.from_environ({"SLURM_STEP_ID": "0"}, 7)
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda _: jobfolder._make(run, me), range(8)))
+        made = list(pool.map(lambda _: run_folders._make(run, me), range(8)))
     assert sum(one is not None for one in made) == 1
     assert sorted(path.name for path in run.root.iterdir()) == ["job.jsonl", "logs"]
 
@@ -129,7 +129,7 @@ def test_a_folder_of_an_earlier_version_belongs_to_a_restart_only(site: Site) ->
     for path in (run.finished_json, run.events):
         os.utime(path, (1.0, 1.0))
     assert site.name(restart=1) == "7"
-    site.answer = jobfolder._Answer(start_epoch_s=int(time.time()))
+    site.answer = run_folders._Answer(start_epoch_s=int(time.time()))
     with pytest.warns(RuntimeWarning, match="another job has begun there"):
         assert site.name() == "7-2"
 
@@ -146,7 +146,7 @@ def test_who_looks_for_a_job_finds_the_folder_of_this_one(site: Site) -> None:
     later = int(time.time()) + 60
 
     def found(**changes: object) -> str:
-        return jobfolder.of_job(Job(**{**vars(job), **changes})).root.name
+        return run_folders.of_job(Job(**{**vars(job), **changes})).root.name
 
     assert found() == "7"
     assert found(start_epoch_s=later) == "7-2"

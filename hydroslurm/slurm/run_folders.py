@@ -210,11 +210,11 @@ class _Answer:
 
 def _ask(job_id: int, environ: Mapping[str, str]) -> _Answer:
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.slurm.retry import Patience
+    from hydroslurm.slurm.retry import RetryPolicy
 
     try:
-        patience = Patience(call_timeout_s=_ANSWER_S, give_up_after_s=0.0)
-        job = open_client(environ=environ, patience=patience).job(job_id)
+        retry_policy = RetryPolicy(call_timeout_s=_ANSWER_S, give_up_after_s=0.0)
+        job = open_client(environ=environ, retry_policy=retry_policy).job(job_id)
     except (SlurmError, UsageError) as error:
         return _Answer(problem=" ".join(str(error).split()))
     return _Answer(job.restart_count, job.start_epoch_s)
