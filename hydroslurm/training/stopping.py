@@ -189,7 +189,7 @@ def exit_together(
         return int(stop_handler.requeue(plan).code or 0)
 
     try:
-        code = int(rank_group.decide("depart", leave))
+        code = int(rank_group.decide("exit", leave))
     except RanksError:  # the first rank, if it is alive, acts for the job
         code = leave() if rank_group.rank == 0 else plan.exit_code
     rank_group.part()
