@@ -73,7 +73,7 @@ class JobRun(Run):
         self._epochs = manager.epoch_store(peers=peers, fence=self._fence)
         self._epoch_saver = Saver(
             self._epochs,
-            keep=manager.keep or sys.maxsize,
+            keep_epochs=manager.keep,
             on_save_error=manager.on_save_error,
             exempt=self._controller.exempt,
             tell=SaveRecorder(self._controller),
