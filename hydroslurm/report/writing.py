@@ -85,8 +85,10 @@ def _draw_both(run_of: tuple[History, RunDir]) -> None:
         write_timeline(history, run.timeline_png)
         return
     other = parallel_map(_redraw_histograms, [run_of])
-    write_timeline(history, run.timeline_png)
-    list(other)
+    try:
+        write_timeline(history, run.timeline_png)
+    finally:
+        list(other)  # a process that leaves a pool open waits for it for ever
 
 
 def _redraw_histograms(run_of: tuple[History, RunDir]) -> None:
