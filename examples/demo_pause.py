@@ -76,9 +76,9 @@ def local_act(folder: Path, *, iterations: int) -> bool:
         for hold_s in (0.3, 1.0, 2.0):
             _wait_for_training(runs["paused"])
             pid = processes["paused"].pid
-            say(f"pause --pid {pid}: {client.pause(pid).words}")
+            say(f"pause --pid {pid}: {client.pause(pid).message}")
             time.sleep(hold_s)
-            say(f"resume --pid {pid}: {client.resume(pid).words}")
+            say(f"resume --pid {pid}: {client.resume(pid).message}")
         for name, process in processes.items():
             if process.wait(600) != 0:
                 raise HydroslurmError(

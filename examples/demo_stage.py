@@ -30,7 +30,7 @@ def say(text: str) -> None:
 
 
 def tell(answer: JobAnswer) -> None:
-    words = "; ".join(one.words for one in answer.answers) or "no answer in time"
+    words = "; ".join(one.message for one in answer.answers) or "no answer in time"
     say(f"{answer.how} {answer.job_id}: {words}")
 
 

@@ -73,13 +73,13 @@ def schedule(folder: Path, *, low_steps: int, urgent_steps: int) -> list[tuple[f
     try:
         low.wait_for_steps()
         note("low", "trains")
-        note("low", client.pause(low.process.pid).words)  # SIGUSR1, and wait for the answer
+        note("low", client.pause(low.process.pid).message)  # SIGUSR1, and wait for the answer
         urgent = Training("urgent", folder, "--iterations", str(urgent_steps))
         trainings.append(urgent)
         urgent.wait_for_steps()
         note("urgent", "trains")
         note("urgent", f"ended, {urgent.wait()}")
-        note("low", client.resume(low.process.pid).words)  # SIGUSR2
+        note("low", client.resume(low.process.pid).message)  # SIGUSR2
         note("low", f"ended, {low.wait()}")
     finally:
         for training in trainings:

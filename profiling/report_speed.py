@@ -136,7 +136,7 @@ class Rank:
     def _stop(self, at_s: float, attempt: int) -> None:
         request = {"signal": "SIGTERM", "requested_mono_ns": self._mono_ns(at_s)}
         self._tell("stop_requested", at_s, sender_pid=1, **request)
-        self._tell("stop_reason", at_s + 0.02, reason="preempted", words="preempted by a job")
+        self._tell("stop_reason", at_s + 0.02, reason="preempted", message="preempted by a job")
         self._tell("stop_agreed", at_s + 0.03, of_rank=0, signal="SIGTERM", place=self._step)
         self._step += 1
         self._tell("safe_point", at_s + 0.05, attempt=attempt, waited_us=5e4)

@@ -63,7 +63,7 @@ class _Choice:
                 self._check_nothing_broken()
                 return None
             verdicts = self._agree(f"{turn}/verdict", self._verdict(proposal)).items()
-            bad = [f"rank {rank}: {words}" for rank, words in verdicts if words is not None]
+            bad = [f"rank {rank}: {message}" for rank, message in verdicts if message is not None]
             if not bad:
                 self._store.checker.trust(proposal)
                 self._warn(proposal)

@@ -146,8 +146,8 @@ class Manifest:
         try:
             return _from_body(body)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            words = clean(str(error))
-            raise CheckpointCorrupt(f"{where} lacks what a manifest has: {words}") from error
+            message = clean(str(error))
+            raise CheckpointCorrupt(f"{where} lacks what a manifest has: {message}") from error
 
 
 def checksum(data: bytes | memoryview, running: int = 0) -> str:

@@ -35,7 +35,7 @@ class Room:
     bound: str
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """For people."""
         return f"{_mb(self.used_bytes)} of {_mb(self.limit_bytes)} MB of {self.bound} are in use"
 
@@ -62,7 +62,7 @@ def room(*, ranks_here: int = 1, root: Path = Path("/")) -> Room:
         free_bytes=max(0, free_bytes(narrowest) - _below_peak_bytes(root)),
         limit_bytes=narrowest.limit_bytes,
         used_bytes=narrowest.used_bytes,
-        bound=narrowest.words,
+        bound=narrowest.message,
     )
 
 
@@ -72,9 +72,9 @@ def is_kept_in_memory(folder: Path, *, root: Path = Path("/")) -> bool:
     kinds: dict[PurePosixPath, str] = {}
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, described = line.partition(" - ")
-        words = mounted.split()
-        if len(words) >= 5:
-            kinds[PurePosixPath(words[4].replace("\\040", " "))] = described.partition(" ")[0]
+        fields = mounted.split()
+        if len(fields) >= 5:
+            kinds[PurePosixPath(fields[4].replace("\\040", " "))] = described.partition(" ")[0]
     here = PurePosixPath(folder)
     mount = next((one for one in (here, *here.parents) if one in kinds), None)
     return mount is not None and kinds[mount] in ("tmpfs", "ramfs")
@@ -84,7 +84,7 @@ def is_kept_in_memory(folder: Path, *, root: Path = Path("/")) -> bool:
 class _Bound:
     limit_bytes: int
     used_bytes: int
-    words: str
+    message: str
 
 
 def _machine_bound(root: Path) -> list[_Bound]:
@@ -145,10 +145,10 @@ def _mounts(root: Path) -> dict[str, tuple[PurePosixPath, str]]:
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, described = line.partition(" - ")
         kind, _, options = described.partition(" ")
-        words = mounted.split()
-        if len(words) < 5:
+        fields = mounted.split()
+        if len(fields) < 5:
             continue
-        top, point = PurePosixPath(words[3]), words[4].replace("\\040", " ")
+        top, point = PurePosixPath(fields[3]), fields[4].replace("\\040", " ")
         if kind == "cgroup2":
             found.setdefault("v2", (top, point))
         elif kind == "cgroup" and "memory" in options.split()[-1].split(","):

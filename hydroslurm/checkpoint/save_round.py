@@ -256,7 +256,7 @@ def raise_failures(answers: Mapping[int, Any], not_saved: str) -> None:
     # whatever else went wrong, nothing can be done about a newer attempt
     first = StaleAttempt if StaleAttempt in kinds else next(iter(kinds))
     kind = first if first is StaleAttempt or len(kinds) == 1 else SaveFailed
-    told = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in failures.items())
+    told = "; ".join(f"rank {rank}: {message}" for rank, (_, message) in failures.items())
     raise kind(f"{not_saved} {told}. {KEPT}")
 
 

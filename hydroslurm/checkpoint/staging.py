@@ -143,7 +143,7 @@ class Staging:
         self._refused = (
             f"a copy of the state in memory would take {more_bytes / 1e6:,.0f} MB more, and "
             f"{room.free_bytes / 1e6:,.0f} MB may be taken{others if self._others_bytes else ''} "
-            f"({room.words})"
+            f"({room.message})"
         )
         return False
 

@@ -185,7 +185,7 @@ class TieredWriter:
             if request.state_bytes > room.free_bytes:
                 raise SaveFailed(
                     f"it lies in memory, where {request.state_bytes / 1e6:,.0f} MB more would be "
-                    f"too much: {room.free_bytes / 1e6:,.0f} MB may be taken ({room.words})"
+                    f"too much: {room.free_bytes / 1e6:,.0f} MB may be taken ({room.message})"
                 )
 
     def to_durable(

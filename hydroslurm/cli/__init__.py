@@ -118,8 +118,8 @@ def main() -> None:
     try:
         app()
     except (HydroslurmError, UsageError) as error:
-        words = "\n".join(clean(line, most=2000) for line in str(error).split("\n"))
-        print(f"hydroslurm: {words}", file=sys.stderr)
+        message = "\n".join(clean(line, most=2000) for line in str(error).split("\n"))
+        print(f"hydroslurm: {message}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(141)

@@ -117,8 +117,8 @@ def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
     for finding in found:
         style = _style(finding.severity)
         console.print(f"[{style}]{finding.severity.value:<5}[/] {finding.title}")
-        for words in filter(None, (finding.explanation, finding.fix and f"-> {finding.fix}")):
-            console.print(Padding(Text(words), (0, 0, 0, 6)))
+        for message in filter(None, (finding.explanation, finding.fix and f"-> {finding.fix}")):
+            console.print(Padding(Text(message), (0, 0, 0, 6)))
 
 
 def _headline(facts: Facts) -> str:

@@ -232,7 +232,7 @@ def _job(job: int | None) -> int:
 
 
 def _print_answer(who: str, answer: Answer) -> None:
-    _say(f"{who} rank {answer.rank}: {answer.words}")
+    _say(f"{who} rank {answer.rank}: {answer.message}")
     if not answer.done:
         raise typer.Exit(1)
 
@@ -240,7 +240,7 @@ def _print_answer(who: str, answer: Answer) -> None:
 def _print_job(answer: JobAnswer) -> None:
     _say(f"job {answer.job_id}: {answer.how}")
     for one in answer.answers:
-        _say(f"  rank {one.rank}: {one.words}")
+        _say(f"  rank {one.rank}: {one.message}")
     for rank in answer.silent:
         _say(
             f"  rank {rank}: no answer in time; it has come to no operator or step yet (it "
@@ -296,9 +296,9 @@ def rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
     """Where a rank is, as it says itself."""
     since = _since(rank.since_epoch_ns, now_epoch_ns)
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
-    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.words}{causes} {since}"]
-    if rank.children_words:
-        words.append(rank.children_words)
+    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.message}{causes} {since}"]
+    if rank.children_message:
+        words.append(rank.children_message)
     if rank.step is not None:
         words.append(f"step {rank.step}")
     if rank.committed_step is not None:

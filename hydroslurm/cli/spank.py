@@ -64,11 +64,11 @@ def install(
     target = (lib or path.parent).absolute() / PLUGIN
     change = added(path, target)
     if dry_run:
-        typer.echo(f"would build {target}\n{change.words}")
+        typer.echo(f"would build {target}\n{change.message}")
         return
     build_plugin(target, environ=os.environ, include=include)
     apply(change)
-    typer.echo(f"built {target}\n{change.words}")
+    typer.echo(f"built {target}\n{change.message}")
     typer.echo(
         "every node needs both files under the same paths (configless clusters hand out "
         "plugstack.conf, not the plugin). Try it: srun --help | grep -A1 preempt"
@@ -85,4 +85,4 @@ def uninstall(plugstack: Plugstack = None, dry_run: DryRun = False) -> None:
     change = removed(plugstack or plugstack_of(os.environ))
     if not dry_run:
         apply(change)
-    typer.echo(change.words)
+    typer.echo(change.message)

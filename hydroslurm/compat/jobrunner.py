@@ -292,10 +292,10 @@ class JobAttempt:
         try:
             yield
         except Exception as error:
-            words = f"{what} failed with {type(error).__name__}: {error}. {self._outlook()}"
+            message = f"{what} failed with {type(error).__name__}: {error}. {self._outlook()}"
             if hasattr(error, "add_note"):
-                error.add_note(f"hydroslurm: {words}")
-            notice(words)
+                error.add_note(f"hydroslurm: {message}")
+            notice(message)
             raise
 
     def _outlook(self) -> str:

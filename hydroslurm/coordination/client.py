@@ -318,7 +318,7 @@ class CoordinatorClient:
         self._pause_barrier.lose()
         self.stop_barriers.forget()
         self._agreements.interrupt(error)
-        self._emit(EventKind.COORDINATOR_LOST, {"words": str(error)})
+        self._emit(EventKind.COORDINATOR_LOST, {"message": str(error)})
         if self.rank == 0:
             self._warn(f"{error}; it is started again. A save in progress has failed")
 
@@ -330,7 +330,7 @@ class CoordinatorClient:
         self.stop_barriers.lose(error)
         self._agreements.fail(error)
         self._all_joined.set()
-        self._emit(EventKind.AGREEMENT_FAILED, {"what": "connection", "words": str(error)})
+        self._emit(EventKind.AGREEMENT_FAILED, {"what": "connection", "message": str(error)})
         self._warn(
             f"{error}. This rank keeps training and pauses alone; the ranks cannot agree on a stop "
             "any more, so after one the job would resume from its last checkpoint"

@@ -146,7 +146,7 @@ class PauseBarrier:
                 {
                     "what": "park",
                     "in_flight": in_flight,
-                    "words": (
+                    "message": (
                         f"the ranks did not come to one collective within {AGREE_S:g} s; a suspend "
                         "may find one in flight, which then needs a time-out longer than the "
                         "suspend"

@@ -38,7 +38,7 @@ class Answer:
         done: it does what was asked for.
         latency_us: signal's arrival in the rank -> parked, or -> first operator released. None when
             nothing changed, or when no thread was held (a rank that was waiting for data).
-        words: in words, for people.
+        message: for people.
         all_parked_us: signal's arrival in the rank -> all ranks parked at the same collectives;
             None for a rank that is alone, and where that was not reached.
     """
@@ -46,7 +46,7 @@ class Answer:
     rank: int
     done: bool
     latency_us: float | None
-    words: str
+    message: str
     all_parked_us: float | None = None
 
 
@@ -113,7 +113,7 @@ class JudgePause:
         elif kind is EventKind.CHILDREN:
             self._children = event
         elif kind is EventKind.AGREEMENT_FAILED:
-            self._failed = event.data.get("words") or ""
+            self._failed = event.data.get("message") or ""
             if self._parked is not None and event.data.get("what") == "connection":
                 return self.when_late()
         elif kind is EventKind.COORDINATOR_LOST:
@@ -133,8 +133,8 @@ class JudgePause:
         if self._parked is None:
             return None
         why = self._failed or "the other ranks have not come to one collective with it yet"
-        words = f"{_parked_words(self._parked)}, alone: {why}"
-        return Answer(self._parked.rank, False, _park_us(self._parked), words)
+        message = f"{_parked_message(self._parked)}, alone: {why}"
+        return Answer(self._parked.rank, False, _park_us(self._parked), message)
 
     def _when_parked(self) -> Answer | None:
         parked = self._parked
@@ -143,15 +143,15 @@ class JudgePause:
         told = self._children
         if told is None and parked.data.get("children", 0) > 0:
             return None
-        words, done = _parked_words(parked, told), told is None or not told.data.get("running_pids")
+        message, done = _parked_message(parked, told), told is None or not told.data.get("running_pids")
         if parked.data.get("world_size", 1) == 1:
-            return Answer(parked.rank, done, _park_us(parked), words)
+            return Answer(parked.rank, done, _park_us(parked), message)
         since_ns = parked.data.get("requested_mono_ns") or parked.mono_ns
         if self._all_parked is None or self._all_parked.mono_ns < since_ns:
             return None  # or it is of the pause before
         took_us = (self._all_parked.mono_ns - since_ns) / 1e3
-        words = f"{words}; {_together_words(parked, self._all_parked, took_us)}"
-        return Answer(parked.rank, done, _park_us(parked), words, all_parked_us=took_us)
+        message = f"{message}; {_together_message(parked, self._all_parked, took_us)}"
+        return Answer(parked.rank, done, _park_us(parked), message, all_parked_us=took_us)
 
     def _held_already(self, event: Event) -> Answer | None:
         """Also a rank whose peers closed its gate before its own signal did comes here: it is
@@ -163,8 +163,8 @@ class JudgePause:
             return None
         if now.world_size > 1 and not now.parked_together:
             return None
-        words = f"held already; causes now: {', '.join(now.causes)}"
-        return Answer(event.rank, True, None, words)
+        message = f"held already; causes now: {', '.join(now.causes)}"
+        return Answer(event.rank, True, None, message)
 
 
 class JudgeResume:
@@ -196,8 +196,8 @@ class JudgeResume:
         """A rank that another one keeps."""
         if self._held_for_peers is None:
             return None
-        words = "still held, because another rank of the job is paused"
-        return Answer(self._held_for_peers.rank, False, None, words)
+        message = "still held, because another rank of the job is paused"
+        return Answer(self._held_for_peers.rank, False, None, message)
 
 
 class JudgeStop:
@@ -253,7 +253,7 @@ def _park_us(parked: Event) -> float | None:
     return parked.data.get("park_us")
 
 
-def _parked_words(parked: Event, children: Event | None = None) -> str:
+def _parked_message(parked: Event, children: Event | None = None) -> str:
     asleep = "" if parked.data.get("held") else ", it was waiting and issues nothing"
     park_us = _park_us(parked)
     after = "" if park_us is None else f" after {park_us:.0f} us"
@@ -266,10 +266,10 @@ def _parked_words(parked: Event, children: Event | None = None) -> str:
         children_parked=tuple(children.data.get("parked_pids", ())),
         children_running=tuple(children.data.get("running_pids", ())),
     )
-    return f"{state.words}{after}{asleep}; {state.children_words}"
+    return f"{state.message}{after}{asleep}; {state.children_message}"
 
 
-def _together_words(parked: Event, all_parked: Event, took_us: float) -> str:
+def _together_message(parked: Event, all_parked: Event, took_us: float) -> str:
     world_size = parked.data["world_size"]
     if in_flight := all_parked.data.get("in_flight"):
         plural = "" if in_flight == 1 else "s"

@@ -255,7 +255,7 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "status": lambda value: value is None or type(value) is int,
     "tier": _is_text_or_none,
     "what": _is_text,
-    "words": _is_text_or_none,
+    "message": _is_text_or_none,
     "world_size": lambda value: type(value) is int and 1 <= value <= MOST_RANK,
 }
 """What those fields are that a reader calculates with. They mean the same in every kind of event;
@@ -382,8 +382,8 @@ class EventLog:
             os.close(self._fd)
             self._fd = None
 
-    def _say(self, words: str) -> None:
-        warnings.warn(words, RuntimeWarning, stacklevel=5)
+    def _say(self, message: str) -> None:
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
 RETRY_S = 1.0

@@ -56,14 +56,14 @@ class RankState:
     children_running: tuple[int, ...] = ()
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """The state, of no more than is in it."""
         if self.children_running:
             return f"main process {self.state}"
         return f"{self.state} together" if self.parked_together else self.state
 
     @property
-    def children_words(self) -> str:
+    def children_message(self) -> str:
         """What its children do meanwhile, and what to do about it; empty where that is nothing."""
         if running := self.children_running:
             one = len(running) == 1

@@ -235,7 +235,7 @@ class Bringup:
         if program.process.returncode != 0:
             raise ClusterError(
                 f"{program.name} failed with exit status {program.process.returncode}. "
-                f"{program.tail_words()}"
+                f"{program.tail_text()}"
             )
 
 
@@ -308,7 +308,7 @@ class Control:
             for daemon in watched:
                 daemon.check()
             if time.monotonic() > deadline:
-                tails = "\n".join(daemon.tail_words() for daemon in watched)
+                tails = "\n".join(daemon.tail_text() for daemon in watched)
                 raise ClusterError(f"waited {limit_s:g} s for {what}.\n{tails}")
             self.wait(0.02)
 

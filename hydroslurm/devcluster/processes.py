@@ -181,10 +181,10 @@ class Daemon:
         if status is not None:
             raise ClusterError(
                 f"{self.name} ended while the cluster was starting, {_ending(status)}. "
-                f"{self.tail_words()}"
+                f"{self.tail_text()}"
             )
 
-    def tail_words(self) -> str:
+    def tail_text(self) -> str:
         """Its last log lines, with their origin."""
         lines = "".join(f"\n  {line}" for line in tail(self.log))
         return f"The last lines of {self.log}:{lines or ' (it is empty)'}"

@@ -68,7 +68,7 @@ def find_programs(path: str) -> Programs:
     """
     absent = missing(path)
     if absent:
-        raise ClusterError(missing_words(absent))
+        raise ClusterError(missing_message(absent))
     found = {name: shutil.which(name, path=path) or name for name in _PACKAGES}
     return Programs(found, _compiler(path) or "", path)
 
@@ -90,7 +90,7 @@ def slurm_release(programs: Programs) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def missing_words(absent: Mapping[str, str]) -> str:
+def missing_message(absent: Mapping[str, str]) -> str:
     """What is missing and how to get it, in one line."""
     names = ", ".join(f"{name} (Debian package {package})" for name, package in absent.items())
     packages = " ".join(sorted(set(absent.values())))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups
-from hydroslurm.devcluster.programs import missing, missing_words, search_path
+from hydroslurm.devcluster.programs import missing, missing_message, search_path
 from hydroslurm.errors import ClusterError
 
 REQUIRE_ENV = "HYDROSLURM_REQUIRE_SLURM"
@@ -24,10 +24,10 @@ def require_slurm() -> None:
     absent = missing(search_path(os.environ.get("PATH")))
     if not absent:
         return
-    words = f"a real Slurm is needed; {missing_words(absent)}"
+    message = f"a real Slurm is needed; {missing_message(absent)}"
     if os.environ.get(REQUIRE_ENV) == "1":
-        pytest.fail(f"{words} ({REQUIRE_ENV}=1 makes this a failure)", pytrace=False)
-    pytest.skip(words)
+        pytest.fail(f"{message} ({REQUIRE_ENV}=1 makes this a failure)", pytrace=False)
+    pytest.skip(message)
 
 
 def require_cgroups(spec: ClusterSpec) -> None:

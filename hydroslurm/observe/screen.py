@@ -38,8 +38,8 @@ def screen(
         overdue: Slurm has been asked, and is long in answering.
     """
     if view is None:
-        words = "asking Slurm ..." if not overdue else "Slurm has not answered yet"
-        return Group(_line(words, width))
+        message = "asking Slurm ..." if not overdue else "Slurm has not answered yet"
+        return Group(_line(message, width))
     rows = view.rows[first : first + page_rows(height)]
     head, lines = layout(rows, width)
     told, loud = _answer(view, now_epoch_s, overdue)

@@ -66,8 +66,8 @@ def loss_now(
     needs_s = _step_s(facts) + SAFETY * facts.save_s
     if needs_s <= left_s:
         return WorkAtRisk(f"a save takes {facts.save_s:.1f} s, and has {left_s:.0f} s", 0, 0.0)
-    words = f"a step and a save may take {needs_s:.0f} s, and have {left_s:.0f} s"
-    return WorkAtRisk(words, unsaved.steps, unsaved.seconds)
+    message = f"a step and a save may take {needs_s:.0f} s, and have {left_s:.0f} s"
+    return WorkAtRisk(message, unsaved.steps, unsaved.seconds)
 
 
 def unsaved_steps(facts: RunFacts, *, now_epoch_s: float) -> int | None:

@@ -197,7 +197,7 @@ class ProgressBuilder:
             first_step_mono_ns=stamp_of(stepped),
             last_step=self._last_step,
             reason=text(data_of(reason), "reason"),
-            message=text(data_of(reason), "words"),
+            message=text(data_of(reason), "message"),
             safe_point_mono_ns=stamp_of(safe),
             safe_step=safe_step,
             staged_mono_ns=of_stop.stamps.get("staged"),

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HydroslurmError, UsageError) as error:
         print(f"hydroslurm: {clean(str(error), most=2000)}", file=sys.stderr)
         return 1
-    print(f"pid {chosen.pid} rank {answer.rank}: {clean(answer.words)}")
+    print(f"pid {chosen.pid} rank {answer.rank}: {clean(answer.message)}")
     return 0 if answer.done else 1
 
 

@@ -80,7 +80,7 @@ class StopRequest:
     of_rank: int | None = None
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """For a sentence: what came, and where."""
         what = f"{self.signal or 'a request of the program'} received"
         return what if self.of_rank is None else f"{what} by rank {self.of_rank}"

@@ -93,7 +93,7 @@ class Guard:
                 return None
         last = self._last.get(signo)
         if owner.kind is not OwnerKind.OURS and not helps_only:
-            self._say(_words(found, rule, owner, self._names.get(signo, "")))
+            self._say(_message(found, rule, owner, self._names.get(signo, "")))
         elif last is None or (last.taken_back and not last.still_called):
             return None  # it was ours all the time, for all that was told
         if last == found:
@@ -121,7 +121,7 @@ class Guard:
                 os.write(2, f"hydroslurm: {text}\n".encode(errors="replace"))
 
 
-def _words(found: Replaced, rule: SignalRule, owner: Owner, name: str) -> str:
+def _message(found: Replaced, rule: SignalRule, owner: Owner, name: str) -> str:
     signal, does = found.signal, _DOES[rule.action]
     if not found.taken_back:
         return (

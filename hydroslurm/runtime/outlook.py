@@ -65,9 +65,9 @@ class Outlook:
             return
         # Slurm's programs missing in a container, a controller that is busy: not worth a word
         with contextlib.suppress(HydroslurmError, UsageError, OSError):
-            words = what_is_lost(self._policy(), self._job_id) if self._is_first() else None
-            if words is not None and not self._over.is_set() and not self._is_settled():
-                sys.stderr.write(f"hydroslurm: {words}\n")
+            message = what_is_lost(self._policy(), self._job_id) if self._is_first() else None
+            if message is not None and not self._over.is_set() and not self._is_settled():
+                sys.stderr.write(f"hydroslurm: {message}\n")
                 sys.stderr.flush()
 
     def _policy(self) -> SitePolicy:

@@ -144,6 +144,6 @@ def _pyslurm_obstacle(environ: Mapping[str, str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"pyslurm could not be tried ({error})"
     if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        return f"pyslurm cannot be imported ({words[-1][:200]})"
+        message = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        return f"pyslurm cannot be imported ({message[-1][:200]})"
     return None

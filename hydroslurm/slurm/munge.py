@@ -104,9 +104,9 @@ class Munge:
 
     def _check(self, status: int) -> None:
         if status != 0:
-            words = self._library.munge_strerror(status)
+            message = self._library.munge_strerror(status)
             where = f" (munged's socket: {self.socket})" if self.socket else ""
-            raise MungeError(f"{words.decode(errors='replace')}{where}")
+            raise MungeError(f"{message.decode(errors='replace')}{where}")
 
 
 def socket_of(environ: Mapping[str, str]) -> str | None:

@@ -49,7 +49,7 @@ class Programs:
                 for it
                 again for a minute.)
             SlurmTimeout: it was ended after ``timeout_s``.
-            SlurmError: what ``refusals.refusal`` makes of its words.
+            SlurmError: what ``refusals.refusal`` makes of its message.
         """
         command = [self._find(program), *arguments]
         doing = " ".join([program, *arguments])
@@ -66,8 +66,8 @@ class Programs:
         out = done.stdout.decode(errors="replace")
         complaint = done.stderr.decode(errors="replace")
         if done.returncode != 0:
-            words = complaint.strip() or out.strip() or f"exit status {done.returncode}"
-            raise refusals.refusal(words, doing=doing)
+            message = complaint.strip() or out.strip() or f"exit status {done.returncode}"
+            raise refusals.refusal(message, doing=doing)
         if silent and (_COMPLAINT.search(complaint) or refusals.meaning(complaint)):
             raise refusals.refusal(complaint, doing=doing)
         return out

@@ -105,10 +105,10 @@ def meaning(sentence: str) -> type[SlurmError] | None:
 
 def refusal(sentence: str, *, doing: str) -> SlurmError:
     """The error to raise: what was being done, Slurm's own words, and what to do next."""
-    words = " / ".join(line.strip() for line in sentence.splitlines() if line.strip())[:500]
+    message = " / ".join(line.strip() for line in sentence.splitlines() if line.strip())[:500]
     error = meaning(sentence) or SlurmError
     hint = f"; {_HINTS[error]}" if error in _HINTS else ""
-    return error(f"{doing}: {words or 'no reason given'}{hint}")
+    return error(f"{doing}: {message or 'no reason given'}{hint}")
 
 
 def says_nothing(error: SlurmError) -> bool:

@@ -53,14 +53,14 @@ class Stop(StopCase):
     """Why, and what is known of the time left (see :class:`StopCase`).
 
     Attributes:
-        words: one sentence for a person.
+        message: one sentence for a person.
         by_uid: who cancelled it, where accounting told.
         pending_again: Slurm has put the job back into the queue already.
         needs_history: accounting may know better, and was not asked or did not answer.
     """
 
     reason: StopReason
-    words: str
+    message: str
     by_uid: int | None = None
     pending_again: bool = False
     needs_history: bool = False
@@ -73,12 +73,12 @@ class FollowUp:
     Attributes:
         requeue: ask Slurm to start the job again; "already pending" is success.
         exit_code: to leave with when all went well.
-        words: the same, for a person.
+        message: the same, for a person.
     """
 
     requeue: bool
     exit_code: int
-    words: str
+    message: str
 
 
 _FOLLOW_UPS = {
@@ -120,8 +120,8 @@ def ask_why(
     try:
         job = client.job(job_id)
     except SlurmError as error:
-        words = f"Slurm could not be asked why: {error}"
-        return Stop(kind=StopKind.UNKNOWN, reason=StopReason.UNKNOWN, words=words)
+        message = f"Slurm could not be asked why: {error}"
+        return Stop(kind=StopKind.UNKNOWN, reason=StopReason.UNKNOWN, message=message)
     stop = why_stopped(job, now_epoch_s=asked_epoch_s, warning_s=warning_s)
     deadline_s = time.monotonic() + history_within_s
     while stop.needs_history:
@@ -172,37 +172,37 @@ def why_stopped(
         return _ending(StopReason.NODE_FAILING, "a node of the job failed", pending_again=pending)
     if is_pending(job):
         by_hand = JobState.REQUEUED in told and attempt is not None
-        words = "requeued by hand" if by_hand else "requeued, by hand or by a preemption"
+        message = "requeued by hand" if by_hand else "requeued, by hand or by a preemption"
         return _ending(
-            StopReason.REQUEUED, words, pending_again=True, needs_history=attempt is None
+            StopReason.REQUEUED, message, pending_again=True, needs_history=attempt is None
         )
-    words = "it is being ended and is not requeued: cancelled, or its batch script has ended"
-    return _ending(StopReason.CANCELLED, words, needs_history=attempt is None)
+    message = "it is being ended and is not requeued: cancelled, or its batch script has ended"
+    return _ending(StopReason.CANCELLED, message, needs_history=attempt is None)
 
 
 def _why_running(job: Job, to_end_s: float | None, warning_s: float | None) -> Stop:
     if job.preempt_epoch_s is not None:
-        words = f"preempted, with a grace that ends in {to_end_s or 0:.0f} s"
+        message = f"preempted, with a grace that ends in {to_end_s or 0:.0f} s"
         return Stop(
             kind=StopKind.PREEMPTED,
             reason=StopReason.PREEMPTED,
-            words=words,
+            message=message,
             # no EndTime: nothing is known of the grace
             to_end_s=0.0 if to_end_s is None else to_end_s,
         )
     near_s = (USUAL_WARNING_S if warning_s is None else warning_s) + WARNING_EARLY_S
     if to_end_s is not None and to_end_s <= near_s:
-        words = f"its time limit ends it in {max(0.0, to_end_s):.0f} s"
+        message = f"its time limit ends it in {max(0.0, to_end_s):.0f} s"
         return Stop(
             kind=StopKind.TIME_LIMIT_WARNED,
             reason=StopReason.TIME_LIMIT,
-            words=words,
+            message=message,
             to_end_s=to_end_s,
         )
     return Stop(
         kind=StopKind.ASKED,
         reason=StopReason.ASKED,
-        words="a person or a program sent it: the job is not preempted, and its time limit is not "
+        message="a person or a program sent it: the job is not preempted, and its time limit is not "
         "near",
         to_end_s=to_end_s,
     )
@@ -219,7 +219,7 @@ _KINDS = {
 
 def _ending(
     reason: StopReason,
-    words: str,
+    message: str,
     *,
     by_uid: int | None = None,
     pending_again: bool = False,
@@ -229,7 +229,7 @@ def _ending(
     return Stop(
         kind=_KINDS[reason],
         reason=reason,
-        words=words,
+        message=message,
         to_end_s=0.0,
         by_uid=by_uid,
         pending_again=pending_again,

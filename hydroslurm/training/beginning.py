@@ -226,10 +226,10 @@ class Beginning(ABC):
         except (CheckpointError, OSError):
             self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
             raise
-        for words in differences(
+        for message in differences(
             rank_group, found, state, objects=self._objects, loading=self._cursor.loading
         ):
-            self._log_once(words)
+            self._log_once(message)
         self._saves.periodic_step = found.checkpoint.step
         if found.tier is Tier.DURABLE:
             self._saver.continues_from(found.checkpoint)
@@ -291,14 +291,14 @@ class Beginning(ABC):
         self._rank_group.part()
         self.close()
 
-    def _log_once(self, words: str) -> None:
+    def _log_once(self, message: str) -> None:
         """One rank speaks for all."""
         if self._rank_group.rank == 0:
-            notice(words)
+            notice(message)
 
     def _apply(self, state: State, *, source: str) -> None:
-        for words in self._objects.load(state.shared, source=source):
-            self._log_once(words)
+        for message in self._objects.load(state.shared, source=source):
+            self._log_once(message)
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
         self._cursor.load(state.own)

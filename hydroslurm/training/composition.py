@@ -120,8 +120,8 @@ def changes(manifest: Manifest, now: Loading, *, world_size: int, data: Any) -> 
             f"{_ranks(world_size)}: the bits differ from those of a run that kept its ranks"
         )
     differing = [
-        f"{words} was {before!r}, and is {after!r}"
-        for words, before, after in (
+        f"{message} was {before!r}, and is {after!r}"
+        for message, before, after in (
             ("the loader's batch_size", was.batch_size, now.batch_size)
             if ranks == world_size
             else ("the batch of all ranks", was.batch_of(ranks), now.batch_of(world_size)),

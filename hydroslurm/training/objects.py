@@ -77,9 +77,9 @@ class Objects:
         """
         for name, thing in self._objects.items():
             if name in states:
-                words = changed_class(name, thing, states[name], was=classes.get(name))
-                if words is not None:
-                    yield words
+                message = changed_class(name, thing, states[name], was=classes.get(name))
+                if message is not None:
+                    yield message
         if forgotten := [name for name in states if name not in self._objects]:
             yield (
                 f"the checkpoint has a state for {', '.join(forgotten)}, which this run does not "
@@ -118,8 +118,8 @@ class Objects:
             )
         for name in sorted(self._objects, key=lambda name: name in _LOADED_LAST):
             self._load_one(name, self._objects[name], states[name], source)
-        words = (lost(name, thing, states[name]) for name, thing in self._objects.items())
-        return [sentence for sentence in words if sentence is not None]
+        sentences = (lost(name, thing, states[name]) for name, thing in self._objects.items())
+        return [sentence for sentence in sentences if sentence is not None]
 
     def _load_one(self, name: str, thing: Stateful, state: Any, source: str) -> None:
         try:
@@ -134,8 +134,8 @@ class Objects:
         except CheckpointError:
             raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            words = f"{source} does not fit {name!r} ({type(thing).__name__}): {error}"
-            raise StateMismatch(words + _advice(thing, error)) from error
+            message = f"{source} does not fit {name!r} ({type(thing).__name__}): {error}"
+            raise StateMismatch(message + _advice(thing, error)) from error
 
 
 def require_savable(state: State) -> None:

@@ -160,7 +160,7 @@ class Together:
             request = self._controller.stop_request
             if request is not None and _age_s(request) > STOPPED_GATHER_S:
                 raise AgreementFailed(
-                    f"not all {self.world_size} ranks have come, and {request.words}; nothing was "
+                    f"not all {self.world_size} ranks have come, and {request.message}; nothing was "
                     "trained in this attempt"
                 )
 
@@ -269,12 +269,12 @@ def _tell_of(decision: Callable[[], Any]) -> dict[str, Any]:
     except RanksError:
         raise
     except (HydroslurmError, UsageError) as error:
-        return {"error": type(error).__name__, "words": str(error)}
+        return {"error": type(error).__name__, "message": str(error)}
 
 
 def _hear(told: Any) -> Any:
     if isinstance(told, dict) and "error" in told:
-        raise _error(str(told["error"]), str(told.get("words")))
+        raise _error(str(told["error"]), str(told.get("message")))
     if not (isinstance(told, dict) and "value" in told):
         raise AgreementFailed(
             f"the rank that decides for all says {told!r:.80}, which is no decision; do all ranks "
@@ -283,7 +283,7 @@ def _hear(told: Any) -> Any:
     return told["value"]
 
 
-def _error(name: str, words: str) -> Exception:
+def _error(name: str, message: str) -> Exception:
     kind = getattr(errors, name, HydroslurmError)
     is_ours = isinstance(kind, type) and issubclass(kind, (HydroslurmError, UsageError))
-    return kind(words) if is_ours else HydroslurmError(words)
+    return kind(message) if is_ours else HydroslurmError(message)

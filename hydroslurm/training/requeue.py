@@ -151,7 +151,7 @@ class StopHandler:
         request = self._request
         assert request is not None, "plan() before note_request()"
         self._ask()
-        since = request.words
+        since = request.message
         if self._allocation is None:
             message = f"{since}, outside of a job: run the same command again to go on"
             return StopPlan("asked", math.inf, False, RUN_AGAIN, message)
@@ -181,7 +181,7 @@ class StopHandler:
             deadline_mono_s=self._deadline(request, stop),
             requeue=follow.requeue,
             exit_code=follow.exit_code,
-            message=f"{since}: {stop.words}",
+            message=f"{since}: {stop.message}",
         )
 
     def requeue(self, plan: StopPlan) -> ExitForRequeue:
@@ -238,11 +238,11 @@ class StopHandler:
                 self._read_policy(client, job_id)
             self._stop = stop
             self._controller.record(
-                EventKind.STOP_REASON, {"reason": stop.reason.value, "words": stop.words}
+                EventKind.STOP_REASON, {"reason": stop.reason.value, "message": stop.message}
             )
         except HydroslurmError as error:
             self._controller.record(
-                EventKind.STOP_REASON, {"reason": "unknown", "words": str(error)}
+                EventKind.STOP_REASON, {"reason": "unknown", "message": str(error)}
             )
         finally:
             self._answered_mono_s = time.monotonic()
@@ -283,7 +283,7 @@ class StopHandler:
         if stop.reason is not StopReason.ASKED or not self._is_warned:
             return stop
         message = "asked to save and go back into the queue, as `hydroslurm requeue` does"
-        return replace(stop, words=message)
+        return replace(stop, message=message)
 
     def _check_fence(self) -> None:
         if self._fence is not None:

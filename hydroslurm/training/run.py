@@ -273,8 +273,8 @@ class Run(Beginning):
         if self._attempt.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
             if self._rank_group.world_size > 2 and is_settled(self._model) is False:
                 self._log_once(UNSETTLED)
-            if words := oversights.recompiles(self._model, self._cursor.loader):
-                self._log_once(words)
+            if message := oversights.recompiles(self._model, self._cursor.loader):
+                self._log_once(message)
             state = self._state()  # now that the optimizer has its own
             require_savable(state)
             if refused := self._saver.reserve(state):
@@ -560,14 +560,14 @@ class Run(Beginning):
             finished.write(self.dir, step=self._step)
         clear_fast(durable=self._durable, fast=self._fast)
 
-    def _log_once_per_node(self, words: str) -> None:
+    def _log_once_per_node(self, message: str) -> None:
         """One rank speaks for those of its node."""
         if self._world.local_rank == 0:
-            notice(words)
+            notice(message)
 
     def _state(self) -> State:
-        if self._rank_group.rank == 0 and (words := self._folder.look()):
-            notice(words)
+        if self._rank_group.rank == 0 and (message := self._folder.look()):
+            notice(message)
         own = self._saves.evaluation or self._own_state()
         return State(shared=self._objects.states(), own=own)
 

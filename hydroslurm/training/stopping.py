@@ -112,7 +112,7 @@ class Stopping:
         Leaving within the grace lets the job resume from its newest checkpoint, or fail where the
         death of a rank is the reason for the stop.
         """
-        self._attempt.record(EventKind.AGREEMENT_FAILED, what="stop", words=str(error))
+        self._attempt.record(EventKind.AGREEMENT_FAILED, what="stop", message=str(error))
         request = request or _now()
         self._stop_handler.note_request(request)
         self._saver.give_up()
@@ -121,7 +121,7 @@ class Stopping:
         try:
             plan = self._agree_on_plan(ranks_gone=True)
         except RanksError:  # no rank can be reached: the first one decides for the job
-            plan = StopPlan("asked", math.inf, False, RUN_AGAIN, request.words)
+            plan = StopPlan("asked", math.inf, False, RUN_AGAIN, request.message)
             if self._rank_group.rank == 0:
                 plan = self._stop_handler.plan(ranks_gone=True)
         if _logs_for_all(self._rank_group, error):

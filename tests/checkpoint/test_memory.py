@@ -80,8 +80,8 @@ def test_the_limit_of_a_job_counts_from_inside_its_steps(tmp_path: Path) -> None
     room = memory.room(root=tmp_path)
     assert room.free_bytes == (900 - 500) * MB
     assert (room.limit_bytes, room.used_bytes) == (1000 * MB, 500 * MB)
-    assert room.words.startswith("500 of 1,000 MB of the limit in ")
-    assert room.words.endswith("slurm_n1/uid_0/job_7 are in use")
+    assert room.message.startswith("500 of 1,000 MB of the limit in ")
+    assert room.message.endswith("slurm_n1/uid_0/job_7 are in use")
 
 
 def test_v2_knows_max_and_none(tmp_path: Path) -> None:

@@ -45,15 +45,15 @@ def test_the_answer_is_that_all_are_parked(story: Story) -> None:
     environ = environ_of(life.pids[1])
     parked = client.pause(life.pids[1], timeout_s=60, environ=environ)
     assert parked.done
-    assert f"all {WORLD} ranks at one collective after" in parked.words
+    assert f"all {WORLD} ranks at one collective after" in parked.message
     assert parked.latency_us is not None
     assert parked.all_parked_us is not None
     assert parked.all_parked_us > parked.latency_us
     wait_until(lambda: all(state.parked_together for state in states(story)), "all to say so")
     again = client.pause(life.pids[1], timeout_s=60, environ=environ)
-    assert (again.done, again.words.startswith("held already")) == (True, True)
+    assert (again.done, again.message.startswith("held already")) == (True, True)
     resumed = client.resume(life.pids[1], timeout_s=60, environ=environ)
-    assert resumed.done, resumed.words
+    assert resumed.done, resumed.message
     wait_until(lambda: all(state.state == "running" for state in states(story)), "all to go on")
     os.kill(life.pids[2], signal.SIGTERM)
     assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said

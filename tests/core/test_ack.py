@@ -64,7 +64,7 @@ def test_a_rank_with_children_answers_for_them(tmp_path: Path) -> None:
     answer = judged(pausing(tmp_path), CLOSED, with_two, late)
     assert answer is not None
     assert not answer.done
-    assert answer.words.startswith("main process parked after 2000 us; 1 child of it runs on (pid")
+    assert answer.message.startswith("main process parked after 2000 us; 1 child of it runs on (pid")
 
 
 def test_one_of_several_answers_when_all_are_parked(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_one_of_several_answers_when_all_are_parked(tmp_path: Path) -> None:
     answer = judged(judge, ALL)
     assert answer is not None
     assert (answer.done, answer.latency_us, answer.all_parked_us) == (True, 2000.0, 8000.0)
-    assert answer.words == "parked after 2000 us; all 4 ranks at one collective after 8.0 ms"
+    assert answer.message == "parked after 2000 us; all 4 ranks at one collective after 8.0 ms"
 
 
 def test_the_lines_of_two_threads_may_change_places(tmp_path: Path) -> None:
@@ -95,24 +95,24 @@ def test_collectives_in_flight_are_told(tmp_path: Path) -> None:
     answer = judged(pausing(tmp_path), OF_FOUR, ("all_parked", 18, {**ALL[2], "in_flight": 2}))
     assert answer is not None
     assert answer.done
-    assert "with 2 collectives in flight: a suspend longer than their time-out" in answer.words
+    assert "with 2 collectives in flight: a suspend longer than their time-out" in answer.message
 
 
 def test_ranks_that_do_not_come_together(tmp_path: Path) -> None:
     """A rank that is parked alone when the time is over says so, with what is known of why."""
     judge = pausing(tmp_path)
     assert judge.when_late() is None
-    failed: Line = ("agreement_failed", 16, {"what": "park", "words": "one is busy"})
+    failed: Line = ("agreement_failed", 16, {"what": "park", "message": "one is busy"})
     assert judged(judge, CLOSED, OF_FOUR, failed) is None
     late = judge.when_late()
     assert late is not None
-    assert (late.done, late.words) == (False, "parked after 2000 us, alone: one is busy")
+    assert (late.done, late.message) == (False, "parked after 2000 us, alone: one is busy")
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (("agreement_failed", 16, {"what": "connection", "words": "it is gone"}), "alone: it is"),
+        (("agreement_failed", 16, {"what": "connection", "message": "it is gone"}), "alone: it is"),
         (("resumed", 16, {"causes": []}), "resumed before all"),
         (("stop_requested", 16, {}), "a stop wins over a pause"),
         (("uninstalled", 16, {}), "ended before it could answer"),
@@ -123,13 +123,13 @@ def test_what_ends_a_pause_of_several(line: Line, words: str, tmp_path: Path) ->
     answer = judged(pausing(tmp_path), CLOSED, OF_FOUR, line)
     assert answer is not None
     assert not answer.done
-    assert words in answer.words
+    assert words in answer.message
 
 
 def test_another_hub(tmp_path: Path) -> None:
     """Let go when the hub is gone is no end: the next one has all ranks parked again."""
     judge = pausing(tmp_path)
-    lost: Line = ("coordinator_lost", 14, {"words": "gone"})
+    lost: Line = ("coordinator_lost", 14, {"message": "gone"})
     assert judged(judge, CLOSED, OF_FOUR, lost, ("resumed", 15, {"causes": []})) is None
     again: Line = ("parked", 16, {**OF_FOUR[2], "requested_mono_ns": 15 * MS})
     answer = judged(judge, again, ALL)
@@ -144,7 +144,7 @@ def test_held_already(tmp_path: Path) -> None:
     answer = judged(pausing(tmp_path, CLOSED, OF_FOUR, ALL), more)
     assert answer is not None
     assert answer.done
-    assert answer.words.startswith("held already")
+    assert answer.message.startswith("held already")
     (tmp_path / "rank-00001.jsonl").unlink()
     judge = pausing(tmp_path, CLOSED, OF_FOUR)
     assert judged(judge, more) is None
@@ -157,14 +157,14 @@ def test_a_resumed_rank_waits_for_its_peers() -> None:
     assert judged(judge, ("causes_changed", 20, {"causes": ["peers"]})) is None
     late = judge.when_late()
     assert late is not None
-    assert (late.done, "another rank" in late.words) == (False, True)
+    assert (late.done, "another rank" in late.message) == (False, True)
     answer = judged(
         judge, ("resumed", 21, {"held": 1}), ("first_operator_released", 22, {"resume_us": 40.0})
     )
     assert answer == Answer(1, True, 40.0, "running again after 40 us")
     still = judged(JudgeResume(Path()), ("causes_changed", 20, {"causes": ["user", "peers"]}))
     assert still is not None
-    assert still.words == "still held for: user, peers"
+    assert still.message == "still held for: user, peers"
 
 
 def test_one_rank_of_several_is_requeued(tmp_path: Path) -> None:
@@ -182,13 +182,13 @@ def test_one_rank_of_several_is_requeued(tmp_path: Path) -> None:
     follower = judged(JudgeStop(paths[1]), asked, saved, ended)
     assert follower is not None
     assert follower.done
-    assert follower.words == "step 7 committed 10 ms after the signal; leaves with the others"
+    assert follower.message == "step 7 committed 10 ms after the signal; leaves with the others"
     unsaved = judged(JudgeStop(paths[1]), asked, ended)
     assert unsaved is not None
     assert not unsaved.done
     first = judged(JudgeStop(paths[0]), asked, saved, ended, ("requeued", 70, {}))
     assert first is not None
-    assert first.words.endswith("requeued")
+    assert first.message.endswith("requeued")
 
 
 def test_the_late_and_the_silent(tmp_path: Path) -> None:

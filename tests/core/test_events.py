@@ -89,7 +89,7 @@ def test_a_full_disk_costs_one_warning_and_no_event(tmp_path: Path) -> None:
     and the torn line is glued to none."""
     path = tmp_path / "rank-00000.jsonl"
     log = EventLog(path)
-    log.append(Event(EventKind.INSTALLED, 1, 1, data={"words": "x" * SPARE_BYTES}))
+    log.append(Event(EventKind.INSTALLED, 1, 1, data={"message": "x" * SPARE_BYTES}))
     with _no_growth(path):
         with pytest.warns(RuntimeWarning, match="training goes on"):
             log.append(Event(EventKind.PARKED, 2, 2))
@@ -111,7 +111,7 @@ def test_a_full_disk_costs_no_memory(tmp_path: Path) -> None:
     """However many events there are, the newest are kept, and those that were not are counted."""
     path = tmp_path / "rank-00000.jsonl"
     log = EventLog(path)
-    log.append(Event(EventKind.INSTALLED, 1, 1, data={"words": "x" * SPARE_BYTES}))
+    log.append(Event(EventKind.INSTALLED, 1, 1, data={"message": "x" * SPARE_BYTES}))
     with _no_growth(path):
         with pytest.warns(RuntimeWarning):
             log.append(Event(EventKind.SAFE_POINT, 0, 2, step=0))
@@ -132,7 +132,7 @@ def test_an_attempt_begins_with_a_line_of_its_own(tmp_path: Path) -> None:
     whole, and so are the events that had been kept in the spare file."""
     path = tmp_path / "rank-00000.jsonl"
     first = EventLog(path)
-    first.append(Event(EventKind.INSTALLED, 1, 1, data={"words": "x" * SPARE_BYTES}))
+    first.append(Event(EventKind.INSTALLED, 1, 1, data={"message": "x" * SPARE_BYTES}))
     with _no_growth(path), pytest.warns(RuntimeWarning):
         first.append(Event(EventKind.PARKED, 2, 2))
     del first  # killed
@@ -186,7 +186,7 @@ def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
         state, node = after(state, event), agentstate.fold([event])
         facts.take(event)
         answers = [judge(event) or judge.when_late() for judge in judges]
-        words = [answer.words for answer in answers if answer]
+        words = [answer.message for answer in answers if answer]
         json.dumps([vars(state), vars(node), words], allow_nan=False)
         shown = clean(" ".join([state.host, state.state, *state.causes, *words]))
         assert shown.isprintable()

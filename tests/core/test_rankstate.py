@@ -78,7 +78,7 @@ def test_parked_together() -> None:
     resumed = fold([*PAUSED, all_parked, _event(EventKind.RESUMED, 9, causes=[])])
     again = fold([*PAUSED, all_parked, *(_at(event, 20) for event in PAUSED[2:])])
     assert [state and state.parked_together for state in (before, resumed, again)] == [False] * 3
-    lost = fold([joined, _event(EventKind.AGREEMENT_FAILED, 9, what="connection", words="gone")])
+    lost = fold([joined, _event(EventKind.AGREEMENT_FAILED, 9, what="connection", message="gone")])
     assert lost is not None
     assert lost.world_size == 1
 
@@ -156,14 +156,14 @@ def test_children_that_run_on_are_named() -> None:
     busy = _event(EventKind.CHILDREN, 6, pause=1, parked_pids=[7], running_pids=[8, 9])
     state = fold([*PAUSED, quiet])
     assert state is not None
-    assert (state.words, state.children_words) == ("parked", "2 children stand still with it")
+    assert (state.message, state.children_message) == ("parked", "2 children stand still with it")
     state = fold([*PAUSED, quiet, busy])
     assert state is not None
-    assert state.words == "main process parked"
-    assert state.children_words.startswith("2 children of it run on (pids 8, 9): pause them with ")
+    assert state.message == "main process parked"
+    assert state.children_message.startswith("2 children of it run on (pids 8, 9): pause them with ")
     state = fold([*PAUSED, busy, _event(EventKind.RESUMED, 9, pause=1, causes=[])])
     assert state is not None
-    assert (state.words, state.children_words) == ("running", "")
+    assert (state.message, state.children_message) == ("running", "")
 
 
 def test_saves_that_hold_the_training_up_are_said() -> None:

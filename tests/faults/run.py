@@ -58,7 +58,7 @@ def tell(outcome: Outcome, *, loud: bool) -> None:
         for fault in faults:
             print(f"    life {life}: {fault}")
     for complaint in outcome.complaints:
-        print(f"    {complaint.kind.upper()}: {complaint.words}")
+        print(f"    {complaint.kind.upper()}: {complaint.message}")
     print("\n".join(f"        {line}" for line in outcome.said.splitlines() if line), flush=True)
 
 

@@ -26,7 +26,7 @@ class Complaint:
     """``kind``: hang, lost commit, other bits, disagreement."""
 
     kind: str
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def check_life(life: LifeSeen, *, before: LifeSeen | None) -> list[Complaint]:
         found.append(Complaint("hang", f"ranks still there: {left}; last events: {last}"))
     found += _check_commits(life)
     found += _check_begin(life, before)
-    found += _check_same_words(life)
+    found += _check_same_message(life)
     found += _check_ends(life)
     return found
 
@@ -124,14 +124,14 @@ def check_last(life: LifeSeen, alone: Path) -> list[Complaint]:
         wrong = [row[0] for row in rows if row != wanted.get(row[0])]
         missing = sorted(set(wanted) - {row[0] for row in rows})
         if wrong or missing:
-            words = f"rank {rank}: other losses or samples at {wrong}, none at {missing}"
-            found.append(Complaint("other bits", words))
+            message = f"rank {rank}: other losses or samples at {wrong}, none at {missing}"
+            found.append(Complaint("other bits", message))
     return found
 
 
 def _check_commits(life: LifeSeen) -> list[Complaint]:
     """A commit that was reported is there, and what is there is whole."""
-    found = [Complaint("lost commit", words) for words in life.broken]
+    found = [Complaint("lost commit", message) for message in life.broken]
     reported = sorted({step for rank in range(life.world) for step in _committed(life, rank)})
     must = reported if life.keep >= KEPT_BY_ALL else reported[-1:]
     gone = [step for step in must if step not in life.whole]
@@ -146,12 +146,12 @@ def _check_begin(life: LifeSeen, before: LifeSeen | None) -> list[Complaint]:
     other = {rank: step for rank, step in life.begins.items() if step != newest}
     if not other:
         return []
-    words = f"step {newest} was committed, and ranks began at {other}"
+    message = f"step {newest} was committed, and ranks began at {other}"
     behind = any(step < newest for step in other.values())
-    return [Complaint("lost commit" if behind else "disagreement", words)]
+    return [Complaint("lost commit" if behind else "disagreement", message)]
 
 
-def _check_same_words(life: LifeSeen) -> list[Complaint]:
+def _check_same_message(life: LifeSeen) -> list[Complaint]:
     """What was agreed on is the same for all who were told, and so are the verdicts on saves."""
     found = []
     for topic in sorted({topic for told in life.told.values() for topic in told}):
@@ -163,8 +163,8 @@ def _check_same_words(life: LifeSeen) -> list[Complaint]:
         for event in life.of(rank, EventKind.SAVE_FAILED):
             step, reason = event.data["checkpoint_step"], str(event.data["reason"])
             if step in committed and "not known" not in reason and not life.did("kill_hub"):
-                words = f"step {step} was committed, and failed for rank {rank}: {reason}"
-                found.append(Complaint("disagreement", words))
+                message = f"step {step} was committed, and failed for rank {rank}: {reason}"
+                found.append(Complaint("disagreement", message))
     return found
 
 
@@ -182,8 +182,8 @@ def _check_ends(life: LifeSeen) -> list[Complaint]:
     if len(places) > 1:
         return [Complaint("disagreement", f"they stopped at the steps {sorted(map(str, places))}")]
     if codes == {RUN_AGAIN} and life.end_step not in (None, life.newest):
-        words = f"stopped at step {life.end_step}, and the newest is {life.newest}"
-        return [Complaint("lost commit", words)]
+        message = f"stopped at step {life.end_step}, and the newest is {life.newest}"
+        return [Complaint("lost commit", message)]
     return []
 
 

@@ -125,7 +125,7 @@ class RankLog:
         request = {"signal": "SIGTERM", "requested_mono_ns": self.mono_ns(at_s)}
         lines: list[tuple[str, float, int, dict[str, Any]]] = [
             ("stop_requested", at_s, step - 1, request),
-            ("stop_reason", at_s + 0.01, step - 1, {"reason": reason, "words": "in words"}),
+            ("stop_reason", at_s + 0.01, step - 1, {"reason": reason, "message": "in words"}),
             ("safe_point", at_s + 0.02, step, {"attempt": attempt, "waited_us": 2e4}),
             ("save_started", at_s + 0.025, step, {**save, "tier": None}),
             ("save_staged", at_s + 0.03, step, {**save, "tier": None}),

@@ -36,7 +36,7 @@ def some(rank: int = 0) -> RankLog:
 def test_the_quick_way_reads_the_same(run_dir: RunDir) -> None:
     """Line by line what ``read_events`` reads, texts with every kind of character included."""
     log = some()
-    log.add(EventKind.STOP_REASON, 11, words='é "quoted" \\ \n }} {"x"', reason="…\ud800")
+    log.add(EventKind.STOP_REASON, 11, message='é "quoted" \\ \n }} {"x"', reason="…\ud800")
     path = log.write(run_dir)
     lines, unread = read(path)
     assert lines == list(lines_of(read_events(path)))

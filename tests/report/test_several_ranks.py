@@ -100,7 +100,7 @@ def test_the_table_of_several_ranks() -> None:
 def test_ranks_that_did_not_come_together() -> None:
     """When they gave up, what was in flight then is told."""
     log = joined(0).pause(2, for_s=5)
-    log.add(EventKind.AGREEMENT_FAILED, 3.5, what="park", in_flight=2, words="busy")
+    log.add(EventKind.AGREEMENT_FAILED, 3.5, what="park", in_flight=2, message="busy")
     pause = only(history_of(log))
     assert (pause.all_parked_us, pause.in_flight) == (None, 2)
 

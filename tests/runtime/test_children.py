@@ -164,15 +164,15 @@ def test_a_family(tmp_path: Path) -> None:
             wait_until(lambda: state().children_running, "the state names the one that runs")
             assert state().children_running == (busy,)
             assert state().children_parked == tuple(sorted((worker, spawned, forked)))
-            assert state().words == "main process parked"
-            assert f"1 child of it runs on (pid {busy})" in state().children_words
+            assert state().message == "main process parked"
+            assert f"1 child of it runs on (pid {busy})" in state().children_message
             before = counts.copy()
             wait_until(lambda: len(_ticks(busy)) > 1, "the busy one has run meanwhile")
             assert (counts == before).all()
 
             os.killpg(rank.pid, signal.SIGUSR2)
             assert all_train()
-            assert (state().state, state().children_words) == ("running", "")
+            assert (state().state, state().children_message) == ("running", "")
             rank.say("heard")
             assert rank.expect("user's own") == "heard"
             os.killpg(rank.pid, signal.SIGTSTP)
@@ -185,7 +185,7 @@ def test_a_family(tmp_path: Path) -> None:
             assert rank.expect("pool") in ("0", str(-signal.SIGTERM))
             answer = client.pause(rank.pid)
             assert answer.done
-            assert "2 children stand still with it" in answer.words
+            assert "2 children stand still with it" in answer.message
             os.kill(rank.pid, signal.SIGKILL)
             assert all_train()
         finally:

@@ -125,7 +125,7 @@ def test_resume_of_a_running_rank_says_so(rank: Child) -> None:
     """A resume with nothing to resume is answered, not waited for in vain."""
     answer = client.resume(rank.pid)
     assert answer.done
-    assert "running already" in answer.words
+    assert "running already" in answer.message
 
 
 def test_second_pause_of_a_parked_rank_says_so(rank: Child) -> None:
@@ -133,7 +133,7 @@ def test_second_pause_of_a_parked_rank_says_so(rank: Child) -> None:
     client.pause(rank.pid)
     answer = client.pause(rank.pid)
     assert answer.done
-    assert "already" in answer.words
+    assert "already" in answer.message
 
 
 def test_ten_thousand_signals_end_in_the_last_ones_state(rank: Child, tmp_path: Path) -> None:

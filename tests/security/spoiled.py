@@ -69,7 +69,7 @@ SPOIL = r"""
         line(kind="parked", host=NASTY,
              data={"pause": 1, "park_us": 1.0, "causes": [NASTY], "world_size": 1}),
         line(kind="stop_requested", host=NASTY, data={"signal": NASTY}),
-        line(kind="stop_reason", host=NASTY, data={"reason": NASTY, "words": NASTY}),
+        line(kind="stop_reason", host=NASTY, data={"reason": NASTY, "message": NASTY}),
         line(kind="attempt_ended", host=NASTY, data={"ending": NASTY}),
         line(kind="installed", host=NASTY, pid=8, mono_ns=9),
         line(kind="gate_closed", host=NASTY, pid=8, mono_ns=10,

@@ -48,7 +48,7 @@ def test_back_in_the_queue(name: str) -> None:
     by_gang = _why(name, attempt=_attempt(JobState.PREEMPTED))
     assert (by_gang.reason, by_gang.pending_again) == (StopReason.PREEMPTED, True)
     by_hand = _why(name, attempt=_attempt(JobState.REQUEUED))
-    assert (by_hand.reason, by_hand.words) == (StopReason.REQUEUED, "requeued by hand")
+    assert (by_hand.reason, by_hand.message) == (StopReason.REQUEUED, "requeued by hand")
     assert not by_hand.needs_history
     by_failure = _why(name, attempt=_attempt(JobState.NODE_FAIL))
     assert by_failure.reason is StopReason.NODE_FAILING
@@ -60,7 +60,7 @@ def test_cancelled() -> None:
     assert (stop.reason, stop.needs_history, stop.by_uid) == (StopReason.CANCELLED, True, None)
     known = _why("cancelled", attempt=_attempt(JobState.CANCELLED, cancelled_by_uid=1000))
     assert (known.reason, known.by_uid) == (StopReason.CANCELLED, 1000)
-    assert known.words == "cancelled by user id 1000"
+    assert known.message == "cancelled by user id 1000"
     preempted = _why("cancelled", attempt=_attempt(JobState.PREEMPTED))
     assert (preempted.reason, preempted.pending_again) == (StopReason.PREEMPTED, False)
 
@@ -137,7 +137,7 @@ def test_controller_away() -> None:
     """Slurm that cannot be asked is a reason of its own, with Slurm's words in it."""
     stop = ask_why(Answers(ControllerUnreachable("nobody there")), 1)
     assert stop.reason is StopReason.UNKNOWN
-    assert "nobody there" in stop.words
+    assert "nobody there" in stop.message
 
 
 def test_accounting_that_is_late_is_asked_again() -> None:
@@ -169,4 +169,4 @@ def test_only_a_cancelled_job_is_left_ended(reason: StopReason) -> None:
     follow = follow_up(reason)
     assert follow.requeue is (reason is not StopReason.CANCELLED)
     assert follow.exit_code == (CANCELLED if reason is StopReason.CANCELLED else RUN_AGAIN)
-    assert follow.words
+    assert follow.message

@@ -143,7 +143,7 @@ def test_one_task_of_an_array_is_requeued_alone(submit: Submit) -> None:
     answer = requeue_job(
         open_client(environ=training.cluster.environ()), int(first.job_id), timeout_s=60
     )
-    assert "requeued" in answer.answers[0].words
+    assert "requeued" in answer.answers[0].message
     first.wait_for_life(2)
     assert first.lives()[1].step == first.lives()[0].end_step
     assert len(second.lives()) == 1
@@ -197,7 +197,7 @@ def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:
     training.wait_for_life(1)
     (answer,) = requeue_job(client, int(training.job_id)).answers
     assert answer.done
-    assert f"step {training.lives()[0].end_step} committed" in answer.words
+    assert f"step {training.lives()[0].end_step} committed" in answer.message
     assert "as `hydroslurm requeue` does" in training.log()
     with pytest.raises(WrongJobState, match="should be RUNNING"):
         requeue_job(client, int(training.job_id))

@@ -154,7 +154,7 @@ class Node:
             },
         )
         wanted = "" if answered else f"; asked for {meaning} {ANSWER_S:g} s ago"
-        self.log.say(f"{state.name}: {state.words()}{wanted}", warning=not answered)
+        self.log.say(f"{state.name}: {state.message()}{wanted}", warning=not answered)
 
 
 def _registry(environ: Mapping[str, str], log: NodeLog) -> Path | None:

@@ -49,7 +49,7 @@ class NodeState:
         ended = _ENDED_CAUSE.get(meaning)
         return set(self.counts) <= WANTED[meaning] and ended not in self.held_for
 
-    def words(self) -> str:
+    def message(self) -> str:
         """``2 parked (slurm)``, for people."""
         counts = ", ".join(f"{count} {state}" for state, count in self.counts.items())
         return f"{counts} ({', '.join(self.held_for)})" if self.held_for else counts

@@ -189,7 +189,7 @@ def _conditions(events: Sequence[Event]) -> Iterator[Condition]:
             message = f"attempt {numbers.get(restart_count, restart_count + 1)} on {event.host}"
             yield Condition("Running", event.epoch_ns, "Started", message, restart_count)
         if event.kind is EventKind.STOP_REASON and event.data.get("reason") == "preempted":
-            message = str(event.data.get("words", ""))
+            message = str(event.data.get("message", ""))
             yield Condition("Preempted", event.epoch_ns, "Preempted", message, restart_count)
 
 

@@ -119,10 +119,10 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _pass_on(words: str) -> None:
+def _pass_on(message: str) -> None:
     """What others wrote on stderr meanwhile."""
-    if words.strip():
-        sys.stderr.write(words.strip() + "\n")
+    if message.strip():
+        sys.stderr.write(message.strip() + "\n")
 
 
 def _counted(nodes: int) -> str:

@@ -71,7 +71,7 @@ def problems_of(
         path = _as_written(one["loc"], value)
         wrong.append(path)
         if one["type"] != "missing" or path not in misspelt:
-            note(path, _words(one, path, source.written.get(place(path))))
+            note(path, _message(one, path, source.written.get(place(path))))
     if not foreign:
         for complaint in _complaints(error, value, wrong):
             note(complaint.path, complaint.message)
@@ -133,7 +133,7 @@ def _as_written(loc: tuple[int | str, ...], value: Any) -> KeyPath:
     return tuple(path)
 
 
-def _words(error: dict[str, Any], path: KeyPath, written: str | None) -> str:
+def _message(error: dict[str, Any], path: KeyPath, written: str | None) -> str:
     kind, given, context = error["type"], error.get("input"), error.get("ctx") or {}
     if kind == "extra_forbidden":
         names = tuple(part for part in path if isinstance(part, str))

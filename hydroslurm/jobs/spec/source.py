@@ -132,7 +132,7 @@ def parse_source(text: str, *, name: str, bounds: Bounds = RESOLVED) -> Source:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise SpecError(_words(error, name, text)) from error
+        raise SpecError(_message(error, name, text)) from error
     return Source(name, value, lines, written)
 
 
@@ -260,7 +260,7 @@ def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
             )
 
 
-def _words(error: yaml.YAMLError, name: str, text: str) -> str:
+def _message(error: yaml.YAMLError, name: str, text: str) -> str:
     """PyYAML's complaint in one line."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1

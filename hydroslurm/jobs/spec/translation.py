@@ -142,7 +142,7 @@ class Translator:
         return Translation(
             self._value,
             self._origins,
-            tuple(self._words(path, meant.get(path)) for path in left),
+            tuple(self._message(path, meant.get(path)) for path in left),
             tuple(Misspelt(path, name) for path, name in meant.items()),
             tuple(self._refusals),
         )
@@ -184,7 +184,7 @@ class Translator:
         absent = sorted(one for one in self._known[holder] if one not in there)
         return nearest(name, absent, cutoff=0.8)
 
-    def _words(self, path: KeyPath, meant: str | None) -> str:
+    def _message(self, path: KeyPath, meant: str | None) -> str:
         why = self._reasons.get(path) if meant is None else f"did you mean {meant}?"
         return path_text(path) + (f" ({why})" if why else "")
 

@@ -58,7 +58,7 @@ def recorded_stop_reason(events: Path, attempt: Attempt) -> tuple[StopReason, st
                 reason = event.data.get("reason")
                 if event.kind is EventKind.STOP_REASON and reason in _REASONS:
                     came = f"{signal} received: " if signal else ""
-                    message = f"{came}{event.data.get('words', '')}"
+                    message = f"{came}{event.data.get('message', '')}"
                     found.append((event.epoch_ns, StopReason(reason), message))
     return min(found)[1:] if found else None
 

@@ -322,7 +322,7 @@ class Supervisor:
         """
         reason = None if stop is None else stop.reason
         message = "a rank has saved and left" if instead is None else instead.message
-        message = message if stop is None else stop.words
+        message = message if stop is None else stop.message
         if reason is StopReason.CANCELLED:
             self._end(attempt, Ending.CANCELLED)
             self._add_condition("Failed", "Cancelled", message)

@@ -31,12 +31,12 @@ def suspend_not_known(facts: Facts) -> Finding | None:
         return None
     if facts.tasks < 2:
         return None
-    words = (
+    text = (
         "A job of several ranks may be suspended here, and some clocks of torch's and NCCL's go "
         "on meanwhile. How long that lasts is not known."
     )
     fix = "hydroslurm doctor --suspend-s SECONDS: the longest suspend that is to be survived"
-    return Finding("clocks", Severity.NOTE, "length of a suspend not known", words, fix)
+    return Finding("clocks", Severity.NOTE, "length of a suspend not known", text, fix)
 
 
 def collectives(facts: Facts) -> Finding | None:
@@ -50,7 +50,7 @@ def collectives(facts: Facts) -> Finding | None:
         if handling == "0"
         else "it would then end the rank a moment after SIGCONT"
     )
-    words = (
+    text = (
         f"{suspend_s:g} s are more than a collective may take ({NCCL_TIMEOUT_S} s with NCCL, "
         f"{GLOO_TIMEOUT_S} s with gloo, unless init_process_group(timeout=) says otherwise). Ranks "
         "that hydroslurm has parked have none in flight, and this clock stands still. It goes on "
@@ -58,7 +58,7 @@ def collectives(facts: Facts) -> Finding | None:
         f"were in flight), or that waits in init_process_group or new_group; {after}."
     )
     fix = f"init_process_group(timeout=timedelta(seconds={_ample(suspend_s)})) for these cases"
-    return Finding("clock_collectives", Severity.NOTE, "longer than a collective", words, fix)
+    return Finding("clock_collectives", Severity.NOTE, "longer than a collective", text, fix)
 
 
 def nccl_heartbeat(facts: Facts) -> Finding | None:
@@ -70,7 +70,7 @@ def nccl_heartbeat(facts: Facts) -> Finding | None:
         return None
     if settings.get("TORCH_NCCL_ENABLE_MONITORING") == "0":
         return None
-    words = (
+    text = (
         f"With NCCL a thread of torch's looks every TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={limit_s:g} s "
         f"whether the watchdog has moved. That clock goes on for the {suspend_s:g} s, also with "
         "nothing in flight. The rank is aborted if the watchdog did not move between the last "
@@ -78,7 +78,7 @@ def nccl_heartbeat(facts: Facts) -> Finding | None:
         "has no such thread."
     )
     fix = f"export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={_ample(suspend_s)}"
-    return Finding("clock_nccl", Severity.RISK, "NCCL's heartbeat is shorter", words, fix)
+    return Finding("clock_nccl", Severity.RISK, "NCCL's heartbeat is shorter", text, fix)
 
 
 def rendezvous(facts: Facts) -> Finding | None:
@@ -92,19 +92,19 @@ def rendezvous(facts: Facts) -> Finding | None:
     if suspend_s < limit_s:
         return None
     if script.has_agent:
-        words = (
+        text = (
             f"The nodes take each other for dead after {limit_s:g} s without a heartbeat. "
             "`hydroslurm agent` does not count the time in which it was stopped."
         )
-        return Finding("clock_rendezvous", Severity.OK, "the rendezvous is patient", words)
-    words = (
+        return Finding("clock_rendezvous", Severity.OK, "the rendezvous is patient", text)
+    text = (
         f"After {limit_s:g} s without a heartbeat (keep_alive_interval * keep_alive_max_attempt) "
         "torchrun's nodes take each other for dead, and forget themselves too. The ranks go on, "
         "but one that fails later is not started again: the job ends at join_timeout."
     )
     attempts = math.ceil(_ample(suspend_s) / max(interval_s, 1))
     fix = f"{_AGENT_WORDS}; or --rdzv-conf keep_alive_max_attempt={attempts}"
-    return Finding("clock_rendezvous", Severity.RISK, "no restart after a suspend", words, fix)
+    return Finding("clock_rendezvous", Severity.RISK, "no restart after a suspend", text, fix)
 
 
 def store(facts: Facts) -> Finding | None:
@@ -112,7 +112,7 @@ def store(facts: Facts) -> Finding | None:
     suspend_s = facts.suspend_s
     if suspend_s is None or suspend_s < STORE_READ_S or facts.tasks < 2:
         return None
-    words = (
+    text = (
         "A TCPStore itself has no clock that a suspend could run out, and idle connections stay. "
         "A rank or an agent that is stopped while it waits for an answer may find its time-out "
         f"over ({STORE_READ_S} s for torchrun's rendezvous, the process group's for a rank): ranks "
@@ -121,7 +121,7 @@ def store(facts: Facts) -> Finding | None:
     )
     title = "a suspend during the start may end it"
     fix = "--rdzv-conf read_timeout=SECONDS,join_timeout=SECONDS for starts that are suspended"
-    return Finding("clock_store", Severity.NOTE, title, words, fix)
+    return Finding("clock_store", Severity.NOTE, title, text, fix)
 
 
 _AGENT_WORDS = "hydroslurm agent in the place of torchrun"

@@ -106,33 +106,33 @@ def _preemption(facts: Facts) -> Finding:
     who = f" by jobs of {', '.join(policy.preemptors)}" if policy.preemptors else ""
     because = f" ({policy.action_why})"
     if policy.action is PreemptAction.NEVER:
-        words = f"No job is preempted here{because}."
-        return Finding("preemption", Severity.OK, "never preempted", words)
+        text = f"No job is preempted here{because}."
+        return Finding("preemption", Severity.OK, "never preempted", text)
     if policy.action is PreemptAction.PAUSE:
-        words = (
+        text = (
             f"A preemption{who} pauses the job in place{because}: SIGTSTP, "
             f"{policy.suspend_grace_s} s to park, SIGSTOP, and SIGCONT when the other job has "
             "ended. Nothing is saved and nothing is lost; the memory stays taken."
         )
-        return Finding("preemption", Severity.OK, "paused in place", words)
+        return Finding("preemption", Severity.OK, "paused in place", text)
     if facts.saver in _NO_SAVER:
         return _without_run(facts, f"A preemption{who}", because)
     if policy.action is PreemptAction.REQUEUE:
-        words = (
+        text = (
             f"A preemption{who} stops the job and puts it back into the queue{because}. It starts "
             f"again {policy.requeue_wait_s} s later at the earliest, {_FROM[facts.saver]}."
         )
-        return Finding("preemption", Severity.OK, "stopped and requeued", words)
+        return Finding("preemption", Severity.OK, "stopped and requeued", text)
     ends = f"A preemption{who} ends the job{because}. "
     if policy.may_requeue:
-        words = (
+        text = (
             f"{ends}It comes back only where a hydroslurm.Run (or go_suspend) requeues it while "
             "its processes still live; a job that is killed before that is over."
         )
         fix = f"slurm.conf: PartitionName={facts.partition.name} ... PreemptMode=REQUEUE"
-        return Finding("preemption", Severity.RISK, "cancelled", words, fix)
-    words = f"{ends}What was saved stays; somebody has to start it again."
-    return Finding("preemption", Severity.RISK, "ended for good", words, risks.REQUEUE_FIX)
+        return Finding("preemption", Severity.RISK, "cancelled", text, fix)
+    text = f"{ends}What was saved stays; somebody has to start it again."
+    return Finding("preemption", Severity.RISK, "ended for good", text, risks.REQUEUE_FIX)
 
 
 _NO_SAVER = {
@@ -155,12 +155,12 @@ def _without_run(facts: Facts, preemption: str, because: str) -> Finding:
     lost = "Unless the script saves at SIGTERM by itself, all since its own last save is lost."
     fix = "hydroslurm.Run in the training script"
     if policy.action is PreemptAction.REQUEUE and (policy.gang or not policy.grace_s):
-        words = (
+        text = (
             f"{_NO_SAVER[facts.saver]}. {preemption} stops the job and puts it back into the queue"
             f"{because}; it starts again {policy.requeue_wait_s} s later at the earliest, with "
             f"what the script has saved itself, or from the beginning. {lost}"
         )
-        return Finding("preemption", Severity.RISK, "requeued, and nobody saves", words, fix)
+        return Finding("preemption", Severity.RISK, "requeued, and nobody saves", text, fix)
     how = f"{preemption} ends the job{because}"
     if policy.action is PreemptAction.REQUEUE:
         how = (
@@ -170,8 +170,8 @@ def _without_run(facts: Facts, preemption: str, because: str) -> Finding:
         exits = facts.config.get("RequeueExit", "")
         if exits[:1].isdigit():
             how += f" (but for the exit codes of RequeueExit={exits})"
-    words = f"{_NO_SAVER[facts.saver]}. {how}. {lost}"
-    return Finding("preemption", Severity.RISK, "ended, and nobody saves", words, fix)
+    text = f"{_NO_SAVER[facts.saver]}. {how}. {lost}"
+    return Finding("preemption", Severity.RISK, "ended, and nobody saves", text, fix)
 
 
 def _save_fits(facts: Facts) -> Finding:
@@ -183,20 +183,20 @@ def _save_fits(facts: Facts) -> Finding:
     left = min((left for _, left in stops), key=lambda left: left.seconds)
     least = f"{left.seconds:.1f} s ({left.why})"
     if facts.save is None:
-        words = f"How long a save takes is not known; {_WANTED}: {least}."
+        text = f"How long a save takes is not known; {_WANTED}: {least}."
         fix = "hydroslurm doctor --run RUN_FOLDER, or --save-s SECONDS"
-        return Finding("save", Severity.NOTE, "save time not known", words, fix)
+        return Finding("save", Severity.NOTE, "save time not known", text, fix)
     save_s = facts.save.save_s
     took = f"A save takes {save_s:.1f} s ({facts.save.source})"
     own_s = min((left.seconds for kind, left in stops if kind in own), default=math.inf)
     if save_s > own_s:
-        words = f"{took}; {_WANTED}: {least}. All steps since the last periodic save are lost."
-        return Finding("save", Severity.LOSS, "a save does not fit", words, save_fix(facts))
+        text = f"{took}; {_WANTED}: {least}. All steps since the last periodic save are lost."
+        return Finding("save", Severity.LOSS, "a save does not fit", text, save_fix(facts))
     if save_s * COMFORT > left.seconds:
-        words = f"{took}, and {_WANTED}: {least}. The step under way has to end first."
-        return Finding("save", Severity.RISK, "a save hardly fits", words, save_fix(facts))
-    words = f"{took}, and there are at least {least}."
-    return Finding("save", Severity.OK, "a save fits", words)
+        text = f"{took}, and {_WANTED}: {least}. The step under way has to end first."
+        return Finding("save", Severity.RISK, "a save hardly fits", text, save_fix(facts))
+    text = f"{took}, and there are at least {least}."
+    return Finding("save", Severity.OK, "a save fits", text)
 
 
 def save_fix(facts: Facts) -> str:

@@ -13,13 +13,13 @@ def launcher_is_a_task(facts: Facts) -> Finding | None:
     launcher = facts.script.launcher if facts.script else ""
     if not launcher or not facts.policy.signals_children:
         return None
-    words = (
+    text = (
         f"The ranks are started by {launcher}, which gets every signal that they get, and dies of "
         "SIGUSR1 and SIGUSR2 (hydroslurm pause). SIGTERM makes it end the ranks itself, with "
         "SIGKILL 30 s later; and when the first rank has saved and left, it ends those that are "
         "still saving, and starts all of them again where restarts are left."
     )
-    return Finding("launcher", Severity.RISK, f"{launcher} gets the signals", words, AGENT_FIX)
+    return Finding("launcher", Severity.RISK, f"{launcher} gets the signals", text, AGENT_FIX)
 
 
 def ranks_outlive_a_failure(facts: Facts) -> Finding | None:
@@ -29,13 +29,13 @@ def ranks_outlive_a_failure(facts: Facts) -> Finding | None:
         return None
     if facts.config.get("KillOnBadExit", "0") == "1":
         return None
-    words = (
+    text = (
         "srun without --kill-on-bad-exit: when a rank dies, the others wait for it in a "
         "collective, 10 to 30 minutes by torch's defaults, and hold the nodes meanwhile. A rank "
         "that dies before it has found the others is waited for even longer."
     )
     fix = "srun --kill-on-bad-exit=1 (slurm.conf: KillOnBadExit=1 makes it the default)"
-    return Finding("bad_exit", Severity.RISK, "a dead rank leaves the others waiting", words, fix)
+    return Finding("bad_exit", Severity.RISK, "a dead rank leaves the others waiting", text, fix)
 
 
 def failure_looks_like_a_stop(facts: Facts) -> Finding | None:
@@ -47,13 +47,13 @@ def failure_looks_like_a_stop(facts: Facts) -> Finding | None:
     if not (asked or default).startswith("pmix"):
         return None
     where = "srun --mpi=pmix" if asked else f"MpiDefault={default}"
-    words = (
+    text = (
         f"{where}: when a rank fails, Slurm {_release(facts)} sends SIGTERM to all others, as a "
         "preemption does, and SIGKILL KillWait later. A Run asks Slurm, takes it for the failure "
         "that it is, and has nothing requeued; other code that saves at SIGTERM may not."
     )
     fix = "srun --mpi=none: torch needs no PMI"
-    return Finding("pmix", Severity.NOTE, "a failed rank sends SIGTERM", words, fix)
+    return Finding("pmix", Severity.NOTE, "a failed rank sends SIGTERM", text, fix)
 
 
 def port_of_an_earlier_attempt(facts: Facts) -> Finding | None:
@@ -61,7 +61,7 @@ def port_of_an_earlier_attempt(facts: Facts) -> Finding | None:
     script = facts.script
     if script is None or not script.fixed_port or not facts.policy.may_requeue:
         return None
-    words = (
+    text = (
         f"The rendezvous port is fixed ({script.fixed_port}), and the job may be requeued: a rank "
         "of the new attempt may connect to one of the previous attempt that has not ended yet, or "
         "to another job on the same node, or find the port still taken."
@@ -70,7 +70,7 @@ def port_of_an_earlier_attempt(facts: Facts) -> Finding | None:
         "no MASTER_PORT in the script: hydroslurm.set_torch_environment() in the ranks, or "
         "hydroslurm agent without --rdzv-endpoint, take the job id and the restart count into it"
     )
-    return Finding("port", Severity.RISK, "a port of earlier attempts", words, fix)
+    return Finding("port", Severity.RISK, "a port of earlier attempts", text, fix)
 
 
 def how_ranks_prove_themselves(facts: Facts) -> Finding | None:
@@ -79,15 +79,15 @@ def how_ranks_prove_themselves(facts: Facts) -> Finding | None:
         return None
     given = "srun --preempt, job specs and hydroslurm agent give the ranks a key of their own"
     if not facts.no_munge:
-        words = f"{given}; MUNGE, which answers on this machine, gives one to those of plain srun."
-        return Finding("ranks_key", Severity.OK, "ranks prove who they are", words)
-    words = (
+        text = f"{given}; MUNGE, which answers on this machine, gives one to those of plain srun."
+        return Finding("ranks_key", Severity.OK, "ranks prove who they are", text)
+    text = (
         f"{given}. Those of plain srun would take theirs from MUNGE, which does not answer on this "
         f"machine ({facts.no_munge}); what is left is a file in the run folder, which all nodes "
         "have to see. Without a key the ranks stay apart: they pause and stop each by itself."
     )
     fix = "srun --preempt; or export HYDROSLURM_STEP_KEY=$(openssl rand -hex 32) before srun"
-    return Finding("ranks_key", Severity.NOTE, "no MUNGE for the ranks' key", words, fix)
+    return Finding("ranks_key", Severity.NOTE, "no MUNGE for the ranks' key", text, fix)
 
 
 def _release(facts: Facts) -> str:

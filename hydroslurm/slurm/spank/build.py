@@ -112,10 +112,10 @@ def _include_flags(
             f"the compiler finds no {_HEADER}; install Slurm's headers (libslurm-dev on Debian and "
             "Ubuntu, slurm-devel on RPM systems), or name their folder with --include"
         )
-    seen = ", ".join(f"{_words(of)} in {at or 'the usual place'}" for at, of in found.items())
+    seen = ", ".join(f"{_text(of)} in {at or 'the usual place'}" for at, of in found.items())
     raise SpankError(
-        f"{srun} is of Slurm {_words(wanted)} and {_HEADER} is of {seen}: Slurm refuses a plugin "
-        f"that was built for another release. Install the headers of {_words(wanted)} (libslurm-"
+        f"{srun} is of Slurm {_text(wanted)} and {_HEADER} is of {seen}: Slurm refuses a plugin "
+        f"that was built for another release. Install the headers of {_text(wanted)} (libslurm-"
         "dev, slurm-devel), or name the folder that holds them with --include"
     )
 
@@ -152,7 +152,7 @@ def _header_release(
     return number >> 16 & 0xFF, number >> 8 & 0xFF
 
 
-def _words(release: Release) -> str:
+def _text(release: Release) -> str:
     return f"{release[0]}.{release[1]:02d}"
 
 

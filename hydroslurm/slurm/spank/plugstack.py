@@ -31,7 +31,7 @@ class Change:
     after: str
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """For a person, line by line."""
         if self.before == self.after:
             return f"{self.path}: nothing to change"
@@ -130,9 +130,9 @@ def _without(lines: list[str]) -> list[str]:
 
 
 def _names_plugin(line: str) -> bool:
-    words = line.partition("#")[0].split()
+    fields = line.partition("#")[0].split()
     return (
-        len(words) >= 2 and words[0] in ("optional", "required") and Path(words[1]).name == PLUGIN
+        len(fields) >= 2 and fields[0] in ("optional", "required") and Path(fields[1]).name == PLUGIN
     )
 
 

@@ -42,15 +42,15 @@ class Counterexample:
     """The shortest way to something that must not be.
 
     Attributes:
-        words: what is wrong.
+        message: what is wrong.
         story: the steps that lead there, in order.
     """
 
-    words: str
+    message: str
     story: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n  ".join((self.words, *self.story))
+        return "\n  ".join((self.message, *self.story))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ def _explore(model: Model[S], max_states: int) -> Explored[S]:
             parents.append((parent, words))
         return number
 
-    def wrong(words: str, number: int) -> Explored[S]:
+    def wrong(message: str, number: int) -> Explored[S]:
         story = _story(parents, number)
-        example = Counterexample(words=words, story=story)
+        example = Counterexample(message=message, story=story)
         return Explored(states=tuple(states), ends=tuple(ends), counterexample=example)
 
     for start in model.starts():
@@ -110,12 +110,12 @@ def _explore(model: Model[S], max_states: int) -> Explored[S]:
     at = 0
     while at < len(states):
         state = states[at]
-        if words := model.fault(state):
-            return wrong(words, at)
+        if message := model.fault(state):
+            return wrong(message, at)
         edges.append([meet(after, at, words) for words, after in model.steps(state)])
         if not edges[at]:
-            if words := model.end_fault(state):
-                return wrong(words, at)
+            if message := model.end_fault(state):
+                return wrong(message, at)
             ends.append(state)
         for words, after in model.weather(state):
             meet(after, at, words)

@@ -50,7 +50,7 @@ def test_the_shortest_story_is_told() -> None:
     """A counterexample is the shortest way to what is wrong."""
     example = look({"a": "b c", "b": "c", "c": "d"}, wrong="d").counterexample
     assert example is not None
-    assert (example.words, example.story) == ("d is wrong", ("to c", "to d"))
+    assert (example.message, example.story) == ("d is wrong", ("to c", "to d"))
     assert str(example) == "d is wrong\n  to c\n  to d"
 
 
@@ -58,14 +58,14 @@ def test_weather_wakes_nobody() -> None:
     """A state that only weather leads out of is stuck."""
     example = look({"a": "b", "b": "~c"}, ends="c").counterexample
     assert example is not None
-    assert example.words == "stuck in b"
+    assert example.message == "stuck in b"
 
 
 def test_a_circle_is_found() -> None:
     """Steps that lead back are found; weather may do so."""
     example = look({"a": "b", "b": "c", "c": "b d"}, ends="d").counterexample
     assert example is not None
-    assert example.words == "goes round in a circle"
+    assert example.message == "goes round in a circle"
     assert look({"a": "b", "b": "c", "c": "~b"}, ends="c").counterexample is None
 
 

@@ -152,7 +152,7 @@ def test_mistakes_of_the_hub_are_found(pause: type[PauseState], story: str, word
     """A coordinator with one mistake has a counterexample."""
     wrong, _ = look(story, make=coordinator_with(pause))
     assert wrong is not None
-    assert words in wrong.words, str(wrong)
+    assert words in wrong.message, str(wrong)
 
 
 @pytest.mark.parametrize("bounds", [{"takes_back": False}, {"moves_in_time": False}])

@@ -195,7 +195,7 @@ def test_mistakes_are_found(bounds: dict[str, Any], words: str) -> None:
     """A protocol with one mistake in it has a counterexample."""
     wrong, _ = look(signals=1, **bounds)
     assert wrong is not None
-    assert words in wrong.words, str(wrong)
+    assert words in wrong.message, str(wrong)
 
 
 def test_states_are_values() -> None:

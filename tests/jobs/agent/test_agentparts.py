@@ -200,7 +200,7 @@ def test_one_state_of_many() -> None:
     """All parked is parked, else mixed; the last to park says since when."""
     parked = nodestate.fold([_rank("parked", "user", since=5), _rank("parked", "slurm", since=9)])
     assert (parked.name, parked.since_epoch_ns) == ("parked", 9)
-    assert parked.words() == "2 parked (slurm, user)"
+    assert parked.message() == "2 parked (slurm, user)"
     assert parked.answers("slurm_pause")
     assert not parked.answers("slurm_resume")  # one has not heard of it yet
     assert nodestate.fold([_rank("parked", "user"), _rank("running")]).answers("slurm_resume")

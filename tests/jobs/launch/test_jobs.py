@@ -284,7 +284,7 @@ def test_requeue_of_a_job_that_saves_in_its_own_way(slurm: SlurmClient, folder: 
         wait_until((folder / "ready").exists, "it listens")
         answer = requeue_job(slurm, job_id)
         assert [one.done for one in answer.answers] == [True]
-        assert "saved in its own way; requeued" in answer.answers[0].words
+        assert "saved in its own way; requeued" in answer.answers[0].message
         assert (folder / "saved").exists()
     finally:
         slurm.cancel(job_id)

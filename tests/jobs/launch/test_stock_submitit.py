@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import submitit
 from processes import wait_until
+from stories import Stories, stories
 from submitit.slurm.slurm import SlurmJob
 
 import hydroslurm
@@ -48,21 +49,25 @@ class Submitted:
         path = self.run.rank_events(0)
         return list(read_events(path)) if path.exists() else []
 
-    def wait_for_life(self, number: int) -> None:
-        """Until this life has made a step."""
+    def wait_for_attempt(self, number: int) -> None:
+        """Until this attempt has made a step."""
+        self._wait_for(EventKind.FIRST_STEP, number)
 
-        def stepped() -> bool:
-            steps = [e for e in self.events() if e.kind is EventKind.FIRST_STEP]
-            return any(event.data["attempt"] == number for event in steps)
+    def wait_for_signal(self, number: int) -> None:
+        """Until this attempt has received one that is to stop it."""
+        self._wait_for(EventKind.STOP_REQUESTED, number)
 
-        wait_until(stepped, f"life {number} of {self.node}", limit_s=LIMIT_S)
+    def _wait_for(self, kind: EventKind, number: int) -> None:
+        def seen() -> bool:
+            return any(e.kind is kind and e.restart_count == number - 1 for e in self.events())
 
-    def send(self, signal: str) -> None:
+        wait_until(seen, f"{kind.value} of attempt {number} on {self.node}", limit_s=LIMIT_S)
+
+    def send(self, signal: str) -> subprocess.Popen[bytes]:
         """As Slurm does, and a person with scancel. A job that has left meanwhile cannot be
         signalled."""
-        subprocess.run(
-            ["scancel", f"--signal={signal}", self.job.job_id], timeout=60, capture_output=True
-        )
+        command = ["scancel", f"--signal={signal}", self.job.job_id]
+        return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
@@ -80,31 +85,41 @@ def led_here(requeue_cluster: DevCluster) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def stopped_twice(led_here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Submitted]:
+def stopped_twice(
+    led_here: None, requeue_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stories[Submitted]]:
     """Name of the executor -> its job, which was preempted, then stopped by submitit's
-    ``_interrupt`` with two SIGTERMs behind it, and is now in its third life."""
-    jobs = {
-        "submitit": _with_submitit(tmp_path_factory.mktemp("submitit"), "n1"),
-        "hydroslurm": _with_hydroslurm(tmp_path_factory.mktemp("hydroslurm"), "n2"),
+    ``_interrupt`` with two SIGTERMs behind it, and is now in its third attempt."""
+    told = {
+        "submitit": lambda folder: _stop_twice(_with_submitit(folder, "n1")),
+        "hydroslurm": lambda folder: _stop_twice(_with_hydroslurm(folder, "n2")),
     }
-    for job in jobs.values():
-        job.wait_for_life(1)
-    urgent = [
-        subprocess.Popen(["srun", "-p", "urgent", "-w", job.node, "--exclusive", "-t1", "true"])
-        for job in jobs.values()
-    ]
-    for job in jobs.values():
-        job.wait_for_life(2)
-    assert [command.wait(60) for command in urgent] == [0, 0]
-    for job in jobs.values():
-        assert isinstance(job.job, SlurmJob)
+    base = tmp_path_factory.mktemp("stopped_twice")
+    with stories(told, base, clusters=(requeue_cluster,), at_a_time=2) as all_of_them:
+        yield all_of_them
+
+
+def _stop_twice(job: Submitted) -> Submitted:
+    assert isinstance(job.job, SlurmJob)
+    try:
+        job.wait_for_attempt(1)
+        subprocess.run(
+            ["srun", "-p", "urgent", "-w", job.node, "--exclusive", "-t1", "true"],
+            check=True,
+            timeout=LIMIT_S,
+        )
+        job.wait_for_attempt(2)
         job.job._interrupt(timeout=True)
-        for _ in range(2):
-            job.send("TERM")
-    for job in jobs.values():
-        job.wait_for_life(3)
-        (job.folder / "hurry").touch()
-    return jobs
+        # Slurm sends signals without an order between them, and none may reach the next attempt
+        job.wait_for_signal(2)
+        for term in [job.send("TERM") for _ in range(2)]:
+            term.wait(60)
+        job.wait_for_attempt(3)
+    except BaseException:
+        job.job.cancel()
+        raise
+    (job.folder / "hurry").touch()
+    return job
 
 
 def _with_submitit(folder: Path, node: str) -> Submitted:
@@ -142,19 +157,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["submitit", "hydroslurm"])
 def test_a_submitted_function_outlives_its_preemptions(
-    executor: str, stopped_twice: dict[str, Submitted], alone: dict[str, Any]
+    executor: str, stopped_twice: Stories[Submitted], alone: dict[str, Any]
 ) -> None:
-    """An urgent job, then the warning signal followed by two SIGTERMs, each cost one life and no
-    step; ``job.result()`` is what the function returns when it is left alone."""
-    job = stopped_twice[executor]
+    """An urgent job, then the warning signal followed by two SIGTERMs, each cost one attempt
+    and no step; ``job.result()`` is what the function returns when it is left alone."""
+    job = stopped_twice.result(executor, 3 * LIMIT_S)
     assert job.job.result() == alone
-    lives = AttemptLog(job.run.attempts_jsonl).attempts()
-    assert [life.ending for life in lives] == ["preempted", "time_limit", "finished"]
-    assert [life.step for life in lives[1:]] == [life.end_step for life in lives[:-1]]
+    attempts = AttemptLog(job.run.attempts_jsonl).attempts()
+    assert [attempt.ending for attempt in attempts] == ["preempted", "time_limit", "finished"]
+    assert [new.step for new in attempts[1:]] == [old.end_step for old in attempts[:-1]]
     seen = Counter((event.restart_count, event.kind) for event in job.events())
-    for life in (0, 1):  # submitit's own handlers would save, and requeue, once more per signal
+    for restart in (0, 1):  # submitit's own handlers would save, and requeue, once more per signal
         for kind in (EventKind.SAFE_POINT, EventKind.SAVE_COMMITTED, EventKind.REQUEUED):
-            assert seen[life, kind] == 1, (life, kind)
+            assert seen[restart, kind] == 1, (restart, kind)
     assert "Caught signal" not in (job.job.stderr() or "") + (job.job.stdout() or "")
 
 

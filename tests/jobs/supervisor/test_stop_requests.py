@@ -38,13 +38,13 @@ def test_why(tmp_path: Path) -> None:
     that Slurm could not be asked."""
     stop, reason = EventKind.STOP_REQUESTED, EventKind.STOP_REASON
     for rank, life, epoch_ns, kind, data in (
-        (0, 0, 900, reason, {"reason": "time_limit", "words": "of an attempt before"}),
+        (0, 0, 900, reason, {"reason": "time_limit", "message": "of an attempt before"}),
         (0, 0, 1001, stop, {"signal": None}),
-        (0, 0, 1003, reason, {"reason": "requeued", "words": "requeued by hand"}),
+        (0, 0, 1003, reason, {"reason": "requeued", "message": "requeued by hand"}),
         (1, 0, 1000, stop, {"signal": "SIGTERM"}),
-        (1, 0, 1002, reason, {"reason": "preempted", "words": "with a grace"}),
-        (2, 0, 1001, reason, {"reason": "unknown", "words": "Slurm could not be asked"}),
-        (0, 1, 2000, reason, {"reason": "asked", "words": "of the next life"}),
+        (1, 0, 1002, reason, {"reason": "preempted", "message": "with a grace"}),
+        (2, 0, 1001, reason, {"reason": "unknown", "message": "Slurm could not be asked"}),
+        (0, 1, 2000, reason, {"reason": "asked", "message": "of the next life"}),
     ):
         log = EventLog(tmp_path / f"rank-{rank:05d}.jsonl")
         log.append(Event(kind, 5, epoch_ns, rank=rank, restart_count=life, data=data))
