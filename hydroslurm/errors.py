@@ -34,11 +34,11 @@
     |-- RanksError                 the ranks of a job could not do something together
     |   |-- AgreementFailed        a rank is gone or has given up; the same for all who asked
     |   |-- NoSecret               nothing that they could prove their identity with
-    |   |-- StaleRank              of an earlier life of the job, or in it a second time
+    |   |-- StaleRank              of an earlier attempt, or in this one a second time
     |   `-- CoordinatorLost        what connects the ranks has ended, or was never reached
     |-- ProfileError               a report of nsys that is none, or that cannot be read
     |   `-- NsysMissing            it has to be exported first, and there is no nsys here
-    |-- RunEnded                   a budget is spent, or lives pass without progress
+    |-- RunEnded                   a budget is spent, or attempts pass without progress
     |-- StaleAttempt               a newer attempt of the run holds its folder, or its job
     `-- ClusterError               the dev cluster could not be started, reached or stopped
     UsageError (ValueError)        the caller's own mistake: a wrong argument or value
@@ -203,7 +203,7 @@ class NoSecret(RanksError):
 
 
 class StaleRank(RanksError):
-    """This process is of an earlier life of the job, or its rank has joined already."""
+    """This process is of an earlier attempt of the job, or its rank has joined already."""
 
 
 class CoordinatorLost(RanksError):
@@ -219,7 +219,7 @@ class NsysMissing(ProfileError):
 
 
 class RunEnded(HydroslurmError):
-    """The run must not go on: a budget is spent, or lives pass without progress."""
+    """The run must not go on: a budget is spent, or attempts pass without progress."""
 
 
 class StaleAttempt(HydroslurmError):

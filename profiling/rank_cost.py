@@ -48,7 +48,7 @@ class Bench:
 
     @contextlib.contextmanager
     def in_a_run(self) -> Iterator[AfterStep]:
-        """A Run of all ranks, with a folder and a hub of its own."""
+        """A Run of all ranks, with a folder and a coordinator of its own."""
         self._blocks += 1
         name = f"run-{self._blocks}"
         environ = {**os.environ, "TORCHELASTIC_RUN_ID": f"{self._folder}/{name}"}

@@ -27,7 +27,7 @@ def choose(
 
     Args:
         store: of all ranks, with its peers; without any this is ``newest_over``.
-        topic: begins those of the agreements; used once in the life of the job.
+        topic: begins those of the agreements; used once per job.
         timeout_s: for each agreement; None waits until a rank is gone.
 
     Raises:

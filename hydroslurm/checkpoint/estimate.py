@@ -10,7 +10,7 @@ from typing import Literal
 from hydroslurm.checkpoint.storage import TimedSyncs
 from hydroslurm.checkpoint.store import Checkpoint
 
-Source = Literal["this life", "earlier lives", "assumed"]
+Source = Literal["this attempt", "earlier attempts", "assumed"]
 
 SAMPLES = 5
 """How many of the last saves are looked at; the slowest of them counts."""
@@ -22,7 +22,8 @@ class Expected:
 
     Attributes:
         seconds: how long.
-        source: measured in this life or in earlier ones, or assumed because nothing was measured.
+        source: measured in this attempt or in earlier ones, or assumed because nothing was
+        measured.
     """
 
     seconds: float
@@ -79,7 +80,7 @@ class Pace:
     ) -> None:
         """
         Args:
-            earlier: what former lives committed, oldest first.
+            earlier: what earlier attempts committed, oldest first.
             syncs: of this tier: a disk that has become slow shows there before a save is over.
         """
         self._assumption = assumption
@@ -92,7 +93,7 @@ class Pace:
         self._seen: deque[tuple[float, int]] = deque(maxlen=SAMPLES)
 
     def add(self, seconds: float, *, state_bytes: int, syncs: int = 0) -> None:
-        """One more save of this life, with so many syncs."""
+        """One more save of this attempt, with so many syncs."""
         self._seen.append((seconds, state_bytes))
         self._syncs_of_one = syncs or self._syncs_of_one
 
@@ -107,11 +108,11 @@ class Pace:
         """
         expected = self._by_saves(state_bytes)
         synced_s = 0.0 if self._syncs is None else self._syncs.latest_s(self._syncs_of_one)
-        return expected if synced_s <= expected.seconds else Expected(synced_s, "this life")
+        return expected if synced_s <= expected.seconds else Expected(synced_s, "this attempt")
 
     def _by_saves(self, state_bytes: int) -> Expected:
         assumed = self._assumption
-        source: Source = "this life" if self._seen else "earlier lives"
+        source: Source = "this attempt" if self._seen else "earlier attempts"
         samples = tuple(self._seen) or tuple(self._earlier)
         if not samples:
             return Expected(assumed.fixed_s + state_bytes / assumed.bytes_per_s, "assumed")

@@ -65,7 +65,7 @@ class Peers(Protocol):
         error. A rank that asks when it has been decided gets what was decided.
 
         Args:
-            topic: of one agreement in the life of the job; a topic is used once.
+            topic: of one agreement per job; a topic is used once.
             value: plain JSON, and small: all values go to all ranks.
             timeout_s: give up after so long, which fails it for all. Time in which this process was
                 stopped does not count. None waits for ever, or until a rank is gone.

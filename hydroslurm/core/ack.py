@@ -143,7 +143,10 @@ class JudgePause:
         told = self._children
         if told is None and parked.data.get("children", 0) > 0:
             return None
-        message, done = _parked_message(parked, told), told is None or not told.data.get("running_pids")
+        message, done = (
+            _parked_message(parked, told),
+            told is None or not told.data.get("running_pids"),
+        )
         if parked.data.get("world_size", 1) == 1:
             return Answer(parked.rank, done, _park_us(parked), message)
         since_ns = parked.data.get("requested_mono_ns") or parked.mono_ns

@@ -9,7 +9,7 @@ RUN_AGAIN = 75
 into a requeue where the rank could not do that itself."""
 
 MUST_NOT_RUN_AGAIN = 93
-"""A budget is spent, or lives pass without progress: a requeue would not help. The number that
+"""A budget is spent, or attempts pass without progress: a requeue would not help. The number that
 NVIDIA's resiliency extension ends with in the same case."""
 
 FAILED = 1

@@ -104,7 +104,7 @@ class RunDir:
         return self.logs / f"srun-{attempt:06d}.log"
 
     def task_log(self, task: int) -> Path:
-        """What one task of a TrainingJob prints, in all its lives."""
+        """What one task of a TrainingJob prints, in all its attempts."""
         return self.logs / f"task-{task}.log"
 
     @property
@@ -152,7 +152,7 @@ class RunDir:
 
     @property
     def profile(self) -> Path:
-        """Reports of nsys, one per rank and life."""
+        """Reports of nsys, one per rank and attempt."""
         return self.root / "profile"
 
     @property

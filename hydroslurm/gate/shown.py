@@ -140,7 +140,7 @@ class PythonView:
                 return
             if not self.keeps_before(signo):
                 mine.before = now
-        elif isinstance(now, ShownHandler):  # saved in another life, and restored since
+        elif isinstance(now, ShownHandler):  # saved by an earlier installation, and restored since
             now.rule, self._shown[signo] = rule, now
             return
         else:

@@ -94,7 +94,7 @@ class Controller:
             nothing more).
         stop_request: the first request to save and leave, None before; to be read at a safe point.
             Only there once the stops were claimed, or somebody else handles them.
-        had_saver: somebody has claimed the stops, in this process's life.
+        had_saver: somebody has claimed the stops, since this process started.
         skipped: signals of the plan that were left alone, and why.
         guarding: whether signals that others take are taken back.
         ranks: the other ranks of the job, None for a rank that is alone.
@@ -142,7 +142,7 @@ class Controller:
             target=self._loop, name="hydroslurm-controller", daemon=True
         )
 
-    # --- life
+    # --- install and uninstall
     # --------------------------------------------------------------------------------------------
 
     def start(self) -> None:

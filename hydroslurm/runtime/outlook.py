@@ -1,7 +1,7 @@
 """One line at the start for who would lose work: a script that trains where jobs are stopped for
 others, in which nobody saves at a stop.
 
-The first rank of a job looks, once in the job's life, and asks slurmctld three things. It waits
+The first rank of a job looks, once per job, and asks slurmctld three things. It waits
 until there is an optimizer, and a while longer: a script with a ``Run`` makes that next, and one
 that has neither will train. So a loop may have begun by then, but not for long. An answer that does
 not come is not waited for; the thread is a daemon, issues no operator and holds nothing.

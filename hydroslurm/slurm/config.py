@@ -115,7 +115,7 @@ class Config(Mapping[str, str]):
     def requeue_wait_s(self) -> int:
         """How long a requeued job waits at the least before it may start again.
 
-        The life of a credential and one second more; 25.11 and later read requeue_delay in
+        The lifetime of a credential and one second more; 25.11 and later read requeue_delay in
         SchedulerParameters instead, where it is given (batch_requeue_fini in job_mgr.c).
         """
         found = re.search(r"requeue_delay=(\d+)", self.get("SchedulerParameters", ""))

@@ -202,8 +202,8 @@ def _why_running(job: Job, to_end_s: float | None, warning_s: float | None) -> S
     return Stop(
         kind=StopKind.ASKED,
         reason=StopReason.ASKED,
-        message="a person or a program sent it: the job is not preempted, and its time limit is not "
-        "near",
+        message="a person or a program sent it: the job is not preempted, and its time limit is "
+        "not near",
         to_end_s=to_end_s,
     )
 

@@ -160,8 +160,8 @@ class Together:
             request = self._controller.stop_request
             if request is not None and _age_s(request) > STOPPED_GATHER_S:
                 raise AgreementFailed(
-                    f"not all {self.world_size} ranks have come, and {request.message}; nothing was "
-                    "trained in this attempt"
+                    f"not all {self.world_size} ranks have come, and {request.message}; nothing "
+                    "was trained in this attempt"
                 )
 
     def arrive(self) -> StopRequest | None:

@@ -31,7 +31,7 @@ def of_course(
         "failure": course.failure.splitlines()[0] if course.failure else "",
         "events": len(course.strikes),
         "events_struck": len(pauses) + len(stops),
-        "lives": len(attempts),
+        "attempts": len(attempts),
         "by_hand": list(course.by_hand),
         **_pauses(pauses, attempts),
         **_stops(stops, attempts, steps_per_epoch),

@@ -1,5 +1,5 @@
 """Ranks that are forked from one process, which decides their agreements: the real book of the
-hub, over socket pairs. A rank that dies is seen at once, by the end of its socket."""
+coordinator, over socket pairs. A rank that dies is seen at once, by the end of its socket."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _live(peers: PipePeers, work: Callable[[PipePeers], int | None]) -> None:
 
 
 def _decide(world_size: int, connections: list[socket.socket]) -> None:
-    """Be the hub until all ranks have ended."""
+    """Be the coordinator until all ranks have ended."""
     book, gone = Agreements(world_size), set[int]()
     buffers = [b""] * world_size
     end_s = time.monotonic() + LIMIT_S

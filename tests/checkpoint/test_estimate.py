@@ -22,13 +22,13 @@ def saved(seconds: float, state_bytes: int) -> Checkpoint:
     return Checkpoint(Path("nowhere"), manifest)
 
 
-def test_assumed_then_earlier_lives_then_this_one() -> None:
+def test_assumed_then_earlier_attempts_then_this_one() -> None:
     """What is nearer replaces what is farther away."""
     assert Pace(DURABLE_ASSUMED).expect(10**8) == Expected(2.0, "assumed")
     pace = Pace(DURABLE_ASSUMED, [saved(5.0, 10**8)])
-    assert pace.expect(10**8) == Expected(5.0, "earlier lives")
+    assert pace.expect(10**8) == Expected(5.0, "earlier attempts")
     pace.add(3.0, state_bytes=10**8)
-    assert pace.expect(10**8) == Expected(3.0, "this life")
+    assert pace.expect(10**8) == Expected(3.0, "this attempt")
 
 
 def test_the_slowest_of_the_last_counts() -> None:

@@ -364,17 +364,17 @@ def test_a_pause_does_not_hold_a_save(tmp_path: Path) -> None:
             assert program.wait() == 0, str(program)
 
 
-def test_how_long_it_takes_is_known_from_earlier_lives(tmp_path: Path) -> None:
-    """Assumed at first, then measured; the next life begins with what the manifests say."""
+def test_how_long_it_takes_is_known_from_earlier_attempts(tmp_path: Path) -> None:
+    """Assumed at first, then measured; the next attempt begins with what the manifests say."""
     store = CheckpointStore(tmp_path)
     saver = Saver(store)
     assert saver.estimate().durable.source == "assumed"
     saver.save(state_of(1.0), step=1)
     measured = saver.estimate()
-    assert (measured.durable.source, measured.state_bytes) == ("this life", 4000)
+    assert (measured.durable.source, measured.state_bytes) == ("this attempt", 4000)
     assert measured.fast is None
     later = Saver(store).estimate()
-    assert (later.durable.source, later.state_bytes) == ("earlier lives", 4000)
+    assert (later.durable.source, later.state_bytes) == ("earlier attempts", 4000)
     assert later.durable.seconds < measured.durable.seconds
 
 

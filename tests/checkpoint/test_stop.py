@@ -151,8 +151,8 @@ def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None
 
 
 def test_a_committed_state_is_not_saved_again(tmp_path: Path) -> None:
-    """Neither one of this life nor the one that the run continued from, and the state is as good as
-    durable."""
+    """Neither one of this attempt nor the one that the run continued from, and the state is as good
+    as durable."""
     store = CheckpointStore(tmp_path)
     saver = Saver(store)
     saver.save(state_of(5.0), step=5)

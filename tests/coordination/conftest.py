@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from coordination.lives import PROGRAM, Story
+from coordination.attempts import PROGRAM, Story
 from processes import Child, child
 
 

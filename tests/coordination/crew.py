@@ -29,7 +29,7 @@ from hydroslurm.data import ResumableSampler
 
 
 class Diary:
-    """The losses and samples of one rank, one line per step, over all lives."""
+    """The losses and samples of one rank, one line per step, over all attempts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from coordination.lives import Life, Story
+from coordination.attempts import Attempt, Story
 from processes import wait_until
 
 from hydroslurm.core.events import EventKind
@@ -24,11 +24,11 @@ def states(story: Story) -> list[RankState]:
     return [state for state in found if state is not None]
 
 
-def begin(story: Story) -> Life:
-    life = story.begin(WORLD, epochs=400, settle=False)
+def begin(story: Story) -> Attempt:
+    attempt = story.begin(WORLD, epochs=400, settle=False)
     wait_until(lambda: all(story.steps(rank) for rank in range(WORLD)), "the first steps")
     story.wait_for(EventKind.RANKS_JOINED, world=WORLD)
-    return life
+    return attempt
 
 
 def environ_of(pid: int) -> dict[str, str]:
@@ -41,22 +41,22 @@ def test_the_answer_is_that_all_are_parked(story: Story) -> None:
     """One rank is asked to pause, by its pid: it answers when all are parked, all ranks are seen
     parked together, and its resume lets them all go on; the report tells who was held for whom and
     who was stopped for whom."""
-    life = begin(story)
-    environ = environ_of(life.pids[1])
-    parked = client.pause(life.pids[1], timeout_s=60, environ=environ)
+    attempt = begin(story)
+    environ = environ_of(attempt.pids[1])
+    parked = client.pause(attempt.pids[1], timeout_s=60, environ=environ)
     assert parked.done
     assert f"all {WORLD} ranks at one collective after" in parked.message
     assert parked.latency_us is not None
     assert parked.all_parked_us is not None
     assert parked.all_parked_us > parked.latency_us
     wait_until(lambda: all(state.parked_together for state in states(story)), "all to say so")
-    again = client.pause(life.pids[1], timeout_s=60, environ=environ)
+    again = client.pause(attempt.pids[1], timeout_s=60, environ=environ)
     assert (again.done, again.message.startswith("held already")) == (True, True)
-    resumed = client.resume(life.pids[1], timeout_s=60, environ=environ)
+    resumed = client.resume(attempt.pids[1], timeout_s=60, environ=environ)
     assert resumed.done, resumed.message
     wait_until(lambda: all(state.state == "running" for state in states(story)), "all to go on")
-    os.kill(life.pids[2], signal.SIGTERM)
-    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    os.kill(attempt.pids[2], signal.SIGTERM)
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
 
     history = read_history(story.run.root)
     figures = figures_of(history)

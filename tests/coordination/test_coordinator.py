@@ -336,9 +336,9 @@ def coordinator() -> Iterator[tuple[World, int]]:
 class Visitor:
     """A connection to the coordinator, with the key or without."""
 
-    def __init__(self, port: int, *, life: str = "") -> None:
+    def __init__(self, port: int, *, attempt: str = "") -> None:
         self.line = socket.create_connection(("127.0.0.1", port), timeout=60)
-        self.incarnation_id = life
+        self.incarnation_id = attempt
 
     def __enter__(self) -> Visitor:
         return self
@@ -615,7 +615,7 @@ def test_too_few_descriptors_for_the_ranks_are_said() -> None:
 
 
 def test_the_key_stands_in_no_command_line(coordinator: tuple[World, int]) -> None:
-    """Nor does the life: a command line can be read by everybody, an environment cannot."""
+    """Nor does the attempt: a command line can be read by everybody, an environment cannot."""
     world, port = coordinator
     command = Path(f"/proc/{coordinator_at(port)}/cmdline").read_bytes().decode()
     assert KEY.hex() not in command

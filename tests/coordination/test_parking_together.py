@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from coordination.lives import Life, Story
+from coordination.attempts import Attempt, Story
 from processes import wait_until
 
 from hydroslurm.core.events import EventKind
@@ -19,12 +19,12 @@ LONG = {"epochs": 400, "settle": False}
 """Longer than any test."""
 
 
-def begin_training(story: Story, world: int = WORLD, **options: object) -> Life:
+def begin_training(story: Story, world: int = WORLD, **options: object) -> Attempt:
     """A run whose ranks have all made steps."""
-    life = story.begin(world, **{**LONG, **options})
+    attempt = story.begin(world, **{**LONG, **options})
     wait_until(lambda: all(story.steps(rank) for rank in range(world)), "the first steps")
     story.wait_for(EventKind.RANKS_JOINED, world=world)
-    return life
+    return attempt
 
 
 def parked_together(story: Story, rank: int) -> int:
@@ -39,24 +39,24 @@ def wait_for_parked(story: Story, number: int, world: int = WORLD) -> None:
     )
 
 
-def stop(story: Story, life: Life) -> None:
+def stop(story: Story, attempt: Attempt) -> None:
     """The end of a test: all are saved and gone."""
-    life.signal(0)
-    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    attempt.signal(0)
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
 
 
 @pytest.mark.parametrize("model", ["ddp", "fsdp"])
 def test_one_paused_rank_parks_all(model: str, story: Story) -> None:
     """SIGUSR1 to one rank, again and again, a different one each time: all park, with nothing in
     flight and at the same step or two steps beside one collective; SIGUSR2 to it lets all go on."""
-    life = begin_training(story, model=model)
+    attempt = begin_training(story, model=model)
     for number in range(1, 7):
         rank = number % WORLD
-        life.signal(rank, signal.SIGUSR1)
+        attempt.signal(rank, signal.SIGUSR1)
         wait_for_parked(story, number)
         before = [len(story.steps(one)) for one in range(WORLD)]
         assert max(before) - min(before) <= 1
-        life.signal(rank, signal.SIGUSR2)
+        attempt.signal(rank, signal.SIGUSR2)
         wait_until(
             lambda before=before: all(
                 len(story.steps(one)) > before[one] + 1 for one in range(WORLD)
@@ -67,26 +67,26 @@ def test_one_paused_rank_parks_all(model: str, story: Story) -> None:
         told = story.events(rank, EventKind.ALL_PARKED)
         assert [event.data["in_flight"] for event in told] == [0] * 6
         assert not story.events(rank, EventKind.AGREEMENT_FAILED)
-    stop(story, life)
+    stop(story, attempt)
 
 
 def test_nobody_moves_while_parked(story: Story) -> None:
     """As long as one rank is paused no rank makes a step, also when another one was paused and
     resumed meanwhile."""
-    life = begin_training(story)
-    life.signal(0, signal.SIGUSR1)
+    attempt = begin_training(story)
+    attempt.signal(0, signal.SIGUSR1)
     wait_for_parked(story, 1)
-    life.signal(1, signal.SIGUSR1)
+    attempt.signal(1, signal.SIGUSR1)
     wait_until(lambda: _signals(story, 1) == 1, "the second pause")
-    life.signal(1, signal.SIGUSR2)
+    attempt.signal(1, signal.SIGUSR2)
     wait_until(lambda: _signals(story, 1) == 2, "its end")
     before = [len(story.steps(one)) for one in range(WORLD)]
-    life.signal(2, signal.SIGUSR2)  # it never was paused: nothing happens
+    attempt.signal(2, signal.SIGUSR2)  # it never was paused: nothing happens
     wait_until(lambda: _signals(story, 2) == 1, "the signal")
     assert [len(story.steps(one)) for one in range(WORLD)] == before
-    life.signal(0, signal.SIGUSR2)
+    attempt.signal(0, signal.SIGUSR2)
     wait_until(lambda: len(story.steps(0)) > before[0] + 2, "all to train on")
-    stop(story, life)
+    stop(story, attempt)
 
 
 def _signals(story: Story, rank: int) -> int:
@@ -99,18 +99,18 @@ def _signals(story: Story, rank: int) -> int:
 def test_a_suspend_longer_than_the_time_out(story: Story) -> None:
     """As Slurm suspends: SIGTSTP to all, SIGSTOP, and SIGCONT after three times the collectives'
     time-out. Nobody dies of it, and no step is missing."""
-    life = begin_training(story, timeout_s=2)
+    attempt = begin_training(story, timeout_s=2)
     for rank in range(WORLD):
-        life.signal(rank, signal.SIGTSTP)
+        attempt.signal(rank, signal.SIGTSTP)
     wait_for_parked(story, 1)
     for rank in range(WORLD):
-        life.signal(rank, signal.SIGSTOP)
+        attempt.signal(rank, signal.SIGSTOP)
     time.sleep(6)  # what is tested is the length of the suspend
     before = len(story.steps(0))
     for rank in range(WORLD):
-        life.signal(rank, signal.SIGCONT)
+        attempt.signal(rank, signal.SIGCONT)
     wait_until(lambda: len(story.steps(0)) > before + 5, "the run to go on")
-    stop(story, life)
+    stop(story, attempt)
     for rank in range(WORLD):
         steps = [step for step, _, _ in story.steps(rank)]
         assert steps == list(range(len(steps)))
@@ -118,38 +118,38 @@ def test_a_suspend_longer_than_the_time_out(story: Story) -> None:
 
 def test_a_stop_wins_over_a_pause(story: Story) -> None:
     """One rank is paused, another is told to stop: all are let go, save at one step and leave."""
-    life = begin_training(story)
-    life.signal(1, signal.SIGUSR1)
+    attempt = begin_training(story)
+    attempt.signal(1, signal.SIGUSR1)
     wait_for_parked(story, 1)
-    life.signal(2, signal.SIGTERM)
-    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
-    assert len({record.end_step for record in story.lives()}) == 1
+    attempt.signal(2, signal.SIGTERM)
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
+    assert len({record.end_step for record in story.attempts()}) == 1
 
 
 def test_a_rank_that_dies_in_a_pause_holds_nobody(story: Story) -> None:
     """The paused rank is killed: the others are let go, and fail in their collective, as they would
     have without a pause."""
-    life = begin_training(story)
-    life.signal(1, signal.SIGUSR1)
+    attempt = begin_training(story)
+    attempt.signal(1, signal.SIGUSR1)
     wait_for_parked(story, 1)
-    life.signal(1, signal.SIGKILL)
-    life.end()
-    assert life.codes[1] == -signal.SIGKILL
-    assert life.codes[0] == life.codes[2] == 1, life.said
+    attempt.signal(1, signal.SIGKILL)
+    attempt.end()
+    assert attempt.codes[1] == -signal.SIGKILL
+    assert attempt.codes[0] == attempt.codes[2] == 1, attempt.said
 
 
 def test_pauses_while_saves_are_written(story: Story) -> None:
     """Paused again and again while every step is saved in the background: no save fails, and all
     ranks have committed the same ones."""
-    life = begin_training(story, every_steps=1)
+    attempt = begin_training(story, every_steps=1)
     story.wait_for(EventKind.SAVE_COMMITTED, world=WORLD)
     for number in range(1, 5):
-        life.signal(number % WORLD, signal.SIGUSR1)
+        attempt.signal(number % WORLD, signal.SIGUSR1)
         wait_for_parked(story, number)
         before = len(story.steps(0))
-        life.signal(number % WORLD, signal.SIGUSR2)
+        attempt.signal(number % WORLD, signal.SIGUSR2)
         wait_until(lambda before=before: len(story.steps(0)) > before + 3, "all to train on")
-    stop(story, life)
+    stop(story, attempt)
     committed = [
         [event.data["checkpoint_step"] for event in story.events(rank, EventKind.SAVE_COMMITTED)]
         for rank in range(WORLD)
@@ -159,25 +159,25 @@ def test_pauses_while_saves_are_written(story: Story) -> None:
 
 
 def test_the_hub_is_killed(story: Story) -> None:
-    """The ranks train on, meet at another hub, and pause and stop together as before; also when it
-    is killed during a pause, which then begins anew."""
-    life = begin_training(story)
-    os.kill(_hub_of(life.pids[0]), signal.SIGKILL)
+    """The ranks train on, meet at another coordinator, and pause and stop together as before; also
+    when it is killed during a pause, which then begins anew."""
+    attempt = begin_training(story)
+    os.kill(_coordinator_of(attempt.pids[0]), signal.SIGKILL)
     story.wait_for(EventKind.RANKS_JOINED, world=WORLD, times=2)
-    life.signal(1, signal.SIGUSR1)
+    attempt.signal(1, signal.SIGUSR1)
     wait_for_parked(story, 1)
-    os.kill(_hub_of(life.pids[0]), signal.SIGKILL)
+    os.kill(_coordinator_of(attempt.pids[0]), signal.SIGKILL)
     wait_for_parked(story, 2)
     before = len(story.steps(0))
-    life.signal(1, signal.SIGUSR2)
+    attempt.signal(1, signal.SIGUSR2)
     wait_until(lambda: len(story.steps(0)) > before + 3, "the run to train on")
-    stop(story, life)
+    stop(story, attempt)
 
 
-def _hub_of(pid: int) -> int:
-    """The hub is a child of rank 0."""
+def _coordinator_of(pid: int) -> int:
+    """The coordinator is a child of rank 0."""
     found = " ".join(one.read_text() for one in Path(f"/proc/{pid}/task").glob("*/children"))
     for child in map(int, found.split()):
         if "coordination.coordinator" in Path(f"/proc/{child}/cmdline").read_text():
             return child
-    raise AssertionError(f"rank 0, {pid}, has no hub among {found}")
+    raise AssertionError(f"rank 0, {pid}, has no coordinator among {found}")

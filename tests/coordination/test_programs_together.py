@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coordination.lives import Story
+from coordination.attempts import Story
 from processes import Child
 
 import hydroslurm
@@ -19,15 +19,15 @@ def test_stopped_and_continued(
     kind: str, story: Story, crew: Child, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """One rank is told to stop in the middle of an epoch: all leave behind one step, and the next
-    life ends with the bits of the one that was left alone."""
+    attempt ends with the bits of the one that was left alone."""
     whole = Story(crew, tmp_path_factory.mktemp("whole"))
     assert set(whole.live(WORLD, kind=kind).codes.values()) == {0}
-    life = story.begin(WORLD, kind=kind, hold={"rank": 1, "at": "step 6"})
+    attempt = story.begin(WORLD, kind=kind, hold={"rank": 1, "at": "step 6"})
     story.crew.expect("rank 1 at")
-    life.signal(1)
+    attempt.signal(1)
     story.wait_for(EventKind.STOP_REQUESTED, world=WORLD)
     story.go()
-    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
     again = story.live(WORLD, kind=kind)
     assert set(again.codes.values()) == {0}, again.said
     assert story.out.read_text() == whole.out.read_text()
@@ -38,9 +38,9 @@ def test_stopped_and_continued(
 def test_a_job_ends_where_its_first_rank_says(story: Story) -> None:
     """A stop signal that is true on rank 0 alone ends the job on all; its checkpoints are of both
     ranks, and what was one rank's own can be read."""
-    life = story.live(WORLD, kind="job", epochs=2)
-    assert set(life.codes.values()) == {0}, life.said
-    assert life.said.count("epochs 2") == WORLD
+    attempt = story.live(WORLD, kind="job", epochs=2)
+    assert set(attempt.codes.values()) == {0}, attempt.said
+    assert attempt.said.count("epochs 2") == WORLD
     manager = hydroslurm.MultiNodeCheckpointManager(story.run.root)
     assert manager.epochs() == (0, 1, 2)
     assert manager.world_size(epoch=1) == WORLD

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from coordination.lives import Story
+from coordination.attempts import Story
 from processes import Child, wait_until
 
 from hydroslurm.core.events import EventKind
@@ -26,17 +26,17 @@ def alone(crew: Child, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 @pytest.mark.parametrize("signalled", [0, 2])
 def test_one_signalled_rank_is_enough(signalled: int, story: Story, alone: Story) -> None:
-    """One rank gets SIGTERM: all stop behind one step, save, and the next life ends with the bits
-    of the run that was left alone; no step is lost, none trained twice."""
-    life = story.begin(WORLD, hold={"rank": "all", "at": "step 4"})
+    """One rank gets SIGTERM: all stop behind one step, save, and the next attempt ends with the
+    bits of the run that was left alone; no step is lost, none trained twice."""
+    attempt = story.begin(WORLD, hold={"rank": "all", "at": "step 4"})
     for _ in range(WORLD):
         story.crew.expect("rank ")
-    life.signal(signalled)
+    attempt.signal(signalled)
     story.wait_for(EventKind.STOP_REQUESTED, world=WORLD)
     story.go()
-    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
     (saved,) = story.run.checkpoints.iterdir()
-    end_steps = {record.end_step for record in story.lives()}
+    end_steps = {record.end_step for record in story.attempts()}
     assert len(end_steps) == 1
     assert saved.name == f"step-{end_steps.pop():09d}"
     again = story.live(WORLD)
@@ -48,14 +48,14 @@ def test_one_signalled_rank_is_enough(signalled: int, story: Story, alone: Story
 
 def test_all_signalled_twice(story: Story, alone: Story) -> None:
     """All ranks get SIGTERM twice and the warning: one stop, one step."""
-    life = story.begin(WORLD, hold={"rank": 1, "at": "step 5"})
+    attempt = story.begin(WORLD, hold={"rank": 1, "at": "step 5"})
     story.crew.expect("rank 1 at")
     for rank in range(WORLD):
         for signo in (signal.SIGTERM, signal.SIGURG, signal.SIGTERM):
-            life.signal(rank, signo)
+            attempt.signal(rank, signo)
     story.wait_for(EventKind.STOP_REQUESTED, world=WORLD)
     story.go()
-    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
     assert len(list(story.run.checkpoints.iterdir())) == 1
     assert set(story.live(WORLD).codes.values()) == {0}
     assert story.out.read_text() == alone.out.read_text()
@@ -63,15 +63,15 @@ def test_all_signalled_twice(story: Story, alone: Story) -> None:
 
 def test_a_rank_that_has_died_leaves_the_last_checkpoint(story: Story) -> None:
     """A rank dies, then the others are told to stop: they leave in time, say which rank is gone
-    and what is committed, and the next life goes on from there."""
-    life = story.begin(WORLD, every_steps=3, hold={"rank": "all", "at": "step 5"})
+    and what is committed, and the next attempt goes on from there."""
+    attempt = story.begin(WORLD, every_steps=3, hold={"rank": "all", "at": "step 5"})
     for _ in range(WORLD):
         story.crew.expect("rank ")
     wait_until((story.run.checkpoints / "step-000000003").exists, "the save of step 3")
-    life.signal(2, signal.SIGKILL)
-    life.signal(0)
+    attempt.signal(2, signal.SIGKILL)
+    attempt.signal(0)
     story.go()
-    assert life.end().codes[0] in (RUN_AGAIN, 1), life.said  # 1: its collective failed before
+    assert attempt.end().codes[0] in (RUN_AGAIN, 1), attempt.said  # 1: its collective failed before
     again = story.live(WORLD)
     assert set(again.codes.values()) == {0}, again.said
     assert "resumes from step 3" in again.said
@@ -81,17 +81,17 @@ def test_a_rank_that_has_died_leaves_the_last_checkpoint(story: Story) -> None:
 def test_a_newer_attempt_ends_all_ranks_of_the_older_one(told: bool, story: Story) -> None:
     """The folder is claimed while they train, and one of them hears SIGTERM, or none: all leave
     with 93 and have saved nothing."""
-    life = story.begin(WORLD, every_steps=3, epochs=9999, hold={"rank": "all", "at": "step 5"})
+    attempt = story.begin(WORLD, every_steps=3, epochs=9999, hold={"rank": "all", "at": "step 5"})
     for _ in range(WORLD):
         story.crew.expect("rank ")
     wait_until((story.run.checkpoints / "step-000000003").exists, "the save of step 3")
     Fence(story.run.claim_json).claim()
     before = story.run.attempts_jsonl.read_text()
     if told:
-        life.signal(1)
+        attempt.signal(1)
     story.go()
-    assert set(life.end().codes.values()) == {MUST_NOT_RUN_AGAIN}, life.said
-    assert "Only the newest attempt" in life.said
+    assert set(attempt.end().codes.values()) == {MUST_NOT_RUN_AGAIN}, attempt.said
+    assert "Only the newest attempt" in attempt.said
     assert [path.name for path in story.run.checkpoints.iterdir()] == ["step-000000003"]
     assert story.run.attempts_jsonl.read_text() == before
 
@@ -99,8 +99,8 @@ def test_a_newer_attempt_ends_all_ranks_of_the_older_one(told: bool, story: Stor
 def test_saves_by_the_clock_are_of_one_step(story: Story, alone: Story) -> None:
     """every_s is measured by one rank, and all save behind one step; the run is not changed by
     it."""
-    life = story.live(WORLD, every_s=0.01)
-    assert set(life.codes.values()) == {0}, life.said
+    attempt = story.live(WORLD, every_s=0.01)
+    assert set(attempt.codes.values()) == {0}, attempt.said
     steps = [
         {event.data["checkpoint_step"] for event in story.events(rank, EventKind.SAVE_COMMITTED)}
         for rank in range(WORLD)
@@ -114,12 +114,12 @@ def test_saves_by_the_clock_are_of_one_step(story: Story, alone: Story) -> None:
 def test_another_number_of_ranks(first: int, second: int, story: Story) -> None:
     """A run comes back with fewer or more ranks: every sample of every epoch is seen exactly
     once."""
-    life = story.begin(first, hold={"rank": 0, "at": "step 6"})
+    attempt = story.begin(first, hold={"rank": 0, "at": "step 6"})
     story.crew.expect("rank 0 at")
-    life.signal(0)
+    attempt.signal(0)
     story.wait_for(EventKind.STOP_REQUESTED, world=first)
     story.go()
-    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
     again = story.live(second)
     assert set(again.codes.values()) == {0}, again.said
     seen: dict[int, list[int]] = {}
@@ -135,12 +135,12 @@ def test_sharded_model(story: Story, crew: Child, tmp_path: Path) -> None:
     whole = Story(crew, tmp_path / "whole")
     whole.folder.mkdir()
     assert set(whole.live(2, model="fsdp").codes.values()) == {0}
-    life = story.begin(2, model="fsdp", hold={"rank": 0, "at": "step 6"})
+    attempt = story.begin(2, model="fsdp", hold={"rank": 0, "at": "step 6"})
     story.crew.expect("rank 0 at")
-    life.signal(1)
+    attempt.signal(1)
     story.wait_for(EventKind.STOP_REQUESTED, world=2)
     story.go()
-    assert set(life.end().codes.values()) == {RUN_AGAIN}, life.said
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
     again = story.live(2, model="fsdp")
     assert set(again.codes.values()) == {0}, again.said
     assert story.out.read_text() == whole.out.read_text()

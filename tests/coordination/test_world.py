@@ -118,9 +118,9 @@ def test_contradictions(given: dict[str, str], words: str) -> None:
         (TORCHRUN, {"HYDROSLURM_INCARNATION": "the agent's"}),
     ],
 )
-def test_another_life_has_another_name(given: dict[str, str], other: dict[str, str]) -> None:
-    """What starts the ranks anew changes the life, and with it the ports; ranks of one life agree
-    on all of it."""
+def test_another_attempt_has_another_name(given: dict[str, str], other: dict[str, str]) -> None:
+    """What starts the ranks anew changes the attempt, and with it the ports; ranks of one attempt
+    agree on all of it."""
     one, another = world(given), world(given, **other)
     assert one.incarnation_id != another.incarnation_id
     assert ports(one) != ports(another)
@@ -177,8 +177,8 @@ def test_what_is_set_stays() -> None:
 
 
 def test_the_same_world_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that were set for torch do not make another life of this one: the process that has
-    them, and one that reads only Slurm's, are ranks of the same."""
+    """Variables that were set for torch do not make another attempt of this one: the process that
+    has them, and one that reads only Slurm's, are ranks of the same."""
     for name in list(os.environ):
         if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_")) or name in TORCHRUN:
             monkeypatch.delenv(name)

@@ -64,7 +64,9 @@ def test_a_rank_with_children_answers_for_them(tmp_path: Path) -> None:
     answer = judged(pausing(tmp_path), CLOSED, with_two, late)
     assert answer is not None
     assert not answer.done
-    assert answer.message.startswith("main process parked after 2000 us; 1 child of it runs on (pid")
+    assert answer.message.startswith(
+        "main process parked after 2000 us; 1 child of it runs on (pid"
+    )
 
 
 def test_one_of_several_answers_when_all_are_parked(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_what_ends_a_pause_of_several(line: Line, words: str, tmp_path: Path) ->
 
 
 def test_another_hub(tmp_path: Path) -> None:
-    """Let go when the hub is gone is no end: the next one has all ranks parked again."""
+    """Let go when the coordinator is gone is no end: the next one has all ranks parked again."""
     judge = pausing(tmp_path)
     lost: Line = ("coordinator_lost", 14, {"message": "gone"})
     assert judged(judge, CLOSED, OF_FOUR, lost, ("resumed", 15, {"causes": []})) is None

@@ -40,7 +40,7 @@ def test_states_follow_the_events() -> None:
     assert fold([]) is None
 
 
-def test_new_workers_and_new_lives_begin_anew() -> None:
+def test_new_workers_and_new_attempts_begin_anew() -> None:
     """After a restart of the workers, and of the job, nothing of before is told."""
     again = fold([STARTED, ASKED, PARKED, _event(EventKind.WORKERS_STARTED, 5, pids={"0": 13})])
     assert again is not None
@@ -52,8 +52,8 @@ def test_new_workers_and_new_lives_begin_anew() -> None:
     assert (later.state, later.workers, later.restart_count) == ("started", 0, 1)
 
 
-def test_status_tells_of_the_nodes_of_this_life(tmp_path: Path) -> None:
-    """One state per node that has an agent; those of a life with more nodes are left out."""
+def test_status_tells_of_the_nodes_of_this_attempt(tmp_path: Path) -> None:
+    """One state per node that has an agent; those of an attempt with more nodes are left out."""
     run = RunDir(tmp_path / "run").create()
     for node, restart in ((0, 0), (1, 1), (2, 1), (3, 0)):
         log = EventLog(run.agent_events(node))

@@ -49,7 +49,7 @@ def test_a_stop_is_not_undone_by_the_opening_of_the_gate() -> None:
 
 
 def test_a_requeued_rank_begins_anew() -> None:
-    """The next life's first event forgets the pause of the one before."""
+    """The next attempt's first event forgets the pause of the one before."""
     state = fold([*PAUSED, _event(EventKind.INSTALLED, 20)])
     assert state is not None
     assert (state.state, state.causes, state.pauses) == ("running", (), 0)
@@ -68,7 +68,7 @@ def test_a_rank_that_is_let_through_stays_parked() -> None:
 
 
 def test_parked_together() -> None:
-    """From the word that all ranks are parked until this one goes on or the hub is gone."""
+    """From the word that all ranks are parked until this one goes on or the coordinator is gone."""
     joined = _event(EventKind.RANKS_JOINED, 1, world_size=4, joined_s=0.1)
     all_parked = _event(EventKind.ALL_PARKED, 8, of_ranks=[3], in_flight=0)
     told = fold([PAUSED[0], joined, *PAUSED[1:], all_parked])
@@ -160,7 +160,9 @@ def test_children_that_run_on_are_named() -> None:
     state = fold([*PAUSED, quiet, busy])
     assert state is not None
     assert state.message == "main process parked"
-    assert state.children_message.startswith("2 children of it run on (pids 8, 9): pause them with ")
+    assert state.children_message.startswith(
+        "2 children of it run on (pids 8, 9): pause them with "
+    )
     state = fold([*PAUSED, busy, _event(EventKind.RESUMED, 9, pause=1, causes=[])])
     assert state is not None
     assert (state.message, state.children_message) == ("running", "")

@@ -1,7 +1,7 @@
 """A training-like loop that stops, and goes on in a new graph of objects, as a new process would.
 
 Written in the order that the session uses: begin or resume the epoch, restore the global RNG,
-then the batches. Each life begins with other seeds, so that whatever is right was restored.
+then the batches. Each attempt begins with other seeds, so that whatever is right was restored.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class CountedStream(IterableDataset[torch.Tensor]):
 
 
 class Stop(Exception):
-    """The moment at which this life ends."""
+    """The moment at which this attempt ends."""
 
 
-class Life:
+class Attempt:
     """One process's worth of training."""
 
     def __init__(self, make: Callable[[], Any], number: int, stop: str | None) -> None:
@@ -101,7 +101,7 @@ class Life:
         self.saved = b""
 
     def train(self, saved: bytes) -> None:
-        """Run until the stop or the end; ``saved`` is what the life before has left."""
+        """Run until the stop or the end; ``saved`` is what the attempt before has left."""
         first, batches = 0, None
         if saved:
             state = torch.load(io.BytesIO(saved), weights_only=True)  # nothing is unpickled
@@ -137,21 +137,21 @@ class Life:
 
 
 def run(make: Callable[[], Any], *stops: str) -> tuple[list[Any], bytes]:
-    """Train in as many lives as there are stops, plus one.
+    """Train in as many attempts as there are stops, plus one.
 
     Returns what each step saw, and the state at the end, RNG included.
     """
     log, saved = [], b""
     for number, stop in enumerate((*stops, None)):
-        life = Life(make, number, stop)
+        attempt = Attempt(make, number, stop)
         try:
-            life.train(saved)
+            attempt.train(saved)
         except Stop:
-            saved = life.saved
+            saved = attempt.saved
         else:
-            assert stop is None, f"this life never came to {stop!r}"
-        log += life.log
-    return log, life.save()
+            assert stop is None, f"this attempt never came to {stop!r}"
+        log += attempt.log
+    return log, attempt.save()
 
 
 def same(a: Any, b: Any) -> bool:

@@ -372,23 +372,23 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from pathlib import Path
 import test_position
-from loops import Life, Stop
+from loops import Attempt, Stop
 
 folder, number, stop = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] or None
 for kind, (_, make) in test_position.WITH_WORKERS.items():
     file = folder / kind
-    life = Life(lambda: make(num_workers=1), number, stop)
+    attempt = Attempt(lambda: make(num_workers=1), number, stop)
     try:
-        life.train(file.read_bytes() if file.exists() else b"")
+        attempt.train(file.read_bytes() if file.exists() else b"")
     except Stop:
         pass
-    file.write_bytes(life.saved)
-    torch.save(life.log, folder / f"{kind} {number}.log")
+    file.write_bytes(attempt.saved)
+    torch.save(attempt.log, folder / f"{kind} {number}.log")
 """
 
 
 def test_in_new_processes(tmp_path: Path) -> None:
-    """Each life a process of its own, all strategies: what they saw is what one life sees."""
+    """Each attempt a process of its own, all strategies: what they saw is what one attempt sees."""
     for number, stop in enumerate(("step 2", "step 4", "")):
         subprocess.run(
             [sys.executable, "-c", LIFE, str(Path(__file__).parent), tmp_path, str(number), stop],

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 EPOCHS = 2
 MANY = 10**6
 
-# worlds that divide the global batch, each with the steps that a life of it makes
-lives = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 9)), max_size=6)
+# worlds that divide the global batch, each with the steps that an attempt of it makes
+attempts = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 9)), max_size=6)
 
 
 class Places:
@@ -44,7 +44,7 @@ class Places:
 
 
 class World:
-    """All ranks of one life, each with a loader and a position of its own."""
+    """All ranks of one attempt, each with a loader and a position of its own."""
 
     def __init__(self, length: int, world: int, size: int, *, drops: tuple[bool, bool]) -> None:
         sampler_drops, loader_drops = drops
@@ -96,7 +96,7 @@ def train(
     drops: tuple[bool, bool],
     last_world: int = 1,
 ) -> list[tuple[int, Any]]:
-    """All lives, the last of them to the end."""
+    """All attempts, the last of them to the end."""
     seen: list[tuple[int, Any]] = []
     state = None
     for world, steps in [*parts, (last_world, MANY)]:
@@ -112,7 +112,7 @@ def places(seen: list[tuple[int, Any]], epoch: int) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches=st.integers(1, 4), size=st.integers(1, 2), parts=lives, drop=st.booleans())
+@given(batches=st.integers(1, 4), size=st.integers(1, 2), parts=attempts, drop=st.booleans())
 def test_each_sample_once_where_the_ranks_divide_them(
     batches: int, size: int, parts: list[tuple[int, int]], drop: bool
 ) -> None:
@@ -129,7 +129,7 @@ def test_each_sample_once_where_the_ranks_divide_them(
 
 
 @settings(max_examples=60, deadline=None)
-@given(length=st.integers(0, 60), size=st.integers(1, 2), parts=lives, drop=st.booleans())
+@given(length=st.integers(0, 60), size=st.integers(1, 2), parts=attempts, drop=st.booleans())
 def test_uneven_ends_with_the_same_rule(
     length: int, size: int, parts: list[tuple[int, int]], drop: bool
 ) -> None:
@@ -164,7 +164,7 @@ def test_whatever_the_worlds_and_batches_are(
     drops: tuple[bool, bool],
     last_world: int,
 ) -> None:
-    """Other batches in each life, and mixed rules at the end: no place in the order comes twice,
+    """Other batches in each attempt, and mixed rules at the end: no place in the order comes twice,
     none is passed over, and only places behind the last sample are repeats."""
     size = iter(sizes)
     seen = train(length, parts, lambda _: next(size), drops=drops, last_world=last_world)

@@ -62,7 +62,7 @@ def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
     requeue_cluster: DevCluster, root: Path, tmp_path: Path
 ) -> None:
     """The script runs unchanged; below the agents the ranks save, the job is requeued, and its next
-    life goes on behind the step that was saved, to the end."""
+    attempt goes on behind the step that was saved, to the end."""
     (tmp_path / "examples").symlink_to(root / "examples")
     script = str(root / "sbatch" / "torchrun.sbatch")
     here = "--export=ALL,RANKS_PER_NODE=1"

@@ -47,7 +47,7 @@ def field(cluster: DevCluster, job: str, letter: str) -> str:
 
 
 def assert_requeued(cluster: DevCluster, job: str, log: Path, *urgent: str) -> None:
-    """An urgent job takes the nodes, and the other is told, and waits for another life."""
+    """An urgent job takes the nodes, and the other is told, and waits for another attempt."""
     cluster.run(["srun", "--nodes=2", "--exclusive", *urgent, "true"], timeout_s=LIMIT_S)
     shown = cluster.run(["scontrol", "show", "job", job]).stdout
     assert "told" in log.read_text()

@@ -1,4 +1,4 @@
-"""The processes of a rank: its workers, and the hub, which is a child of rank 0."""
+"""The processes of a rank: its workers, and the coordinator, which is a child of rank 0."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def family_of(pid: int) -> list[int]:
     return [pid, *(one for child in children_of(pid) for one in family_of(child))]
 
 
-def hub_of(pid: int) -> int | None:
-    """The hub that rank 0, ``pid``, has started; None where there is none."""
+def coordinator_of(pid: int) -> int | None:
+    """The coordinator that rank 0, ``pid``, has started; None where there is none."""
     return next(filter(_is_hub, children_of(pid)), None)
 
 

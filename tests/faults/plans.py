@@ -1,6 +1,6 @@
 """What is done to a run, drawn from a seed: a round is the same whenever it is drawn again. Pure.
 
-A *moment* is a place in the program of one rank, counted within one life:
+A *moment* is a place in the program of one rank, counted within one attempt:
 
     start, group             the process begins; its process group is there
     claimed                  the signals that mean a stop are its Run's from now on
@@ -88,7 +88,7 @@ class Fault:
 
     Attributes:
         rank: whose moment it is, and to whom it is done.
-        nth: the how-manieth time it comes to that moment in this life, from 1.
+        nth: the how-manieth time it comes to that moment in this attempt, from 1.
         what: one of ``WEIGHTS``; or ``await_commit``, a delay until there is a checkpoint; or
             ``resume``, the end of a pause at another moment.
         seconds: how long it lasts, where it lasts.
@@ -107,14 +107,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """One round: a run and what is done to it, life by life; its last life is left alone."""
+    """One round: a run and what is done to it, attempt by attempt; its last attempt is left
+    alone."""
 
     seed: int
     number: int
     world: int
     model: str
     options: dict[str, Any] = field(default_factory=dict)
-    lives: tuple[tuple[Fault, ...], ...] = ()
+    attempts: tuple[tuple[Fault, ...], ...] = ()
 
 
 def draw(seed: int, number: int) -> Plan:
@@ -127,12 +128,12 @@ def draw(seed: int, number: int) -> Plan:
         options["every_s"] = 0.01
     else:
         options["every_steps"] = source.choice((1, 2, 3))
-    lives = tuple(_life(source, world) for _ in range(source.choice((1, 1, 2))))
-    return Plan(seed, number, world, model, options, lives)
+    attempts = tuple(_attempt(source, world) for _ in range(source.choice((1, 1, 2))))
+    return Plan(seed, number, world, model, options, attempts)
 
 
-def _life(source: random.Random, world: int) -> tuple[Fault, ...]:
-    """One to three faults, and what ends the life should they leave it alive."""
+def _attempt(source: random.Random, world: int) -> tuple[Fault, ...]:
+    """One to three faults, and what ends the attempt should they leave it alive."""
     faults = [
         fault for _ in range(source.choice((1, 1, 2, 2, 3))) for fault in _faults(source, world)
     ]

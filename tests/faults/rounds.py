@@ -1,4 +1,4 @@
-"""Plays the rounds that ``plans`` draws: life after life, until the run has finished."""
+"""Plays the rounds that ``plans`` draws: attempt after attempt, until the run has finished."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.families import family_of, hub_of
+from faults.families import family_of, coordinator_of
 from faults.plans import Fault, Plan
-from faults.verdicts import Complaint, LifeSeen, check_last, check_life
+from faults.verdicts import AttemptSeen, Complaint, check_attempt, check_last
 from processes import Child, child
 
 from hydroslurm.core.rundir import RunDir
@@ -27,7 +27,7 @@ EPOCHS = 5
 TIMEOUT_S = 60
 """Of collectives: far longer than any fault lasts."""
 HANG_S = 200.0
-"""A life that lasts longer hangs. One on an idle machine takes a second or two."""
+"""An attempt that lasts longer hangs. One on an idle machine takes a second or two."""
 START_S = 240.0
 """The crew loads torch, on a machine that may have much else to do."""
 LINGER_S = 2.0
@@ -43,22 +43,25 @@ class Outcome:
 
     plan: Plan
     complaints: tuple[Complaint, ...]
-    lives: tuple[LifeSeen, ...]
+    attempts: tuple[AttemptSeen, ...]
     seconds: float
 
     @property
     def faults(self) -> int:
-        return sum(len(life.fired) for life in self.lives)
+        return sum(len(attempt.fired) for attempt in self.attempts)
 
     @property
     def said(self) -> str:
-        """By all ranks in all lives."""
-        told = (f"--- life {number}\n{life.said}" for number, life in enumerate(self.lives, 1))
+        """By all ranks in all attempts."""
+        told = (
+            f"--- attempt {number}\n{attempt.said}"
+            for number, attempt in enumerate(self.attempts, 1)
+        )
         return "\n".join(told)
 
     @property
     def planned(self) -> int:
-        return sum(len(faults) for faults in self.plan.lives)
+        return sum(len(faults) for faults in self.plan.attempts)
 
 
 @contextlib.contextmanager
@@ -81,23 +84,23 @@ class Player:
         self._numbers = itertools.count()
 
     def play(self, plan: Plan) -> Outcome:
-        """All lives of a round, and what is to be said against them."""
+        """All attempts of a round, and what is to be said against them."""
         begin_s = time.monotonic()
         undisturbed = self._alone(plan.world, plan.model)
         folder = self._folder / f"round-{plan.seed}-{plan.number}"
         complaints: list[Complaint] = []
-        lives: list[LifeSeen] = []
-        for faults in (*plan.lives, ()):
+        attempts: list[AttemptSeen] = []
+        for faults in (*plan.attempts, ()):
             seen = self._live(folder, plan, faults)
-            complaints += check_life(seen, before=lives[-1] if lives else None)
-            lives.append(seen)
+            complaints += check_attempt(seen, before=attempts[-1] if attempts else None)
+            attempts.append(seen)
             if seen.hung:
                 break
         else:
-            complaints += check_last(lives[-1], undisturbed)
+            complaints += check_last(attempts[-1], undisturbed)
         if not complaints:
             shutil.rmtree(folder)
-        return Outcome(plan, tuple(complaints), tuple(lives), time.monotonic() - begin_s)
+        return Outcome(plan, tuple(complaints), tuple(attempts), time.monotonic() - begin_s)
 
     def _alone(self, world: int, model: str) -> Path:
         """The folder of such a run to which nothing was done."""
@@ -109,7 +112,7 @@ class Player:
             self._undisturbed[key] = folder
         return self._undisturbed[key]
 
-    def _live(self, folder: Path, plan: Plan, faults: tuple[Fault, ...]) -> LifeSeen:
+    def _live(self, folder: Path, plan: Plan, faults: tuple[Fault, ...]) -> AttemptSeen:
         options = {
             **plan.options,
             "world": plan.world,
@@ -122,13 +125,13 @@ class Player:
             "faults": [asdict(fault) for fault in faults],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        playing = _Life(self._crew, plan.world, faults)
+        playing = _Attempt(self._crew, plan.world, faults)
         self._crew.say(json.dumps(options))
         playing.see_through()
-        return LifeSeen.look(
+        return AttemptSeen.look(
             RunDir(folder / "run"),
             out=folder / "out",
-            life=str(options["meet"]),
+            attempt=str(options["meet"]),
             pids=playing.pids,
             world=plan.world,
             keep=plan.options.get("keep", 2),
@@ -141,8 +144,8 @@ class Player:
 
 
 @dataclass
-class _Life:
-    """One life as it goes on. ``due``: what is to be done later, as a heap."""
+class _Attempt:
+    """One attempt as it goes on. ``due``: what is to be done later, as a heap."""
 
     crew: Child
     world: int
@@ -190,11 +193,11 @@ class _Life:
                     self._first_end_s = time.monotonic()
                 self.codes[int(found[1])] = int(found[2])
             elif found := re.search(r"^fault (\d+) (\d+)$", line):
-                self._follow(int(found[1]), hub=int(found[2]))
+                self._follow(int(found[1]), coordinator=int(found[2]))
             elif line == "all ended":
                 self._over = True
 
-    def _follow(self, index: int, *, hub: int) -> None:
+    def _follow(self, index: int, *, coordinator: int) -> None:
         """A fault has begun: what follows now and later."""
         self.fired.append(index)
         fault = self.faults[index]
@@ -203,11 +206,11 @@ class _Life:
         elif fault.what == "freeze":
             self._later(fault.seconds, fault.rank, signal.SIGCONT)
         elif fault.what == "freeze_hub":
-            self._later(fault.seconds, f"pid {hub}", signal.SIGCONT)
+            self._later(fault.seconds, f"pid {coordinator}", signal.SIGCONT)
         elif fault.what == "stop_all":
-            self._signal("all and the hub", signal.SIGTERM)
+            self._signal("all and the coordinator", signal.SIGTERM)
         elif fault.what.startswith("suspend"):
-            whom = "all" if fault.what == "suspend" else "all and the hub"
+            whom = "all" if fault.what == "suspend" else "all and the coordinator"
             self._signal("all", signal.SIGTSTP)
             self._later(GRACE_S, whom, signal.SIGSTOP)
             self._later(GRACE_S + fault.seconds, whom, signal.SIGCONT)
@@ -227,20 +230,21 @@ class _Life:
                 os.kill(pid, signo)
 
     def _pids_of(self, whom: int | str) -> list[int]:
-        """A rank alone; with its workers, "all" but the hub, or "all and the hub"; or "pid P"."""
+        """A rank alone; with its workers, "all" but the coordinator, or "all and the coordinator";
+        or "pid P"."""
         there = {rank: pid for rank, pid in self.pids.items() if rank not in self.codes}
         if isinstance(whom, int):
             return [there[whom]] if whom in there else []
         if whom.startswith("pid "):
             return [pid for pid in [int(whom.removeprefix("pid "))] if pid]
-        hub = hub_of(there[0]) if 0 in there and whom == "all" else None
-        return [pid for rank in there.values() for pid in family_of(rank) if pid != hub]
+        coordinator = coordinator_of(there[0]) if 0 in there and whom == "all" else None
+        return [pid for rank in there.values() for pid in family_of(rank) if pid != coordinator]
 
     def _end_by_force(self) -> None:
         """It hangs: have all that are left say where, and end them."""
         self.hung = True
         for signo in (signal.SIGCONT, signal.SIGQUIT):
-            self._signal("all and the hub", signo)
+            self._signal("all and the coordinator", signo)
         time.sleep(1.0)
         self._signal("all", signal.SIGKILL)
         while not self._over and self.crew.process.poll() is None:
@@ -254,7 +258,7 @@ def as_json(outcomes: list[Outcome], *, seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "rounds": len(outcomes),
-        "lives": sum(len(outcome.lives) for outcome in outcomes),
+        "attempts": sum(len(outcome.attempts) for outcome in outcomes),
         "faults": sum(outcome.faults for outcome in outcomes),
         "faults_planned": sum(outcome.planned for outcome in outcomes),
         "hangs": kinds.count("hang"),

@@ -46,17 +46,17 @@ def main() -> int:
 def tell(outcome: Outcome, *, loud: bool) -> None:
     plan = outcome.plan
     print(
-        f"round {plan.number:4}  {plan.world} ranks {plan.model:4}  lives {len(outcome.lives)}  "
-        f"faults {outcome.faults}/{outcome.planned}  {outcome.seconds:5.1f} s  "
+        f"round {plan.number:4}  {plan.world} ranks {plan.model:4}  "
+        f"attempts {len(outcome.attempts)}  faults {outcome.faults}/{outcome.planned}  {outcome.seconds:5.1f} s  "
         f"{'BAD' if outcome.complaints else 'ok'}",
         flush=True,
     )
     if not (outcome.complaints or loud):
         return
     print(f"    {plan.options}")
-    for life, faults in enumerate(plan.lives, start=1):
+    for attempt, faults in enumerate(plan.attempts, start=1):
         for fault in faults:
-            print(f"    life {life}: {fault}")
+            print(f"    attempt {attempt}: {fault}")
     for complaint in outcome.complaints:
         print(f"    {complaint.kind.upper()}: {complaint.message}")
     print("\n".join(f"        {line}" for line in outcome.said.splitlines() if line), flush=True)

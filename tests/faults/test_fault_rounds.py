@@ -18,6 +18,6 @@ def test_a_round_can_be_drawn_again() -> None:
 @pytest.mark.parametrize("number", range(12))
 def test_nothing_hangs_and_nothing_is_lost(number: int, player: Player) -> None:
     """Whatever is done to a run: no rank hangs, what was committed is there and whole, the next
-    life goes on from it, and the end has the bits of the run that was left alone."""
+    attempt goes on from it, and the end has the bits of the run that was left alone."""
     outcome = player.play(draw(SEED, number))
     assert not outcome.complaints, f"{outcome.plan}\n{outcome.complaints}\n{outcome.said}"

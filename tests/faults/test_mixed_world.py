@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from faults.plans import Fault, Plan
 from faults.rounds import Player
-from faults.verdicts import LifeSeen
+from faults.verdicts import AttemptSeen
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
@@ -24,21 +24,21 @@ THINK_S = 0.03
 """A step takes so long: the run is not over before ranks have heard of what is wanted."""
 LONG_S = 60.0
 """Of a pause that is ended at a moment, and not after a while."""
-Play = Callable[..., LifeSeen]
+Play = Callable[..., AttemptSeen]
 
 
 @pytest.fixture
 def play(player: Player) -> Play:
-    """Plays a run whose first life has these faults; that life."""
+    """Plays a run whose first attempt has these faults; that attempt."""
 
-    def play_it(*faults: Fault, **options: Any) -> LifeSeen:
+    def play_it(*faults: Fault, **options: Any) -> AttemptSeen:
         options = {"keep": 100, "think_s": THINK_S, **options}
         plan = Plan(0, next(_numbers), WORLD, "ddp", options, (faults,))
         outcome = player.play(plan)
         assert not outcome.complaints, f"{outcome.complaints}\n{outcome.said}"
-        life = outcome.lives[0]
-        assert life.fired == faults or set(life.fired) == set(faults), outcome.said
-        return life
+        attempt = outcome.attempts[0]
+        assert attempt.fired == faults or set(attempt.fired) == set(faults), outcome.said
+        return attempt
 
     return play_it
 
@@ -46,20 +46,22 @@ def play(player: Player) -> Play:
 _numbers = itertools.count()
 
 
-def stopped_together(life: LifeSeen) -> int:
+def stopped_together(attempt: AttemptSeen) -> int:
     """All have left to run again; the one step that they stopped at."""
-    assert set(life.codes.values()) == {RUN_AGAIN}, life.said
-    places = [event.step for rank in range(WORLD) for event in life.of(rank, EventKind.SAFE_POINT)]
+    assert set(attempt.codes.values()) == {RUN_AGAIN}, attempt.said
+    places = [
+        event.step for rank in range(WORLD) for event in attempt.of(rank, EventKind.SAFE_POINT)
+    ]
     assert len(places) == WORLD
     assert len(set(places)) == 1
-    assert life.newest == life.end_step
-    return life.newest
+    assert attempt.newest == attempt.end_step
+    return attempt.newest
 
 
-def parked_with_none_in_flight(life: LifeSeen) -> None:
+def parked_with_none_in_flight(attempt: AttemptSeen) -> None:
     for rank in range(WORLD):
-        parked = life.of(rank, EventKind.ALL_PARKED)
-        assert [event.data["in_flight"] for event in parked] == [0], life.said
+        parked = attempt.of(rank, EventKind.ALL_PARKED)
+        assert [event.data["in_flight"] for event in parked] == [0], attempt.said
 
 
 # --- workers of the loader
@@ -68,27 +70,27 @@ def parked_with_none_in_flight(life: LifeSeen) -> None:
 def test_workers_when_all_are_told_to_stop(play: Play) -> None:
     """SIGTERM to every process of the job, workers of the loaders too: the workers live on until
     their rank leaves, and all ranks stop at one step."""
-    life = play(Fault(0, "step", 3, "stop_all"), workers=2)
-    stopped_together(life)
+    attempt = play(Fault(0, "step", 3, "stop_all"), workers=2)
+    stopped_together(attempt)
 
 
 def test_workers_when_one_rank_is_paused(play: Play) -> None:
     """One rank is paused while workers bring batches: all park, with nothing in flight, and go
     on."""
-    life = play(
+    attempt = play(
         Fault(1, "step", 3, "pause", LONG_S),
         Fault(1, "event all_parked", 1, "resume"),
         Fault(2, "step", 9, "term"),
         workers=2,
     )
-    parked_with_none_in_flight(life)
-    stopped_together(life)
+    parked_with_none_in_flight(attempt)
+    stopped_together(attempt)
 
 
 def test_workers_when_all_are_suspended(play: Play) -> None:
     """Suspended as Slurm does it, workers too: all go on."""
-    life = play(Fault(1, "step", 3, "suspend", 0.8), Fault(2, "step", 9, "term"), workers=2)
-    stopped_together(life)
+    attempt = play(Fault(1, "step", 3, "suspend", 0.8), Fault(2, "step", 9, "term"), workers=2)
+    stopped_together(attempt)
 
 
 # --- a rank in a long call of its own
@@ -98,24 +100,24 @@ def test_a_stop_waits_for_the_rank_that_sleeps(play: Play) -> None:
     """One rank sleeps between two steps when another is told to stop: the others wait for it, and
     all stop at one step; the stop is known to it while it sleeps."""
     sleep = Fault(1, "step", 3, "delay", 2.0)
-    life = play(sleep, Fault(0, "step", 3, "term"))
-    stopped_together(life)
-    (asked,) = life.of(1, EventKind.STOP_REQUESTED)
-    (obeyed,) = life.of(1, EventKind.SAFE_POINT)
+    attempt = play(sleep, Fault(0, "step", 3, "term"))
+    stopped_together(attempt)
+    (asked,) = attempt.of(1, EventKind.STOP_REQUESTED)
+    (obeyed,) = attempt.of(1, EventKind.SAFE_POINT)
     assert obeyed.mono_ns - asked.mono_ns > sleep.seconds / 2 * 1e9
 
 
 def test_a_pause_does_not_wait_for_the_rank_that_sleeps(play: Play) -> None:
     """One rank sleeps when another is paused: all count as parked while it sleeps, for nothing is
     in flight; what it then wants to do is held."""
-    life = play(
+    attempt = play(
         Fault(1, "step", 3, "delay", 1.0),
         Fault(0, "step", 3, "pause", LONG_S),
         Fault(0, "event all_parked", 1, "resume"),
         Fault(2, "step", 9, "term"),
     )
-    parked_with_none_in_flight(life)
-    stopped_together(life)
+    parked_with_none_in_flight(attempt)
+    stopped_together(attempt)
 
 
 # --- a stop at an unusual place
@@ -125,41 +127,41 @@ def test_a_pause_does_not_wait_for_the_rank_that_sleeps(play: Play) -> None:
 def test_a_stop_before_all_ranks_have_come(told: int, play: Play) -> None:
     """One rank is told to stop while another is still on its way: they leave to run again, without
     having trained."""
-    life = play(Fault(1, "group", 1, "delay", 6.0), Fault(told, "claimed", 1, "term"))
-    assert set(life.codes.values()) == {RUN_AGAIN}, life.said
-    assert life.newest == 0
+    attempt = play(Fault(1, "group", 1, "delay", 6.0), Fault(told, "claimed", 1, "term"))
+    assert set(attempt.codes.values()) == {RUN_AGAIN}, attempt.said
+    assert attempt.newest == 0
 
 
 def test_a_stop_while_ranks_choose_what_to_load(play: Play) -> None:
     """A stop between joining and the first step: all stop before it, or behind it."""
-    life = play(Fault(2, "agree resume", 1, "term"))
-    assert stopped_together(life) <= 1
+    attempt = play(Fault(2, "agree resume", 1, "term"))
+    assert stopped_together(attempt) <= 1
 
 
 def test_a_stop_before_the_first_step(play: Play) -> None:
     """A stop before the first safe point: one step at the most is trained, and saved."""
-    life = play(Fault(0, "event attempt_began", 1, "term"), Fault(1, "step", 1, "delay", 0.5))
-    assert stopped_together(life) <= 1
+    attempt = play(Fault(0, "event attempt_began", 1, "term"), Fault(1, "step", 1, "delay", 0.5))
+    assert stopped_together(attempt) <= 1
 
 
 @pytest.mark.parametrize("check", [9, 10, 11, 12])
 def test_a_stop_in_an_evaluation(check: int, play: Play) -> None:
     """Each step is followed by four collectives with a check after each; a rank is told to stop at
     one of them: all leave at the same, at a step that is complete."""
-    life = play(Fault(check % WORLD, "check", check, "term"), checks=4)
-    stopped_together(life)
+    attempt = play(Fault(check % WORLD, "check", check, "term"), checks=4)
+    stopped_together(attempt)
 
 
 def test_a_stop_during_a_checkpoint(play: Play) -> None:
     """A rank still writes its part of a periodic save when another is told to stop: the save is
     finished, that of the stop follows."""
-    life = play(
+    attempt = play(
         Fault(1, "agree save/written", 1, "delay", 0.6),
         Fault(0, "event save_staged", 1, "term"),
         every_steps=2,
     )
-    assert stopped_together(life) >= 2
-    assert life.whole[0] == 2
+    assert stopped_together(attempt) >= 2
+    assert attempt.whole[0] == 2
 
 
 # --- a pause at an unusual place
@@ -168,25 +170,25 @@ def test_a_stop_during_a_checkpoint(play: Play) -> None:
 def test_a_pause_during_a_save(play: Play) -> None:
     """A rank is paused with its part on the disk and nothing committed: the commit is made while
     all are parked."""
-    life = play(
+    attempt = play(
         Fault(1, "agree save/written", 1, "pause", LONG_S),
         Fault(2, "agree save/written", 1, "delay", 0.4),
         Fault(1, "event save_committed", 1, "resume"),
         Fault(0, "step", 9, "term"),
         every_steps=2,
     )
-    stopped_together(life)
-    kinds = [event.kind for event in life.events[1]]
+    stopped_together(attempt)
+    kinds = [event.kind for event in attempt.events[1]]
     assert kinds.index(EventKind.SAVE_COMMITTED) < kinds.index(EventKind.RESUMED)
 
 
 def test_a_suspended_job_that_is_told_to_stop(play: Play) -> None:
     """Slurm's way to preempt a suspended job: SIGCONT, and SIGTERM to all right behind it."""
-    life = play(
+    attempt = play(
         Fault(1, "step", 3, "suspend", 0.6),
         Fault(1, "event resumed", 1, "stop_all"),
     )
-    stopped_together(life)
+    stopped_together(attempt)
 
 
 # --- a stop that does not go smoothly
@@ -194,76 +196,80 @@ def test_a_suspended_job_that_is_told_to_stop(play: Play) -> None:
 
 def test_a_second_stop_during_the_first(play: Play) -> None:
     """More signals while the save of a stop is written: one stop, with its status."""
-    life = play(
+    attempt = play(
         Fault(0, "step", 3, "term"),
         Fault(1, "event safe_point", 1, "term_twice"),
         Fault(2, "agree save/written", 1, "urg"),
         Fault(0, "agree run/exit", 1, "stop_all"),
     )
-    stopped_together(life)
-    assert len(life.whole) == 1
+    stopped_together(attempt)
+    assert len(attempt.whole) == 1
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_before_the_ranks_agree(victim: int, play: Play) -> None:
     """A rank dies at the place where all stop, before it has said that it is there: the others save
     nothing, leave to run again, and the last checkpoint counts."""
-    life = play(
+    attempt = play(
         Fault(0, "step", 5, "await_commit"),
         Fault(1, "step", 5, "term"),
         Fault(victim, "agree run/stop", 1, "kill"),
         every_steps=2,
     )
-    assert life.codes[victim] == -signal.SIGKILL
-    assert {code for rank, code in life.codes.items() if rank != victim} == {RUN_AGAIN}, life.said
-    assert f"rank {victim} is gone" in life.said or f"gone: rank {victim}" in life.said
-    assert life.newest >= 2
+    assert attempt.codes[victim] == -signal.SIGKILL
+    assert {code for rank, code in attempt.codes.items() if rank != victim} == {RUN_AGAIN}, (
+        attempt.said
+    )
+    assert f"rank {victim} is gone" in attempt.said or f"gone: rank {victim}" in attempt.said
+    assert attempt.newest >= 2
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_with_all_parts_on_the_disk(victim: int, play: Play) -> None:
     """A rank dies when all have written their parts for a stop, and nothing is committed: a
     survivor commits, and no step is lost."""
-    life = play(
+    attempt = play(
         Fault(1, "step", 5, "term"),
         Fault(victim, "agreed save/written", 1, "kill"),
     )
-    assert life.codes[victim] == -signal.SIGKILL
-    assert {code for rank, code in life.codes.items() if rank != victim} == {RUN_AGAIN}, life.said
-    assert {event.step for event in life.of(1, EventKind.SAFE_POINT)} == {life.newest}
+    assert attempt.codes[victim] == -signal.SIGKILL
+    assert {code for rank, code in attempt.codes.items() if rank != victim} == {RUN_AGAIN}, (
+        attempt.said
+    )
+    assert {event.step for event in attempt.of(1, EventKind.SAFE_POINT)} == {attempt.newest}
 
 
 @pytest.mark.parametrize("moment", ["agree run/stop", "agreed run/stop", "agreed run/plan"])
 def test_the_hub_dies_during_a_stop(moment: str, play: Play) -> None:
     """What connects the ranks is killed while they stop: all leave, in time, to run again."""
-    life = play(Fault(1, "step", 5, "term"), Fault(0, moment, 1, "kill_hub"))
-    assert set(life.codes.values()) == {RUN_AGAIN}, life.said
+    attempt = play(Fault(1, "step", 5, "term"), Fault(0, moment, 1, "kill_hub"))
+    assert set(attempt.codes.values()) == {RUN_AGAIN}, attempt.said
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_hub_dies_during_a_save(rank: int, play: Play) -> None:
     """What connects the ranks is killed when some have heard that all parts of a periodic save are
     written, and others have not: that save is over for all, and the next ones are made."""
-    life = play(
+    attempt = play(
         Fault(rank, "agree save/written", 1, "delay", 0.4),
         Fault(0, "event save_staged", 1, "kill_hub"),
         Fault(1, "step", 16, "await_commit"),
         Fault(1, "step", 17, "term"),
         every_steps=2,
     )
-    assert stopped_together(life) > 10
-    assert len(life.whole) > 1
+    assert stopped_together(attempt) > 10
+    assert len(attempt.whole) > 1
 
 
 def test_an_exception_while_another_is_told_to_stop(play: Play) -> None:
     """A rank raises where another is told to stop: it ends with its error, the others leave at the
     place to which it will not come, or fail in their collective, and the last checkpoint counts."""
-    life = play(
+    attempt = play(
         Fault(0, "step", 5, "await_commit"),
         Fault(1, "step", 6, "error"),
         Fault(0, "step", 6, "term"),
         every_steps=2,
     )
-    assert life.codes[1] == 1
-    assert {life.codes[0], life.codes[2]} <= {1, RUN_AGAIN}, life.said
-    assert life.newest >= 2
+    assert attempt.codes[1] == 1
+    assert {attempt.codes[0], attempt.codes[2]} <= {1, RUN_AGAIN}, attempt.said
+    assert attempt.newest >= 2

@@ -1,4 +1,4 @@
-"""What is to be said against a life that was disturbed, from what it has left on the disk."""
+"""What is to be said against an attempt that was disturbed, from what it has left on the disk."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Complaint:
 
 
 @dataclass(frozen=True)
-class LifeSeen:
-    """One life after its end.
+class AttemptSeen:
+    """One attempt after its end.
 
     Attributes:
         codes: rank -> exit status.
         fired: the faults that came about.
-        events: rank -> its events of this life.
+        events: rank -> its events of this attempt.
         told: rank -> topic -> what it was told.
         whole: the steps of the checkpoints that are there and whole, in order.
         broken: what is wrong with the others.
-        end_step: where the life has ended, as it is written down for all.
+        end_step: where the attempt has ended, as it is written down for all.
         newest: the last of ``whole``, 0 when there is none.
         begins: the step at which each rank that came so far has begun.
     """
@@ -62,8 +62,8 @@ class LifeSeen:
 
     @classmethod
     def look(
-        cls, run: RunDir, *, life: str, pids: Mapping[int, int], world: int, **seen: Any
-    ) -> LifeSeen:
+        cls, run: RunDir, *, attempt: str, pids: Mapping[int, int], world: int, **seen: Any
+    ) -> AttemptSeen:
         """Read what the ranks with these process ids have left."""
         whole, broken = _checkpoints(run)
         events = {rank: _events(run, rank, pid) for rank, pid in pids.items()}
@@ -72,7 +72,7 @@ class LifeSeen:
             world=world,
             events=events,
             end_step=_end_step(run, events),
-            told={rank: _told(run, rank, life) for rank in range(world)},
+            told={rank: _told(run, rank, attempt) for rank in range(world)},
             whole=whole,
             broken=broken,
             **seen,
@@ -97,30 +97,32 @@ class LifeSeen:
         return any(fault.what in whats for fault in self.fired)
 
 
-def check_life(life: LifeSeen, *, before: LifeSeen | None) -> list[Complaint]:
-    """What must hold after every life."""
+def check_attempt(attempt: AttemptSeen, *, before: AttemptSeen | None) -> list[Complaint]:
+    """What must hold after every attempt."""
     found = []
-    if life.hung:
-        left = sorted(set(range(life.world)) - set(life.codes))
-        last = {rank: _last_events(life, rank) for rank in range(life.world)}
+    if attempt.hung:
+        left = sorted(set(range(attempt.world)) - set(attempt.codes))
+        last = {rank: _last_events(attempt, rank) for rank in range(attempt.world)}
         found.append(Complaint("hang", f"ranks still there: {left}; last events: {last}"))
-    found += _check_commits(life)
-    found += _check_begin(life, before)
-    found += _check_same_message(life)
-    found += _check_ends(life)
+    found += _check_commits(attempt)
+    found += _check_begin(attempt, before)
+    found += _check_same_message(attempt)
+    found += _check_ends(attempt)
     return found
 
 
-def check_last(life: LifeSeen, alone: Path) -> list[Complaint]:
+def check_last(attempt: AttemptSeen, alone: Path) -> list[Complaint]:
     """What must hold when the run has finished: nobody sees that it was disturbed."""
     found = []
-    if set(life.codes.values()) != {0}:
-        found.append(Complaint("disagreement", f"the last life ended with {dict(life.codes)}"))
-    if not life.out.exists() or life.out.read_text() != (alone / "out").read_text():
+    if set(attempt.codes.values()) != {0}:
+        found.append(
+            Complaint("disagreement", f"the last attempt ended with {dict(attempt.codes)}")
+        )
+    if not attempt.out.exists() or attempt.out.read_text() != (alone / "out").read_text():
         found.append(Complaint("other bits", "the final state is not that of the run left alone"))
-    for rank in range(life.world):
+    for rank in range(attempt.world):
         wanted = {row[0]: row for row in _diary(alone / "run", rank)}
-        rows = _diary(life.run.root, rank)
+        rows = _diary(attempt.run.root, rank)
         wrong = [row[0] for row in rows if row != wanted.get(row[0])]
         missing = sorted(set(wanted) - {row[0] for row in rows})
         if wrong or missing:
@@ -129,21 +131,21 @@ def check_last(life: LifeSeen, alone: Path) -> list[Complaint]:
     return found
 
 
-def _check_commits(life: LifeSeen) -> list[Complaint]:
+def _check_commits(attempt: AttemptSeen) -> list[Complaint]:
     """A commit that was reported is there, and what is there is whole."""
-    found = [Complaint("lost commit", message) for message in life.broken]
-    reported = sorted({step for rank in range(life.world) for step in _committed(life, rank)})
-    must = reported if life.keep >= KEPT_BY_ALL else reported[-1:]
-    gone = [step for step in must if step not in life.whole]
+    found = [Complaint("lost commit", message) for message in attempt.broken]
+    reported = sorted({step for rank in range(attempt.world) for step in _committed(attempt, rank)})
+    must = reported if attempt.keep >= KEPT_BY_ALL else reported[-1:]
+    gone = [step for step in must if step not in attempt.whole]
     if gone:
         found.append(Complaint("lost commit", f"reported as committed and not there: {gone}"))
     return found
 
 
-def _check_begin(life: LifeSeen, before: LifeSeen | None) -> list[Complaint]:
-    """All ranks begin at the newest checkpoint that the life before has left."""
+def _check_begin(attempt: AttemptSeen, before: AttemptSeen | None) -> list[Complaint]:
+    """All ranks begin at the newest checkpoint that the attempt before has left."""
     newest = before.newest if before else 0
-    other = {rank: step for rank, step in life.begins.items() if step != newest}
+    other = {rank: step for rank, step in attempt.begins.items() if step != newest}
     if not other:
         return []
     message = f"step {newest} was committed, and ranks began at {other}"
@@ -151,46 +153,50 @@ def _check_begin(life: LifeSeen, before: LifeSeen | None) -> list[Complaint]:
     return [Complaint("lost commit" if behind else "disagreement", message)]
 
 
-def _check_same_message(life: LifeSeen) -> list[Complaint]:
+def _check_same_message(attempt: AttemptSeen) -> list[Complaint]:
     """What was agreed on is the same for all who were told, and so are the verdicts on saves."""
     found = []
-    for topic in sorted({topic for told in life.told.values() for topic in told}):
-        heard = {rank: told[topic] for rank, told in life.told.items() if topic in told}
+    for topic in sorted({topic for told in attempt.told.values() for topic in told}):
+        heard = {rank: told[topic] for rank, told in attempt.told.items() if topic in told}
         if len({json.dumps(outcome) for outcome in heard.values()}) > 1:
             found.append(Complaint("disagreement", f"{topic}: {heard}"))
-    committed = {step for rank in range(life.world) for step in _committed(life, rank)}
-    for rank in range(life.world):
-        for event in life.of(rank, EventKind.SAVE_FAILED):
+    committed = {step for rank in range(attempt.world) for step in _committed(attempt, rank)}
+    for rank in range(attempt.world):
+        for event in attempt.of(rank, EventKind.SAVE_FAILED):
             step, reason = event.data["checkpoint_step"], str(event.data["reason"])
-            if step in committed and "not known" not in reason and not life.did("kill_hub"):
+            if step in committed and "not known" not in reason and not attempt.did("kill_hub"):
                 message = f"step {step} was committed, and failed for rank {rank}: {reason}"
                 found.append(Complaint("disagreement", message))
     return found
 
 
-def _check_ends(life: LifeSeen) -> list[Complaint]:
+def _check_ends(attempt: AttemptSeen) -> list[Complaint]:
     """Without a death all leave in one way, and a stop loses no step."""
-    signals_before_us = any(code < 0 for code in life.codes.values())
-    if life.hung or signals_before_us or life.did("kill", "kill_hub", "error"):
+    signals_before_us = any(code < 0 for code in attempt.codes.values())
+    if attempt.hung or signals_before_us or attempt.did("kill", "kill_hub", "error"):
         return []
-    codes = set(life.codes.values())
+    codes = set(attempt.codes.values())
     if codes not in ({0}, {RUN_AGAIN}):
-        return [Complaint("disagreement", f"nobody died, and they ended with {dict(life.codes)}")]
+        return [
+            Complaint("disagreement", f"nobody died, and they ended with {dict(attempt.codes)}")
+        ]
     places = {
-        event.step for rank in range(life.world) for event in life.of(rank, EventKind.SAFE_POINT)
+        event.step
+        for rank in range(attempt.world)
+        for event in attempt.of(rank, EventKind.SAFE_POINT)
     }
     if len(places) > 1:
         return [Complaint("disagreement", f"they stopped at the steps {sorted(map(str, places))}")]
-    if codes == {RUN_AGAIN} and life.end_step not in (None, life.newest):
-        message = f"stopped at step {life.end_step}, and the newest is {life.newest}"
+    if codes == {RUN_AGAIN} and attempt.end_step not in (None, attempt.newest):
+        message = f"stopped at step {attempt.end_step}, and the newest is {attempt.newest}"
         return [Complaint("lost commit", message)]
     return []
 
 
-def _committed(life: LifeSeen, rank: int) -> list[int]:
+def _committed(attempt: AttemptSeen, rank: int) -> list[int]:
     return [
         event.data["checkpoint_step"]
-        for event in life.of(rank, EventKind.SAVE_COMMITTED)
+        for event in attempt.of(rank, EventKind.SAVE_COMMITTED)
         if event.data["tier"] == "durable"
     ]
 
@@ -223,18 +229,22 @@ def _end_step(run: RunDir, events: Mapping[int, Sequence[Event]]) -> int | None:
         for event in one
         if event.kind is EventKind.ATTEMPT_BEGAN
     }
-    lives = [life for life in AttemptLog(run.attempts_jsonl).attempts() if life.number in numbers]
-    return lives[-1].end_step if lives else None
+    attempts = [
+        attempt
+        for attempt in AttemptLog(run.attempts_jsonl).attempts()
+        if attempt.number in numbers
+    ]
+    return attempts[-1].end_step if attempts else None
 
 
-def _last_events(life: LifeSeen, rank: int) -> list[str]:
-    return [event.kind.value for event in life.events[rank][-5:]]
+def _last_events(attempt: AttemptSeen, rank: int) -> list[str]:
+    return [event.kind.value for event in attempt.events[rank][-5:]]
 
 
-def _told(run: RunDir, rank: int, life: str) -> dict[str, Any]:
+def _told(run: RunDir, rank: int, attempt: str) -> dict[str, Any]:
     path = run.root / f"told-{rank}"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {topic: outcome for one, topic, outcome in rows if one == life}
+    return {topic: outcome for one, topic, outcome in rows if one == attempt}
 
 
 def _diary(root: Path, rank: int) -> list[list[Any]]:

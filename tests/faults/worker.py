@@ -3,9 +3,9 @@ plan says, at the very moment that it says.
 
 More options: ``keep``, of the Run; ``workers``, of the loader; ``checks``, so many collectives
 behind each step, as in an evaluation, with a check for a stop after each; ``think_s``, how long a
-step takes at least; and ``faults``, those of this life. A rank that comes to one prints ``fault N
-PID``, N from 0, and the hub where that is concerned; what is to follow later (SIGCONT after a
-freeze) is up to whoever reads that.
+step takes at least; and ``faults``, those of this attempt. A rank that comes to one prints ``fault
+N PID``, N from 0, and the coordinator where that is concerned; what is to follow later (SIGCONT
+after a freeze) is up to whoever reads that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from coordination import crew
-from faults.families import hub_of
+from faults.families import coordinator_of
 from faults.plans import Fault
 from forkedranks import serve
 from torch.utils.data import DataLoader
@@ -51,19 +51,19 @@ SELF_SIGNALS = {
     "freeze": (signal.SIGSTOP,),
 }
 LATE = (signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGUSR2)
-HUB_SIGNALS = {"kill_hub": signal.SIGKILL, "freeze_hub": signal.SIGSTOP}
+COORDINATOR_SIGNALS = {"kill_hub": signal.SIGKILL, "freeze_hub": signal.SIGSTOP}
 
 
 class Moments:
     """Counts the moments of this rank, and acts at those that the plan names. From any thread."""
 
     def __init__(
-        self, faults: list[tuple[int, Fault]], *, rank: int, directory: Path, life: str
+        self, faults: list[tuple[int, Fault]], *, rank: int, directory: Path, attempt: str
     ) -> None:
         self._faults = faults
         self._directory = directory
         self._told = directory / f"told-{rank}"
-        self._life = life
+        self._attempt = attempt
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
 
@@ -77,7 +77,7 @@ class Moments:
 
     def note(self, topic: str, outcome: Any) -> None:
         """Keep what this rank was told, to be compared with what the others were."""
-        line = json.dumps([self._life, topic, outcome]) + "\n"
+        line = json.dumps([self._attempt, topic, outcome]) + "\n"
         fd = os.open(self._told, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(fd, line.encode())
         os.close(fd)
@@ -85,8 +85,8 @@ class Moments:
 
 def act(index: int, fault: Fault, *, checkpoints: Path) -> None:
     """Say so, and do what this process can do to itself."""
-    hub = hub_of(os.getpid()) if fault.what in HUB_SIGNALS else None
-    os.write(1, f"\nfault {index} {hub or 0}\n".encode())
+    coordinator = coordinator_of(os.getpid()) if fault.what in COORDINATOR_SIGNALS else None
+    os.write(1, f"\nfault {index} {coordinator or 0}\n".encode())
     if fault.what == "error":
         raise RuntimeError("a fault of the training")
     if fault.what == "delay":
@@ -94,8 +94,8 @@ def act(index: int, fault: Fault, *, checkpoints: Path) -> None:
     if fault.what == "await_commit":
         while not any(checkpoints.glob("step-*")):
             time.sleep(0.01)
-    if hub is not None:
-        os.kill(hub, HUB_SIGNALS[fault.what])
+    if coordinator is not None:
+        os.kill(coordinator, COORDINATOR_SIGNALS[fault.what])
     for signo in SELF_SIGNALS.get(fault.what, ()):
         os.kill(os.getpid(), signo)
 
@@ -201,7 +201,7 @@ def main() -> None:
         faults = [Fault(**one) for one in options.get("faults", ())]
         mine = [(index, fault) for index, fault in enumerate(faults) if fault.rank == rank]
         directory = Path(options["directory"])
-        moments = Moments(mine, rank=rank, directory=directory, life=options["meet"])
+        moments = Moments(mine, rank=rank, directory=directory, attempt=options["meet"])
         watch(moments)
         moments.reach("start")
         try:

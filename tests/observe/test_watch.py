@@ -153,8 +153,8 @@ def test_what_is_no_event_file_harms_nothing(tmp_path: Path) -> None:
 
 
 def test_facts_older_than_what_is_read(tmp_path: Path) -> None:
-    """Where the end of a huge file tells neither the life nor a checkpoint, attempts.jsonl and the
-    folder of the checkpoints do."""
+    """Where the end of a huge file tells neither the attempt nor a checkpoint, attempts.jsonl and
+    the folder of the checkpoints do."""
     run = RunDir(tmp_path)
     write(run.rank_events(0), began(30), *[event(EventKind.CAUSES_CHANGED, causes=[])] * 3000)
     row = {"attempt": 1, "began_epoch_ns": int(NOW_S * 1e9), "step": 30, "restart_count": 0}

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slurm
 def test_stops_of_a_real_run(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     """What the ranks really write makes complete stops, each part later than the one before."""
     training = Training(requeue_cluster, tmp_path / "job", epochs=1000).submit("--nodelist=n2")
-    training.wait_for_life(1)
+    training.wait_for_attempt(1)
     training.slurm("scontrol", "requeue", training.job_id)
-    training.wait_for_life(2)
+    training.wait_for_attempt(2)
     training.slurm("scancel", training.job_id)
     wait_until(lambda: read_history(training.run.root).attempts[-1].ended, training.log())
 

@@ -25,7 +25,7 @@ TRAIN = """
     run.save()
     run.close()
 """
-"""One life: three steps on from where the run is, the weight greater by one, and a save."""
+"""One attempt: three steps on from where the run is, the weight greater by one, and a save."""
 
 
 def python(
@@ -48,7 +48,7 @@ def python(
 def train(
     directory: Path | None = None, *, umask: str = "0022", **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """One life of a run, in a folder or (``None``) in that of its job."""
+    """One attempt of a run, in a folder or (``None``) in that of its job."""
     return python(TRAIN, directory or "", umask, **environ)
 
 

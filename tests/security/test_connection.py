@@ -77,12 +77,12 @@ class OpenGate:
         assert action is Action.RESUME, "somebody has paused this rank"
 
 
-def ranks_of(life: str, world_size: int = 2) -> list[CoordinatorClient]:
+def ranks_of(attempt: str, world_size: int = 2) -> list[CoordinatorClient]:
     """The ranks of one attempt, all in this process."""
     secret = Secret("environment", secrets.token_bytes(32))
     made = [
         CoordinatorClient(
-            World(rank=rank, world_size=world_size, local_rank=rank, incarnation_id=life),
+            World(rank=rank, world_size=world_size, local_rank=rank, incarnation_id=attempt),
             OpenGate(),  # type: ignore[arg-type]
             secret=lambda: secret,
             emit=lambda *_: None,
@@ -105,13 +105,13 @@ def agree(ranks: list[CoordinatorClient], topic: str) -> list[Mapping[int, Any]]
 
 def test_a_stranger_can_neither_end_nor_steer_nor_crowd_out(stranger: Any) -> None:
     """All that ended, stopped or starved a job before: the ranks notice nothing of it."""
-    life = f"attacked {secrets.token_hex(4)}"
-    ranks = ranks_of(life)
+    attempt = f"attacked {secrets.token_hex(4)}"
+    ranks = ranks_of(attempt)
     channel = ranks[0]._channel
     assert channel is not None
     port = channel._connection.getpeername()[1]
     with stranger.popen(
-        "/usr/bin/python3", "-c", textwrap.dedent(ATTACKS), str(port), life,
+        "/usr/bin/python3", "-c", textwrap.dedent(ATTACKS), str(port), attempt,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as attack:  # fmt: skip
         assert attack.stdout.readline() == "all refused\n"
@@ -212,16 +212,16 @@ def munged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def world_of(life: str, rank: int = 0) -> World:
-    return World(rank=rank, world_size=2, local_rank=rank, incarnation_id=life)
+def world_of(attempt: str, rank: int = 0) -> World:
+    return World(rank=rank, world_size=2, local_rank=rank, incarnation_id=attempt)
 
 
 def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_path: Path) -> None:
     """A rank without a key gets it; a stranger with a credential of its own does not, nor does one
     that has seen ours."""
-    life = f"munge {secrets.token_hex(4)}"
+    attempt = f"munge {secrets.token_hex(4)}"
     environ = {"HYDROSLURM_MUNGE_SOCKET": munged}
-    first, second = world_of(life), world_of(life, rank=1)
+    first, second = world_of(attempt), world_of(attempt, rank=1)
     secret = find_secret(first, environ, folder=None)
     assert secret.source == "munge"
     port = start_coordinator(first, secret)
@@ -251,7 +251,7 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
         """,
         munged,
         str(port),
-        life,
+        attempt,
         env={"PYTHONPATH": str(public)},
     )
     assert "has the key" not in tried
@@ -301,21 +301,21 @@ NO_MUNGE = {"HYDROSLURM_MUNGE_SOCKET": "/nowhere/munge.socket"}
 
 def test_a_key_file_is_for_the_owner_only(tmp_path: Path, stranger: Any) -> None:
     """Written with mode 0600 below the run folder, read by the other ranks, gone at the end."""
-    life = "file"
-    first = find_secret(world_of(life), NO_MUNGE, folder=tmp_path)
-    second = find_secret(world_of(life, rank=1), NO_MUNGE, folder=tmp_path)
+    attempt = "file"
+    first = find_secret(world_of(attempt), NO_MUNGE, folder=tmp_path)
+    second = find_secret(world_of(attempt, rank=1), NO_MUNGE, folder=tmp_path)
     assert first.source == second.source == "file"
     (path,) = (tmp_path / KEYS).iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / KEYS).stat().st_mode & 0o777 == 0o700
-    greeting = second.greeting(life)
+    greeting = second.greeting(attempt)
     assert greeting is not None
     assert greeting.key == first.key
     os.chown(path, stranger.uid, stranger.gid)
     with pytest.raises(UntrustedFile, match=f"uid {stranger.uid}"):
-        second.greeting(life)
+        second.greeting(attempt)
     first.forget()
-    assert second.greeting(life) is None
+    assert second.greeting(attempt) is None
 
 
 def test_a_key_folder_of_somebody_else_is_refused(tmp_path: Path, stranger: Any) -> None:

@@ -95,8 +95,8 @@ def test_pausing_works_beside_a_planted_run_folder(scratch: Path, stranger: Stra
 
 @pytest.mark.parametrize("umask", ["0002", "0000", "0077"])
 def test_a_job_in_a_shared_scratch_makes_a_folder_of_its_own(scratch: Path, umask: str) -> None:
-    """Without any attack two lives of a job below a sticky folder go on from each other, whatever
-    the umask is, and nobody else can look into the run folder."""
+    """Without any attack two attempts of a job below a sticky folder go on from each other,
+    whatever the umask is, and nobody else can look into the run folder."""
     first, second = (train(umask=umask, **job(scratch)) for _ in range(2))
     assert "at step 0 with 1.0" in first.stdout, first.stdout
     assert "at step 3 with 2.0" in second.stdout, second.stdout
@@ -106,8 +106,8 @@ def test_a_job_in_a_shared_scratch_makes_a_folder_of_its_own(scratch: Path, umas
 
 
 def test_a_run_in_a_labs_folder_goes_on(lab: Path) -> None:
-    """Below drwxrws--- with umask 0002 two lives go on from each other, without a word: the folders
-    are the group's, and the files of the checkpoints nobody else's."""
+    """Below drwxrws--- with umask 0002 two attempts go on from each other, without a word: the
+    folders are the group's, and the files of the checkpoints nobody else's."""
     run = lab / "runs" / "a"
     assert "at step 0 with 1.0" in (said := train(run, umask="0002").stdout), said
     assert "at step 3 with 2.0" in (said := train(run, umask="0002").stdout), said
@@ -119,7 +119,7 @@ def test_a_run_in_a_labs_folder_goes_on(lab: Path) -> None:
 
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one life: saved at step 3 with the weight 2."""
+    """A run of one attempt: saved at step 3 with the weight 2."""
     folder = tmp_path_factory.mktemp("lived") / "run"
     assert "at step 0 with 1.0" in (said := train(folder).stdout), said
     return folder
@@ -147,29 +147,31 @@ def test_a_planted_marker_counts_for_nothing(open_run: Path, stranger: Stranger)
     assert finished.step_of(RunDir(open_run)) == 9
 
 
-def test_planted_lives_do_not_end_a_run(open_run: Path, stranger: Stranger) -> None:
+def test_planted_attempts_do_not_end_a_run(open_run: Path, stranger: Stranger) -> None:
     """An attempts.jsonl of somebody else's, which says that the run has failed too often, is set
     aside with a warning."""
-    lives = open_run / "attempts.jsonl"
-    lives.unlink()
+    attempts = open_run / "attempts.jsonl"
+    attempts.unlink()
     stranger.python(
         """
         import json, sys
         with open(sys.argv[1], "w") as file:
-            for life in range(1, 40):
-                row = {"attempt": life, "began_epoch_ns": 1, "step": 3}
+            for attempt in range(1, 40):
+                row = {"attempt": attempt, "began_epoch_ns": 1, "step": 3}
                 file.write(json.dumps(row) + chr(10))
         """,
-        str(lives),
+        str(attempts),
     )
     done = train(open_run)
     assert "at step 3 with 2.0" in done.stdout, done.stdout
-    assert f"{lives} belongs to uid {stranger.uid}" in done.stdout
-    assert [life.number for life in AttemptLog(lives).attempts()] == [1]
-    assert lives.stat().st_uid == os.getuid()
+    assert f"{attempts} belongs to uid {stranger.uid}" in done.stdout
+    assert [attempt.number for attempt in AttemptLog(attempts).attempts()] == [1]
+    assert attempts.stat().st_uid == os.getuid()
 
 
-def test_links_in_the_place_of_lives_are_not_followed(open_run: Path, stranger: Stranger) -> None:
+def test_links_in_the_place_of_attempts_are_not_followed(
+    open_run: Path, stranger: Stranger
+) -> None:
     """A link at attempts.jsonl to a file of the owner's is set aside; the file is unchanged."""
     victim = open_run.parent / "diary.txt"
     victim.write_text("ours")
@@ -199,7 +201,7 @@ def _add_condition(folder: Path) -> None:
         add_condition(folder / "target", "Running")
 
 
-def _append_life(folder: Path) -> None:
+def _append_attempt(folder: Path) -> None:
     with pytest.raises(RunFolderError):
         AttemptLog(folder / "target").begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
 
@@ -209,7 +211,7 @@ def _start_step(folder: Path) -> None:
         start_step(["echo", "words"], environ=os.environ, log=folder / "target").wait(1e9)
 
 
-@pytest.mark.parametrize("write", [_log_event, _beat, _add_condition, _append_life, _start_step])
+@pytest.mark.parametrize("write", [_log_event, _beat, _add_condition, _append_attempt, _start_step])
 def test_writers_follow_no_links(
     write: Callable[[Path], None], tmp_path: Path, stranger: Stranger
 ) -> None:

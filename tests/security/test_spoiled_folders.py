@@ -105,7 +105,7 @@ def test_describe_without_a_spec(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_status(run: RunDir) -> None:
-    """Ranks, nodes, conditions, lives, attempts: what is typed is told, all else is absent."""
+    """Ranks, nodes, conditions, attempts, attempts: what is typed is told, all else is absent."""
     found = job_status(_job(run))
     assert found.problem is None or found.problem.startswith(str(run.events))
     for one in (*found.ranks, *found.nodes, *conditions_of(run, found.job)):

@@ -68,7 +68,7 @@ def test_batch_shell_is_a_world_of_its_own() -> None:
     assert allocation.nodes == ("n1", "n2", "n3", "n4")
 
 
-def test_first_life_has_no_restart_count() -> None:
+def test_first_attempt_has_no_restart_count() -> None:
     """Slurm sets SLURM_RESTART_COUNT only after a requeue."""
     allocation = Allocation.from_environ({"SLURM_JOB_ID": "1"})
     assert allocation is not None

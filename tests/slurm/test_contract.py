@@ -168,7 +168,7 @@ def test_requeue(client: SlurmClient, jobs: Jobs) -> None:
         client.signal(job_id, "USR1")
 
 
-def test_lives_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> None:
+def test_attempts_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> None:
     """History has one entry for each attempt, the first one ended by the requeue."""
     job_id = jobs.submit()
     _wait_state(client, job_id, JobState.RUNNING)

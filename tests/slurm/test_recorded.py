@@ -151,7 +151,7 @@ def test_config_defaults_and_newer_grace() -> None:
         empty.entries["KillWait"] = "1"  # type: ignore[index]
 
 
-def test_lives_of_a_job() -> None:
+def test_attempts_of_a_job() -> None:
     """Each requeue begins a new attempt, in order, and counts one restart more."""
     attempts = [j for j in accounting_text.read_attempts(_text("22.05/sacct.txt")) if j.job_id == 1]
     assert [attempt.restart_count for attempt in attempts] == [0, 1]

@@ -1,7 +1,7 @@
 """A real Slurm leaves at least as long as the policy says, and tells why, for each kind of stop.
 
-Every measured time is from the first signal that a stubborn job step got to the last sign of life
-that it gave; the bound is what the policy computed from what Slurm said at that signal.
+Every measured time is from the first signal that a stubborn job step got to the last sign of
+attempt that it gave; the bound is what the policy computed from what Slurm said at that signal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydroslurm.slurm.values import JobState
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-# the task writes a sign of life each 20 ms; a busy machine may be late with one
+# the task writes a sign of attempt each 20 ms; a busy machine may be late with one
 LATE_S = 0.2
 
 
@@ -134,7 +134,7 @@ def test_by_a_person(pause_cluster: DevCluster, tmp_path: Path, victims: list[Vi
     assert read_policy(_client(pause_cluster), asked.id).action is PreemptAction.PAUSE
 
 
-def test_slurm_requeues_a_cancelled_job_that_still_lives(
+def test_slurm_requeues_a_cancelled_job_that_still_attempts(
     pause_cluster: DevCluster, tmp_path: Path, victims: list[Victim]
 ) -> None:
     """Slurm would undo a scancel when asked to in time: the reason for asking why first."""

@@ -77,15 +77,15 @@ class Victim:
         return self.heard(word, task=task)[0]
 
     def wait_for_kill(self, *, limit_s: float = 60.0) -> float:
-        """The last moment at which the task of the first life lived, once it is gone."""
+        """The last moment at which the task of the first attempt lived, once it is gone."""
         gone = ["squeue", "-h", "-j", str(self.id), "-t", "R,CG", "-o", "%i"]
         wait_until(
             lambda: not self.cluster.run(gone, check=False).stdout.strip(),
             f"job {self.id} to be ended",
             limit_s=limit_s,
         )
-        second_life = [*self.heard("ready"), float("inf"), float("inf")][1]
-        return max(moment for moment in self.heard("alive") if moment < second_life)
+        second_attempt = [*self.heard("ready"), float("inf"), float("inf")][1]
+        return max(moment for moment in self.heard("alive") if moment < second_attempt)
 
     def end(self) -> None:
         self.cluster.run(["scancel", "--full", "--signal=KILL", str(self.id)], check=False)

@@ -12,7 +12,7 @@ from training.jobrunner_story import PROGRAM, Story
 
 @pytest.fixture(scope="module")
 def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    """The process from which the lives of jobs are forked."""
+    """The process from which the attempts of jobs are forked."""
     folder = tmp_path_factory.mktemp("forker")
     with child(PROGRAM.read_text(), folder) as program:
         program.expect("ready")
@@ -21,7 +21,7 @@ def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
 
 @pytest.fixture
 def story(forker: Child, tmp_path: Path) -> Story:
-    """A run of the job in ``lives_of_a_job.py`` that has not begun."""
+    """A run of the job in ``attempts_of_a_job.py`` that has not begun."""
     return Story(forker, tmp_path)
 
 

@@ -1,4 +1,5 @@
-"""Lives of the job in ``lives_of_a_job.py``, one after the other, with the diary they write."""
+"""Attempts of the job in ``attempts_of_a_job.py``, one after the other, with the diary they
+write."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import Any
 
 from processes import Child
 
-PROGRAM = Path(__file__).with_name("lives_of_a_job.py")
+PROGRAM = Path(__file__).with_name("attempts_of_a_job.py")
 
 
 @dataclass
-class Life:
+class Attempt:
     """One that is over: its exit status, what it said, and the diary entries that it wrote."""
 
     code: int
@@ -25,12 +26,12 @@ class Life:
 
 @dataclass
 class Story:
-    """The lives of one run, in a folder of their own."""
+    """The attempts of one run, in a folder of their own."""
 
     child: Child
     folder: Path
     saves: bool = True
-    lives: list[Life] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
 
     @property
     def directory(self) -> Path:
@@ -40,8 +41,8 @@ class Story:
     def out(self) -> Path:
         return self.folder / "out"
 
-    def live(self, **options: Any) -> Life:
-        """One life to its end. With ``hold`` it gets a SIGTERM there, or ``signo``."""
+    def live(self, **options: Any) -> Attempt:
+        """One attempt to its end. With ``hold`` it gets a SIGTERM there, or ``signo``."""
         signo = options.pop("signo", signal.SIGTERM)
         where = {"directory": str(self.directory)} if self.saves else {}
         given = {**where, "diary": str(self.folder / "diary"), "out": str(self.out), **options}
@@ -53,9 +54,9 @@ class Story:
             os.kill(pid, signo)
         code = int(self.child.expect("ended"))
         said = "\n".join(self.child.lines[begin:])
-        life = Life(code, said, self._diary()[wrote:])
-        self.lives.append(life)
-        return life
+        attempt = Attempt(code, said, self._diary()[wrote:])
+        self.attempts.append(attempt)
+        return attempt
 
     def _diary(self) -> list[str]:
         path = self.folder / "diary"

@@ -30,7 +30,7 @@ class Losses:
 
 
 class Training:
-    """The objects of one life, made anew as a new process would make them."""
+    """The objects of one attempt, made anew as a new process would make them."""
 
     def __init__(self, directory: Path, *, width: int = 8, **options: Any) -> None:
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Training:
         self.losses.values.append(loss.item().hex())
 
     def train(self, *, epochs: int, stop_after: int | None = None) -> None:
-        """Train to the end, or ask for a stop in the step after so many of this life."""
+        """Train to the end, or ask for a stop in the step after so many of this attempt."""
         done = 0
         with self.run as run:
             for batch in run.batches(epochs=epochs):

@@ -1,10 +1,10 @@
 """A program that has torch loaded and forks the ranks of small DDP trainings over gloo.
 
-A line of JSON on stdin starts a life of all its ranks; ``ended CODES`` follows. Options:
+A line of JSON on stdin starts an attempt of all its ranks; ``ended CODES`` follows. Options:
 
 folder: of the run: its state, and the process group's file.
-life: a number; each life has its own.
-world, first, last: ranks; the steps that this life makes.
+attempt: a number; each attempt has its own.
+world, first, last: ranks; the steps that this attempt makes.
 settle: batch, function, or nothing.
 ddp: options of DistributedDataParallel.
 """
@@ -47,7 +47,7 @@ def train(rank: int, options: dict[str, Any]) -> None:
     folder = Path(options["folder"])
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/group-{options['life']}",
+        init_method=f"file://{folder}/group-{options['attempt']}",
         rank=rank,
         world_size=options["world"],
     )
@@ -91,8 +91,8 @@ def settle(model: DistributedDataParallel, how: str | None) -> None:
     warm_up_ddp_buckets(model, "is not used any more")
 
 
-def life(options: dict[str, Any]) -> list[int]:
-    """Fork all ranks of one life; their exit codes."""
+def attempt(options: dict[str, Any]) -> list[int]:
+    """Fork all ranks of one attempt; their exit codes."""
     pids = []
     for rank in range(options["world"]):
         pid = os.fork()
@@ -116,7 +116,7 @@ def main() -> None:
     torch.optim.Adam([torch.ones(1)])  # imports most of what torch has
     print("ready", flush=True)
     for line in sys.stdin:
-        print("ended", life(json.loads(line)), flush=True)
+        print("ended", attempt(json.loads(line)), flush=True)
 
 
 if __name__ == "__main__":

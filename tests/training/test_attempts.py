@@ -21,7 +21,7 @@ from hydroslurm.training.attempts import (
 
 
 def _attempts(*endings: tuple[int, str | None]) -> tuple[AttemptRecord, ...]:
-    """Lives that began at these steps and ended so."""
+    """Attempts that began at these steps and ended so."""
     return tuple(
         AttemptRecord(number, 0, step, ending=ending)
         for number, (step, ending) in enumerate(endings, 1)
@@ -29,7 +29,7 @@ def _attempts(*endings: tuple[int, str | None]) -> tuple[AttemptRecord, ...]:
 
 
 def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
-    """A life without an end stays one that died."""
+    """An attempt without an end stays one that died."""
     log = AttemptLog(tmp_path / "attempts.jsonl")
     assert log.attempts() == ()
     first = log.begin(0, now_epoch_ns=5, job_id=7, restart_count=0)
@@ -106,7 +106,7 @@ def test_what_is_within_its_limits_goes_on(
 
 @pytest.mark.parametrize("options", [{"failures": -1}, {"attempts_without_progress": 0}])
 def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    """No life at all is not a limit."""
+    """No attempt at all is not a limit."""
     with pytest.raises(UsageError, match="wanted a whole number"):
         Limits(**options)
 

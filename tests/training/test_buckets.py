@@ -31,11 +31,11 @@ def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
 
 
 def trained(forker: Child, folder: Path, *stops: int, world: int, **options: Any) -> list[str]:
-    """Train with a new life after each stop; a hash of everything, for each rank."""
+    """Train with a new attempt after each stop; a hash of everything, for each rank."""
     folder.mkdir()
     edges = [0, *stops, STEPS]
-    for life, (first, last) in enumerate(itertools.pairwise(edges)):
-        given = {"folder": str(folder), "life": life, "first": first, "last": last}
+    for attempt, (first, last) in enumerate(itertools.pairwise(edges)):
+        given = {"folder": str(folder), "attempt": attempt, "first": first, "last": last}
         forker.say(json.dumps({**given, "world": world, **options}))
         assert forker.expect("ended") == str([0] * world), str(forker)
     return [(folder / f"hash-{rank}").read_text() for rank in range(world)]

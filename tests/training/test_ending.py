@@ -56,7 +56,7 @@ def test_what_follows_the_training_is_done_until_its_process_ends_well(
     code, said = attempt("error")
     assert (code, "behind" in said) == (0, False)
     assert "has finished at step 3; nothing to do" in "\n".join(said)
-    assert [life.step for life in AttemptLog(run.attempts_jsonl).attempts()] == [0, 3, 3, 3]
+    assert [attempt.step for attempt in AttemptLog(run.attempts_jsonl).attempts()] == [0, 3, 3, 3]
 
 
 def test_the_end_of_a_child_is_that_of_its_run(

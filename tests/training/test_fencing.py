@@ -120,7 +120,10 @@ def test_an_attempt_that_wakes_up_late_leaves_all_as_it_is(
     reach(new, further=20)
     new.signal(signal.SIGTERM)
     assert new.wait() == RUN_AGAIN, str(new)
-    assert [life.ending for life in AttemptLog(run.attempts_jsonl).attempts()] == [None, "asked"]
+    assert [attempt.ending for attempt in AttemptLog(run.attempts_jsonl).attempts()] == [
+        None,
+        "asked",
+    ]
 
 
 def test_an_attempt_that_is_done_too_late_does_not_finish_the_run(
@@ -256,7 +259,7 @@ def test_a_rank_of_a_dead_attempt_leaves_the_living_one_alone(
         for rank in (by_run, by_hand):
             rank.signal(signal.SIGSTOP)
         client.requeue(int(training.job_id))
-        training.wait_for_life(2)
+        training.wait_for_attempt(2)
         for rank in (by_run, by_hand):
             rank.signal(signal.SIGTERM)
             rank.signal(signal.SIGCONT)
@@ -270,7 +273,7 @@ def test_a_rank_of_a_dead_attempt_leaves_the_living_one_alone(
         )
         seen = client.job(int(training.job_id))
         assert (seen.state, seen.restart_count) == (JobState.RUNNING, 1)
-        assert [life.ending for life in training.lives()] == [None, None]
+        assert [attempt.ending for attempt in training.attempts()] == [None, None]
 
 
 def training_program() -> str:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def small_job(folder: Path, *, waits: bool) -> Job:
-    """Three epochs of four steps. ``waits``: its first life waits in the sixth step for a stop.
+    """Three epochs of four steps. ``waits``: its first attempt waits in the sixth step for a stop.
 
     Functions within a function travel by value, also those of a module that only exists here.
     """
@@ -109,8 +109,8 @@ def test_requeued_in_the_middle_of_an_epoch(
     assert manager.epochs() == (0, 1, 2, 3)
     stopped = manager.find(step=6).checkpoint
     assert (stopped.kind, stopped.epoch) == ("stop", 1)
-    lives = (submitted.run_dir.root / "attempts.jsonl").read_text().splitlines()
-    began = [json.loads(line) for line in lives if "began_epoch_ns" in line]
+    attempts = (submitted.run_dir.root / "attempts.jsonl").read_text().splitlines()
+    began = [json.loads(line) for line in attempts if "began_epoch_ns" in line]
     assert [(row["step"], row["restart_count"]) for row in began] == [(0, 0), (6, 1)]
     assert (there / "inits").read_text() == "init\n"
     assert _same(torch.load(there / "end"), torch.load(alone / "end"))

@@ -51,11 +51,11 @@ def test_a_function_fails(
 def test_a_failing_save_warns_and_the_training_goes_on(story: Story) -> None:
     """With on_save_error="warn" each epoch that cannot be committed costs a warning, and a stop is
     still saved."""
-    life = story.live(lose_epochs="train 0.1", lenient=True, hold="exit")
-    assert life.diary == WHOLE
-    assert life.said.count("was not saved") == 3
-    assert "the checkpoint of epoch 2 was not saved" in life.said
-    assert "step 12 is committed" in life.said
+    attempt = story.live(lose_epochs="train 0.1", lenient=True, hold="exit")
+    assert attempt.diary == WHOLE
+    assert attempt.said.count("was not saved") == 3
+    assert "the checkpoint of epoch 2 was not saved" in attempt.said
+    assert "step 12 is committed" in attempt.said
     Path(story.directory / "epochs").unlink()
     again = story.live()
     assert (again.code, again.diary) == (0, [*SETUP, "exit"]), again.said
@@ -64,9 +64,9 @@ def test_a_failing_save_warns_and_the_training_goes_on(story: Story) -> None:
 
 def test_a_failing_save_ends_the_job_where_that_is_wanted(story: Story) -> None:
     """With on_save_error="fail" the first one raises, and says what is committed."""
-    life = story.live(lose_epochs="train 0.1", on_save_error="fail", every_steps=1)
-    assert (life.code, life.diary[-1]) == (1, "asked 1")
-    assert "saving the checkpoint of epoch 1 failed with SaveFailed" in life.said
+    attempt = story.live(lose_epochs="train 0.1", on_save_error="fail", every_steps=1)
+    assert (attempt.code, attempt.diary[-1]) == (1, "asked 1")
+    assert "saving the checkpoint of epoch 1 failed with SaveFailed" in attempt.said
     Path(story.directory / "epochs").unlink()
     assert story.live().diary[2].startswith("train")
 
@@ -88,13 +88,13 @@ def test_all_checkpoints_are_damaged(story: Story) -> None:
     story.live(hold="train 0.0")
     for one in CheckpointManager(story.directory).committed():
         (one.path / "shared.json").write_text("{}")
-    life = story.live(lenient=True)
-    assert (life.code, life.diary) == (1, SETUP)
-    assert "Remove the folders to start from the beginning" in life.said
+    attempt = story.live(lenient=True)
+    assert (attempt.code, attempt.diary) == (1, SETUP)
+    assert "Remove the folders to start from the beginning" in attempt.said
 
 
 def test_too_many_failures(story: Story) -> None:
     """A job that fails at the same place again and again is not run for ever: 93."""
     codes = [story.live(fail="train 1.1").code for _ in range(7)]
     assert codes == [1, 1, 1, 1, 1, 1, 93]
-    assert "no progress" in story.lives[-1].said
+    assert "no progress" in story.attempts[-1].said

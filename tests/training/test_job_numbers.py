@@ -37,14 +37,14 @@ print("rank in", run_folders.from_environment(os.environ).root.name)
 BATCH = """#!/bin/bash
 #SBATCH --nodes=2 --requeue --open-mode=append --output=out.txt
 export HYDROSLURM_GATE=hooks
-life() { srun --nodes=1 --ntasks=1 "$PYTHON" life.py "$1"; }
+attempt() { srun --nodes=1 --ntasks=1 "$PYTHON" attempt.py "$1"; }
 srun --ntasks=8 --overcommit "$PYTHON" folder.py
 if [ -z "$SLURM_RESTART_COUNT" ]; then
-    life first; life second
+    attempt first; attempt second
     scontrol requeue "$SLURM_JOB_ID"
     sleep 300
 fi
-life requeued
+attempt requeued
 """
 
 
@@ -76,13 +76,13 @@ def test_a_job_never_goes_on_from_another_one_of_its_number(tmp_path: Path) -> N
     a folder of its own and says so once. Within each job all ranks, its later job steps and
     its restart go on in one folder, and who looks for the job's folder finds that one."""
     require_slurm()
-    (tmp_path / "life.py").write_text(LIFE)
+    (tmp_path / "attempt.py").write_text(LIFE)
     (tmp_path / "folder.py").write_text(FOLDER)
     (tmp_path / "job.sbatch").write_text(BATCH)
     for name in ("1", "1-2"):
         said = _job_one(tmp_path)
-        for life, step in (("first", 0), ("second", 3), ("requeued", 6)):
-            assert said.count(f"{life} from {step} in {name}") == 1, "\n".join(said)
+        for attempt, step in (("first", 0), ("second", 3), ("requeued", 6)):
+            assert said.count(f"{attempt} from {step} in {name}") == 1, "\n".join(said)
         assert said.count(f"rank in {name}") == 16, "\n".join(said)
         assert said[-1] == f"found {name}"
         told = [line for line in said if "is not used" in line]

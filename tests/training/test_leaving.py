@@ -53,15 +53,15 @@ def kinds(training: Training) -> list[EventKind]:
     return [event.kind for event in training.events()]
 
 
-def ended(training: Training, life: int = 1) -> str | None:
-    lives = training.lives()
-    return lives[life - 1].ending if len(lives) >= life else None
+def ended(training: Training, attempt: int = 1) -> str | None:
+    attempts = training.attempts()
+    return attempts[attempt - 1].ending if len(attempts) >= attempt else None
 
 
 def test_a_cancelled_job_is_saved_and_not_requeued(submit: Submit) -> None:
     """scancel: the state is committed, the job stays cancelled."""
     training = submit()
-    training.wait_for_life(1)
+    training.wait_for_attempt(1)
     training.slurm("scancel", training.job_id)
     wait_until(lambda: ended(training) == "cancelled", f"the end\n{training.log()}")
     assert EventKind.SAVE_COMMITTED in kinds(training)
@@ -123,11 +123,11 @@ def test_without_an_answer_of_slurms_the_batch_script_requeues(
     python.write_text(f'#!/bin/bash\nSLURM_CONF=/nowhere exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     training = submit(python=str(python))
-    training.wait_for_life(1)
+    training.wait_for_attempt(1)
     training.slurm("scancel", "--signal=URG", training.job_id)
-    training.wait_for_life(2)
+    training.wait_for_attempt(2)
     assert EventKind.REQUEUE_FAILED in kinds(training)
-    assert training.lives()[1].step == training.lives()[0].end_step
+    assert training.attempts()[1].step == training.attempts()[0].end_step
     training.slurm("scancel", training.job_id)
     ended = ("squeue", "-h", "-t", "all", "-j", training.job_id, "-o", "%T")
     wait_until(lambda: "ING" not in training.slurm(*ended), "end of the job", limit_s=120)
@@ -138,15 +138,15 @@ def test_one_task_of_an_array_is_requeued_alone(submit: Submit) -> None:
     """A preempted array task comes back by its own raw id; its neighbour is not disturbed."""
     training = submit("--array=0-1")
     first, second = (training.task(index) for index in (0, 1))
-    first.wait_for_life(1)
-    second.wait_for_life(1)
+    first.wait_for_attempt(1)
+    second.wait_for_attempt(1)
     answer = requeue_job(
         open_client(environ=training.cluster.environ()), int(first.job_id), timeout_s=60
     )
     assert "requeued" in answer.answers[0].message
-    first.wait_for_life(2)
-    assert first.lives()[1].step == first.lives()[0].end_step
-    assert len(second.lives()) == 1
+    first.wait_for_attempt(2)
+    assert first.attempts()[1].step == first.attempts()[0].end_step
+    assert len(second.attempts()) == 1
 
 
 def test_an_srun_allocation_says_that_the_same_command_continues(
@@ -163,7 +163,7 @@ def test_an_srun_allocation_says_that_the_same_command_continues(
         "--log-every=5",
     ]
 
-    def life() -> str:
+    def attempt() -> str:
         environ = {**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             command,
@@ -185,8 +185,8 @@ def test_an_srun_allocation_says_that_the_same_command_continues(
         assert process.returncode == 75, "".join(lines)
         return "".join(lines)
 
-    assert "run the same command again" in life()
-    second = life()
+    assert "run the same command again" in attempt()
+    second = attempt()
     assert "attempt 2 resumes from step" in second
 
 
@@ -194,10 +194,10 @@ def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:
     """`hydroslurm requeue` waits for the save; a second one finds no job that runs."""
     training = submit()
     client = open_client(environ=training.cluster.environ())
-    training.wait_for_life(1)
+    training.wait_for_attempt(1)
     (answer,) = requeue_job(client, int(training.job_id)).answers
     assert answer.done
-    assert f"step {training.lives()[0].end_step} committed" in answer.message
+    assert f"step {training.attempts()[0].end_step} committed" in answer.message
     assert "as `hydroslurm requeue` does" in training.log()
     with pytest.raises(WrongJobState, match="should be RUNNING"):
         requeue_job(client, int(training.job_id))

@@ -64,7 +64,7 @@ class Loop:
 
 
 def committed(directory: Path, *, steps: int = 3) -> None:
-    """A life that has saved, and not finished."""
+    """An attempt that has saved, and not finished."""
     first = Loop(directory)
     first.run.resume()
     first.from_0(steps=steps)
@@ -89,8 +89,8 @@ def test_the_first_look_at_the_step_resumes(tmp_path: Path) -> None:
     again = Loop(tmp_path / "run")
     again.from_the_step_of_the_run()
     again.run.close()
-    lives = AttemptLog(tmp_path / "run" / "attempts.jsonl").attempts()
-    assert [life.step for life in lives] == [0, 2]
+    attempts = AttemptLog(tmp_path / "run" / "attempts.jsonl").attempts()
+    assert [attempt.step for attempt in attempts] == [0, 2]
     assert torch.equal(again.model.weight, alone.model.weight)
 
 
@@ -240,8 +240,8 @@ def test_steps_that_nobody_counts_are_told_at_the_second(tmp_path: Path) -> None
     loop.run.close()
 
 
-def test_the_count_of_a_later_life_is_looked_at_too(tmp_path: Path) -> None:
-    """A loop that sets the count to where the life began, each time."""
+def test_the_count_of_a_later_attempt_is_looked_at_too(tmp_path: Path) -> None:
+    """A loop that sets the count to where the attempt began, each time."""
     committed(tmp_path)
     again = Loop(tmp_path)
     again.run.resume()

@@ -51,7 +51,7 @@ def trainings(
         "grace": told(requeue_cluster, preempt, "--nodelist=n1"),
         "gang": told(gang_requeue_cluster, preempt, "--nodelist=n1"),
         "requeue": told(requeue_cluster, requeue_by_hand, "--nodelist=n2"),
-        # so slow that five lives of up to half a minute do not finish it
+        # so slow that five attempts of up to half a minute do not finish it
         "limit": told(requeue_cluster, wait_for_warnings, *limit, think_s=0.12),
     }
     base = tmp_path_factory.mktemp("preempted")
@@ -73,8 +73,8 @@ def moments(seed: int) -> list[int]:
 
 def preempt(training: Training) -> None:
     """An urgent job for the whole node, again and again, at random steps."""
-    for life, step in enumerate(moments(SEED), start=1):
-        training.wait_for_life(life)
+    for attempt, step in enumerate(moments(SEED), start=1):
+        training.wait_for_attempt(attempt)
         training.wait_for_step(step)
         urgent = ("--partition=urgent", "--nodes=1", "--nodelist=n1", "--exclusive", "--time=1")
         training.slurm("srun", *urgent, "true")
@@ -82,25 +82,25 @@ def preempt(training: Training) -> None:
 
 def requeue_by_hand(training: Training) -> None:
     """scontrol requeue by an operator, with suspends mixed in."""
-    for life, step in enumerate(moments(SEED + 1), start=1):
-        training.wait_for_life(life)
+    for attempt, step in enumerate(moments(SEED + 1), start=1):
+        training.wait_for_attempt(attempt)
         training.wait_for_step(step)
         training.slurm("scontrol", "suspend", training.job_id)
-        training.wait_for_suspend(life)
-        if life % 2:  # long enough to be stopped by SIGSTOP as well, which comes after 2 s
+        training.wait_for_suspend(attempt)
+        if attempt % 2:  # long enough to be stopped by SIGSTOP as well, which comes after 2 s
             time.sleep(2.5)
         training.slurm("scontrol", "resume", training.job_id)
         # within the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
         # then kills the job step without a word: a suspended one gets no signal
-        training.wait_for_pauses(life, number=1)
+        training.wait_for_pauses(attempt, number=1)
         training.slurm("scontrol", "requeue", training.job_id)
 
 
 def wait_for_warnings(training: Training) -> None:
     """The time limit of one minute comes by itself; when it has often enough, an operator lifts
     it."""
-    for life in range(2, STOPS + 2):  # each has a limit of its own to come
-        training.wait_for_life(life)
+    for attempt in range(2, STOPS + 2):  # each has a limit of its own to come
+        training.wait_for_attempt(attempt)
     training.slurm("scontrol", "update", f"JobId={training.job_id}", "TimeLimit=60")
 
 
@@ -119,11 +119,11 @@ def test_stopped_again_and_again_it_ends_with_the_same_bits(
     """Weights, optimizer state and the loss of every step are those of the run left alone; every
     sample of every epoch was seen exactly once; no step was lost or trained twice."""
     training = trainings.result(way, 600.0)
-    lives = training.lives()
-    endings = Counter(life.ending for life in lives)
+    attempts = training.attempts()
+    endings = Counter(attempt.ending for attempt in attempts)
     assert sum(endings[ending] for ending in WAYS[way]) >= STOPS, training.log()
     assert endings["finished"] == 1
-    assert steps_lost(lives) == 0, lives
+    assert steps_lost(attempts) == 0, attempts
     result = training.wait_for_end()
     assert result == alone
     assert result["every_sample_once"]

@@ -122,11 +122,11 @@ def test_the_state_of_an_optimizer_comes_back_as_it_was(
 ) -> None:
     """Of bfloat16 weights, as float32, float64 and whole numbers, and in any container; also where
     torch's own load_state_dict fails."""
-    for life in (1, 2):
+    for attempt in (1, 2):
         model = nn.Linear(3, 2).bfloat16()
         optimizer = kind(model.parameters(), lr=0.1)
         run = run_of(tmp_path, model=model, optimizer=optimizer)
-        resumed(run) if life == 2 else saved(run, model, optimizer)
+        resumed(run) if attempt == 2 else saved(run, model, optimizer)
     for param in model.parameters():
         assert same(dict(optimizer.state[param]), {key: make() for key, make in ODD.items()})
     assert hasattr(optimizer, "was_loaded") == (kind is Looking)
@@ -144,14 +144,14 @@ def test_an_optimizer_that_is_saved_in_another_form_is_left_to_it(tmp_path: Path
         return {**state, "state": values}
 
     buffers = []
-    for life in (1, 2):
+    for attempt in (1, 2):
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer.register_state_dict_post_hook(lambda _, state: scaled(state, 0.5))
         optimizer.register_load_state_dict_pre_hook(lambda _, state: scaled(state, 2.0))
         run = run_of(tmp_path, model=model, optimizer=optimizer)
-        resumed(run) if life == 2 else saved(run, model, optimizer)
+        resumed(run) if attempt == 2 else saved(run, model, optimizer)
         buffers.append(optimizer.state[model.weight]["momentum_buffer"])
     assert same(*buffers)
 
@@ -185,11 +185,11 @@ def test_what_an_object_does_not_take_back_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In one line, with the place of each item; what it has taken back is not in it."""
-    for life in (1, 2):
+    for attempt in (1, 2):
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = run_of(tmp_path, model=model, optimizer=optimizer, extra={"memory": Forgetful()})
-        resumed(run) if life == 2 else saved(run, model, optimizer)
+        resumed(run) if attempt == 2 else saved(run, model, optimizer)
     (line,) = (one for one in caplog.messages if "is not what it was" in one)
     assert "'memory' (Forgetful)" in line
     assert "memory.average was float64[2], is float32[2]; memory.noise has other values" in line
@@ -200,24 +200,24 @@ def test_expanded_buffers_and_lazy_layers_come_back(tmp_path: Path) -> None:
     """One value in many places is one again; a layer without weights gets those of the checkpoint;
     and a stop before there are any leaves as one to be started again, with nothing saved."""
 
-    def life() -> tuple[Expanded, hydroslurm.Run, Any]:
+    def attempt() -> tuple[Expanded, hydroslurm.Run, Any]:
         model = Expanded()
         model.layer = nn.LazyLinear(2)  # type: ignore[assignment]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return model, run_of(tmp_path, model=model, optimizer=optimizer), optimizer
 
-    _, run, _ = life()
+    _, run, _ = attempt()
     run.resume()
     ask_for_stop(run)
     with pytest.raises(SystemExit) as leaving:
         run.check_stop()
     assert leaving.value.code == RUN_AGAIN
     hydroslurm.uninstall()
-    first, run, optimizer = life()
+    first, run, optimizer = attempt()
     with torch.no_grad():
         first.scale[:1, :1].fill_(3.0)
     saved(run, first, optimizer)
-    second, run, again = life()
+    second, run, again = attempt()
     resumed(run)
     assert torch.equal(first.layer.weight, second.layer.weight)
     assert torch.equal(second.scale, torch.full((4, 2), 3.0))
@@ -258,13 +258,13 @@ def test_extra_objects_rebuild_what_was_added_while_training(
     rebuilds: bool, tmp_path: Path
 ) -> None:
     """They are loaded before the optimizer; a script without one is told of them."""
-    for life in (1, 2):
+    for attempt in (1, 2):
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
         optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
         thaw = Thaw(optimizer, model[1])
         extra = {"thaw": thaw} if rebuilds else {}
         run = run_of(tmp_path, model=model, optimizer=optimizer, extra=extra)
-        if life == 1:
+        if attempt == 1:
             thaw.thaw()
             saved(run, model, optimizer)
         elif rebuilds:
@@ -346,7 +346,7 @@ def test_another_batch_size(
     """Where it would lose samples it is refused, with what does not; else it is one line."""
     seen: list[float] = []
 
-    def life(
+    def attempt(
         batch_size: int,
         *,
         epochs: int,
@@ -364,16 +364,16 @@ def test_another_batch_size(
                     run.save()
                     break
 
-    life(4, epochs=1, stop_at=stop_at)
+    attempt(4, epochs=1, stop_at=stop_at)
     if stop_at is not None and not resumable:
         with pytest.raises(
             StateMismatch, match=r"batch_size was 4, and is 6: .* epoch 0, behind b"
         ):
-            life(6, epochs=1)
+            attempt(6, epochs=1)
         with pytest.raises(StateMismatch, match=r"data set was 24, and is 30; .*'RandomSampler'"):
-            life(4, epochs=1, length=30, shuffle=True)
+            attempt(4, epochs=1, length=30, shuffle=True)
         return
-    life(6, epochs=1 if stop_at else 2)
+    attempt(6, epochs=1 if stop_at else 2)
     assert sorted(seen) == sorted([*range(24)] * (1 if stop_at else 2))
     assert [one for one in caplog.messages if "batch_size was 4, and is 6: from here" in one]
 
@@ -381,9 +381,9 @@ def test_another_batch_size(
 def test_a_loader_keeps_its_generators_between_two_epochs(tmp_path: Path) -> None:
     """The order of the second epoch is that of a run which was not stopped after the first."""
 
-    def orders(directory: str, *lives: int) -> list[float]:
+    def orders(directory: str, *attempts: int) -> list[float]:
         seen: list[float] = []
-        for epochs in lives:
+        for epochs in attempts:
             data = TensorDataset(torch.arange(24.0)[:, None])
             generator = torch.Generator().manual_seed(3)
             loader = DataLoader(data, 4, shuffle=True, generator=generator)

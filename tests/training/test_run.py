@@ -48,15 +48,15 @@ def stopped(training: Training, *, after: int) -> int:
 
 
 def fail(run: hydroslurm.Run) -> None:
-    """A life that ends by an exception."""
+    """An attempt that ends by an exception."""
 
-    def life() -> None:
+    def attempt() -> None:
         with run:
             run.resume()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        life()
+        attempt()
 
 
 @pytest.mark.parametrize("moments", [(3, 5, 9), (10, 10), (1, 1, 1, 1), (29,)])
@@ -69,12 +69,12 @@ def test_stopped_and_continued_it_ends_with_the_same_bits(
     last = Training(tmp_path)
     last.train(epochs=EPOCHS)
     assert same(last.bits(), alone)
-    lives = AttemptLog(last.run.dir.attempts_jsonl).attempts()
-    assert [life.step for life in lives] == [
+    attempts = AttemptLog(last.run.dir.attempts_jsonl).attempts()
+    assert [attempt.step for attempt in attempts] == [
         0,
         *[sum(moments[: n + 1]) for n in range(len(moments))],
     ]
-    assert [life.ending for life in lives] == ["asked"] * len(moments) + ["finished"]
+    assert [attempt.ending for attempt in attempts] == ["asked"] * len(moments) + ["finished"]
 
 
 def test_a_finished_run_leaves_at_once(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_more_epochs_after_the_end(tmp_path: Path, alone: tuple[Any, ...]) -> No
 def test_killed_it_goes_on_from_the_last_periodic_save(
     tmp_path: Path, alone: tuple[Any, ...]
 ) -> None:
-    """A life that ends without a word costs the steps since its last save, and no bit."""
+    """An attempt that ends without a word costs the steps since its last save, and no bit."""
     killed = Training(tmp_path)
     for number, batch in enumerate(killed.run.batches(epochs=EPOCHS), start=1):
         killed.step(batch)
@@ -115,16 +115,16 @@ def test_killed_it_goes_on_from_the_last_periodic_save(
     killed.run.close()
     again = Training(tmp_path)
     again.train(epochs=EPOCHS)
-    lives = AttemptLog(again.run.dir.attempts_jsonl).attempts()
-    assert lives[0].ending is None
-    assert lives[1].step in (4, 8)  # the save of step 8 is skipped if that of step 4 still runs
+    attempts = AttemptLog(again.run.dir.attempts_jsonl).attempts()
+    assert attempts[0].ending is None
+    assert attempts[1].step in (4, 8)  # the save of step 8 is skipped if that of step 4 still runs
     assert same(again.bits(), alone)
 
 
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     """`run.step` and `run.safe_point()` are enough for a loop without a loader."""
 
-    def life(stop_at: int | None) -> list[float]:
+    def attempt(stop_at: int | None) -> list[float]:
         torch.manual_seed(0)
         model = nn.Linear(2, 2)
         seen = []
@@ -141,9 +141,9 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         return seen
 
     with pytest.raises(SystemExit):
-        life(stop_at=2)
+        attempt(stop_at=2)
     hydroslurm.uninstall()
-    assert len(life(stop_at=None)) == 4
+    assert len(attempt(stop_at=None)) == 4
 
 
 def test_gradients_that_are_being_accumulated_are_not_cut(tmp_path: Path) -> None:
@@ -254,10 +254,11 @@ def test_a_flipped_bit_falls_back_with_a_warning_that_names_both(
     assert same(again.bits(), alone)
 
 
-def test_no_progress_in_five_lives_ends_with_93(
+def test_no_progress_in_five_attempts_ends_with_93(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Five lives that begin at the same step are enough; the sixth says why it does not begin."""
+    """Five attempts that begin at the same step are enough; the sixth says why it does not
+    begin."""
     for _ in range(5):
         training = Training(tmp_path)
         training.run.resume()
@@ -336,7 +337,7 @@ def test_a_save_that_fails_at_a_stop_still_leaves_in_order(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A disk that is full at the worst moment: the reason is told, the process leaves with 75, and
-    the next life goes on from what was committed."""
+    the next attempt goes on from what was committed."""
     training = Training(tmp_path, every_steps=0)
     training.run.resume()
     training.run.save()
@@ -394,8 +395,8 @@ def test_the_training_thread_may_be_first_to_see_a_stop(tmp_path: Path) -> None:
     assert stopped(training, after=2) == RUN_AGAIN
 
 
-def test_what_a_life_leaves_in_the_run_folder(tmp_path: Path) -> None:
-    """Manifest, lives and events tell who wrote what and why it ended."""
+def test_what_a_attempt_leaves_in_the_run_folder(tmp_path: Path) -> None:
+    """Manifest, attempts and events tell who wrote what and why it ended."""
     stopped(Training(tmp_path), after=3)
     manifest = json.loads((tmp_path / "checkpoints/step-000000003/manifest.json").read_text())
     assert (manifest["step"], manifest["kind"]) == (3, "stop")

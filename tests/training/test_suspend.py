@@ -88,8 +88,8 @@ def test_two_sigterms_are_one_stop(tmp_path: Path) -> None:
 
 
 def test_a_stop_reaches_a_paused_rank(tmp_path: Path) -> None:
-    """Paused by a person and then stopped: it is let go to its safe point, and the next life goes
-    on from there, running."""
+    """Paused by a person and then stopped: it is let go to its safe point, and the next attempt
+    goes on from there, running."""
     with child(RUN, tmp_path) as program:
         program.expect("ready")
         program.signal(signal.SIGUSR1)

@@ -57,8 +57,8 @@ with hydroslurm.Run(model=model, optimizer=optimizer) as run:
 def test_a_failed_rank_is_no_preemption(
     requeue_cluster: DevCluster, tmp_path: Path, program: str, words: str
 ) -> None:
-    """The job ends as failed, in its first life, whether the other rank had a Run or not: it would
-    be requeued, and fail again, for ever."""
+    """The job ends as failed, in its first attempt, whether the other rank had a Run or not: it
+    would be requeued, and fail again, for ever."""
     (tmp_path / "train.py").write_text(program)
     script = requeue_script(RequeueScript(command='"$PYTHON" -u train.py', nodes=2))
     (tmp_path / "job.sh").write_text(script)

@@ -122,15 +122,15 @@ class Training:
         path = self.run.rank_events(0)
         return list(read_events(path)) if path.exists() else []
 
-    def lives(self) -> tuple[AttemptRecord, ...]:
+    def attempts(self) -> tuple[AttemptRecord, ...]:
         return AttemptLog(self.run.attempts_jsonl).attempts()
 
     def log(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
 
-    def wait_for_life(self, number: int) -> None:
-        """Until so many lives have begun and the newest has made a step, or was stopped before: a
-        warning may come while it still imports."""
+    def wait_for_attempt(self, number: int) -> None:
+        """Until so many attempts have begun and the newest has made a step, or was stopped before:
+        a warning may come while it still imports."""
 
         def begun() -> bool:
             made = [
@@ -141,23 +141,23 @@ class Training:
             first = any(e.data["attempt"] == number for e in made if e.kind is EventKind.FIRST_STEP)
             return first or any(e.data["attempt"] > number for e in made)
 
-        wait_until(begun, f"life {number}\n{self.log()}", limit_s=LIMIT_S)
+        wait_until(begun, f"attempt {number}\n{self.log()}", limit_s=LIMIT_S)
 
-    def wait_for_pauses(self, life: int, *, number: int) -> None:
-        """Until this life has been paused and resumed so often."""
-        self._wait_for_kind(EventKind.RESUMED, life=life, number=number)
+    def wait_for_pauses(self, attempt: int, *, number: int) -> None:
+        """Until this attempt has been paused and resumed so often."""
+        self._wait_for_kind(EventKind.RESUMED, attempt=attempt, number=number)
 
-    def wait_for_suspend(self, life: int) -> None:
+    def wait_for_suspend(self, attempt: int) -> None:
         """Until its signal has come for the first time: a resume that Slurm sends before could
         overtake it, and the job stays suspended then while Slurm calls it RUNNING."""
-        self._wait_for_kind(EventKind.SIGNAL_RECEIVED, life=life, number=1)
+        self._wait_for_kind(EventKind.SIGNAL_RECEIVED, attempt=attempt, number=1)
 
-    def _wait_for_kind(self, kind: EventKind, *, life: int, number: int) -> None:
+    def _wait_for_kind(self, kind: EventKind, *, attempt: int, number: int) -> None:
         def seen() -> bool:
-            mine = [e for e in self.events() if e.restart_count == life - 1]
+            mine = [e for e in self.events() if e.restart_count == attempt - 1]
             return sum(e.kind is kind for e in mine) >= number
 
-        wait_until(seen, f"{kind.value} {number} of life {life}", limit_s=LIMIT_S)
+        wait_until(seen, f"{kind.value} {number} of attempt {attempt}", limit_s=LIMIT_S)
 
     def wait_for_step(self, step: int) -> None:
         """Until its log shows this step; it may be some steps further by then."""
@@ -174,10 +174,10 @@ class Training:
         return dict(json.loads(self.out.read_text()))
 
 
-def steps_lost(lives: tuple[AttemptRecord, ...]) -> int:
-    """Steps that were trained and are not in the state that the next life begins with."""
+def steps_lost(attempts: tuple[AttemptRecord, ...]) -> int:
+    """Steps that were trained and are not in the state that the next attempt begins with."""
     return sum(
         before.end_step - after.step
-        for before, after in itertools.pairwise(lives)
+        for before, after in itertools.pairwise(attempts)
         if before.end_step is not None
     )

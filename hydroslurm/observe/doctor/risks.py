@@ -167,7 +167,7 @@ def long_requeue_wait(facts: Facts) -> Finding | None:
     fix = "slurm.conf: AuthInfo=...,cred_expire=5 and a restart of slurmctld"
     if facts.config.version >= (25, 11):
         fix = "slurm.conf: SchedulerParameters=...,requeue_delay=5"
-    return Finding("wait", Severity.NOTE, f"{wait_s} s between two lives", text, fix)
+    return Finding("wait", Severity.NOTE, f"{wait_s} s between two attempts", text, fix)
 
 
 def logs_cut_off(facts: Facts) -> Finding | None:

@@ -132,7 +132,9 @@ def _without(lines: list[str]) -> list[str]:
 def _names_plugin(line: str) -> bool:
     fields = line.partition("#")[0].split()
     return (
-        len(fields) >= 2 and fields[0] in ("optional", "required") and Path(fields[1]).name == PLUGIN
+        len(fields) >= 2
+        and fields[0] in ("optional", "required")
+        and Path(fields[1]).name == PLUGIN
     )
 
 

@@ -61,7 +61,7 @@ class Parking:
             coordinator, _ = self.coordinators.after(coordinator, ("join", rank))
         ranks = tuple(Rank() for _ in self.programs)
         state = State(ranks, coordinator, self.pauses, self.resumes, self.deaths)
-        yield state if self.pauses else self._hub(send(state, 0, "pause"), 0)
+        yield state if self.pauses else self._coordinator(send(state, 0, "pause"), 0)
 
     def weather(self, state: State) -> Iterator[tuple[Words, State]]:
         """A rank is paused, or resumed, or dies."""
@@ -86,7 +86,10 @@ class Parking:
             return
         for number, rank in enumerate(state.ranks):
             if rank.up:
-                yield ("hub reads of", number, *rank.up[0]), self._hub(state, number)
+                yield (
+                    ("coordinator reads of", number, *rank.up[0]),
+                    self._coordinator(state, number),
+                )
             if rank.dead:
                 continue
             if rank.passing:
@@ -178,12 +181,12 @@ class Parking:
             owing=self.moves_in_time and self._can_move(state, number),
         )
         told = send(put(state, number, after), number, "counts", rank.due, groups, rank.allowance)
-        return told if self.pauses or self.deaths else self._hub(told, number)
+        return told if self.pauses or self.deaths else self._coordinator(told, number)
 
     # --- the coordinator
     # --------------------------------------------------------------------------------------------
 
-    def _hub(self, state: State, number: int) -> State:
+    def _coordinator(self, state: State, number: int) -> State:
         message, *rest = state.ranks[number].up
         event = ("gone", number) if message[0] == "gone" else ("handle", number, *message)
         coordinator, outbox = self.coordinators.after(state.coordinator, event)

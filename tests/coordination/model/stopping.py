@@ -97,8 +97,8 @@ class Stopping:
     def weather(self, state: State) -> Iterator[tuple[Words, State]]:
         """Signals, deaths and the clock of the periodic saves.
 
-        The hub has the call at once: a call that takes its time is one that is made later, for
-        nothing in its rank waits for it.
+        The coordinator has the call at once: a call that takes its time is one that is made later,
+        for nothing in its rank waits for it.
         """
         is_first = state.deaths == self.deaths
         for number, rank in enumerate(state.ranks):
@@ -140,14 +140,17 @@ class Stopping:
         """Each thread's next, and the coordinator's."""
         for number, rank in enumerate(state.ranks):
             if rank.up:
-                yield ("hub reads of", number, *rank.up[0]), self._hub(state, number)
+                yield (
+                    ("coordinator reads of", number, *rank.up[0]),
+                    self._coordinator(state, number),
+                )
             if rank.phase in LIVING:
                 for words, after in self._thread(state, rank):
                     yield ("rank", number, words), put(state, number, after)
                 for words, after in self._listener(rank):
                     yield ("rank", number, *words), put(state, number, after)
 
-    def _hub(self, state: State, number: int) -> State:
+    def _coordinator(self, state: State, number: int) -> State:
         message, *rest = state.ranks[number].up
         after = put(state, number, state.ranks[number]._replace(up=tuple(rest)))
         if message[0] in ("join", "gone"):

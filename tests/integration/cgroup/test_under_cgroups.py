@@ -79,9 +79,9 @@ def test_paused_in_place_and_preempted_it_ends_with_the_same_bits(
     then preempted by an urgent job, requeued and continued: as if nobody had touched it."""
     alone = trained_alone(tmp_path, epochs=EPOCHS)
     training = stories.result("paused", LIMIT_S)
-    lives = training.lives()
-    assert [life.ending for life in lives] == ["preempted", "finished"], training.log()
-    assert steps_lost(lives) == 0
+    attempts = training.attempts()
+    assert [attempt.ending for attempt in attempts] == ["preempted", "finished"], training.log()
+    assert steps_lost(attempts) == 0
     assert training.wait_for_end() == alone
     first = [event for event in training.events() if event.restart_count == 0]
     assert len({event.pid for event in first}) == 1
@@ -92,24 +92,24 @@ def test_below_agents_it_ends_with_the_same_bits(stories: Stories[Any], tmp_path
     """Two agents with two ranks each, of which Slurm signals the agents only: frozen and resumed in
     the same processes, then requeued."""
     training = stories.result("agent", LIMIT_S).training
-    lives = training.lives()
-    assert [life.ending for life in lives] == ["requeued", "finished"], training.log()
-    assert steps_lost(lives) == 0
+    attempts = training.attempts()
+    assert [attempt.ending for attempt in attempts] == ["requeued", "finished"], training.log()
+    assert steps_lost(attempts) == 0
     for rank in range(4):
         (parked,) = training.events_of(rank, EventKind.ALL_PARKED)
         assert parked.data["in_flight"] == 0
-        assert len({event.pid for event in training.events_of(rank, life=1)}) == 1
+        assert len({event.pid for event in training.events_of(rank, attempt=1)}) == 1
     assert training.result == ranks_trained_alone(tmp_path, "train_ddp.py")
 
 
 def test_a_stop_is_not_killed_for_memory(stories: Stories[Any]) -> None:
     """With half as much memory again as it uses by itself, a training whose state is most of that
     saves periodically, stops, is requeued and goes on, with the same bits; it says once in each
-    life that it cannot copy its state."""
+    attempt that it cannot copy its state."""
     training, alone = stories.result("large", LIMIT_S)
-    lives = training.lives()
-    assert [life.ending for life in lives] == ["requeued", "finished"], training.log()
-    assert steps_lost(lives) == 0
+    attempts = training.attempts()
+    assert [attempt.ending for attempt in attempts] == ["requeued", "finished"], training.log()
+    assert steps_lost(attempts) == 0
     assert training.log().count("a copy of the state in memory would take") == 2
     result = training.wait_for_end()
     assert {**result, "own_bytes": 0} == {**alone, "own_bytes": 0}
@@ -117,7 +117,7 @@ def test_a_stop_is_not_killed_for_memory(stories: Stories[Any]) -> None:
 
 def _paused_and_preempted(cluster: DevCluster, folder: Path, *, node: str) -> Training:
     training = Training(cluster, folder, EPOCHS, think_s=0.03).submit(f"--nodelist={node}")
-    training.wait_for_life(1)
+    training.wait_for_attempt(1)
     pid = training.events()[-1].pid
     training.slurm("scontrol", "suspend", training.job_id)
     wait_until(lambda: is_stopped(pid), "the freezer")
@@ -142,7 +142,7 @@ def _stopped_with_little_memory(
     training.submit(f"--nodelist={node}")
     training.wait_for_step(10)  # beyond the first periodic save
     training.slurm("scontrol", "requeue", training.job_id)
-    training.wait_for_life(2)
+    training.wait_for_attempt(2)
     training.wait_for_end()
     shutil.rmtree(training.run.checkpoints)  # some GB
     return training, alone

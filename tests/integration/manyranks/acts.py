@@ -48,10 +48,10 @@ def preempted(
     training = RanksTraining(cluster, folder, command=command)
     training.submit(f"--nodelist={','.join(nodes)}")
     moments = sorted(random.Random(SEED + first_node).sample(range(5, 290), 2 * times))
-    for life, (pause, stop) in enumerate(zip(moments[::2], moments[1::2], strict=True), start=1):
-        training.wait_for_ranks(life)
+    for attempt, (pause, stop) in enumerate(zip(moments[::2], moments[1::2], strict=True), start=1):
+        training.wait_for_ranks(attempt)
         training.wait_for_step(pause)
-        training.suspend(life, until_stopped=life % 2 == 1)
+        training.suspend(attempt, until_stopped=attempt % 2 == 1)
         training.wait_for_step(stop)
         training.preempt(nodes)
     training.wait_for_end()
@@ -72,14 +72,14 @@ def worlds(cluster: DevCluster, folder: Path) -> Story:
     """Requeued three times, and each time given another number of nodes while it waits."""
     training = RanksTraining(cluster, folder, options=COMPARABLE, think_s=0.01)
     training.submit(f"--exclude=n[1-8],{SPARE}")
-    for life, world in enumerate(WORLDS, start=1):
+    for attempt, world in enumerate(WORLDS, start=1):
         training.world = world
-        training.wait_for_ranks(life)
-        if life < len(WORLDS):
-            training.wait_for_step(50 * life)
+        training.wait_for_ranks(attempt)
+        if attempt < len(WORLDS):
+            training.wait_for_step(50 * attempt)
             training.requeue()
-            _wait_until_it_waits(training, life)
-            size = f"NumNodes={WORLDS[life]}"
+            _wait_until_it_waits(training, attempt)
+            size = f"NumNodes={WORLDS[attempt]}"
             training.slurm("scontrol", "update", f"JobId={training.job_id}", size)
     training.wait_for_end()
     return Story(training)
@@ -119,29 +119,29 @@ def agent(cluster: DevCluster, folder: Path, *, nodes: str = "n[9-10]") -> Story
 
 
 def mixed(cluster: DevCluster, folder: Path) -> Story:
-    """Four lives, each ended by what reaches some of its ranks only, and a fifth to the end."""
+    """Four attempts, each ended by what reaches some of its ranks only, and a fifth to the end."""
     training = RanksTraining(cluster, folder)
     training.submit(f"--exclude=n[1-8],{OTHERS}")
     story = Story(training)
     # 1: one of the tasks is signalled
     training.wait_for_ranks(1)
     training.wait_for_step(20)
-    training.signal(2, signal.SIGTERM, life=1)
+    training.signal(2, signal.SIGTERM, attempt=1)
     # 2: one of the tasks is paused, which parks all; the job is requeued then
     training.wait_for_ranks(2)
     training.wait_for_steps(10)
-    training.signal(1, signal.SIGUSR1, life=2)
+    training.signal(1, signal.SIGUSR1, attempt=2)
     for rank in range(4):
-        training.wait_for(rank, EventKind.ALL_PARKED, life=2)
+        training.wait_for(rank, EventKind.ALL_PARKED, attempt=2)
     training.requeue()
     # 3: a rank dies while the others are on their way to the place where they stop
     training.wait_for_ranks(3)
-    training.wait_for_steps(70)  # more than EVERY_STEPS: so that this life has saved
-    training.signal(3, signal.SIGSTOP, life=3)
-    training.signal(1, signal.SIGTERM, life=3)
-    training.wait_for(1, EventKind.STOP_REQUESTED, life=3)
-    training.signal(3, signal.SIGKILL, life=3)
-    _go_on(training, life=4)
+    training.wait_for_steps(70)  # more than EVERY_STEPS: so that this attempt has saved
+    training.signal(3, signal.SIGSTOP, attempt=3)
+    training.signal(1, signal.SIGTERM, attempt=3)
+    training.wait_for(1, EventKind.STOP_REQUESTED, attempt=3)
+    training.signal(3, signal.SIGKILL, attempt=3)
+    _go_on(training, attempt=4)
     # 4: the slurmd of a node is gone; after a while Slurm would take the node for dead
     training.wait_for_ranks(4)
     training.wait_for_steps(10)
@@ -169,17 +169,17 @@ ACTS: dict[str, Callable[[DevCluster, Path], Story]] = {
 order of the tests."""
 
 
-def _wait_until_it_waits(training: RanksTraining, life: int) -> None:
+def _wait_until_it_waits(training: RanksTraining, attempt: int) -> None:
     """Until the job is back in the queue, where it can be changed."""
 
     def waits() -> bool:
         state = training.slurm("squeue", "-h", "-j", training.job_id, "-t", "all", "-o", "%T")
-        return state.startswith("PENDING") and training.lives()[life - 1].ending is not None
+        return state.startswith("PENDING") and training.attempts()[attempt - 1].ending is not None
 
     training.wait_until(waits, "the job to wait in the queue")
 
 
-def _go_on(training: RanksTraining, *, life: int) -> None:
+def _go_on(training: RanksTraining, *, attempt: int) -> None:
     """After the death of a rank: as a person does it, where the job was not requeued by itself."""
 
     def state() -> str:
@@ -187,10 +187,10 @@ def _go_on(training: RanksTraining, *, life: int) -> None:
         return training.slurm(*command, check=False)
 
     def decided() -> bool:
-        return state() == "FAILED" or bool(training.events_of(0, life=life))
+        return state() == "FAILED" or bool(training.events_of(0, attempt=attempt))
 
     training.wait_until(decided, "the job to fail or to be requeued")
-    if not training.events_of(0, life=life):
+    if not training.events_of(0, attempt=attempt):
         training.requeue()
 
 

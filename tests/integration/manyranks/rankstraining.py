@@ -44,8 +44,8 @@ class RanksTraining(Training):
 
     Attributes:
         command: what srun starts in sbatch/multi-node.sbatch.
-        world: ranks in the first life.
-        nodes: in the first life.
+        world: ranks in the first attempt.
+        nodes: in the first attempt.
         options: more options for the script.
     """
 
@@ -80,13 +80,13 @@ class RanksTraining(Training):
     # --- what has happened
     # --------------------------------------------------------------------------------------------
 
-    def events_of(self, rank: int, *kinds: EventKind, life: int | None = None) -> list[Event]:
-        """Of one rank, in one life or in all. A start that was over before its life began belongs
-        to none."""
+    def events_of(self, rank: int, *kinds: EventKind, attempt: int | None = None) -> list[Event]:
+        """Of one rank, in one attempt or in all. A start that was over before its attempt began
+        belongs to none."""
         path = self.run.rank_events(rank)
         found = list(read_events(path)) if path.exists() else []
-        if life is not None:
-            found = _of_life(found, life)
+        if attempt is not None:
+            found = _of_attempt(found, attempt)
         return [event for event in found if not kinds or event.kind in kinds]
 
     @property
@@ -94,17 +94,17 @@ class RanksTraining(Training):
         """What it has come to."""
         return dict(json.loads(self.out.read_text()))
 
-    def pid(self, rank: int, *, life: int) -> int:
-        return self.events_of(rank, EventKind.INSTALLED, life=life)[-1].pid
+    def pid(self, rank: int, *, attempt: int) -> int:
+        return self.events_of(rank, EventKind.INSTALLED, attempt=attempt)[-1].pid
 
     def last_step(self) -> int:
         """The newest in the log."""
         shown = re.findall(r"^epoch \d+ step (\d+)", self.log(), flags=re.MULTILINE)
         return int(shown[-1]) if shown else 0
 
-    def is_stopped(self, rank: int, *, life: int) -> bool:
+    def is_stopped(self, rank: int, *, attempt: int) -> bool:
         """Whether SIGSTOP has come, or the freezer."""
-        return is_stopped(self.pid(rank, life=life))
+        return is_stopped(self.pid(rank, attempt=attempt))
 
     # --- waiting
     # --------------------------------------------------------------------------------------------
@@ -118,17 +118,17 @@ class RanksTraining(Training):
             assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}\n{self.log()}"
             time.sleep(LOOK_S)
 
-    def wait_for(self, rank: int, kind: EventKind, *, life: int) -> None:
-        """Until a rank has written such an event in this life."""
+    def wait_for(self, rank: int, kind: EventKind, *, attempt: int) -> None:
+        """Until a rank has written such an event in this attempt."""
         self.wait_until(
-            lambda: self.events_of(rank, kind, life=life),
-            f"{kind.value} of rank {rank} in life {life}",
+            lambda: self.events_of(rank, kind, attempt=attempt),
+            f"{kind.value} of rank {rank} in attempt {attempt}",
         )
 
-    def wait_for_ranks(self, life: int) -> None:
-        """Until every rank of this life has made a step."""
+    def wait_for_ranks(self, attempt: int) -> None:
+        """Until every rank of this attempt has made a step."""
         for rank in range(self.world):
-            self.wait_for(rank, EventKind.FIRST_STEP, life=life)
+            self.wait_for(rank, EventKind.FIRST_STEP, attempt=attempt)
 
     def wait_for_step(self, step: int) -> None:
         """Until its log shows this step; it may be some steps further by then."""
@@ -146,9 +146,9 @@ class RanksTraining(Training):
     # --------------------------------------------------------------------------------------------
 
     def suspend(
-        self, life: int, *, until_stopped: bool, meanwhile: Callable[[], object] | None = None
+        self, attempt: int, *, until_stopped: bool, meanwhile: Callable[[], object] | None = None
     ) -> None:
-        """scontrol suspend and resume; to be called once per life.
+        """scontrol suspend and resume; to be called once per attempt.
 
         Args:
             until_stopped: until SIGSTOP has come as well, which is after 2 s.
@@ -158,18 +158,18 @@ class RanksTraining(Training):
         # Slurm sends a suspend and the resume behind it to each node without an order: a node that
         # gets the resume first stays suspended for good, in a job that Slurm calls RUNNING
         for rank in range(self.world):
-            self.wait_for(rank, EventKind.SIGNAL_RECEIVED, life=life)
+            self.wait_for(rank, EventKind.SIGNAL_RECEIVED, attempt=attempt)
         if until_stopped:
             for rank in range(self.world):
                 self.wait_until(
-                    lambda rank=rank: self.is_stopped(rank, life=life),
+                    lambda rank=rank: self.is_stopped(rank, attempt=attempt),
                     f"SIGSTOP to rank {rank}",
                 )
         if meanwhile is not None:
             meanwhile()
         self.slurm("scontrol", "resume", self.job_id)
         for rank in range(self.world):
-            self.wait_for(rank, EventKind.RESUMED, life=life)
+            self.wait_for(rank, EventKind.RESUMED, attempt=attempt)
         # within the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
         # then kills the job step without a word: a suspended one gets no signal
         self.wait_for_steps(10)
@@ -183,9 +183,9 @@ class RanksTraining(Training):
     def requeue(self) -> None:
         self.slurm("scontrol", "requeue", self.job_id)
 
-    def signal(self, rank: int, signo: signal.Signals, *, life: int) -> None:
+    def signal(self, rank: int, signo: signal.Signals, *, attempt: int) -> None:
         """To one rank alone."""
-        os.kill(self.pid(rank, life=life), signo)
+        os.kill(self.pid(rank, attempt=attempt), signo)
 
 
 def script_options(out: Path, *, epochs: int) -> list[str]:
@@ -198,11 +198,11 @@ def script_options(out: Path, *, epochs: int) -> list[str]:
     ]
 
 
-def _of_life(events: list[Event], life: int) -> list[Event]:
+def _of_attempt(events: list[Event], attempt: int) -> list[Event]:
     """Those of the process that has begun it."""
     pids = {
         event.pid
         for event in events
-        if event.kind is EventKind.ATTEMPT_BEGAN and event.data["attempt"] == life
+        if event.kind is EventKind.ATTEMPT_BEGAN and event.data["attempt"] == attempt
     }
     return [event for event in events if event.pid in pids]

@@ -19,13 +19,13 @@ def test_below_agents_it_ends_with_the_same_bits(
     """Two agents with two ranks each: suspended past SIGSTOP and resumed in the same processes,
     requeued, and equal to the run that was left alone, which had no agents."""
     training = agent_story.training
-    lives = training.lives()
-    assert len(lives) == 2, training.log()
-    assert lives[-1].ending == "finished"
-    assert steps_lost(lives) == 0, lives
+    attempts = training.attempts()
+    assert len(attempts) == 2, training.log()
+    assert attempts[-1].ending == "finished"
+    assert steps_lost(attempts) == 0, attempts
     assert training.result == ddp_alone
     for rank in range(4):
         (parked,) = training.events_of(rank, EventKind.ALL_PARKED)
         assert parked.data["in_flight"] == 0
-        pids = {event.pid for event in training.events_of(rank, life=1)}
+        pids = {event.pid for event in training.events_of(rank, attempt=1)}
         assert len(pids) == 1

@@ -18,19 +18,19 @@ TOLERANCE = 1e-5
 
 
 def test_every_sample_once_in_worlds_of_4_2_3_and_4_ranks(worlds_story: Story) -> None:
-    """Each life has as many ranks as the job has nodes, goes on where the last one stopped, and
-    every sample of every epoch is seen by exactly one rank, in one life."""
+    """Each attempt has as many ranks as the job has nodes, goes on where the last one stopped, and
+    every sample of every epoch is seen by exactly one rank, in one attempt."""
     training = worlds_story.training
-    lives = training.lives()
-    assert [life.ending for life in lives[:-1]].count(None) == 0, training.log()
-    assert len(lives) == len(WORLDS)
-    assert steps_lost(lives) == 0, lives
+    attempts = training.attempts()
+    assert [attempt.ending for attempt in attempts[:-1]].count(None) == 0, training.log()
+    assert len(attempts) == len(WORLDS)
+    assert steps_lost(attempts) == 0, attempts
     ranks = Counter(
         event.data["attempt"]
         for rank in range(max(WORLDS))
         for event in training.events_of(rank, EventKind.FIRST_STEP)
     )
-    assert [ranks[life] for life in range(1, len(WORLDS) + 1)] == list(WORLDS)
+    assert [ranks[attempt] for attempt in range(1, len(WORLDS) + 1)] == list(WORLDS)
     result = training.result
     assert result["steps_trained_twice"] == 0
     assert result["steps_missing"] == []

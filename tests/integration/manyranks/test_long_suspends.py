@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 def test_ddp_goes_on_after_a_long_suspend(long_ddp_story: Story) -> None:
     """In the middle of training, past SIGSTOP: all ranks are parked with nothing in flight, go on
-    in the same processes, and finish in their first life."""
+    in the same processes, and finish in their first attempt."""
     _goes_on(long_ddp_story)
 
 
@@ -23,7 +23,7 @@ def test_fsdp_goes_on_after_a_long_suspend(long_fsdp_story: Story) -> None:
 
 def _goes_on(story: Story) -> None:
     training = story.training
-    assert [life.ending for life in training.lives()] == ["finished"], training.log()
+    assert [attempt.ending for attempt in training.attempts()] == ["finished"], training.log()
     assert all(training.result["every_sample_once"])
     for rank in range(4):
         (parked,) = training.events_of(rank, EventKind.ALL_PARKED)

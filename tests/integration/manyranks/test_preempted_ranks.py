@@ -28,12 +28,12 @@ def test_fsdp_ends_with_the_same_bits(fsdp_alone: dict[str, Any], fsdp_story: St
 
 def _ends_like(story: Story, alone: dict[str, Any], times: int) -> None:
     training = story.training
-    lives = training.lives()
-    endings = Counter(life.ending for life in lives)
-    assert len(lives) == times + 1, training.log()
+    attempts = training.attempts()
+    endings = Counter(attempt.ending for attempt in attempts)
+    assert len(attempts) == times + 1, training.log()
     assert endings["finished"] == 1
     assert endings["error"] == endings[None] == 0
-    assert steps_lost(lives) == 0, lives
+    assert steps_lost(attempts) == 0, attempts
     result = training.result
     assert result["steps_trained_twice"] == 0
     assert all(result["every_sample_once"])

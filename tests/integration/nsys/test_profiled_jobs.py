@@ -250,7 +250,7 @@ def test_ranks_below_torchrun_are_told_apart_in_one_report(
     assert not re.search("Traceback", said())
 
 
-def test_every_life_leaves_a_report_of_its_own(job: Job) -> None:
+def test_every_attempt_leaves_a_report_of_its_own(job: Job) -> None:
     """Over a requeue, though all processes of the job step got each signal."""
     job.wait_for(EventKind.FIRST_STEP, restart=1)
     job.slurm("scancel", "--signal=INT", job.job_id)

@@ -1,5 +1,5 @@
-"""A rank that stands still at each moment of its life until it is let on: what test_every_moment.py
-signals. ``at_every_moment.py FOLDER``
+"""A rank that stands still at each moment of its attempt until it is let on: what
+test_every_moment.py signals. ``at_every_moment.py FOLDER``
 
 At a moment NAME it makes FOLDER/NAME, and goes on when there is FOLDER/NAME-go; the first moments
 are made by the test, for they come before this.

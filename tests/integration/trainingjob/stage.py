@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from integration.trainingjob.scene import HERE, Scene, lives
+from integration.trainingjob.scene import HERE, Scene, is_alive
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.devcluster import DevCluster
@@ -113,8 +113,8 @@ def preempted(cluster: DevCluster, folder: Path) -> Scene:
     here = f"scheduler: {{options: {{nodelist: '{','.join(PREEMPTED_NODES)}'}}}}\n"
     spec = replicas(2).replace(ELSEWHERE, here)
     scene.submit(spec + "runPolicy: {backoffLimit: 1}\n")
-    for life in range(1, PREEMPTIONS + 1):
-        scene.wait_until_playing(life, replicas=2)
+    for attempt in range(1, PREEMPTIONS + 1):
+        scene.wait_until_playing(attempt, replicas=2)
         scene.preempt(PREEMPTED_NODES)
     scene.final_condition()
     return scene
@@ -127,8 +127,8 @@ def preempted_too_often(cluster: DevCluster, folder: Path) -> Scene:
         ELSEWHERE, f"scheduler: {{options: {{nodelist: {PREEMPTED_NODE}}}}}\n"
     )
     scene.submit(spec + "runPolicy: {preemptionLimit: 1}\n")
-    for life in (1, 2):
-        scene.wait_until_playing(life, replicas=1)
+    for attempt in (1, 2):
+        scene.wait_until_playing(attempt, replicas=1)
         scene.preempt([PREEMPTED_NODE])
     scene.final_condition()
     return scene
@@ -179,7 +179,7 @@ def kinds(events: Path) -> list[EventKind]:
 
 
 def deadline(cluster: DevCluster, folder: Path) -> Scene:
-    """Its seconds are over in its second life."""
+    """Its seconds are over in its second attempt."""
     scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
     scene.submit(replicas(1) + "runPolicy: {activeDeadlineSeconds: 6}\n")
     scene.wait_until_playing(1, replicas=1)
@@ -230,10 +230,10 @@ def cleaned(cluster: DevCluster, folder: Path, *, policy: str, with_shell: bool)
             scene.wait(lambda: scene.attempts[0].ending is Ending.SUCCEEDED, "the master's end")
             until_s = time.monotonic() + PEERS_S + 2.0
             scene.wait(lambda: time.monotonic() > until_s, "more than others are given")
-            scene.seen["worker lived"] = lives(worker)
+            scene.seen["worker lived"] = is_alive(worker)
             scene.touch("end")
     scene.final_condition()
-    scene.wait(lambda: not lives(worker), "end of the worker")
+    scene.wait(lambda: not is_alive(worker), "end of the worker")
     janitor = re.search(r"job (\d+) cleans up behind it", scene.said)
     assert janitor is not None
     log = scene.run.logs / f"{janitor[1]}_0_log.out"

@@ -68,7 +68,7 @@ def test_always_restarts_also_after_success(scene: Scene) -> None:
 
 @pytest.mark.scene("unrequested_exit")
 def test_leaving_with_75_unasked_is_no_preemption(scene: Scene) -> None:
-    """It is judged as a failure: started again in the same life, within backoffLimit."""
+    """It is judged as a failure: started again in the same attempt, within backoffLimit."""
     assert statuses(scene) == [75, 75]
     assert [one.restart_count for one in scene.attempts] == [0, 0]
     assert scene.final_condition().reason == "BackoffLimitExceeded"
@@ -137,8 +137,8 @@ def test_preemptions_have_a_limit_of_their_own(scene: Scene) -> None:
 
 
 @pytest.mark.scene("deadline")
-def test_the_deadline_counts_over_all_lives(scene: Scene) -> None:
-    """Half of activeDeadlineSeconds in one life, half in the next; then it is over for good."""
+def test_the_deadline_counts_over_all_attempts(scene: Scene) -> None:
+    """Half of activeDeadlineSeconds in one attempt, half in the next; then it is over for good."""
     assert [one.restart_count for one in scene.attempts] == [0, 1]
     assert [one.ending for one in scene.attempts] == [Ending.PREEMPTED, Ending.DEADLINE]
     assert scene.final_condition().reason == "DeadlineExceeded"

@@ -56,9 +56,9 @@ def test_a_stop_that_a_person_asked_for_is_no_failure(scene: Scene) -> None:
 def test_the_spec_decides_where_and_how_often_it_saves(scene: Scene) -> None:
     """checkpointDirectory and saveEverySeconds count above what the script says, which is never."""
     events = list(read_events(scene.run.rank_events(0)))
-    first_life = [event for event in events if event.restart_count == 0]
-    stopped = next(n for n, one in enumerate(first_life) if one.kind is EventKind.STOP_REQUESTED)
-    saves = [one for one in first_life[:stopped] if one.kind is EventKind.SAVE_COMMITTED]
+    first_attempt = [event for event in events if event.restart_count == 0]
+    stopped = next(n for n, one in enumerate(first_attempt) if one.kind is EventKind.STOP_REQUESTED)
+    saves = [one for one in first_attempt[:stopped] if one.kind is EventKind.SAVE_COMMITTED]
     assert len(saves) >= 2
     kept = scene.folder / "kept here"
     assert list(kept.glob("step-*"))

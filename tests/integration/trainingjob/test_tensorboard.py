@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.trainingjob.scene import Scene, lives
+from integration.trainingjob.scene import Scene, is_alive
 from processes import child, wait_until
 
 from hydroslurm.core.rundir import RunDir
@@ -63,15 +63,15 @@ def test_tensorboard_of_a_job(jobs_cluster: DevCluster, tmp_path: Path) -> None:
 
     scene.kill_supervisor(with_shell=False)
     second = _answering(scene, unlike=first.pid)
-    assert not lives(first.pid)
+    assert not is_alive(first.pid)
     scene.slurm("scontrol", "requeue", str(scene.job_id))
     third = _answering(scene, unlike=second.pid)
-    assert not lives(second.pid)
-    scene.wait(lambda: "attempt 1" in _ask(third, "data/runs"), "the second life's run")
+    assert not is_alive(second.pid)
+    scene.wait(lambda: "attempt 1" in _ask(third, "data/runs"), "the second attempt's run")
 
     scene.touch("go")
     assert scene.final_condition().type == "Succeeded"
-    scene.wait(lambda: not lives(third.pid), "TensorBoard's end")
+    scene.wait(lambda: not is_alive(third.pid), "TensorBoard's end")
     scene.wait(lambda: not scene.run.tensorboard_json.exists(), "end of the address")
     ended = scene.hydroslurm("describe", str(scene.job_id)).stdout
     assert "TensorBoard:  ended with the job" in ended
@@ -136,7 +136,7 @@ def test_it_ends_with_a_killed_parent(tmp_path: Path) -> None:
     with child(code, tmp_path, str(tmp_path / "run")) as parent:
         board = int(parent.expect("child"))
         parent.signal(signal.SIGKILL)
-        wait_until(lambda: not lives(board), "end of TensorBoard")
+        wait_until(lambda: not is_alive(board), "end of TensorBoard")
 
 
 def test_address_for_people() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.trainingjob.scene import LIMIT_S, Scene, lives
+from integration.trainingjob.scene import LIMIT_S, Scene, is_alive
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
@@ -210,8 +210,8 @@ def test_wrong_replica_is_answered_with_the_right_ones(debug: Scene) -> None:
 
 
 def test_logs_follow_over_a_requeue_to_the_verdict(told: Scene) -> None:
-    """From before the file is there, init steps and both lives, each replica its own; they end by
-    themselves, behind the verdict."""
+    """From before the file is there, init steps and both attempts, each replica its own; they end
+    by themselves, behind the verdict."""
     assert told.seen["verdict when they ended"] == "Succeeded"
     for replica, name in (("worker-0", "master"), ("worker-1", "worker-1")):
         words = re.findall(r"^looks around$|^\S+ attempt \d: \S+", told.seen[name], re.MULTILINE)
@@ -323,5 +323,5 @@ def test_cancel_of_a_waiting_and_of_a_suspended_job(
         state = scene.slurm("squeue", "-h", "-t", "all", "-j", str(scene.job_id), "-o", "%T")
         assert state.strip() == "CANCELLED"
         assert "has ended already" in scene.hydroslurm("cancel", str(scene.run.root)).stdout
-    debug.wait(lambda: not any(map(lives, sleepers)), "end of the replicas")
+    debug.wait(lambda: not any(map(is_alive, sleepers)), "end of the replicas")
     assert waiting.attempts == ()

@@ -131,7 +131,7 @@ class Scene:
         files = self.folder.glob("told-*")
         return {int(line.split()[-1]) for file in files for line in file.read_text().splitlines()}
 
-    def lives(self, rank: int) -> list[str]:
+    def attempts(self, rank: int) -> list[str]:
         """HYDROSLURM_INCARNATION of each start of a rank."""
         began = [line for line in self.told(rank) if line.startswith("began ")]
         return [line.removeprefix("began ") for line in began]

@@ -48,7 +48,7 @@ def test_a_worker_that_imports_gets_the_latest(scene: Scene) -> None:
     """What would kill a worker that does not listen yet is kept for it: the latest of each kind."""
     (scene.folder / "late").touch()
     with scene.agent(*one_node(1)) as agent:
-        wait_until(lambda: scene.lives(0), "the worker began")
+        wait_until(lambda: scene.attempts(0), "the worker began")
         for signo in (signal.SIGTSTP, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR1):
             agent.signal(signo)
             wait_until(
@@ -85,7 +85,7 @@ def test_workers_that_save_are_left_alone(scene: Scene) -> None:
         scene.leave(1, 75)
         assert agent.wait() == 75
     assert scene.told(1).count("SIGTERM") == 2
-    assert [len(scene.lives(rank)) for rank in range(2)] == [1, 1]
+    assert [len(scene.attempts(rank)) for rank in range(2)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_leaving_on_purpose_without_a_signal(
 
 def test_a_failure_is_restarted_and_nobody_takes_it_for_a_stop(scene: Scene) -> None:
     """A crashed worker is started again with all its siblings, of which none gets a SIGTERM; the
-    new ones are of another life, and are paused like the old ones."""
+    new ones are of another attempt, and are paused like the old ones."""
     with scene.agent(*one_node(2, restarts=1)) as agent:
         for rank in range(2):
             scene.wait_told(rank, "announced")
@@ -121,8 +121,8 @@ def test_a_failure_is_restarted_and_nobody_takes_it_for_a_stop(scene: Scene) -> 
             scene.wait_told(rank, "announced", times=2)
             scene.wait_told(rank, "SIGUSR1", times=2)
             assert "SIGTERM" not in scene.told(rank)
-            assert len(set(scene.lives(rank))) == 2
-        assert scene.lives(0) == scene.lives(1)
+            assert len(set(scene.attempts(rank))) == 2
+        assert scene.attempts(0) == scene.attempts(1)
         scene.leave(0, 3)
         assert agent.wait() == 3
     assert "ChildFailedError" in str(agent)

@@ -75,8 +75,8 @@ def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> 
         scene.leave(0, 3)
         for rank in range(2):
             scene.wait_told(rank, "announced", times=2)
-        assert scene.lives(0) == scene.lives(1)
-        assert len(set(scene.lives(0))) == 2
+        assert scene.attempts(0) == scene.attempts(1)
+        assert len(set(scene.attempts(0))) == 2
         for rank in range(2):
             scene.leave(rank, 0)
         assert [agent.wait() for agent in agents] == [0, 0]

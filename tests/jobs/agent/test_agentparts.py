@@ -124,7 +124,7 @@ def _step(**values: str) -> dict[str, str]:
 
 
 def test_where_the_tasks_of_a_job_step_meet() -> None:
-    """One agent per task, at the first node, elsewhere in each life; one alone needs nothing."""
+    """One agent per task, at the first node, elsewhere in each attempt; one alone needs nothing."""
     where = find_rendezvous(_step(), key=None)
     assert where is not None
     assert (where.nnodes, where.run_id, where.rank) == (3, "12.0.0", 1)

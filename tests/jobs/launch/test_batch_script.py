@@ -37,7 +37,7 @@ def test_the_file_in_sbatch_is_the_generated_one(script: RequeueScript) -> None:
 
 
 def test_several_ranks() -> None:
-    """srun is told nodes and tasks, from what this life has been given, not from what was asked
+    """srun is told nodes and tasks, from what this attempt has been given, not from what was asked
     for when the job was submitted."""
     one_each = requeue_script(MULTI_NODE).splitlines()
     assert "#SBATCH --nodes=4" in one_each

@@ -28,16 +28,20 @@ class Job:
         self._folder = folder
         self.files: dict[int, Path] = {}
 
-    def tell(self, kind: EventKind, rank: int = 0, *, pid: int = 0, life: int = 1, **data: object):
+    def tell(
+        self, kind: EventKind, rank: int = 0, *, pid: int = 0, attempt: int = 1, **data: object
+    ):
         path = self._folder / f"rank-{rank:05d}.jsonl"
         self.files[rank] = path
         log = EventLog(path)
-        log.append(Event(kind, 1, 1, rank, 7, life, pid or 100 + rank, "n1", data=data))
+        log.append(Event(kind, 1, 1, rank, 7, attempt, pid or 100 + rank, "n1", data=data))
         log.close()
 
-    def installed(self, rank: int = 0, *, pid: int = 0, life: int = 1, **changes: object) -> None:
+    def installed(
+        self, rank: int = 0, *, pid: int = 0, attempt: int = 1, **changes: object
+    ) -> None:
         told = {**TOLD, "task": rank, **changes}
-        self.tell(EventKind.INSTALLED, rank, pid=pid, life=life, **told)
+        self.tell(EventKind.INSTALLED, rank, pid=pid, attempt=attempt, **told)
 
     def hear(self, verb: str = "pause") -> Listeners:
         return listeners(self.files, verb, restart_count=1)  # type: ignore[arg-type]
@@ -66,9 +70,9 @@ def test_two_steps_in_one_file(job: Job) -> None:
     assert job.hear().signals == {1: RTMIN3}
 
 
-def test_another_life_does_not_count(job: Job) -> None:
+def test_another_attempt_does_not_count(job: Job) -> None:
     """What ranks were before the requeue says nothing of those of now."""
-    job.installed(life=0)
+    job.installed(attempt=0)
     assert job.hear() == Listeners({}, frozenset(), ())
 
 

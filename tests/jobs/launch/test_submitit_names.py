@@ -79,7 +79,7 @@ def test_debug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``cluster="local"`` each task is a rank. A Run that is warned saves, submitit starts it
-    again, and ``result()`` is that of all its lives."""
+    again, and ``result()`` is that of all its attempts."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
     ours = Executor(tmp_path / "ours", 3, cluster="local")
     ours.update_parameters(timeout_min=5, tasks_per_node=2, local_setup=["true"])
@@ -89,15 +89,15 @@ def test_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = stock.submit(hydroslurm.preemptible(submitted.train), tmp_path)
     events = RunDir(tmp_path / "logs" / f"{job.job_id}_run").rank_events(0)
 
-    def lives() -> int:
+    def attempts() -> int:
         assert job.state == "RUNNING", job.stderr()
         steps = [] if not events.exists() else list(read_events(events))
         return sum(event.kind is EventKind.FIRST_STEP for event in steps)
 
-    wait_until(lambda: lives() == 1, "first life", limit_s=100)
+    wait_until(lambda: attempts() == 1, "first attempt", limit_s=100)
     (task,) = Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split()
     os.kill(int(task), signal.SIGUSR2)
-    wait_until(lambda: lives() == 2, "second life", limit_s=100)
+    wait_until(lambda: attempts() == 2, "second attempt", limit_s=100)
     (tmp_path / "hurry").touch()
     assert job.result()["steps"] == 1000
     told = (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()

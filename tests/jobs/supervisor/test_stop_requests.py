@@ -34,20 +34,20 @@ def test_who_asked(tmp_path: Path, kind: EventKind, meaning: str | None, asked: 
 
 
 def test_why(tmp_path: Path) -> None:
-    """The first answer of this attempt counts, with the signal; not one of another life, and not
+    """The first answer of this attempt counts, with the signal; not one of another attempt, and not
     that Slurm could not be asked."""
     stop, reason = EventKind.STOP_REQUESTED, EventKind.STOP_REASON
-    for rank, life, epoch_ns, kind, data in (
+    for rank, attempt, epoch_ns, kind, data in (
         (0, 0, 900, reason, {"reason": "time_limit", "message": "of an attempt before"}),
         (0, 0, 1001, stop, {"signal": None}),
         (0, 0, 1003, reason, {"reason": "requeued", "message": "requeued by hand"}),
         (1, 0, 1000, stop, {"signal": "SIGTERM"}),
         (1, 0, 1002, reason, {"reason": "preempted", "message": "with a grace"}),
         (2, 0, 1001, reason, {"reason": "unknown", "message": "Slurm could not be asked"}),
-        (0, 1, 2000, reason, {"reason": "asked", "message": "of the next life"}),
+        (0, 1, 2000, reason, {"reason": "asked", "message": "of the next attempt"}),
     ):
         log = EventLog(tmp_path / f"rank-{rank:05d}.jsonl")
-        log.append(Event(kind, 5, epoch_ns, rank=rank, restart_count=life, data=data))
+        log.append(Event(kind, 5, epoch_ns, rank=rank, restart_count=attempt, data=data))
         log.close()
     first = Attempt(2, restart_count=0, began_epoch_ns=1000)
     assert recorded_stop_reason(tmp_path, first) == (

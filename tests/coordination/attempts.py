@@ -1,4 +1,4 @@
-"""Lives of the run in ``crew.py``, and what is done to its ranks."""
+"""Attempts of the run in ``crew.py``, and what is done to its ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 @dataclass
-class Life:
+class Attempt:
     """One that has begun."""
 
     crew: Child
@@ -35,7 +35,7 @@ class Life:
     def signal(self, rank: int, signo: int = signal.SIGTERM) -> None:
         os.kill(self.pids[rank], signo)
 
-    def end(self) -> Life:
+    def end(self) -> Attempt:
         """Wait until all ranks have ended."""
         self.codes = wait_for_end(self.crew, self.world)
         self.said = "\n".join(self.crew.lines[self._begin :])
@@ -44,7 +44,7 @@ class Life:
 
 @dataclass
 class Story:
-    """The lives of one run, in a folder of their own."""
+    """The attempts of one run, in a folder of their own."""
 
     crew: Child
     folder: Path
@@ -57,8 +57,8 @@ class Story:
     def out(self) -> Path:
         return self.folder / "out"
 
-    def begin(self, world: int, **options: Any) -> Life:
-        """Start a life of so many ranks."""
+    def begin(self, world: int, **options: Any) -> Attempt:
+        """Start an attempt of so many ranks."""
         begin = len(self.crew.lines)
         directory = str(self.run.root)
         pids = start(
@@ -70,10 +70,10 @@ class Story:
             environ={"HYDROSLURM_RUN_DIR": directory},
             **options,
         )
-        return Life(self.crew, world, pids, _begin=begin)
+        return Attempt(self.crew, world, pids, _begin=begin)
 
-    def live(self, world: int, **options: Any) -> Life:
-        """One life, left alone to its end."""
+    def live(self, world: int, **options: Any) -> Attempt:
+        """One attempt, left alone to its end."""
         return self.begin(world, **options).end()
 
     def go(self) -> None:
@@ -81,7 +81,7 @@ class Story:
         (self.run.root / "go").touch()
 
     def wait_for(self, kind: EventKind, *, world: int, times: int = 1) -> None:
-        """Until every rank has written such an event, so often, in the life of now."""
+        """Until every rank has written such an event, so often, in the attempt of now."""
 
         def seen() -> bool:
             return all(self._of_now(rank, kind) >= times for rank in range(world))
@@ -95,7 +95,7 @@ class Story:
         begin = len(kinds) - 1 - kinds[::-1].index(EventKind.INSTALLED)
         return kinds[begin:].count(kind)
 
-    def lives(self) -> tuple[AttemptRecord, ...]:
+    def attempts(self) -> tuple[AttemptRecord, ...]:
         return AttemptLog(self.run.attempts_jsonl).attempts()
 
     def events(self, rank: int, *kinds: EventKind) -> list[Event]:
@@ -103,6 +103,6 @@ class Story:
         return [event for event in found if not kinds or event.kind in kinds]
 
     def steps(self, rank: int) -> list[list[Any]]:
-        """[step, loss, samples] in the order in which the rank trained them, over all lives."""
+        """[step, loss, samples] in the order in which the rank trained them, over all attempts."""
         path = self.run.root / f"diary-{rank}"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,11 +1,11 @@
-"""A program that has torch loaded and forks one process per life of a small job: torch's import is
-most of what a life costs here.
+"""A program that has torch loaded and forks one process per attempt of a small job: torch's import
+is most of what an attempt costs here.
 
-A line of JSON on stdin starts a life; its process number comes back, what it prints, and at its end
-``ended CODE``. Each function of the job writes its name into a diary. Options:
+A line of JSON on stdin starts an attempt; its process number comes back, what it prints, and at its
+end ``ended CODE``. Each function of the job writes its name into a diary. Options:
 
 directory, diary, out: where; without a directory there is no manager.
-hold: the diary entry at which the life waits for a stop request before it goes on.
+hold: the diary entry at which the attempt waits for a stop request before it goes on.
 fail: the one at which it raises.
 save_anew: the epoch before whose first batch the Run's checkpoints vanish and it saves.
 lose_epochs: the one at which the folder of the epochs' checkpoints breaks.

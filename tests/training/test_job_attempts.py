@@ -15,15 +15,15 @@ SETUP = ["download", "build"]
 
 def test_left_alone(story: Story) -> None:
     """The groups run in order, each epoch is committed, and the run is marked as finished."""
-    life = story.live()
-    assert (life.code, life.diary) == (0, WHOLE)
-    assert "returned 3" in life.said
+    attempt = story.live()
+    assert (attempt.code, attempt.diary) == (0, WHOLE)
+    assert "returned 3" in attempt.said
     assert CheckpointManager(story.directory).epochs() == (0, 1, 2, 3)
     assert (story.directory / "finished.json").exists()
 
 
 def test_a_finished_job_does_nothing(story: Story) -> None:
-    """One more life leaves at once, says so, and knows how many epochs there were."""
+    """One more attempt leaves at once, says so, and knows how many epochs there were."""
     story.live(epochs=1)
     again = story.live(epochs=1)
     assert (again.code, again.diary) == (0, [])
@@ -33,7 +33,7 @@ def test_a_finished_job_does_nothing(story: Story) -> None:
 
 @pytest.mark.parametrize("hold", ["download", "build", "weights"])
 def test_stopped_before_init_is_done(story: Story, undisturbed: str, hold: str) -> None:
-    """Nothing is saved, and the next life begins anew, with all of init."""
+    """Nothing is saved, and the next attempt begins anew, with all of init."""
     first = story.live(hold=hold)
     assert (first.code, first.diary) == (75, until(hold)), first.said
     assert "in this attempt" in first.said or "runs again from its beginning" in first.said
@@ -64,7 +64,7 @@ def test_stopped_before_init_is_done(story: Story, undisturbed: str, hold: str) 
 def test_stopped_and_run_again(
     story: Story, undisturbed: str, hold: str, follows: list[str]
 ) -> None:
-    """SIGTERM in any group ends the life with 75; the next one goes on from there, and ends with
+    """SIGTERM in any group ends the attempt with 75; the next one goes on from there, and ends with
     the same bits as a run that was left alone."""
     first = story.live(hold=hold)
     assert (first.code, first.diary) == (75, until(hold)), first.said
@@ -83,12 +83,22 @@ def test_an_output_outlives_a_stop_within_its_epoch(story: Story) -> None:
 
 
 def test_stopped_again_and_again(story: Story, undisturbed: str) -> None:
-    """A run of many lives, with periodic saves, ends with the same bits as one of a single life."""
+    """A run of many attempts, with periodic saves, ends with the same bits as one of a single
+    attempt."""
     for hold in ("weights", "train 0.0", "train 0.3", "validate 0", "asked 1", "train 2.2", "exit"):
         assert story.live(hold=hold, every_steps=1).code == 75, hold
     assert story.live(every_steps=1).code == 0
     assert story.out.read_text() == undisturbed
-    assert [life.diary.count("weights") for life in story.lives] == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert [attempt.diary.count("weights") for attempt in story.attempts] == [
+        1,
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("place", ["first look", "train 1.2", "trained 1", "validate 2", "exit"])
@@ -104,8 +114,8 @@ def test_killed_and_run_again(story: Story, undisturbed: str, place: str) -> Non
 def test_a_periodic_save_and_an_epoch_of_the_same_step(story: Story) -> None:
     """The periodic checkpoint behind the last step of an epoch does not stand in for the epoch's
     own: both are there, and the run goes on from the later one."""
-    life = story.live(every_steps=1, hold="train 1.0")
-    assert life.code == 75
+    attempt = story.live(every_steps=1, hold="train 1.0")
+    assert attempt.code == 75
     manager = CheckpointManager(story.directory)
     assert manager.epochs() == (0, 1)
     assert manager.find(step=4).checkpoint.kind == "epoch"
@@ -113,7 +123,7 @@ def test_a_periodic_save_and_an_epoch_of_the_same_step(story: Story) -> None:
 
 
 def test_without_a_manager(story: Story) -> None:
-    """Nothing is saved; a stop still leaves at the next safe point, and the next life begins
+    """Nothing is saved; a stop still leaves at the next safe point, and the next attempt begins
     anew."""
     story.saves = False
     first = story.live(hold="train 1.1")
@@ -125,8 +135,8 @@ def test_without_a_manager(story: Story) -> None:
 
 def test_a_stop_signal_ends_the_job_after_its_checkpoint(story: Story) -> None:
     """What was trained last is committed, and marked as the last; exit is done once."""
-    life = story.live(epochs=1, fail="exit")
-    assert life.code == 1
+    attempt = story.live(epochs=1, fail="exit")
+    assert attempt.code == 1
     manager = CheckpointManager(story.directory)
     assert manager.last_epoch() == 1
     assert manager.load_partial(["hydroslurm.job"], epoch=1)["hydroslurm.job"]["ended"] is True
@@ -135,8 +145,8 @@ def test_a_stop_signal_ends_the_job_after_its_checkpoint(story: Story) -> None:
     assert story.live(epochs=1).diary == []
 
 
-def test_lives_are_written_down(story: Story) -> None:
-    """attempts.jsonl has a line for the beginning and the end of each life that got so far."""
+def test_attempts_are_written_down(story: Story) -> None:
+    """attempts.jsonl has a line for the beginning and the end of each attempt that got so far."""
     story.live(hold="train 0.1")
     story.live()
     rows = [
@@ -186,10 +196,10 @@ def test_resume_from_epoch_trains_a_finished_job_further(story: Story, undisturb
 def test_resume_from_an_epoch_that_is_not_there(story: Story) -> None:
     """The error lists the epochs that there are, before any function has run."""
     story.live(epochs=2)
-    life = story.live(back_to=7)
-    assert (life.code, life.diary) == (1, [])
-    assert "no checkpoint of epoch 7" in life.said
-    assert "there are epochs 0, 1, 2" in life.said
+    attempt = story.live(back_to=7)
+    assert (attempt.code, attempt.diary) == (1, [])
+    assert "no checkpoint of epoch 7" in attempt.said
+    assert "there are epochs 0, 1, 2" in attempt.said
 
 
 def test_a_save_before_the_batches_of_a_resumed_epoch(story: Story, undisturbed: str) -> None:
