@@ -12,7 +12,7 @@ def family_of(pid: int) -> list[int]:
 
 def coordinator_of(pid: int) -> int | None:
     """The coordinator that rank 0, ``pid``, has started; None where there is none."""
-    return next(filter(_is_hub, children_of(pid)), None)
+    return next(filter(_is_coordinator, children_of(pid)), None)
 
 
 def children_of(pid: int) -> list[int]:
@@ -25,7 +25,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def _is_hub(pid: int) -> bool:
+def _is_coordinator(pid: int) -> bool:
     try:
         return b"coordination.coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -70,15 +70,15 @@ WEIGHTS = {
     "term_twice": 4,
     "pause": 12,
     "suspend": 6,
-    "suspend_hub_too": 3,
+    "suspend_coordinator_too": 3,
     "kill": 18,
     "freeze": 10,
     "delay": 14,
-    "kill_hub": 6,
-    "freeze_hub": 5,
+    "kill_coordinator": 6,
+    "freeze_coordinator": 5,
     "error": 4,
 }
-OF_THE_HUB = ("kill_hub", "freeze_hub")
+OF_THE_COORDINATOR = ("kill_coordinator", "freeze_coordinator")
 """Done by rank 0, the only one that knows it."""
 
 
@@ -154,7 +154,7 @@ def _faults(source: random.Random, world: int) -> list[Fault]:
         found.append(_at_a_step(source, world, what="pause"))
     if source.random() < 0.15:  # two at once
         rank = (first.rank + 1) % world
-        what = _what(source, ("error", *OF_THE_HUB))
+        what = _what(source, ("error", *OF_THE_COORDINATOR))
         found.append(Fault(rank, first.moment, first.nth, what, _seconds(source, what)))
     return found
 
@@ -163,7 +163,7 @@ def _one(source: random.Random, world: int, moments: Sequence[str]) -> Fault:
     moment = source.choice(moments)
     what = _what(source, () if moment == "step" else ("error",))
     nth = source.randint(1, 6) if moment == "step" else source.choice((1, 1, 1, 2))
-    rank = 0 if what in OF_THE_HUB or "rename" in moment else source.randrange(world)
+    rank = 0 if what in OF_THE_COORDINATOR or "rename" in moment else source.randrange(world)
     return Fault(rank, moment, nth, what, _seconds(source, what))
 
 
@@ -182,9 +182,9 @@ def _seconds(source: random.Random, what: str) -> float:
     longest_s = {
         "pause": 0.6,
         "suspend": 1.0,
-        "suspend_hub_too": 1.0,
+        "suspend_coordinator_too": 1.0,
         "freeze": 1.5,
-        "freeze_hub": 1.5,
+        "freeze_coordinator": 1.5,
         "delay": 0.6,
     }
     return round(source.uniform(0.05, longest_s[what]), 2) if what in longest_s else 0.0

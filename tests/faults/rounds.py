@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.families import family_of, coordinator_of
+from faults.families import coordinator_of, family_of
 from faults.plans import Fault, Plan
 from faults.verdicts import AttemptSeen, Complaint, check_attempt, check_last
 from processes import Child, child
@@ -205,7 +205,7 @@ class _Attempt:
             self._later(fault.seconds, fault.rank, signal.SIGUSR2)
         elif fault.what == "freeze":
             self._later(fault.seconds, fault.rank, signal.SIGCONT)
-        elif fault.what == "freeze_hub":
+        elif fault.what == "freeze_coordinator":
             self._later(fault.seconds, f"pid {coordinator}", signal.SIGCONT)
         elif fault.what == "stop_all":
             self._signal("all and the coordinator", signal.SIGTERM)

@@ -47,8 +47,8 @@ def tell(outcome: Outcome, *, loud: bool) -> None:
     plan = outcome.plan
     print(
         f"round {plan.number:4}  {plan.world} ranks {plan.model:4}  "
-        f"attempts {len(outcome.attempts)}  faults {outcome.faults}/{outcome.planned}  {outcome.seconds:5.1f} s  "
-        f"{'BAD' if outcome.complaints else 'ok'}",
+        f"attempts {len(outcome.attempts)}  faults {outcome.faults}/{outcome.planned}  "
+        f"{outcome.seconds:5.1f} s  {'BAD' if outcome.complaints else 'ok'}",
         flush=True,
     )
     if not (outcome.complaints or loud):

@@ -242,7 +242,7 @@ def test_a_death_with_all_parts_on_the_disk(victim: int, play: Play) -> None:
 @pytest.mark.parametrize("moment", ["agree run/stop", "agreed run/stop", "agreed run/plan"])
 def test_the_hub_dies_during_a_stop(moment: str, play: Play) -> None:
     """What connects the ranks is killed while they stop: all leave, in time, to run again."""
-    attempt = play(Fault(1, "step", 5, "term"), Fault(0, moment, 1, "kill_hub"))
+    attempt = play(Fault(1, "step", 5, "term"), Fault(0, moment, 1, "kill_coordinator"))
     assert set(attempt.codes.values()) == {RUN_AGAIN}, attempt.said
 
 
@@ -252,7 +252,7 @@ def test_the_hub_dies_during_a_save(rank: int, play: Play) -> None:
     written, and others have not: that save is over for all, and the next ones are made."""
     attempt = play(
         Fault(rank, "agree save/written", 1, "delay", 0.4),
-        Fault(0, "event save_staged", 1, "kill_hub"),
+        Fault(0, "event save_staged", 1, "kill_coordinator"),
         Fault(1, "step", 16, "await_commit"),
         Fault(1, "step", 17, "term"),
         every_steps=2,

@@ -164,7 +164,8 @@ def _check_same_message(attempt: AttemptSeen) -> list[Complaint]:
     for rank in range(attempt.world):
         for event in attempt.of(rank, EventKind.SAVE_FAILED):
             step, reason = event.data["checkpoint_step"], str(event.data["reason"])
-            if step in committed and "not known" not in reason and not attempt.did("kill_hub"):
+            is_known = "not known" not in reason and not attempt.did("kill_coordinator")
+            if step in committed and is_known:
                 message = f"step {step} was committed, and failed for rank {rank}: {reason}"
                 found.append(Complaint("disagreement", message))
     return found
@@ -173,7 +174,7 @@ def _check_same_message(attempt: AttemptSeen) -> list[Complaint]:
 def _check_ends(attempt: AttemptSeen) -> list[Complaint]:
     """Without a death all leave in one way, and a stop loses no step."""
     signals_before_us = any(code < 0 for code in attempt.codes.values())
-    if attempt.hung or signals_before_us or attempt.did("kill", "kill_hub", "error"):
+    if attempt.hung or signals_before_us or attempt.did("kill", "kill_coordinator", "error"):
         return []
     codes = set(attempt.codes.values())
     if codes not in ({0}, {RUN_AGAIN}):

@@ -51,7 +51,7 @@ SELF_SIGNALS = {
     "freeze": (signal.SIGSTOP,),
 }
 LATE = (signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGUSR2)
-COORDINATOR_SIGNALS = {"kill_hub": signal.SIGKILL, "freeze_hub": signal.SIGSTOP}
+COORDINATOR_SIGNALS = {"kill_coordinator": signal.SIGKILL, "freeze_coordinator": signal.SIGSTOP}
 
 
 class Moments:
