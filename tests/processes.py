@@ -121,15 +121,18 @@ def child(
         started.close()
 
 
-def wait_until(condition: Callable[[], object], what: str, *, limit_s: float = LIMIT_S) -> None:
-    """Look again and again until something holds."""
+def wait_until(
+    condition: Callable[[], object], what: str | Callable[[], str], *, limit_s: float = LIMIT_S
+) -> None:
+    """Look again and again until something holds; ``what`` is said when it does not come."""
     deadline = time.monotonic() + limit_s
     while True:
         looked = time.monotonic()
         if condition():
             return
         now = time.monotonic()
-        assert now < deadline, f"not within {limit_s} s: {what}"
+        if now >= deadline:
+            raise AssertionError(f"not within {limit_s} s: {what() if callable(what) else what}")
         # looks that ask Slurm, or read much, would take the processor from what is waited for
         time.sleep(min(max(0.005, 4 * (now - looked)), 0.2))
 
