@@ -1,6 +1,6 @@
 """How a checkpoint comes to exist, and how it goes: the order of the calls is the whole point.
 
-    parts, each fsynced -> folder fsynced -> manifest: written, fsynced, renamed -> folder fsynced
+    parts, each fsynced -> DCP's index, then the manifest: written, fsynced, renamed, folder fsynced
     -> folder renamed to its final name -> parent fsynced
 
 Killed anywhere, there is either the folder under its final name, complete, or a leftover that
@@ -13,66 +13,39 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hydroslurm.checkpoint import folders, manifest
-from hydroslurm.checkpoint.checksummed_file import hashing, write_whole
-from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.checksummed_file import write_whole
+from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 """What rename says when a folder with files in it has the name."""
 
+DRAFT = ".tmp"
+"""Ends the names of files that are not in their place yet."""
+
 ATTEMPTS = 3
 """To take the place of a broken checkpoint, while other processes try the same."""
 
 
-def commit(
-    target: Path,
-    *,
-    temporary: Path,
-    fill: Callable[[Path, ThreadPoolExecutor], Manifest],
-    is_whole: Callable[[], bool],
-    may_commit: Callable[[], None],
-    storage: Storage,
-) -> Manifest | None:
-    """Make a checkpoint at ``target``.
+def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> FileEntry:
+    """Write one small file durably, and give it its name when it is complete."""
+    draft = folder / f"{name}.{rank}{DRAFT}"
+    entry = write_whole(draft, data, storage=storage)
+    storage.rename(draft, folder / name)
+    storage.fsync_dir(folder)
+    return entry
 
-    Args:
-        fill: writes and fsyncs the parts into the folder it is given, computing their checksums in
-            the thread it is given, and describes them.
-        is_whole: whether a good checkpoint is at ``target`` by now; asked when the name is taken.
-        may_commit: called before the last rename, which it can prevent by raising.
 
-    Returns:
-        Its manifest; None when another process committed the same step before.
-
-    Raises:
-        OSError: a call failed. What was committed before is as it was, except that after a failure
-            of the very last call the new one may be there too.
-    """
-    make_dirs(target.parent, storage=storage)
-    storage.mkdir(temporary)
-    try:
-        with hashing() as hasher:
-            described = fill(temporary, hasher)
-            storage.fsync_dir(temporary)
-            draft = temporary / f"{manifest.NAME}.tmp"
-            write_whole(draft, described.to_json().encode(), storage=storage, hasher=hasher)
-        storage.rename(draft, temporary / manifest.NAME)
-        storage.fsync_dir(temporary)
-        may_commit()
-        ours = move_into_place(temporary, target, is_whole=is_whole, storage=storage)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove_tree(temporary, storage=storage)
-        raise
-    if not ours:
-        with contextlib.suppress(OSError):
-            remove_tree(temporary, storage=storage)
-    storage.fsync_dir(target.parent)
-    return described if ours else None
+def remove_drafts(folder: Path, *, storage: Storage) -> None:
+    """Of an earlier attempt of this rank, and of ranks that died. One that is alive after all comes
+    back to look whether its work is done."""
+    for name in storage.listdir(folder):
+        if name.endswith(DRAFT):
+            with contextlib.suppress(FileNotFoundError):
+                storage.unlink(folder / name)
 
 
 def remove(path: Path, *, storage: Storage) -> None:

@@ -130,7 +130,7 @@ class SaveRound:
         Raises:
             SaveFailed, UnsavableState: on all ranks; one cannot take part, or is gone.
         """
-        answers = self._agree("start", {"busy": step}, problem=problem).items()
+        answers = self.settle("start", {"busy": step}, problem=problem).items()
         steps = {
             rank: checked(one, rank=rank, busy=(int, NoneType))["busy"] for rank, one in answers
         }
@@ -148,24 +148,24 @@ class SaveRound:
         """
         if self.is_solo:
             return here
-        answers = self._agree("situation", _to_json(here), left_s=here.left_s)
+        answers = self.settle("situation", _to_json(here), left_s=here.left_s)
         return _together(here, [_situation_of(rank, one) for rank, one in answers.items()])
 
     def refuse(self, problem: BaseException) -> NoReturn:
         """Answer the others' :meth:`situation` with why this rank cannot take part, and raise."""
-        self._agree("situation", {}, problem=problem)
+        self.settle("situation", problem=problem)
         raise AssertionError("an answer that says so is a failure")
 
     def all_done(self, done: bool, *, left_s: float) -> bool:
         """Whether no rank needs another save; raises SaveFailed when one is gone."""
-        answers = self._agree("done", {"done": done}, left_s=left_s)
+        answers = self.settle("done", {"done": done}, left_s=left_s)
         return all(checked(one, rank=rank, done=bool)["done"] for rank, one in answers.items())
 
     def decline(self, error: BaseException) -> None:
         """Answer the ranks that begin this save that this one cannot. Never raises."""
         if not self.is_solo:
             with suppress(CheckpointError, RanksError):
-                self.agree_before_commit("open", failed(error))
+                self.settle("open", problem=error)
 
     def agree(self, what: str, value: Any, *, among: Sequence[int] | None = None) -> Any:
         """Everybody's values; raises RanksError."""
@@ -177,10 +177,30 @@ class SaveRound:
             among=among,
         )
 
-    def agree_before_commit(self, what: str, value: Any) -> Mapping[int, Any]:
-        """Everybody's values; raises what ends the save when a rank has failed or is gone."""
+    def settle(
+        self,
+        what: str,
+        answer: Mapping[str, Any] | None = None,
+        *,
+        problem: BaseException | None = None,
+        left_s: float = math.inf,
+    ) -> Mapping[int, Any]:
+        """Everybody's answers.
+
+        Args:
+            problem: why this rank has failed, instead of an answer.
+            left_s: how long to wait at most.
+
+        Raises:
+            SaveFailed, UnsavableState, SaveAbandoned, StaleAttempt: a rank has failed or is gone;
+                the same on all ranks. A rank that saves alone gets its own problem back.
+        """
+        if problem is not None and self.is_solo:
+            raise problem
+        value = dict(answer or {}) if problem is None else failed(problem)
+        in_time = replace(self, timeout_s=min(self.timeout_s, max(0.0, left_s)))
         try:
-            answers: Mapping[int, Any] = self.agree(what, value)
+            answers: Mapping[int, Any] = in_time.agree(what, value)
         except RanksError as error:
             kind = SaveAbandoned if self._canceled and not gone(error) else SaveFailed
             raise kind(f"{self.not_saved} {why(error)}. {KEPT}") from error
@@ -194,21 +214,6 @@ class SaveRound:
     @property
     def _canceled(self) -> bool:
         return self.cancel is not None and self.cancel.is_set()
-
-    def _agree(
-        self,
-        what: str,
-        answer: Mapping[str, Any],
-        *,
-        left_s: float = math.inf,
-        problem: BaseException | None = None,
-    ) -> Mapping[int, Any]:
-        if problem is not None:
-            if self.is_solo:
-                raise problem
-            answer = failed(problem)
-        in_time = replace(self, timeout_s=min(self.timeout_s, max(0.0, left_s)))
-        return in_time.agree_before_commit(what, dict(answer))
 
 
 def failed(error: BaseException) -> dict[str, Any]:

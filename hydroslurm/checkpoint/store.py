@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from hydroslurm.checkpoint import commit, fallback, folders, manifest, reader, retention
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_manifest
+from hydroslurm.checkpoint import commit, fallback, manifest, reader, retention
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look
 from hydroslurm.checkpoint.checking import Checker
-from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, compare, copy_file
-from hydroslurm.checkpoint.joint import JointSave
-from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES
 from hydroslurm.checkpoint.pins import Pins
+from hydroslurm.checkpoint.save import Save
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
 from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs
-from hydroslurm.checkpoint.write_plan import State, WritePlan, plan_of
-from hydroslurm.checkpoint.writer import write_all
+from hydroslurm.checkpoint.write_plan import State, WritePlan
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
@@ -109,50 +104,17 @@ class CheckpointStore:
             SaveFailed: an I/O call failed, or a rank is gone. What was committed before is whole.
             StaleAttempt: a newer attempt holds the folder of the run. The same.
         """
-        begun_s = time.monotonic()
         header = manifest.begun(
             step=step, epoch=epoch, kind=kind, meta=meta or {}, torch_version=torch.__version__
         )
-        if self._peers.world_size > 1:
-            save_round = SaveRound(
-                self._peers,
-                topic=f"save/{step}/{kind}" if topic is None else topic,
-                step=step,
-                timeout_s=self._patience_s if timeout_s is None else timeout_s,
-                cancel=cancel,
-            )
-            save = JointSave(
-                self.directory,
-                save_round,
-                storage=self._storage,
-                checker=self._checker,
-                chunk_bytes=self._chunk_bytes,
-                may_commit=lambda: self._check_fence(f"the save of step {step}"),
-                written=written,
-                again=again,
-            )
-            return save.run(state, header)
-        plan = plan_of(state, rank=self._rank, world_size=1)
-
-        def fill(folder: Path, hasher: ThreadPoolExecutor) -> Manifest:
-            files = write_all(
-                folder,
-                plan,
-                storage=self._storage,
-                hasher=hasher,
-                cancel=cancel,
-                chunk_bytes=self._chunk_bytes,
-            )
-            if written is not None:
-                written()
-            return replace(
-                header,
-                save_s=round(time.monotonic() - begun_s, 6),
-                state_bytes=plan.state_bytes,
-                files=files,
-            )
-
-        return self._commit(step, fill, again=again, kind=kind, least=least)
+        save_round = SaveRound(
+            self._peers,
+            topic=f"save/{step}/{kind}" if topic is None else topic,
+            step=step,
+            timeout_s=self._patience_s if timeout_s is None else timeout_s,
+            cancel=cancel,
+        )
+        return self._save(save_round, written, again=again, least=least).write(state, header)
 
     def adopt(
         self,
@@ -169,23 +131,9 @@ class CheckpointStore:
             SaveAbandoned, SaveFailed, StaleAttempt: as in :meth:`write`.
         """
 
-        def fill(folder: Path, hasher: ThreadPoolExecutor) -> Manifest:
-            for name, entry in source.manifest.files.items():
-                seen = copy_file(
-                    source.path / name,
-                    folder / name,
-                    storage=self._storage,
-                    hasher=hasher,
-                    cancel=cancel,
-                    chunk_bytes=self._chunk_bytes,
-                )
-                compare(source.path / name, entry, seen)
-            if written is not None:
-                written()
-            return source.manifest
-
         step, number = source.key
-        return self._commit(step, fill, again=False, least=number)
+        alone = SaveRound(SOLO, "adopt", step=step, timeout_s=0.0, cancel=cancel)
+        return self._save(alone, written, least=number).adopt(source)
 
     def next_number(self, step: int) -> int:
         """Which save of this step the next one would be, counted from 1; 1 also where the folder
@@ -333,47 +281,22 @@ class CheckpointStore:
         if self._fence is not None:
             self._fence.check(what)
 
-    def _commit(
+    def _save(
         self,
-        step: int,
-        fill: Callable[[Path, ThreadPoolExecutor], Manifest],
+        save_round: SaveRound,
+        written: Callable[[], None] | None,
         *,
-        again: bool,
-        least: int,
-        kind: str | None = None,
-    ) -> Checkpoint:
-        what = f"the save of step {step}"
-        with self._failing_as_save(step):
-            self._check_fence(what)
-            target, there = self._checker.place_for(
-                self.directory, step, again=again, kind=kind, least=least
-            )
-            if there is not None:
-                # who committed it may have been killed before its last call
-                self._storage.fsync_dir(self.directory)
-                return there
-            written = commit.commit(
-                target,
-                temporary=folders.temporary(target),
-                fill=fill,
-                is_whole=lambda: self._checker.good_at(target) is not None,
-                may_commit=lambda: self._check_fence(what),
-                storage=self._storage,
-            )
-            done = Checkpoint(target, written or read_manifest(target, storage=self._storage))
-        self._checker.trust(done)
-        return done
-
-    @contextmanager
-    def _failing_as_save(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            with suppress(OSError):  # a newer attempt takes the folders of our saves away
-                self._check_fence(f"the save of step {step}")
-            where = f" ({error.filename})" if error.filename else ""
-            raise SaveFailed(
-                f"step {step} could not be saved to {self.directory}: "
-                f"{error.strerror or error}{where}. Checkpoints that were committed before are "
-                "whole"
-            ) from error
+        again: bool = False,
+        least: int = 1,
+    ) -> Save:
+        return Save(
+            self.directory,
+            save_round,
+            storage=self._storage,
+            checker=self._checker,
+            chunk_bytes=self._chunk_bytes,
+            may_commit=lambda: self._check_fence(f"the save of step {save_round.step}"),
+            written=written,
+            again=again,
+            least=least,
+        )
