@@ -23,8 +23,8 @@ MOST_WHOLE_BYTES = 4 << 30
 
 
 class ChecksummedFile:
-    """Writes one new file in chunks; while a chunk is written, a second thread computes its checksum.
-    A file that is smaller than a chunk does without the thread.
+    """Writes one new file in chunks; a second thread computes the checksum of each while it is
+    written. A file that is smaller than a chunk does without the thread.
 
     A binary file as far as ``torch.save`` needs one. ``write`` never raises, because torch's zip
     writer ends the process when its destructor meets an error: the first failure is kept, what
