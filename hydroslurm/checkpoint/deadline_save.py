@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from types import NoneType
+from typing import Any
 
 from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
-from hydroslurm.checkpoint.deadline import Action, Before, Choice, Situation, choose
+from hydroslurm.checkpoint.deadline import Action, Before, Choice, InFlight, Situation, choose
 from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.checkpoint.save_round import SaveRound
+from hydroslurm.checkpoint.save_round import SaveRound, checked
 from hydroslurm.checkpoint.store import Checkpoint
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
 from hydroslurm.checkpoint.tiers import Tier
@@ -72,7 +76,7 @@ class DeadlineSave:
             committed_step=self._writer.durable_step(),
             is_committed=self._is_durable(),
         )
-        return choose(self._round.situation(here))
+        return choose(_of_all_ranks(here, self._round))
 
     def failed(self, failure: SaveFailed) -> Saved:
         """What it has come to when the ranks could not agree on what to do."""
@@ -87,7 +91,8 @@ class DeadlineSave:
         before = self._make_way(choice)
         done = self._is_durable() or (before is not None and before.state == self._request.state)
         try:
-            if self._round.all_done(done, left_s=self._left_s()):
+            answers = self._round.settle("done", {"done": done}, left_s=self._left_s()).items()
+            if all(checked(one, rank=rank, done=bool)["done"] for rank, one in answers):
                 return self._saved(choice, before)
         except SaveFailed as error:
             return self._saved(choice, before, failure=error)
@@ -173,3 +178,66 @@ def _what_came(tier: Tier | None, step: int, failure: BaseException | None) -> s
     if tier is Tier.FAST:
         return f"step {step} is committed on the fast tier, which {tier.promise}; beyond it, {why}"
     return f"step {step} is not committed: {why}"
+
+
+def _of_all_ranks(here: Situation, save_round: SaveRound) -> Situation:
+    """The situation of all ranks together.
+
+    Raises:
+        SaveFailed, UnsavableState: on all ranks; one cannot take part, or is gone.
+    """
+    if save_round.is_solo:
+        return here
+    answers = save_round.settle("situation", _to_json(here), left_s=here.left_s)
+    return _together(here, [_situation_of(rank, one) for rank, one in answers.items()])
+
+
+def _to_json(now: Situation) -> dict[str, Any]:
+    flight = now.in_flight
+    return {
+        "left_s": None if math.isinf(now.left_s) else now.left_s,
+        "durable_s": now.durable_s,
+        "in_flight": None
+        if flight is None
+        else [flight.step, flight.remaining_s, int(flight.is_this)],
+        "committed_step": now.committed_step,
+        "is_committed": now.is_committed,
+    }
+
+
+def _situation_of(rank: int, answer: Any) -> dict[str, Any]:
+    number = (int, float)
+    told = checked(
+        answer,
+        rank=rank,
+        left_s=(*number, NoneType),
+        durable_s=number,
+        in_flight=(list, NoneType),
+        committed_step=(int, NoneType),
+        is_committed=bool,
+    )
+    flight = told["in_flight"]
+    if flight is not None and [type(one) in number for one in flight] != [True] * 3:
+        raise SaveFailed(f"rank {rank} speaks of a save in flight as {flight!r:.80}")
+    return told
+
+
+def _together(now: Situation, told: list[dict[str, Any]]) -> Situation:
+    """The least time, the slowest disk, any save in flight, and what all know to be committed."""
+    left_s = [one["left_s"] for one in told if one["left_s"] is not None]
+    flights = [one["in_flight"] for one in told if one["in_flight"] is not None]
+    steps = [one["committed_step"] for one in told]
+    return replace(
+        now,
+        left_s=min(left_s, default=math.inf),
+        durable_s=max(one["durable_s"] for one in told),
+        in_flight=InFlight(
+            max(step for step, _, _ in flights),
+            max(rest for _, rest, _ in flights),
+            is_this=all(is_this for _, _, is_this in flights),
+        )
+        if flights
+        else None,
+        committed_step=None if None in steps else min(steps),
+        is_committed=all(one["is_committed"] for one in told),
+    )

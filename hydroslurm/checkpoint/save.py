@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,13 @@ class Parts:
 
     Attributes:
         mine: this rank's.
-        indexes: rank -> the entry of its part's index; nothing when one rank saves alone.
-        save_s: how long the slowest rank took.
+        indexes: of several ranks: rank -> the entry of its part's index.
+        slowest_s: of several ranks: how long the slowest one took.
     """
 
     mine: PartIndex
-    indexes: Mapping[int, FileEntry]
-    save_s: float
+    indexes: Mapping[int, FileEntry] = field(default_factory=dict)
+    slowest_s: float | None = None
 
 
 class Save:
@@ -98,6 +98,7 @@ class Save:
             may_commit: prevents the commit by raising StaleAttempt.
             written, again, least: see ``CheckpointStore.write``.
         """
+        self._begun_s = time.monotonic()
         self._directory = directory
         self._round = save_round
         self._rank = save_round.peers.rank
@@ -119,7 +120,6 @@ class Save:
         Raises:
             SaveFailed, SaveAbandoned, UnsavableState, StaleAttempt: on all ranks.
         """
-        begun_s = time.monotonic()
         world_size = self._round.peers.world_size
         with self._failing_as_save():
             try:
@@ -131,7 +131,7 @@ class Save:
             if isinstance(place, Checkpoint):
                 return place
             with self._removing(place.folder):
-                parts = self._write(place.folder, plan, begun_s=begun_s)
+                parts = self._write(place.folder, plan)
             return self._commit(place, lambda: self._describe(place, parts))
 
     def adopt(self, source: Checkpoint) -> Checkpoint:
@@ -228,7 +228,7 @@ class Save:
             self._trusted(path, found) if final is None else Place(path, path.parent / final, found)
         )
 
-    def _write(self, folder: Path, plan: WritePlan, *, begun_s: float) -> Parts:
+    def _write(self, folder: Path, plan: WritePlan) -> Parts:
         """Write this rank's part, and hear of the others'."""
         alone = self._round.is_solo
         answer: dict[str, Any] = {}
@@ -244,9 +244,8 @@ class Save:
             entry = None if alone else write_index(folder, mine, storage=self._storage)
             if self._written is not None:
                 self._written()
-            answer["took_s"] = round(time.monotonic() - begun_s, 6)
             if entry is not None:
-                answer["index"] = [entry.size_bytes, entry.checksum]
+                answer = {"index": [entry.size_bytes, entry.checksum], "took_s": self._took_s()}
         except BaseException as error:
             problem = self._explained(error)
         try:
@@ -255,8 +254,10 @@ class Save:
             if problem is None or isinstance(problem, Exception):
                 raise
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
-        indexes = {} if alone else {rank: _index_of(rank, one) for rank, one in answers.items()}
-        return Parts(mine, indexes, save_s=max(one["took_s"] for one in answers.values()))
+        if alone:
+            return Parts(mine)
+        indexes = {rank: _index_of(rank, one) for rank, one in answers.items()}
+        return Parts(mine, indexes, slowest_s=max(one["took_s"] for one in answers.values()))
 
     def _commit(self, place: Place, describe: Callable[[], Manifest]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""
@@ -347,7 +348,7 @@ class Save:
         described = replace(
             place.header,
             files=files,
-            save_s=parts.save_s,
+            save_s=self._took_s() if parts.slowest_s is None else parts.slowest_s,
             state_bytes=sum(chunk.value_bytes for index in indexes for chunk in index.chunks),
         )
         self._put(place.folder, manifest.NAME, described.to_json().encode())
@@ -367,6 +368,9 @@ class Save:
         checkpoint = Checkpoint(path, found)
         self._checker.trust(checkpoint)
         return checkpoint
+
+    def _took_s(self) -> float:
+        return round(time.monotonic() - self._begun_s, 6)
 
     def _explained(self, error: BaseException) -> BaseException:
         """An I/O error may be that a newer attempt has taken the folder away."""

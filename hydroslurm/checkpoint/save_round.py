@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-from hydroslurm.checkpoint.deadline import InFlight, Situation
 from hydroslurm.errors import (
     AgreementFailed,
     CheckpointError,
@@ -139,27 +138,6 @@ class SaveRound:
             return None
         where = "" if self.is_solo else f" (on rank {', '.join(map(str, busy))})"
         return f"the save of step {max(busy.values())} is still under way{where}"
-
-    def situation(self, here: Situation) -> Situation:
-        """The situation of all ranks together.
-
-        Raises:
-            SaveFailed, UnsavableState: as in :meth:`busy`.
-        """
-        if self.is_solo:
-            return here
-        answers = self.settle("situation", _to_json(here), left_s=here.left_s)
-        return _together(here, [_situation_of(rank, one) for rank, one in answers.items()])
-
-    def refuse(self, problem: BaseException) -> NoReturn:
-        """Answer the others' :meth:`situation` with why this rank cannot take part, and raise."""
-        self.settle("situation", problem=problem)
-        raise AssertionError("an answer that says so is a failure")
-
-    def all_done(self, done: bool, *, left_s: float) -> bool:
-        """Whether no rank needs another save; raises SaveFailed when one is gone."""
-        answers = self.settle("done", {"done": done}, left_s=left_s)
-        return all(checked(one, rank=rank, done=bool)["done"] for rank, one in answers.items())
 
     def decline(self, error: BaseException) -> None:
         """Answer the ranks that begin this save that this one cannot. Never raises."""
@@ -305,54 +283,3 @@ def _message(error: BaseException) -> str:
     if isinstance(error, (CheckpointError, StaleAttempt)):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _to_json(now: Situation) -> dict[str, Any]:
-    flight = now.in_flight
-    return {
-        "left_s": None if math.isinf(now.left_s) else now.left_s,
-        "durable_s": now.durable_s,
-        "in_flight": None
-        if flight is None
-        else [flight.step, flight.remaining_s, int(flight.is_this)],
-        "committed_step": now.committed_step,
-        "is_committed": now.is_committed,
-    }
-
-
-def _situation_of(rank: int, answer: Any) -> dict[str, Any]:
-    number = (int, float)
-    told = checked(
-        answer,
-        rank=rank,
-        left_s=(*number, NoneType),
-        durable_s=number,
-        in_flight=(list, NoneType),
-        committed_step=(int, NoneType),
-        is_committed=bool,
-    )
-    flight = told["in_flight"]
-    if flight is not None and [type(one) in number for one in flight] != [True] * 3:
-        raise SaveFailed(f"rank {rank} speaks of a save in flight as {flight!r:.80}")
-    return told
-
-
-def _together(now: Situation, told: list[dict[str, Any]]) -> Situation:
-    """The least time, the slowest disk, any save in flight, and what all know to be committed."""
-    left_s = [one["left_s"] for one in told if one["left_s"] is not None]
-    flights = [one["in_flight"] for one in told if one["in_flight"] is not None]
-    steps = [one["committed_step"] for one in told]
-    return replace(
-        now,
-        left_s=min(left_s, default=math.inf),
-        durable_s=max(one["durable_s"] for one in told),
-        in_flight=InFlight(
-            max(step for step, _, _ in flights),
-            max(rest for _, rest, _ in flights),
-            is_this=all(is_this for _, _, is_this in flights),
-        )
-        if flights
-        else None,
-        committed_step=None if None in steps else min(steps),
-        is_committed=all(one["is_committed"] for one in told),
-    )

@@ -238,7 +238,8 @@ class Saver:
             )
         except BaseException as error:
             self._saves.wait(deadline_mono_s - time.monotonic())
-            save_round.refuse(error)
+            save_round.settle("situation", problem=error)
+            raise
         stop = DeadlineSave(
             self._writer,
             self._saves,
@@ -342,16 +343,13 @@ class Saver:
     def _begin(self, save_round: SaveRound, state: State) -> WritePlan | str:
         """What is to be saved now; while a save is under way, why not, for people."""
         under_way = self._saves.current()
-        if under_way is not None:
-            busy = save_round.busy(under_way.step)
-            assert busy is not None
-            return busy
         plan, problem = None, None
-        try:
-            plan = self._divide(state)
-        except Exception as error:  # of which the others must hear first
-            problem = error
-        busy = save_round.busy(None, problem=problem)
+        if under_way is None:
+            try:
+                plan = self._divide(state)
+            except Exception as error:  # of which the others must hear first
+                problem = error
+        busy = save_round.busy(None if under_way is None else under_way.step, problem=problem)
         if busy is not None:
             return busy
         assert plan is not None
