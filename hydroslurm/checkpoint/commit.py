@@ -1,10 +1,10 @@
-"""How a checkpoint comes to exist, and how it goes: the order of the calls is the whole point.
+"""How a checkpoint comes into being and goes: the order of the calls is the whole point.
 
     parts, each fsynced -> DCP's index, then the manifest: written, fsynced, renamed, folder fsynced
     -> folder renamed to its final name -> parent fsynced
 
-Killed anywhere, there is either the folder under its final name, complete, or a leftover that
-nobody reads. Nothing is ever removed under its final name: it gets another one first.
+Wherever a save is killed, there is either a complete folder under its final name or a leftover that
+nobody reads. Nothing is ever removed under its final name: it is renamed first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
-"""What rename says when a folder with files in it has the name."""
+"""What rename reports when a folder with files in it has the name."""
 
 DRAFT = ".tmp"
 """Ends the names of files that are not in their place yet."""
 
 ATTEMPTS = 3
-"""To take the place of a broken checkpoint, while other processes try the same."""
+"""At replacing a broken checkpoint while other processes try the same."""
 
 
 def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> FileEntry:
@@ -40,8 +40,8 @@ def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) ->
 
 
 def remove_drafts(folder: Path, *, storage: Storage) -> None:
-    """Of an earlier attempt of this rank, and of ranks that died. One that is alive after all comes
-    back to look whether its work is done."""
+    """Remove drafts of an earlier try of this rank, and of ranks that died. A rank that is alive
+    after all finds its draft gone, and looks whether its work is done."""
     for name in storage.listdir(folder):
         if name.endswith(DRAFT):
             with contextlib.suppress(FileNotFoundError):
@@ -49,10 +49,10 @@ def remove_drafts(folder: Path, *, storage: Storage) -> None:
 
 
 def remove(path: Path, *, storage: Storage) -> None:
-    """Remove a committed checkpoint; killed half-way, it is not one any more.
+    """Remove a committed checkpoint; after a kill half-way it is a leftover.
 
     Raises:
-        OSError: a call failed; the checkpoint is whole, or a leftover.
+        OSError: a call failed; the checkpoint is whole or a leftover.
     """
     condemned = folders.condemned(path)
     storage.rename(path, condemned)
@@ -62,7 +62,7 @@ def remove(path: Path, *, storage: Storage) -> None:
 
 
 def remove_tree(path: Path, *, storage: Storage) -> None:
-    """Remove a folder of files; what somebody else removed meanwhile is well."""
+    """Remove a folder of files; others may be removing it too."""
     with contextlib.suppress(FileNotFoundError):
         for name in storage.listdir(path):
             with contextlib.suppress(FileNotFoundError):
@@ -81,11 +81,11 @@ def remove_leftovers(directory: Path, *, storage: Storage) -> None:
 
 
 def revoke(directory: Path, *, storage: Storage) -> None:
-    """Take the folders of unfinished saves from all other processes, for good.
+    """Take the folders of unfinished saves away from all other processes, for good.
 
-    Done by a new attempt once its claim is in place. An older one that looked at the claim before,
-    and was stopped between the look and its last rename, finds nothing to rename when it wakes up:
-    what was committed before this call is there, and nothing is committed after it.
+    A new attempt does this once its claim is in place. An older one that checked the claim earlier,
+    and was stopped between the check and its last rename, finds nothing to rename when it wakes up:
+    what it committed before this call stays, and it commits nothing afterwards.
     """
     try:
         names = storage.listdir(directory)
@@ -101,8 +101,8 @@ def revoke(directory: Path, *, storage: Storage) -> None:
 
 
 def make_dirs(path: Path, *, storage: Storage) -> None:
-    """Make a folder and those above it, durably: a committed checkpoint in a folder whose own name
-    was never fsynced would be gone with it."""
+    """Make a folder and its parents, durably: if the name of a folder is never fsynced, a crash can
+    lose it together with the checkpoints committed in it."""
     try:
         storage.mkdir(path)
     except FileExistsError:
