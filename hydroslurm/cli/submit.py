@@ -247,7 +247,7 @@ def agent(context: typer.Context) -> None:
             err=True,
         )
         raise typer.Exit(2)
-    from hydroslurm.jobs.agent.launch import run_agent
+    from hydroslurm.jobs.agent.node import run_agent
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("hydroslurm agent: %(message)s"))

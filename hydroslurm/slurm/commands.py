@@ -16,10 +16,10 @@ from hydroslurm.errors import (
     UsageError,
     WrongJobState,
 )
-from hydroslurm.slurm import accounting_text, refusals, scontrol_text, squeue_json
+from hydroslurm.slurm import listings, refusals, scontrol_text
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.programs import Programs
-from hydroslurm.slurm.retry import RetryPolicy
+from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 Result = TypeVar("Result")
@@ -90,20 +90,18 @@ class SlurmClient:
         Raises:
             NoSuchJob: accounting has nothing on it (yet: records arrive a moment late).
         """
-        columns = ",".join(accounting_text.FIELDS)
+        columns = ",".join(listings.SACCT_FIELDS)
         options = (
             "-D",
             "-X",
             "-P",
             "-n",
-            f"--delimiter={accounting_text.DELIMITER}",
+            f"--delimiter={listings.DELIMITER}",
             "-o",
             columns,
         )
         output = self._ask("sacct", *options, "-j", str(checked_job_id(job_id)))
-        attempts = tuple(
-            job for job in accounting_text.read_attempts(output) if job.job_id == job_id
-        )
+        attempts = tuple(job for job in listings.read_attempts(output) if job.job_id == job_id)
         if not attempts:
             raise NoSuchJob(
                 f"sacct -D -j {job_id}: accounting has nothing on it. Records arrive a moment "
@@ -122,7 +120,7 @@ class SlurmClient:
 
     def qoses(self) -> tuple[Qos, ...] | None:
         """Describe all qualities of service; None when accounting is away or there is none."""
-        columns = f"format={','.join(accounting_text.QOS_FIELDS)}"
+        columns = f"format={','.join(listings.QOS_FIELDS)}"
         timeout_s = self._retry_policy.call_timeout_s
         try:
             # one attempt: without slurmdbd it would be refused for as long as one asks
@@ -131,7 +129,7 @@ class SlurmClient:
             )
         except SlurmError:
             return None
-        return accounting_text.read_qoses(output)
+        return listings.read_qoses(output)
 
     def batch_script(self, job_id: int) -> str | None:
         """The batch script as submitted; None for what has none, or is another user's."""
@@ -245,7 +243,7 @@ class SlurmClient:
         chosen = [] if user is None else [f"--user={user}"]
         try:
             timeout_s = self._retry_policy.call_timeout_s
-            return squeue_json.read_jobs(
+            return listings.read_jobs(
                 self._programs.run("squeue", "--json", "--states=all", *chosen, timeout_s=timeout_s)
             )
         except (SlurmMissing, SlurmTimeout):

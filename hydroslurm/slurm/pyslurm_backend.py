@@ -35,7 +35,7 @@ from hydroslurm.slurm.commands import (
 )
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.job_fields import job_of_fields, minutes_s, number
-from hydroslurm.slurm.retry import RetryPolicy
+from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, Partition
 
 Result = TypeVar("Result")

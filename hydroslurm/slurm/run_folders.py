@@ -210,7 +210,7 @@ class _Answer:
 
 def _ask(job_id: int, environ: Mapping[str, str]) -> _Answer:
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.slurm.retry import RetryPolicy
+    from hydroslurm.slurm.refusals import RetryPolicy
 
     try:
         retry_policy = RetryPolicy(call_timeout_s=_ANSWER_S, give_up_after_s=0.0)

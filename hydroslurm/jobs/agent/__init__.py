@@ -5,7 +5,6 @@ are not the ranks. Stock torchrun dies of SIGUSR1, and of SIGTERM after 30 s. Th
 torchrun's arguments and its restarts, passes pause, resume and stop on to its workers, and leaves
 with one status for the node when they have left.
 
-Start at :func:`hydroslurm.jobs.agent.launch.run_agent`. Only ``elastic``, ``rounds`` and
-``rendezvous_keepalive`` know torch; nothing else here imports it, so that signals are kept from the
-first moment on, while torch is still being imported.
+Start at :func:`hydroslurm.jobs.agent.node.run_agent`. Only ``elastic`` imports torch at its top, so
+that signals are kept from the first moment on, while torch is still being imported.
 """

@@ -58,8 +58,7 @@ from hydroslurm.jobs.agent.exit_status import (
     what_is_missing,
 )
 from hydroslurm.jobs.agent.node import Node
-from hydroslurm.jobs.agent.rendezvous import Rendezvous, fill_in
-from hydroslurm.jobs.agent.rendezvous_keepalive import RendezvousKeepalive
+from hydroslurm.jobs.agent.rendezvous import Rendezvous, RendezvousKeepalive, fill_in
 from hydroslurm.jobs.agent.signal_pipe import Interrupted
 from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.runtime import autoload

@@ -1,10 +1,25 @@
-"""What torchrun is told when the command line does not say where the nodes meet. Pure."""
+"""Where torchrun's agents meet, and a rendezvous that outlives a suspended job.
+
+Torch's dynamic rendezvous (c10d, etcd-v2) declares a node dead whose last heartbeat is older than
+``keep_alive_interval * keep_alive_max_attempt``, 15 s by default. After a longer suspend every node
+finds all of them dead, itself included, and forgets them; nobody is told. The workers go on, but
+one that fails later is not restarted: its agent waits for others that do not know it, and gives up
+after ``join_timeout``.
+
+A larger ``keep_alive_max_attempt`` would hide nodes that are really dead. Instead, time in which
+this process was stopped does not count: nobody is given up within ``ALLOWANCE_S`` of a gap in our
+own heartbeats. And from SIGTSTP on the store is not asked, because the SIGSTOP that follows would
+cut the call in two: a client that wakes up after its time-out takes the late answer for that of its
+next call.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hydroslurm.coordination.world import World
 from hydroslurm.slurm.allocation import Allocation
@@ -103,3 +118,98 @@ def fill_in(
         is_host = f"is_host={int(where.rank == 0)}"
         chosen.rdzv_conf = ",".join(filter(None, (chosen.rdzv_conf, is_host)))
     return True
+
+
+ALLOWANCE_S = 30.0
+"""After a gap: the nodes of a job are not woken in the same moment."""
+STORE_LOST_S = 30.0
+"""How long a lost store is borne while the workers go on. The agent that has it may have left
+because its workers have, and ours may be about to hear of it."""
+
+
+class RendezvousKeepalive:
+    """Keeps one agent's rendezvous handler from giving up on suspended nodes. Any thread."""
+
+    def __init__(
+        self, handler: Any, *, leaving: Callable[[], bool], say: Callable[[str], None]
+    ) -> None:
+        """Teach the handler, in place.
+
+        Args:
+            handler: torch's; one without heartbeats is left as it is.
+            leaving: whether the workers of this node are on their way out: from then on the other
+                nodes do not matter.
+            say: told what cannot be done with this torch.
+        """
+        self._leaving = leaving
+        self._held = False
+        self._lost_since_s: float | None = None
+        self._seen_s = time.monotonic()
+        self._allow_until_s = 0.0
+        self._interval_s = 5.0
+        self._nodes_waiting: Callable[[], int] = handler.num_nodes_waiting
+        handler.num_nodes_waiting = self.num_nodes_waiting
+        holder = getattr(handler, "_state_holder", None)
+        if holder is not None and not self._teach(handler, holder):
+            say(
+                "this torch's rendezvous is not known: after a suspend longer than its keep-alive "
+                "(15 s by default; --rdzv-conf keep_alive_max_attempt=N) failed workers are not "
+                "restarted"
+            )
+
+    def suspend(self, begins: bool) -> None:
+        """Slurm is about to stop this process, or it goes on."""
+        self._held = begins
+
+    def num_nodes_waiting(self) -> int:
+        """Torch's, but for a node whose workers leave, or whose store has just gone: 0.
+
+        Raises:
+            RendezvousConnectionError: the store has been gone for long.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+        if self._leaving():
+            return 0
+        try:
+            waiting = self._nodes_waiting()
+        except RendezvousConnectionError:
+            now_s = time.monotonic()
+            if self._lost_since_s is None:
+                self._lost_since_s = now_s
+            if now_s - self._lost_since_s > STORE_LOST_S:
+                raise
+            return 0
+        self._lost_since_s = None
+        return waiting
+
+    def _teach(self, handler: Any, holder: Any) -> bool:
+        settings = getattr(handler, "settings", None)
+        interval = getattr(settings, "keep_alive_interval", None)
+        sanitize, sync = getattr(holder, "_sanitize", None), getattr(holder, "sync", None)
+        if interval is None or not callable(sanitize) or not callable(sync):
+            return False
+        self._interval_s = interval.total_seconds()
+
+        def sanitize_unless_suspended() -> None:
+            if not self._allows():
+                sanitize()
+
+        def sync_unless_suspended() -> bool | None:
+            """None is torch's own answer where it takes the state that it has."""
+            result: bool | None = None if self._held else sync()
+            return result
+
+        # torch has no public place for either
+        holder._sanitize = sanitize_unless_suspended
+        holder.sync = sync_unless_suspended
+        return True
+
+    def _allows(self) -> bool:
+        """Whether silence is to be excused now. Called at each exchange with the store, about once
+        a second and at least once in each interval of the heartbeat."""
+        now_s = time.monotonic()
+        if now_s - self._seen_s > self._interval_s + 1.0:
+            self._allow_until_s = now_s + ALLOWANCE_S
+        self._seen_s = now_s
+        return now_s < self._allow_until_s

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from hydroslurm.core.rankstate import RankState
-from hydroslurm.jobs.agent import nodestate, rendezvous_keepalive
+from hydroslurm.jobs.agent import nodestate, rendezvous
 from hydroslurm.jobs.agent.exit_status import (
     Decision,
     decide,
@@ -22,8 +22,12 @@ from hydroslurm.jobs.agent.exit_status import (
     node_status,
     what_is_missing,
 )
-from hydroslurm.jobs.agent.rendezvous import Rendezvous, fill_in, find_rendezvous
-from hydroslurm.jobs.agent.rendezvous_keepalive import RendezvousKeepalive
+from hydroslurm.jobs.agent.rendezvous import (
+    Rendezvous,
+    RendezvousKeepalive,
+    fill_in,
+    find_rendezvous,
+)
 from hydroslurm.jobs.agent.signal_pipe import Interrupted, SignalPipe
 from hydroslurm.jobs.agent.workers import Worker
 
@@ -261,7 +265,7 @@ def test_silence_after_a_gap_is_excused(monkeypatch: pytest.MonkeyPatch) -> None
     """Nodes are given up as ever, but not in the time after this process was stopped, and the
     store is not asked between SIGTSTP and SIGCONT."""
     now_s = time.monotonic()
-    monkeypatch.setattr(rendezvous_keepalive.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s)
     holder = _Holder()
     taught = RendezvousKeepalive(_handler(holder), leaving=lambda: False, say=pytest.fail)
     holder.sync()
@@ -300,7 +304,7 @@ def test_a_lost_store_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
         raise RendezvousConnectionError("gone")
 
     now_s = time.monotonic()
-    monkeypatch.setattr(rendezvous_keepalive.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s)
     leaving = False
     handler = _handler(None)
     asks: Callable[[], int] = handler.num_nodes_waiting
