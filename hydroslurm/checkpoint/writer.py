@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.manifest import FileEntry, file_entries
-from hydroslurm.checkpoint.skeleton import JsonValue
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.tree import JsonValue
 from hydroslurm.checkpoint.write_plan import Shard, WritePlan
 from hydroslurm.core.files import parse_json
 from hydroslurm.errors import CheckpointCorrupt
@@ -156,8 +156,8 @@ def write_part(
     texts: dict[str, JsonValue] = {own_json(plan.rank): dict(plan.own)}
     if plan.rank == 0:
         texts[SHARED_JSON] = dict(plan.shared)
-    for name, skeleton in texts.items():
-        text = json.dumps(skeleton, allow_nan=False, separators=(",", ":"))
+    for name, encoded in texts.items():
+        text = json.dumps(encoded, allow_nan=False, separators=(",", ":"))
         files[name] = write_whole(folder / name, text.encode(), storage=storage, hasher=hasher)
     return PartIndex(plan.rank, files, chunks)
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from hydroslurm.checkpoint import folders
-from hydroslurm.checkpoint.skeleton import join
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.tree import decode
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
 
 
@@ -88,4 +88,4 @@ def copy_of(state: State, staging: Staging | None = None) -> State:
     plan = (staging or Staging()).copy(plan_of_one(state))
     assert plan is not None, "there is no memory for a copy"
     tensors = {shard.key: shard.tensor for shard in plan.shards}
-    return State(shared=join(plan.shared, tensors), own=join(plan.own, tensors))
+    return State(shared=decode(plan.shared, tensors), own=decode(plan.own, tensors))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planting import train
 
 if TYPE_CHECKING:
-    from tests.security.conftest import Stranger
+    from security.conftest import Stranger
 
 
 def _state(weight: float) -> State:
