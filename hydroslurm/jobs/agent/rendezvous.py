@@ -224,7 +224,7 @@ def in_order_of_tasks(handler: Any, where: Rendezvous, *, local_addr: str | None
     """
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-    from torch.distributed.elastic.utils.distributed import get_free_port
+    from torch.distributed.elastic.utils import distributed
 
     torch_next_rendezvous = handler.next_rendezvous
     if local_addr is None:
@@ -241,7 +241,8 @@ def in_order_of_tasks(handler: Any, where: Rendezvous, *, local_addr: str | None
         if handler.use_agent_store:  # the store of torch's first node serves the workers, too
             return RendezvousInfo(met.store, rank, met.world_size, met.bootstrap_store_info)
         if rank == 0:
-            store.set("master", f"{local_addr}:{get_free_port()}")
+            port = distributed.get_free_port()  # type: ignore[no-untyped-call]
+            store.set("master", f"{local_addr}:{port}")
         address, _, port = store.get("master").decode().rpartition(":")
         master = RendezvousStoreInfo(address, int(port))
         return RendezvousInfo(met.store, rank, met.world_size, master)
