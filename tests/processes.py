@@ -30,18 +30,24 @@ class Child:
     ) -> None:
         script = folder / "program.py"
         script.write_text(textwrap.dedent(code))
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-u", str(script), *arguments],
+        self._prefix = prefix
+        self.process = self._start(script, arguments, {**os.environ, **(environ or {})})
+        self.lines: list[str] = []
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    def _start(
+        self, script: Path, arguments: tuple[str, ...], environ: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._prefix, sys.executable, "-u", str(script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=folder,
-            env={**os.environ, **(environ or {})},
+            cwd=script.parent,
+            env=environ,
         )
-        self.lines: list[str] = []
-        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._pump, daemon=True).start()
 
     @property
     def pid(self) -> int:
