@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 
-from hydroslurm.coordination.address import set_master_addr
+from hydroslurm.coordination.network import set_master_addr
 from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.secret import key_from
 from hydroslurm.core.events import EventKind

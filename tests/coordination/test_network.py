@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.coordination import address
-from hydroslurm.coordination.address import located, rendezvous_environment, set_master_addr
+from hydroslurm.coordination.network import located, rendezvous_environment, set_master_addr
 from hydroslurm.coordination.world import World
 from hydroslurm.errors import CoordinatorLost
 
