@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from hydroslurm.checkpoint import commit, fallback, folders, manifest, reader, retention
+from hydroslurm.checkpoint import commit, folders, manifest, reader, retention
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_manifest
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, compare, copy_file
@@ -287,19 +287,6 @@ class CheckpointStore:
                 f"unfinished saves of an earlier attempt in {self.directory} cannot be removed: "
                 f"{error.strerror or error}. They may be written to still"
             ) from error
-
-    def newest_good(self) -> Checkpoint | None:
-        """The newest that verifies; None when there is none at all.
-
-        Falls back to older ones with one RuntimeWarning. Of several ranks each would choose for
-        itself: see ``choosing``.
-
-        Raises:
-            CheckpointCorrupt: there are some, and none is good: starting over must be a decision.
-        """
-        return fallback.newest_good(
-            self.directory, verify=self._checker.verify, storage=self._storage
-        )
 
     def prune(
         self, *, keep: int, keep_stop: int = 2, keep_epochs: int | None = None

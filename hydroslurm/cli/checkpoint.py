@@ -82,11 +82,12 @@ def verify(where: Where, as_json: AsJson = False) -> None:
 def export(where: Where, out: Out, only: Only = None) -> None:
     """Write the newest good checkpoint, or the one named, into one file for other programs."""
     from hydroslurm.checkpoint.export import export as write_file
+    from hydroslurm.checkpoint.newest import newest_good
     from hydroslurm.errors import CheckpointMissing
 
     stores, names = _open(where)
     if names is None:
-        good = [one for store in stores if (one := store.newest_good()) is not None]
+        good = [one.checkpoint for store in stores if (one := newest_good(store)) is not None]
         chosen = max(good, key=lambda one: one.key, default=None)
     else:
         there = (one for store in stores for one in store.committed())

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.newest import Found, newest_good
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
+from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
 from hydroslurm.training.reading import age
@@ -252,10 +253,10 @@ class JobRun(Run):
         own = [self._durable] if self._fast is None else [self._durable, self._fast]
 
         def of_run() -> Found | None:
-            return newest_over(durable=self._durable, fast=self._fast)
+            return newest_good(self._durable, fast=self._fast)
 
         def of_epochs() -> Found | None:
-            return newest_over(durable=epochs)
+            return newest_good(epochs)
 
         looks = [
             (max(_newest_name(store) for store in own), of_run),

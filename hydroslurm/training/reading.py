@@ -11,11 +11,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hydroslurm.checkpoint.checksummed_file import check_file
+from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.reader import read_metadata
 from hydroslurm.checkpoint.save_round import Peers
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier
+from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.rundir import RunDir

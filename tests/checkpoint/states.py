@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tree import decode
@@ -54,6 +55,12 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
+
+
+def newest_in(store: CheckpointStore) -> Checkpoint | None:
+    """What a run would continue from."""
+    found = newest_good(store)
+    return None if found is None else found.checkpoint
 
 
 def holds(store: CheckpointStore, checkpoint: Checkpoint, step: int) -> bool:

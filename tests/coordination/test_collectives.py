@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import child
 
 from hydroslurm.coordination import collectives
-from tests.processes import child
 
 ENVIRON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 

@@ -48,37 +48,37 @@ def stage(
             CURTAIN.set()  # whoever has failed, or was interrupted, does not wait for the rest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def ddp_story(stage: Stage) -> Story:
     return stage.result("ddp", ENDS_WITHIN_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def fsdp_story(stage: Stage) -> Story:
     return stage.result("fsdp", ENDS_WITHIN_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def worlds_story(stage: Stage) -> Story:
     return stage.result("worlds", ENDS_WITHIN_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def long_ddp_story(stage: Stage) -> Story:
     return stage.result("long_ddp", ENDS_WITHIN_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def long_fsdp_story(stage: Stage) -> Story:
     return stage.result("long_fsdp", ENDS_WITHIN_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def mixed_story(stage: Stage) -> Story:
     return stage.result("mixed", ENDS_WITHIN_S)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def agent_story(stage: Stage) -> Story:
     return stage.result("agent", ENDS_WITHIN_S)
 
