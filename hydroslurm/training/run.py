@@ -114,6 +114,9 @@ class Run(Beginning):
     _rest_is_redone = True
     """What follows the training is repeated until the process that has done it ends well."""
 
+    _keep_epochs: int | None = None
+    """How many checkpoints of kind ``epoch`` stay, which only a job makes; None: all of them."""
+
     def __init__(
         self,
         *,
@@ -186,6 +189,7 @@ class Run(Beginning):
                 self._durable,
                 fast=self._fast,
                 keep=keep,
+                keep_epochs=self._keep_epochs,
                 on_save_error=on_save_error,
                 exempt=self._controller.exempt,
                 tell=SaveRecorder(self._controller),
