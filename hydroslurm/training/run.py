@@ -56,7 +56,7 @@ from hydroslurm.training.ddp_buckets import UNSETTLED, is_settled
 from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects, require_savable
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
-from hydroslurm.training.rank_group import rank_group_of
+from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.recording import SaveRecorder
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
@@ -167,7 +167,7 @@ class Run(Beginning):
         self._fence = fence_of(self.dir, allocation)
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
         self._controller, self._installed_here = controller_for(self.dir, environ)
-        self._rank_group = rank_group_of(self._controller)
+        self._rank_group = RankGroup(self._controller)
         self._world = World.from_environ(environ)
         self._room = functools.partial(memory.room, ranks_here=self._world.local_world_size)
         peers = self._rank_group.peers
