@@ -78,7 +78,7 @@ SPOIL = r"""
              data={"pause": 1, "park_us": 1.0, "causes": [NASTY]}),
     )
     make("words", lambda path: path.write_bytes(words))
-    condition = {"type": "Running", "epoch_ns": NOW, "reason": NASTY, "message": NASTY}
+    condition = {"v": 1, "type": "Running", "epoch_ns": NOW, "reason": NASTY, "message": NASTY}
     (home / "words/conditions.jsonl").write_text(json.dumps(condition) + "\n")
     dollars = home / "$\\frac{$ \x1b[31m<b>"
     (home / "words").rename(dollars)

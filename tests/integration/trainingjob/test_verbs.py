@@ -260,7 +260,7 @@ def test_describe_before_and_after(told: Scene) -> None:
         timeout=LIMIT_S,
         check=True,
     ).stdout
-    assert "Slurm:        knows nothing of it, or cannot be asked" in alone
+    assert "Slurm:        does not know it, or cannot be asked" in alone
     assert alone.partition("Run folder:")[2] == ended.partition("Run folder:")[2]
 
 
