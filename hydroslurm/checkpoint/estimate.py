@@ -64,8 +64,8 @@ FAST_ASSUMED = Assumption(fixed_s=0.1, bytes_per_s=500e6)
 
 
 USUAL_SYNCS = 6
-"""Until this attempt has saved: what a manifest's ``save_s`` covers for one rank (three parts, DCP's
-index, their folder), and the manifest itself."""
+"""Until this attempt has saved: what a manifest's ``save_s`` covers for one rank (three parts,
+DCP's index, their folder), and the manifest itself."""
 
 
 class Pace:
