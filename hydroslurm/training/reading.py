@@ -96,10 +96,6 @@ class CheckpointReader:
         """The checkpoints that were made after epochs; with peers and a fence, to make more."""
         return CheckpointStore(RunDir(self.directory).epochs, peers=peers, fence=fence)
 
-    def step_store(self) -> CheckpointStore:
-        """The Run's own."""
-        return CheckpointStore(RunDir(self.directory).checkpoints)
-
     def committed(self) -> tuple[Checkpoint, ...]:
         """All that are there, oldest first. Whether their files are good is not looked at."""
         found = [one for store in self._all_stores() for one in store.committed()]
