@@ -9,7 +9,7 @@ How each kind of process is covered:
 - **the rank before and after**: :func:`hydroslurm.runtime.autoload.hold` and ``keep_alive``.
 - **the rank**: our handlers go in last, call the handler that they replaced, and are taken out
   again by ``uninstall`` only where they are still the installed ones. Python is shown handlers that
-  lead to ours (:mod:`hydroslurm.gate.shown`); what is put over them is taken back
+  lead to ours (:mod:`hydroslurm.gate.handlers`); what is put over them is taken back
   (:mod:`hydroslurm.runtime.guard`).
 - **a forked child** (DataLoader workers by default): inherits the handlers, which compare the
   process id first and do nothing in a child. So a child neither pauses nor dies of a pause signal;

@@ -76,7 +76,7 @@ def test_no_fast_tier_with_several_ranks(tmp_path: Path) -> None:
 
 def test_a_joint_folder_is_left_alone_for_a_while(tmp_path: Path) -> None:
     """The death of the process that named it is not enough: another rank may finish it."""
-    path = folders.joint_temporary(folders.of_step(tmp_path, 7))
+    path = folders.temporary(folders.of_step(tmp_path, 7), joint=True)
     path.mkdir()
     now_epoch_s = path.stat().st_mtime
     assert not folders.is_leftover(path, now_epoch_s=now_epoch_s + 1e6), "this process is alive"

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from profiling.scripts import LIMIT_S, PROFILING, run_script
 from stories import Stories, stories
 
 from hydroslurm.devcluster.pytest_plugin import require_slurm
 
-PROFILING = Path(__file__).resolve().parents[2] / "profiling"
 sys.path.insert(0, str(PROFILING))
 
-import progress  # noqa: E402 - scripts of a folder, not a package
+import progress
 
 Printed = Stories[dict[str, Any]]
 SCRIPTS = {"stop.py": ["--way", "requeue"], "killwait.py": [], "stock_submitit.py": []}
-LIMIT_S = 400.0
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +34,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Printed]:
 
 def _run(script: str, options: list[str], folder: Path) -> dict[str, Any]:
     folder.mkdir()
-    always = ["--quick", "--json", "--directory", str(folder)]
-    done = subprocess.run(
-        [sys.executable, str(PROFILING / script), *always, *options],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert (result["script"], result["quick"]) == (script, True)
+    result, _ = run_script(script, "--json", "--directory", str(folder), *options)
     assert not list(folder.iterdir()), "nothing stays of a run"
     return result
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import pytest
 from processes import Child, child, wait_until
 from training.trainings import ROOT, Training
+from zygote import forked
 
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
@@ -80,7 +81,7 @@ def begin(run: RunDir, tmp_path: Path) -> Iterator[Begin]:
             folder.mkdir()
             environ = {"OMP_NUM_THREADS": "1"}
             given = (str(run.root), str(epochs), hold_at)
-            return stack.enter_context(child(ATTEMPT, folder, *given, environ=environ))
+            return stack.enter_context(forked(ATTEMPT, folder, *given, environ=environ))
 
         yield start
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from hydroslurm.coordination.address import set_master_addr
+from hydroslurm.coordination.network import set_master_addr
 from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.secret import key_from
 from hydroslurm.core import registry

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.coordination.address import rendezvous_environment
+from hydroslurm.coordination.network import rendezvous_environment
 from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
