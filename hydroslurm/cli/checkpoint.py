@@ -40,8 +40,8 @@ Only = Annotated[
 @checkpoint_app.command("ls")
 def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, oldest first. Reads manifests and checks file sizes."""
-    stores, names = _open(where)
-    rows = _rows(stores, names, verify=verify)
+    store, names = _open(where)
+    rows = _rows(store, names, verify=verify)
     if as_json:
         typer.echo(json.dumps(rows))
         return
@@ -66,8 +66,8 @@ def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = Fals
 @checkpoint_app.command("verify")
 def verify(where: Where, as_json: AsJson = False) -> None:
     """Compare every file with its checksum; exit status 1 if a checkpoint cannot be loaded."""
-    stores, names = _open(where)
-    rows = _rows(stores, names, verify=True)
+    store, names = _open(where)
+    rows = _rows(store, names, verify=True)
     bad = [row for row in rows if row["state"] != "whole"]
     if as_json:
         typer.echo(json.dumps(rows))
@@ -86,21 +86,20 @@ def export(where: Where, out: Out, only: Only = None) -> None:
     from hydroslurm.checkpoint.newest import newest_good
     from hydroslurm.errors import CheckpointMissing
 
-    stores, names = _open(where)
+    store, names = _open(where)
     if names is None:
-        good = [one.checkpoint for store in stores if (one := newest_good(store)) is not None]
-        chosen = max(good, key=lambda one: one.key, default=None)
+        newest = newest_good(store)
+        chosen = None if newest is None else newest.checkpoint
     else:
-        there = (one for store in stores for one in store.committed())
-        chosen = next((one for one in there if one.path.name in names), None)
+        chosen = next((one for one in store.committed() if one.path.name in names), None)
     if chosen is None:
         raise CheckpointMissing(f"{where} has no committed checkpoint to export")
     write_file(chosen, out, only=only)
     typer.echo(f"{out}: step {chosen.step} of {chosen.path}")
 
 
-def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
-    """The stores, and the name of the one checkpoint that is meant; None for all."""
+def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
+    """The store, and the name of the one checkpoint that is meant; None for all."""
     from hydroslurm.checkpoint import folders
     from hydroslurm.checkpoint.storage import AnyonesStorage, LocalStorage
     from hydroslurm.checkpoint.store import CheckpointStore
@@ -111,13 +110,13 @@ def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
     if not where.is_dir():
         raise CheckpointMissing(f"{where} is not a folder; wanted a run folder or a checkpoint")
     if folders.step_of(where.name) is not None:
-        return [CheckpointStore(where.parent, storage=AnyonesStorage())], frozenset([where.name])
+        return CheckpointStore(where.parent, storage=AnyonesStorage()), frozenset([where.name])
     run = RunDir(where)
     _require_run(run)
-    inner = [folder for folder in (run.checkpoints, run.epochs) if folder.is_dir()]
+    folder = run.checkpoints if run.checkpoints.is_dir() else where
     # in our own run, a stranger's checkpoint is shown as untrusted and is never the newest
     storage = LocalStorage() if where.stat().st_uid == os.getuid() else AnyonesStorage()
-    return [CheckpointStore(folder, storage=storage) for folder in inner or [where]], None
+    return CheckpointStore(folder, storage=storage), None
 
 
 def _require_run(run: RunDir) -> None:
@@ -129,8 +128,8 @@ def _require_run(run: RunDir) -> None:
     from hydroslurm.checkpoint import folders
     from hydroslurm.errors import CheckpointMissing
 
-    parts = (run.events, run.claim_json, run.submission_json, run.checkpoints, run.epochs)
-    if run.root.name in (run.checkpoints.name, run.epochs.name):
+    parts = (run.events, run.claim_json, run.submission_json, run.checkpoints)
+    if run.root.name == run.checkpoints.name:
         return
     try:
         if any(part.exists() for part in parts):
@@ -150,12 +149,12 @@ def _require_run(run: RunDir) -> None:
 
 
 def _rows(
-    stores: list[CheckpointStore], names: frozenset[str] | None, *, verify: bool
+    store: CheckpointStore, names: frozenset[str] | None, *, verify: bool
 ) -> list[dict[str, Any]]:
     from hydroslurm.checkpoint import folders
 
-    rows = [_row(store, one, verify=verify) for store in stores for one in store.committed()]
-    for path, error in (item for store in stores for item in store.problems().items()):
+    rows = [_row(store, one, verify=verify) for one in store.committed()]
+    for path, error in store.problems().items():
         rows.append({"path": str(path), "step": folders.step_of(path.name), **_verdict(error)})
     wanted = [row for row in rows if names is None or Path(row["path"]).name in names]
     return sorted(wanted, key=lambda row: folders.key_of(Path(row["path"]).name) or (0, 0))
