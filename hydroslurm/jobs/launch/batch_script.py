@@ -73,7 +73,7 @@ TORCHRUN = RequeueScript(
     example="train_ddp.py",
     remarks=(
         "One task per node starts RANKS_PER_NODE ranks (default: 2) as torchrun does. With a plain",
-        "`srun torchrun` the ranks would never get pauses and warnings, and torchrun would die of some;",
+        "`srun torchrun` no rank would get pauses and warnings, and torchrun would die of some;",
         "`hydroslurm agent` takes the same options and forwards the signals.",
     ),
 )
