@@ -251,8 +251,7 @@ def _written_epoch_s(run: RunDir) -> float:
 
 
 def _state(run: RunDir) -> tuple[Path, ...]:
-    folders = (run.events, run.checkpoints, run.epochs)
-    return (*folders, run.claim_json, run.attempts_jsonl, run.finished_json)
+    return (run.events, run.checkpoints, run.claim_json, run.attempts_jsonl, run.finished_json)
 
 
 def _candidates(default: RunDir) -> list[RunDir]:

@@ -20,7 +20,7 @@ SPOIL = r"""
              "tensorboard.json", "active.json", "attempts/000001.began.json", "logs/task-0.log",
              "profile/rank-0-restart-0.sqlite",
              "checkpoints/step-000000001/manifest.json", "checkpoints/step-000000002",
-             "epochs/step-000000003/manifest.json"]
+             "checkpoints/step-000000003/manifest.json"]
 
     def make(name, put):
         for file in FILES:
