@@ -189,6 +189,14 @@ def integer(data: Mapping[str, Any], key: str) -> int | None:
     return None
 
 
+def between(begin_ns: int | None, end_ns: int | None, unit_ns: float) -> float | None:
+    """The time between two stamps; None where one is unknown, or they run backwards: such lines are
+    damaged, and a negative duration is worse than none."""
+    if begin_ns is None or end_ns is None or end_ns < begin_ns:
+        return None
+    return (end_ns - begin_ns) / unit_ns
+
+
 def first_integer(lines: Iterable[Line | None], key: str) -> int | None:
     for line in lines:
         if line is not None and (value := integer(line.data, key)) is not None:

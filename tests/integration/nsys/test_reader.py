@@ -22,9 +22,9 @@ from rich.console import Console
 from hydroslurm.errors import NsysMissing, ProfileError
 from hydroslurm.report.nsys.export import find_nsys, profiles_in
 from hydroslurm.report.nsys.gpu import BLOCK
+from hydroslurm.report.nsys.marks import Timebase
 from hydroslurm.report.nsys.profile import Profile, ProfiledPause
 from hydroslurm.report.nsys.reader import read_profile
-from hydroslurm.report.nsys.timebase import Timebase
 from hydroslurm.report.nsys.view import profile_figures, profile_view
 
 MS, S = 1_000_000, 1_000_000_000
