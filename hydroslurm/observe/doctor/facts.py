@@ -1,4 +1,4 @@
-"""The facts that a diagnosis rests on, and the findings it is made of: frozen values."""
+"""The facts that a diagnosis is based on, and the findings in it: frozen values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SaveFacts:
     """How long a save takes.
 
     Attributes:
-        save_s: of one whole save, until it is committed.
-        source: where the figure is from, in words.
+        save_s: from the start of a save to its commit.
+        source: where the figure comes from, in words.
     """
 
     save_s: float
@@ -26,34 +26,34 @@ class SaveFacts:
 
 
 class Saver(str, Enum):
-    """Who would save at a stop of this job, as far as its run folder tells."""
+    """What would save this job at a stop, according to its run folder."""
 
     UNKNOWN = "unknown"
-    """A job that is planned or waits, or a run folder that cannot be read."""
+    """The job is planned or pending, or its run folder cannot be read."""
     RUN = "run"
     TWO_CALLS = "two_calls"
     """``receive_suspend_command`` and ``go_suspend``."""
     NO_RUN = "no_run"
-    """hydroslurm is in its ranks, which have made no Run so far."""
+    """Its ranks use hydroslurm, but have not created a Run yet."""
     NOBODY = "nobody"
-    """It runs, and no rank of it has announced itself."""
+    """It is running, and none of its ranks has reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """All that is known of one job, or of one that is planned.
+    """Everything known about a job, existing or planned.
 
     Attributes:
-        qos: that was looked at; empty for none.
-        job: None when it is planned.
-        script: its batch script's options; None where there is no script or it may not be read.
-        save: None when it is not known how long a save takes.
-        suspend_s: how long a suspend is to be survived; None when nobody said.
-        untrusted: why a job would not obey what lies in the run folder; empty where it would.
-        shared: who else than its user could exchange the run folder; empty for nobody.
-        saver: who would save at a stop.
-        no_munge: why MUNGE gives ranks no key on this machine; empty where it does, None where it
-            was not asked.
+        qos: empty for none.
+        job: None for a planned one.
+        script: options of its batch script; None without a script that can be read.
+        save: None if it is not known how long a save takes.
+        suspend_s: the longest suspend that the job has to survive; None if unknown.
+        untrusted: why jobs would not trust the run folder; empty if they do.
+        shared: who besides its user could swap the run folder; empty for nobody.
+        saver: what would save at a stop.
+        no_munge: why MUNGE gives ranks no key on this machine; empty if it does, None if it was
+            not asked.
     """
 
     config: Config
@@ -71,13 +71,13 @@ class Facts:
 
     @property
     def tasks(self) -> int:
-        """How many tasks the job has, as far as Slurm or its script tell."""
+        """Number of tasks, according to Slurm and the script."""
         told = self.job.n_tasks if self.job else None
         return max(told or 1, self.script.tasks if self.script else 1)
 
     @property
     def memory_per_node_bytes(self) -> int | None:
-        """What the job has asked for on each node; None where that is not known."""
+        """Memory requested per node; None if unknown."""
         job = self.job
         if job is None or job.memory_per_node_bytes:
             return job.memory_per_node_bytes if job else None
@@ -87,19 +87,18 @@ class Facts:
 
     @property
     def is_preempted_to_stop(self) -> bool:
-        """Whether a preemption ends the processes, rather than pausing them."""
+        """Whether a preemption ends the processes instead of pausing them."""
         return self.policy.action in (PreemptAction.REQUEUE, PreemptAction.CANCEL)
 
     @property
     def has_time_limit(self) -> bool:
-        """True for a planned job: what DefaultTime or --time will give it is not known here."""
+        """True for a planned job: DefaultTime or --time may set one."""
         if self.job is None:
             return True
         return self.job.end_epoch_s is not None or self.job.time_limit_s is not None
 
     def stops(self) -> tuple[tuple[StopKind, TimeLeft], ...]:
-        """Every kind of stop that can happen here, with the time that it leaves, in the order of a
-        report."""
+        """Each kind of stop that can happen here and the time it leaves, in the report's order."""
         warning_s = self.script.warning_s if self.script else None
         cases = [StopCase(kind=StopKind.PREEMPTED)] if self.is_preempted_to_stop else []
         if self.has_time_limit:
@@ -113,7 +112,7 @@ class Facts:
 
 
 class Severity(str, Enum):
-    """How bad it is: ``loss`` means that training steps would be lost here."""
+    """How bad it is; ``loss``: training steps would be lost."""
 
     OK = "ok"
     NOTE = "note"
@@ -123,12 +122,13 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a person has to know.
+    """One thing that users have to know.
 
     Attributes:
-        key: names the finding to programs; stays the same over releases.
-        title: a few words. explanation: a sentence or two.
-        fix: the line of slurm.conf, sbatch or a command that would change it; empty for none.
+        key: identifies the finding; stable across releases.
+        title: a few words.
+        explanation: a sentence or two.
+        fix: the setting, sbatch option or command that would change it; empty for none.
     """
 
     key: str

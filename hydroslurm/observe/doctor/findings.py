@@ -1,7 +1,7 @@
-"""What a preemption does here, how long each stop leaves, whether a save fits. Pure.
+"""What a preemption does here, how much time each stop leaves, and whether a save fits. Pure.
 
-Each judgement is one small function that answers with a finding, or with None where it has nothing
-to say; ``diagnose`` asks them all, in the order of a report.
+Each check is a small function that returns a finding, or None if it has nothing to say;
+``diagnose`` runs them all, in the order of the report.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hydroslurm.slurm.config import PreemptAction
 from hydroslurm.slurm.policy import StopKind
 
 VERSION = 1
-"""Raised when a name goes or changes its meaning; new names may come at any time."""
+"""Raised when a field is removed or changes its meaning; fields may be added at any time."""
 
 COMFORT = 2.0
-"""A save that takes less than the time divided by this is called safe: the step under way has to
-end first, and a busy file system is slower than the one that was measured."""
+"""A save is safe if it takes at most the time left divided by this: the current step has to finish
+first, and a busy file system is slower than the one that was measured."""
 
-_WANTED = "the state of a run must be saved, and committed, within this time"
+_WANTED = "the state must be saved and committed within"
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """Judge what is known; the most important first in each of its parts."""
-    judges: tuple[Callable[[Facts], Finding | None], ...] = (
+    """The findings on these facts, in the order of the report."""
+    checks: tuple[Callable[[Facts], Finding | None], ...] = (
         _preemption,
         _save_fits,
         risks.short_grace,
@@ -57,17 +57,17 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         risks.signal_instead_of_term,
         risks.something_unknown,
     )
-    found = (judge(facts) for judge in judges)
+    found = (check(facts) for check in checks)
     return tuple(finding for finding in found if finding is not None)
 
 
 def work_would_be_lost(findings: tuple[Finding, ...]) -> bool:
-    """Whether one of the findings means that."""
+    """Whether any finding means that training steps would be lost."""
     return any(finding.severity is Severity.LOSS for finding in findings)
 
 
 def as_json(facts: Facts, findings: tuple[Finding, ...]) -> dict[str, Any]:
-    """Plain values. A time without an end is null."""
+    """Plain values for JSON; an unlimited time is null."""
     policy = facts.policy
     return {
         "version": VERSION,
@@ -111,96 +111,96 @@ def _preemption(facts: Facts) -> Finding:
     if policy.action is PreemptAction.PAUSE:
         text = (
             f"A preemption{who} pauses the job in place{because}: SIGTSTP, "
-            f"{policy.suspend_grace_s} s to park, SIGSTOP, and SIGCONT when the other job has "
-            "ended. Nothing is saved and nothing is lost; the memory stays taken."
+            f"{policy.suspend_grace_s} s to park, SIGSTOP, and SIGCONT when the other job ends. "
+            "Nothing is saved or lost; the job keeps its memory."
         )
         return Finding("preemption", Severity.OK, "paused in place", text)
     if facts.saver in _NO_SAVER:
         return _without_run(facts, f"A preemption{who}", because)
     if policy.action is PreemptAction.REQUEUE:
         text = (
-            f"A preemption{who} stops the job and puts it back into the queue{because}. It starts "
-            f"again {policy.requeue_wait_s} s later at the earliest, {_FROM[facts.saver]}."
+            f"A preemption{who} stops and requeues the job{because}. It restarts at least "
+            f"{policy.requeue_wait_s} s later, {_FROM[facts.saver]}."
         )
         return Finding("preemption", Severity.OK, "stopped and requeued", text)
     ends = f"A preemption{who} ends the job{because}. "
     if policy.may_requeue:
         text = (
-            f"{ends}It comes back only where a hydroslurm.Run (or go_suspend) requeues it while "
-            "its processes still live; a job that is killed before that is over."
+            f"{ends}It comes back only if hydroslurm.Run (or go_suspend) requeues it before its "
+            "processes end; a job that is killed earlier is gone."
         )
         fix = f"slurm.conf: PartitionName={facts.partition.name} ... PreemptMode=REQUEUE"
         return Finding("preemption", Severity.RISK, "cancelled", text, fix)
-    text = f"{ends}What was saved stays; somebody has to start it again."
+    text = f"{ends}Checkpoints are kept, but the job has to be submitted again."
     return Finding("preemption", Severity.RISK, "ended for good", text, risks.REQUEUE_FIX)
 
 
 _NO_SAVER = {
-    Saver.NO_RUN: "Its ranks have made no hydroslurm.Run so far",
-    Saver.NOBODY: "No rank of it has announced itself, so that hydroslurm is not in it or has not "
-    "been imported yet",
+    Saver.NO_RUN: "Its ranks have not created a hydroslurm.Run yet",
+    Saver.NOBODY: "None of its ranks has reported: hydroslurm is not used in it, or not imported "
+    "yet",
 }
 _FROM = {
     Saver.RUN: "from its last checkpoint",
     Saver.TWO_CALLS: "from what it saves before go_suspend",
-    Saver.UNKNOWN: "and where its script has a hydroslurm.Run, from its last checkpoint. A script "
-    "without one begins with what it has saved itself; if it ends at the first SIGTERM of a grace, "
-    "the job has failed and is not requeued",
+    Saver.UNKNOWN: "from its last checkpoint if the script uses hydroslurm.Run. Other scripts "
+    "start from what they saved themselves; one that exits at the first SIGTERM of the grace "
+    "period has failed, and its job is not requeued",
 }
 
 
 def _without_run(facts: Facts, preemption: str, because: str) -> Finding:
-    """Nobody has Slurm requeue it, and nobody saves at SIGTERM but the script itself."""
+    """Nothing requeues the job, and only the script itself may save at SIGTERM."""
     policy = facts.policy
-    lost = "Unless the script saves at SIGTERM by itself, all since its own last save is lost."
+    lost = "Unless the script itself saves at SIGTERM, everything since its last save is lost."
     fix = "hydroslurm.Run in the training script"
     if policy.action is PreemptAction.REQUEUE and (policy.gang or not policy.grace_s):
         text = (
-            f"{_NO_SAVER[facts.saver]}. {preemption} stops the job and puts it back into the queue"
-            f"{because}; it starts again {policy.requeue_wait_s} s later at the earliest, with "
-            f"what the script has saved itself, or from the beginning. {lost}"
+            f"{_NO_SAVER[facts.saver]}. {preemption} stops and requeues the job{because}; "
+            f"it restarts at least {policy.requeue_wait_s} s later, from what the script saved "
+            f"itself or from the beginning. {lost}"
         )
-        return Finding("preemption", Severity.RISK, "requeued, and nobody saves", text, fix)
+        return Finding("preemption", Severity.RISK, "requeued, nothing is saved", text, fix)
     how = f"{preemption} ends the job{because}"
     if policy.action is PreemptAction.REQUEUE:
         how = (
-            f"{preemption} sends SIGTERM {policy.grace_s} s ahead of the requeue{because}. Ranks "
-            "that end by it end the job: it has FAILED, and is not requeued"
+            f"{preemption} sends SIGTERM {policy.grace_s} s before the requeue{because}. If the "
+            "ranks exit on it, the job has FAILED, and is not requeued"
         )
         exits = facts.config.get("RequeueExit", "")
         if exits[:1].isdigit():
-            how += f" (but for the exit codes of RequeueExit={exits})"
+            how += f" (except with the exit codes in RequeueExit={exits})"
     text = f"{_NO_SAVER[facts.saver]}. {how}. {lost}"
-    return Finding("preemption", Severity.RISK, "ended, and nobody saves", text, fix)
+    return Finding("preemption", Severity.RISK, "ended, nothing is saved", text, fix)
 
 
 def _save_fits(facts: Facts) -> Finding:
-    """Against the shortest of the stops that Slurm makes by itself, and then those by a person."""
+    """Compare a save with the shortest stop: first of those by Slurm itself, then of all."""
     own = {StopKind.PREEMPTED, StopKind.TIME_LIMIT, StopKind.TIME_LIMIT_WARNED}
     if facts.script is None:
-        own.discard(StopKind.TIME_LIMIT)  # a warning may well be asked for: nobody could look
+        own.discard(StopKind.TIME_LIMIT)  # it may ask for a warning; we cannot see
     stops = [(kind, left) for kind, left in facts.stops() if kind is not StopKind.NODE_FAILURE]
     left = min((left for _, left in stops), key=lambda left: left.seconds)
     least = f"{left.seconds:.1f} s ({left.why})"
     if facts.save is None:
-        text = f"How long a save takes is not known; {_WANTED}: {least}."
+        text = f"How long a save takes is not known; {_WANTED} {least}."
         fix = "hydroslurm doctor --run RUN_FOLDER, or --save-s SECONDS"
         return Finding("save", Severity.NOTE, "save time not known", text, fix)
     save_s = facts.save.save_s
     took = f"A save takes {save_s:.1f} s ({facts.save.source})"
     own_s = min((left.seconds for kind, left in stops if kind in own), default=math.inf)
     if save_s > own_s:
-        text = f"{took}; {_WANTED}: {least}. All steps since the last periodic save are lost."
+        text = f"{took}; {_WANTED} {least}. All steps since the last periodic save would be lost."
         return Finding("save", Severity.LOSS, "a save does not fit", text, save_fix(facts))
     if save_s * COMFORT > left.seconds:
-        text = f"{took}, and {_WANTED}: {least}. The step under way has to end first."
-        return Finding("save", Severity.RISK, "a save hardly fits", text, save_fix(facts))
-    text = f"{took}, and there are at least {least}."
+        text = f"{took}, and {_WANTED} {least}. The current step has to finish first."
+        return Finding("save", Severity.RISK, "a save barely fits", text, save_fix(facts))
+    text = f"{took}, and every stop leaves at least {least}."
     return Finding("save", Severity.OK, "a save fits", text)
 
 
 def save_fix(facts: Facts) -> str:
-    """The lines that give a save the time that it needs."""
+    """The settings that give a save the time it needs."""
     assert facts.save is not None
     wanted_s = max(30, math.ceil(facts.save.save_s * COMFORT) + 1)
     lines = [f"slurm.conf: KillWait={wanted_s}"]
@@ -210,12 +210,12 @@ def save_fix(facts: Facts) -> str:
         )
     if facts.has_time_limit:
         lines.append(f"and sbatch: --signal=URG@{wanted_s} for the time limit")
-    lines.append("or save oftener (every_s), to a faster disk first")
+    lines.append("or save more often (every_s), to a faster disk first")
     return "; ".join(lines)
 
 
 def label(kind: StopKind) -> str:
-    """A kind of stop, for a person."""
+    """A kind of stop, in words."""
     return _LABELS[kind]
 
 

@@ -1,4 +1,4 @@
-"""Ask Slurm, and look into a run folder, for what a diagnosis rests on."""
+"""Collect the facts for a diagnosis from Slurm and a run folder."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def gather(
     run: Path | None = None,
     no_munge: str | None = None,
 ) -> Facts:
-    """Ask Slurm for one job, or for what a job would meet in a partition.
+    """Collect the facts about one job, or about a partition for a planned one.
 
     Args:
-        partition: "" for the default one; a job brings its own.
-        script: of a planned job; that of an existing one is read from Slurm, where that is allowed.
-        run: the run folder; None when it is not known.
-        no_munge: what :func:`why_no_munge` says; None where it was not asked.
+        partition: "" for the default one; not together with a job.
+        script: of a planned job; that of an existing one comes from Slurm, if it may be read.
+        run: the run folder; None if unknown.
+        no_munge: the result of :func:`why_no_munge`; None if it was not called.
 
     Raises:
-        SlurmError: Slurm could not be asked.
-        UsageError: there is no such partition, or both a job and what it brings are given.
+        SlurmError: Slurm did not answer.
+        UsageError: there is no such partition, or a job is given together with what it has itself.
     """
     if job_id is not None and script is not None:
         raise UsageError("give either a job or --script: a job has its own")
@@ -72,9 +72,9 @@ def gather(
 
 
 def saver_of(job: Job, run: Path | None = None) -> Saver:
-    """Return who would save at a stop, from the events in the job's run folder.
+    """What would save at a stop, according to the events in the job's run folder.
 
-    A Run of an earlier attempt counts, because the present one may not have reached it yet; one of
+    A Run of an earlier attempt counts, because this one may not have reached it yet; a Run of
     another job in the same folder does not.
     """
     folder = run_dir_of(job) if run is None else RunDir(run)
@@ -98,7 +98,7 @@ def saver_of(job: Job, run: Path | None = None) -> Saver:
 
 
 def why_no_munge(environ: Mapping[str, str]) -> str:
-    """Why ranks on this machine get no key by MUNGE; empty where they do."""
+    """Why ranks on this machine get no key from MUNGE; empty if they do."""
     try:
         Munge(socket_of(environ)).encode(b"")
     except MungeError as error:
@@ -107,7 +107,8 @@ def why_no_munge(environ: Mapping[str, str]) -> str:
 
 
 def why_untrusted(run: Path | None, *, shared: bool) -> str:
-    """Why a run folder is not believed (``shared``: as a job does; else: as code would be)."""
+    """Why a run folder is not trusted; empty if it is. ``shared``: by the rules for jobs, which
+    allow shared parent folders."""
     try:
         if run is not None:
             check_trusted(run, what="the run folder", shared=shared)
@@ -119,7 +120,7 @@ def why_untrusted(run: Path | None, *, shared: bool) -> str:
 
 
 def read_file(path: Path) -> ScriptOptions:
-    """Read a batch script that is planned.
+    """Read the batch script of a planned job.
 
     Raises:
         UsageError: it cannot be read.
@@ -131,9 +132,9 @@ def read_file(path: Path) -> ScriptOptions:
 
 
 def last_save(run: Path) -> SaveFacts | None:
-    """The time that the newest committed checkpoint of a run took; None when there is none.
+    """How long the newest committed checkpoint of a run took to save; None if there is none.
 
-    A manifest that cannot be read is passed over: `hydroslurm checkpoint verify` is for that.
+    Manifests that cannot be read are skipped: `hydroslurm checkpoint verify` reports them.
     """
     folders = sorted(RunDir(run).checkpoints.glob("step-*/manifest.json"), reverse=True)
     for path in folders:

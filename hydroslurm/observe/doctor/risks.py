@@ -1,4 +1,4 @@
-"""What may go wrong, each with the line that would change it. Pure; see ``findings``."""
+"""What may go wrong, each with the setting that would prevent it. Pure; see ``findings``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from hydroslurm.slurm.config import PreemptAction
 
 REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)"
 PATIENT_WAIT_S = 10
-"""A wait before a restart that nobody would complain of."""
+"""A shorter wait before a restart is not worth mentioning."""
 MEMORY_USED = 0.9
-"""The part of a memory limit that a run uses for copies (see ``checkpoint.memory``)."""
+"""The share of a memory limit that a run uses, copies included (see ``checkpoint.memory``)."""
 
 
 def short_grace(facts: Facts) -> Finding | None:
-    """GraceTime is 0 by default, and then a preemption leaves KillWait only."""
+    """GraceTime is 0 by default; then a preemption leaves only KillWait."""
     policy = facts.policy
     if not facts.is_preempted_to_stop or policy.gang or policy.grace_s:
         return None
     text = (
-        f"{policy.grace_why or 'GraceTime=0'}: from the first SIGTERM of a preemption there are "
-        f"{policy.kill_after_s:.1f} s, which is KillWait, and no more."
+        f"{policy.grace_why or 'GraceTime=0'}: a preemption leaves "
+        f"{policy.kill_after_s:.1f} s from SIGTERM to SIGKILL, which is KillWait."
     )
     where = "the QOS" if "QOS" in policy.grace_why else f"PartitionName={facts.partition.name} ..."
     fix = f"slurm.conf: {where} GraceTime=120"
@@ -31,12 +31,12 @@ def gang_ignores_grace(facts: Facts) -> Finding | None:
     if not facts.is_preempted_to_stop or not policy.gang:
         return None
     text = (
-        "Gang scheduling (PreemptMode=...,GANG) requeues by itself and pays no heed to GraceTime: "
-        f"{policy.kill_after_s:.1f} s are all."
+        "Gang scheduling (PreemptMode=...,GANG) requeues jobs itself and ignores GraceTime: there "
+        f"are only {policy.kill_after_s:.1f} s."
     )
     severity = Severity.RISK if policy.grace_s else Severity.NOTE
     fix = "slurm.conf: PreemptMode=REQUEUE without GANG, or a longer KillWait"
-    return Finding("gang", severity, "gang scheduling: GraceTime does not count", text, fix)
+    return Finding("gang", severity, "gang scheduling ignores GraceTime", text, fix)
 
 
 def no_requeue(facts: Facts) -> Finding | None:
@@ -45,11 +45,11 @@ def no_requeue(facts: Facts) -> Finding | None:
         return None
     if policy.is_batch is False:
         text = (
-            "The allocation was made by srun or salloc, which Slurm never requeues. What was saved "
-            "stays: the same command goes on from there."
+            "The allocation was made by srun or salloc, which Slurm never requeues. Checkpoints "
+            "are kept: the same command resumes from them."
         )
         return Finding("requeue", Severity.NOTE, "not requeued", text, "submit it with sbatch")
-    text = f"Slurm will not start the job again after a stop: {policy.requeue_why}."
+    text = f"Slurm will not restart the job after a stop: {policy.requeue_why}."
     return Finding("requeue", Severity.RISK, "not requeued", text, REQUEUE_FIX)
 
 
@@ -59,39 +59,42 @@ def expedited_is_held(facts: Facts) -> Finding | None:
     if facts.script is None or not facts.script.is_expedited:
         return None
     text = (
-        "--requeue=expedite: a batch script that ends with a status other than 0 is requeued and "
-        "held, until its owner releases it. A stop is not: hydroslurm asks for scontrol requeue "
-        "before the script ends, and the job runs again without a wait. A failed run is; and so is "
-        "a rank that saved, could not reach Slurm and left with 75, unless the script itself asks."
+        "--requeue=expedite: if the batch script exits with a status other than 0, the job is "
+        "requeued and held until its owner releases it. A stopped job is not held: hydroslurm runs "
+        "scontrol requeue before the script ends, and the job restarts at once. A failed run is "
+        "held; so is one whose ranks saved but could not reach Slurm and exited with 75, unless "
+        "the script itself requeues it."
     )
-    fix = "sbatch: --requeue; or scontrol release JOBID, and the end of sbatch/requeue.sbatch"
-    return Finding("expedite", Severity.NOTE, "failures are requeued, held", text, fix)
+    fix = (
+        "sbatch: --requeue; or scontrol release JOBID, and the last lines of sbatch/requeue.sbatch"
+    )
+    return Finding("expedite", Severity.NOTE, "failed jobs are requeued and held", text, fix)
 
 
 def no_warning(facts: Facts) -> Finding | None:
-    """A time limit without --signal comes as SIGTERM, with KillWait behind it."""
+    """Without --signal the time limit is SIGTERM, and SIGKILL after KillWait."""
     script = facts.script
     if not facts.has_time_limit or (facts.job is not None and facts.job.is_batch is False):
         return None
     fix = "sbatch: --signal=URG@120 (without B:)"
     if script is None:
-        text = "Whether a warning before the time limit is asked for cannot be seen from here."
+        text = "Whether the job asks for a warning before its time limit is not known."
         return Finding("warning", Severity.NOTE, "time-limit warning not known", text, fix)
     if not script.warning:
         text = (
-            "No --signal in the batch script: the time limit comes unannounced, with "
-            f"{facts.policy.kill_after_s:.1f} s to save. (An option on sbatch's command line "
-            "cannot be seen.)"
+            "No --signal in the batch script: the time limit comes without warning and leaves "
+            f"{facts.policy.kill_after_s:.1f} s to save. (Options on sbatch's command line cannot "
+            "be seen.)"
         )
         return Finding("warning", Severity.RISK, "no warning before the time limit", text, fix)
     if script.batch_shell_only:
-        text = "--signal=B:... is sent to the batch shell and to none of the ranks."
+        text = "--signal=B:... is sent to the batch shell only, not to the ranks."
         return Finding("warning", Severity.RISK, "the warning reaches no rank", text, fix)
     return None
 
 
 def ranks_out_of_reach(facts: Facts) -> Finding | None:
-    """proctrack/cgroup: signals reach what srun started, and not what that started."""
+    """proctrack/cgroup: signals reach the tasks of srun, not their children."""
     if facts.policy.signals_children:
         return None
     launcher = facts.script.launcher if facts.script else ""
@@ -99,14 +102,14 @@ def ranks_out_of_reach(facts: Facts) -> Finding | None:
         return None
     fix = (
         "start the ranks with srun (--ntasks-per-node=GPUS, no torchrun), or with `srun hydroslurm "
-        "agent -- TORCHRUN_ARGUMENTS`, or cgroup.conf: SignalChildrenProcesses=yes, where this "
-        "Slurm knows it"
+        "agent -- TORCHRUN_ARGUMENTS`, or cgroup.conf: SignalChildrenProcesses=yes, if this "
+        "Slurm has it"
     )
-    reach = "Under proctrack/cgroup a signal reaches the tasks that srun started and nothing below."
+    reach = "Under proctrack/cgroup a signal reaches only the tasks of srun, not their children."
     if launcher:
-        text = f"{reach} This job's ranks are started by {launcher}: they hear of no stop at all."
-        return Finding("reach", Severity.LOSS, "no rank hears a signal", text, fix)
-    text = f"{reach} `srun python` is reached, the workers of `srun torchrun` are not."
+        text = f"{reach} {launcher} starts this job's ranks, so no signal reaches them."
+        return Finding("reach", Severity.LOSS, "signals reach no rank", text, fix)
+    text = f"{reach} They reach `srun python`, but not the workers of `srun torchrun`."
     return Finding("reach", Severity.NOTE, "signals reach srun's tasks only", text, fix)
 
 
@@ -117,8 +120,8 @@ def gres_stays_taken(facts: Facts) -> Finding | None:
     if facts.job is not None and not gres:
         return None
     text = (
-        "A suspended job keeps its generic resources: a preemptor that asks for a GPU with --gres "
-        "or --gpus does not start on this job's."
+        "A suspended job keeps its generic resources: a preempting job that requests GPUs with "
+        "--gres or --gpus cannot start on them."
     )
     fix = (
         f"slurm.conf: PartitionName={facts.partition.name} ... PreemptMode=REQUEUE, or "
@@ -134,15 +137,15 @@ def stopped_while_paused(facts: Facts) -> Finding | None:
     if facts.policy.action is not PreemptAction.PAUSE:
         return None
     text = (
-        "A suspended job gets no signal but SIGKILL: one that is cancelled or requeued while it is "
-        "paused ends without saving, and a requeue leaves it held."
+        "A suspended job gets no signal but SIGKILL: if it is cancelled or requeued while "
+        "paused, it ends without saving; if requeued, it is also held."
     )
     fix = "save periodically (every_s); scontrol resume before scontrol requeue"
     return Finding("paused", Severity.NOTE, "nothing can be saved while paused", text, fix)
 
 
 def no_memory_for_copies(facts: Facts) -> Finding | None:
-    """A training on CPUs holds the state itself as well; one on GPUs has more room than that."""
+    """Assumes that host memory holds the state too, as on CPUs; with GPUs there is more room."""
     has_bytes, save = facts.memory_per_node_bytes, facts.save
     if has_bytes is None or save is None or save.state_bytes is None or facts.job is None:
         return None
@@ -151,11 +154,10 @@ def no_memory_for_copies(facts: Facts) -> Finding | None:
         return None
     text = (
         f"The job has {has_bytes / 1e6:,.0f} MB on each node, and its state takes "
-        f"{copy_bytes / 1e6:,.0f} MB of that. Where a copy of it does not fit beside the training, "
-        "the run says so at its start, and each periodic save holds the training up until it is "
-        "written."
+        f"{copy_bytes / 1e6:,.0f} MB of that. If a copy does not fit as well, the run says so "
+        "when it starts, and training waits until each periodic save is written."
     )
-    fix = f"sbatch: --mem={-(-(has_bytes + copy_bytes) // 2**20)}M, which is a copy's size more"
+    fix = f"sbatch: --mem={-(-(has_bytes + copy_bytes) // 2**20)}M, which adds room for a copy"
     return Finding("memory", Severity.NOTE, "little memory for copies of the state", text, fix)
 
 
@@ -163,11 +165,11 @@ def long_requeue_wait(facts: Facts) -> Finding | None:
     wait_s = facts.policy.requeue_wait_s
     if not facts.policy.may_requeue or wait_s <= PATIENT_WAIT_S:
         return None
-    text = f"A requeued job waits {wait_s} s before it may start again, even on an idle cluster."
-    fix = "slurm.conf: AuthInfo=...,cred_expire=5 and a restart of slurmctld"
+    text = f"A requeued job waits {wait_s} s before it can restart, even on an idle cluster."
+    fix = "slurm.conf: AuthInfo=...,cred_expire=5, then restart slurmctld"
     if facts.config.version >= (25, 11):
         fix = "slurm.conf: SchedulerParameters=...,requeue_delay=5"
-    return Finding("wait", Severity.NOTE, f"{wait_s} s between two attempts", text, fix)
+    return Finding("wait", Severity.NOTE, f"{wait_s} s between attempts", text, fix)
 
 
 def logs_cut_off(facts: Facts) -> Finding | None:
@@ -176,7 +178,7 @@ def logs_cut_off(facts: Facts) -> Finding | None:
         return None
     if not facts.policy.may_requeue:
         return None
-    text = "No --open-mode=append in the batch script: each requeue empties the output file."
+    text = "No --open-mode=append in the batch script: each requeue overwrites the output file."
     fix = "sbatch: --open-mode=append (slurm.conf: JobFileAppend=1 makes it the default)"
     return Finding("logs", Severity.NOTE, "logs of earlier attempts are lost", text, fix)
 
@@ -186,8 +188,8 @@ def no_accounting(facts: Facts) -> Finding | None:
         return None
     kind = facts.config.get("AccountingStorageType", "") or "not set"
     text = (
-        f"AccountingStorageType is {kind}: submitit cannot watch its jobs without sacct, and a "
-        "preemption without grace cannot be told from an operator's requeue."
+        f"AccountingStorageType is {kind}: submitit cannot track its jobs without sacct, and a "
+        "preemption without grace looks the same as an operator's requeue."
     )
     fix = "slurm.conf: AccountingStorageType=accounting_storage/slurmdbd"
     return Finding("accounting", Severity.NOTE, "no slurmdbd", text, fix)
@@ -197,30 +199,32 @@ def signal_instead_of_term(facts: Facts) -> Finding | None:
     if not facts.is_preempted_to_stop or not facts.policy.send_user_signal:
         return None
     text = (
-        "send_user_signal is set: a preempted job that asks for --signal gets that signal first, "
-        "and SIGTERM only at the end of its grace."
+        "send_user_signal is set: a preempted job with --signal gets that signal first, and "
+        "SIGTERM only at the end of its grace period."
     )
-    return Finding("user_signal", Severity.OK, "preempted by its --signal", text)
+    return Finding("user_signal", Severity.OK, "preemption sends its --signal", text)
 
 
 def something_unknown(facts: Facts) -> Finding | None:
     if not facts.policy.unknown:
         return None
-    text = f"Could not be read: {'; '.join(facts.policy.unknown)}. The least is assumed."
-    return Finding("unknown", Severity.NOTE, "not all could be read", text)
+    text = f"Could not be read: {'; '.join(facts.policy.unknown)}. The worst case is assumed."
+    return Finding("unknown", Severity.NOTE, "some settings could not be read", text)
 
 
 def run_folder(facts: Facts) -> Finding | None:
-    """Whose word a job takes for what it has trained so far."""
+    """Who can change the state that a job resumes from."""
     if facts.untrusted:
         title = "the run folder is not used"
-        return Finding("run_folder", Severity.RISK, title, f"A job refuses it: {facts.untrusted}.")
+        return Finding("run_folder", Severity.RISK, title, f"Jobs refuse it: {facts.untrusted}.")
     if not facts.shared:
         return None
     text = (
-        "The run folder lies in a folder that people share. A job runs there and believes only "
-        "files of its own user or of root, but whoever may write above it can move run folders "
-        f"of yours to other names. Seen: {facts.shared}."
+        "The run folder is inside a shared folder. Jobs run there and trust only files owned by "
+        "you or root, but whoever can write to a parent folder can rename or swap your run "
+        f"folders. Seen: {facts.shared}."
     )
-    title = "others can exchange the run folder"
-    return Finding("run_folder", Severity.NOTE, title, text, "a folder that only you can write")
+    title = "others can swap the run folder"
+    return Finding(
+        "run_folder", Severity.NOTE, title, text, "use a folder that only you can write to"
+    )

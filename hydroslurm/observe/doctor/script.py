@@ -1,4 +1,4 @@
-"""The options that a batch script gives itself, and what it starts. Pure."""
+"""The options in a batch script, and what it starts. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_WARNING_S = 60
 """Slurm's, for ``--signal=USR1`` without ``@``."""
 
 _SIGNAL = re.compile(r"(?:(?P<who>[BR]+):)?(?P<name>\w+)(?:@(?P<seconds>\d+))?")
-# each of these starts the ranks itself, where signals to srun's tasks may not come to
+# each of these starts the ranks itself, where signals to srun's tasks may not reach them
 _LAUNCHERS = re.compile(
     r"\b(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)\b"
 )
@@ -30,21 +30,21 @@ _SETTING = re.compile(r"\b((?:TORCH|NCCL|GLOO|SLURM)_[A-Z_]+|keep_alive_\w+)=['\
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptOptions:
-    """What ``#SBATCH`` lines and commands say; options on sbatch's command line are not seen.
+    """What ``#SBATCH`` lines and commands say; options on sbatch's command line are unknown.
 
     Attributes:
-        warning: the signal of ``--signal``, ``URG``; empty without.
-        warning_s: how long before the time limit; None without.
-        batch_shell_only: it is sent to the batch shell (``B:``) and to no rank.
-        appends: --open-mode=append is given.
-        launcher: a program between srun and the ranks, ``torchrun``; empty for none.
-        has_agent: the ranks are started by ``hydroslurm agent``.
-        tasks: how many tasks there are, as far as can be seen.
-        outlives_ranks: there is an srun of which a failed task does not end the others.
-        mpi: what ``srun --mpi`` says, ``pmix`` or ``other``; empty where no srun says it.
+        warning: the signal of ``--signal``, such as ``URG``; empty without.
+        warning_s: how long before the time limit it is sent; None without.
+        batch_shell_only: it is sent to the batch shell only (``B:``).
+        appends: ``--open-mode=append`` is given.
+        launcher: a program between srun and the ranks, such as ``torchrun``; empty for none.
+        has_agent: ``hydroslurm agent`` starts the ranks.
+        tasks: number of tasks, as far as the script says.
+        outlives_ranks: some srun does not end its other tasks when one fails.
+        mpi: of ``srun --mpi``: ``pmix`` or ``other``; empty if not given.
         is_expedited: ``--requeue=expedite`` is given.
-        fixed_port: of the ranks' rendezvous, when it is written down; empty when it is computed.
-        settings: environment variables of torch's and NCCL's, and the rendezvous' keep-alive.
+        fixed_port: port of the ranks' rendezvous if it is a constant; else empty.
+        settings: environment variables of torch and NCCL, and the rendezvous' keep-alive.
     """
 
     warning: str = ""
@@ -105,12 +105,12 @@ def _options(text: str) -> dict[str, str]:
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
-    except ValueError:  # a quote without its other half: Slurm complains of it, not we
+    except ValueError:  # an unbalanced quote: Slurm will complain
         return line.split()
 
 
 def _commands(text: str) -> str:
-    """The lines that are run; one that goes on in the next is one line."""
+    """The lines that are run; continued lines are joined."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return "\n".join(lines).replace("\\\n", " ")
 
