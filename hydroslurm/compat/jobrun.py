@@ -179,7 +179,12 @@ class JobRun(Run):
             return
         with self._leaving_when_stale():
             self._saver.save(
-                self._state(), step=self.step, epoch=self.epoch, kind=EPOCH, again=False
+                self._state(),
+                step=self.step,
+                epoch=self.epoch,
+                kind=EPOCH,
+                meta=self._made_of(),
+                again=False,
             )
             self._last_save_s = time.monotonic()
             self._saver.poll()

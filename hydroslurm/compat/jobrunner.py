@@ -23,7 +23,7 @@ from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SaveFailed, UsageError
 from hydroslurm.training import finished
-from hydroslurm.training.notice import notice
+from hydroslurm.training.reporting import notice
 
 
 class JobRunner:

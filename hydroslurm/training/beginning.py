@@ -31,10 +31,10 @@ from hydroslurm.runtime.controller import Controller
 from hydroslurm.training import finished
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
-from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
+from hydroslurm.training.reporting import notice
 from hydroslurm.training.resuming import differences, load_for, set_aside
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping

@@ -53,11 +53,10 @@ from hydroslurm.training.composition import Composition
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import UNSETTLED, is_settled
-from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects, require_savable
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.recording import SaveRecorder
+from hydroslurm.training.reporting import SaveRecorder, notice
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping
@@ -151,15 +150,9 @@ class Run(Beginning):
         self._watch = LoopWatch()
         self._model = model
         self._objects = Objects()
-        for name, thing in {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "scaler": scaler,
-        }.items():
-            if thing is not None:
-                self._add(name, thing)
-        for name, thing in (extra or {}).items():
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        present = {name: thing for name, thing in named.items() if thing is not None}
+        for name, thing in [*present.items(), *(extra or {}).items()]:
             self._add(name, thing)
         self._cursor = Cursor()
         self._saves = Saves()
@@ -167,11 +160,11 @@ class Run(Beginning):
         self._fence = fence_of(self.dir, allocation)
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
         self._controller, self._installed_here = controller_for(self.dir, environ)
-        self._rank_group = RankGroup(self._controller)
         self._world = World.from_environ(environ)
-        self._room = functools.partial(memory.room, ranks_here=self._world.local_world_size)
-        peers = self._rank_group.peers
-        self._durable = CheckpointStore(self.dir.checkpoints, peers=peers, fence=self._fence)
+        self._rank_group = RankGroup(self._controller)
+        self._durable = CheckpointStore(
+            self.dir.checkpoints, peers=self._rank_group.peers, fence=self._fence
+        )
         with contextlib.ExitStack() as undo:
             if self._installed_here:
                 undo.callback(installation.uninstall)
@@ -185,34 +178,38 @@ class Run(Beginning):
                 allocation=allocation,
                 at_least=least_number(environ, allocation),
             )
-            self._saver = Saver(
-                self._durable,
-                fast=self._fast,
-                keep=keep,
-                keep_epochs=self._keep_epochs,
-                on_save_error=on_save_error,
-                exempt=self._controller.exempt,
-                tell=SaveRecorder(self._controller),
-                peers=peers,
-                room=self._room,
-                meta=self._made_of,
-            )
-            stop_handler = StopHandler(
-                allocation,
-                self._controller,
-                environ=environ,
-                fence=self._fence,
-                reads_ahead=self._rank_group.rank == 0,
-            )
-            self._stopping = Stopping(
-                self._rank_group,
-                attempt=self._attempt,
-                saver=self._saver,
-                stop_handler=stop_handler,
-            )
-            self._controller.claim_stops(stop_handler.note_request)
+            self._saver = self._make_saver(keep=keep, on_save_error=on_save_error)
+            self._stopping = self._take_over_stops(allocation, environ)
             undo.pop_all()
         oversights.opened(self, self._controller)
+
+    def _make_saver(self, *, keep: int, on_save_error: Literal["warn", "fail"]) -> Saver:
+        return Saver(
+            self._durable,
+            fast=self._fast,
+            keep=keep,
+            keep_epochs=self._keep_epochs,
+            on_save_error=on_save_error,
+            exempt=self._controller.exempt,
+            tell=SaveRecorder(self._controller),
+            peers=self._rank_group.peers,
+            room=functools.partial(memory.room, ranks_here=self._world.local_world_size),
+        )
+
+    def _take_over_stops(
+        self, allocation: Allocation | None, environ: Mapping[str, str]
+    ) -> Stopping:
+        stop_handler = StopHandler(
+            allocation,
+            self._controller,
+            environ=environ,
+            fence=self._fence,
+            reads_ahead=self._rank_group.rank == 0,
+        )
+        self._controller.claim_stops(stop_handler.note_request)
+        return Stopping(
+            self._rank_group, attempt=self._attempt, saver=self._saver, stop_handler=stop_handler
+        )
 
     # --- the loop
     # --------------------------------------------------------------------------------------------
@@ -275,17 +272,7 @@ class Run(Beginning):
             self._watch.at_safe_point(self._step)
         stop = self._arrive()
         if self._attempt.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
-            if self._rank_group.world_size > 2 and is_settled(self._model) is False:
-                self._log_once(UNSETTLED)
-            if message := oversights.recompiles(self._model, self._cursor.loader):
-                self._log_once(message)
-            state = self._state()  # now that the optimizer has its own
-            require_savable(state)
-            if refused := self._saver.reserve(state):
-                self._log_once_per_node(
-                    f"{refused}. So each save holds the training up until it is written. "
-                    "More memory (--mem) spares that"
-                )
+            self._check_first_step()
         if stop is not None:
             self._stop(stop)
         self._poll()
@@ -294,7 +281,7 @@ class Run(Beginning):
             step = self._completed_step()
             if self._saves.takes_periodic(step):
                 took_s = self._saver.start(
-                    self._state(), step=step, epoch=self._epoch, kind="periodic"
+                    self._state(), step=step, epoch=self._epoch, meta=self._made_of()
                 )
                 if took_s > 0:
                     self._saves.began(periodic_step=step)
@@ -381,7 +368,9 @@ class Run(Beginning):
             )
         step = self._completed_step()
         with self._leaving_when_stale():
-            saved = self._saver.save(self._state(), step=step, epoch=self._epoch, kind=kind)
+            saved = self._saver.save(
+                self._state(), step=step, epoch=self._epoch, kind=kind, meta=self._made_of()
+            )
         self._saves.began()
         self._last_save_s = time.monotonic()
         return saved
@@ -449,6 +438,25 @@ class Run(Beginning):
 
     # --- inside
     # --------------------------------------------------------------------------------------------
+
+    def _check_first_step(self) -> None:
+        """What can be known once the optimizer has its own state.
+
+        Raises:
+            UnsavableState: the state holds something that could be saved by pickling only.
+        """
+        if self._rank_group.world_size > 2 and is_settled(self._model) is False:
+            self._log_once(UNSETTLED)
+        if message := oversights.recompiles(self._model, self._cursor.loader):
+            self._log_once(message)
+        state = self._state()
+        require_savable(state)
+        refused = self._saver.reserve(state)
+        if refused and self._world.local_rank == 0:  # one rank speaks for those of its node
+            notice(
+                f"{refused}. So each save holds the training up until it is written. More memory "
+                "(--mem) spares that"
+            )
 
     def _leave_if_cut_short(self, error: Exception) -> None:
         """A rank that died in the middle of a stop makes the collectives of the others fail. That
@@ -537,6 +545,7 @@ class Run(Beginning):
                 step=step,
                 epoch=self._epoch,
                 deadline_mono_s=deadline_mono_s,
+                meta=self._made_of(),
                 unchanged=self._saves.unchanged,
             ).reason
         except UnsavableState as error:
@@ -563,11 +572,6 @@ class Run(Beginning):
         else:
             finished.write(self.dir, step=self._step)
         clear_fast(durable=self._durable, fast=self._fast)
-
-    def _log_once_per_node(self, message: str) -> None:
-        """One rank speaks for those of its node."""
-        if self._world.local_rank == 0:
-            notice(message)
 
     def _state(self) -> State:
         if self._rank_group.rank == 0 and (message := self._folder.look()):
