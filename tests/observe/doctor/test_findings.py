@@ -83,9 +83,9 @@ def test_a_good_site() -> None:
     [
         (Saver.RUN, Severity.OK, "from its last checkpoint."),
         (Saver.TWO_CALLS, Severity.OK, "from what it saves before go_suspend."),
-        (Saver.UNKNOWN, Severity.OK, "where its script has a hydroslurm.Run, from its last"),
-        (Saver.NO_RUN, Severity.RISK, "have made no hydroslurm.Run so far"),
-        (Saver.NOBODY, Severity.RISK, "No rank of it has announced itself"),
+        (Saver.UNKNOWN, Severity.OK, "from its last checkpoint if the script uses hydroslurm.Run."),
+        (Saver.NO_RUN, Severity.RISK, "have not created a hydroslurm.Run yet"),
+        (Saver.NOBODY, Severity.RISK, "None of its ranks has reported"),
     ],
 )
 def test_a_checkpoint_is_promised_to_a_run_only(
@@ -104,8 +104,8 @@ def test_a_checkpoint_is_promised_to_a_run_only(
 @pytest.mark.parametrize(
     ("settings", "grace_s", "words"),
     [
-        ({}, 60, "SIGTERM 60 s ahead of the requeue"),
-        ({"RequeueExit": "143"}, 60, "but for the exit codes of RequeueExit=143"),
+        ({}, 60, "SIGTERM 60 s before the requeue"),
+        ({"RequeueExit": "143"}, 60, "except with the exit codes in RequeueExit=143"),
         ({}, 0, "or from the beginning"),
         (GANG, 60, "or from the beginning"),
     ],
