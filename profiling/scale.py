@@ -24,15 +24,16 @@ import statistics
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Options, finish, options
+from harness import finish, options, scratch
+from processes import wait_until
 
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
@@ -184,9 +185,11 @@ def watch_in_terminal(cluster: DevCluster, *, intervals: int) -> Cost:
     drain.start()
     try:
         first = requests(cluster)
-        _until(lambda: requests(cluster) >= first + 5, "a second look")  # three for the settings
+        wait_until(
+            lambda: requests(cluster) >= first + 5, "a second look"
+        )  # three for the settings
         before, before_s = requests(cluster), cpu_s(process.pid)
-        _until(lambda: requests(cluster) >= before + intervals, "the intervals", pause_s=0.1)
+        wait_until(lambda: requests(cluster) >= before + intervals, "the intervals")
         made, used_s = requests(cluster) - before, cpu_s(process.pid) - before_s
         memory = rss_mb(process.pid)
     finally:
@@ -226,7 +229,8 @@ def sleeping_jobs(count: int, folder: Path) -> Iterator[DevCluster]:
         # without accounting of each task every 30 s: a thousand would look at all of /proc then
         words = ["-n1", f"--array=0-{count - 1}", "--acctg-freq=0", "-o", "/dev/null"]
         cluster.run(["sbatch", *words, "-D", str(folder), "--wrap", "exec sleep 3600"])
-        _until(lambda: len(running(cluster)) == count, f"{count} running jobs", pause_s=1.0)
+        what = f"{count} running jobs"
+        wait_until(lambda: len(running(cluster)) == count, what, limit_s=LIMIT_S)
         yield cluster
 
 
@@ -236,25 +240,17 @@ def running(cluster: DevCluster) -> list[int]:
     return sorted(map(int, cluster.run(command).stdout.split()))
 
 
-def _until(condition: Callable[[], bool], what: str, *, pause_s: float = 0.05) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {LIMIT_S:g} s: {what}")
-        time.sleep(pause_s)
-
-
-def measure(chosen: Options) -> dict[str, Any]:
+def measure(chosen: Namespace) -> dict[str, Any]:
     sizes = (10, 100) if chosen.quick else (10, 100, 1000)
     intervals = 3 if chosen.quick else 15
     result: dict[str, Any] = {}
     seen: dict[str, list[Cost]] = {"top": [], "screen": [], "status": []}
     for size in sizes:
         with (
-            tempfile.TemporaryDirectory(prefix="hydroslurm-scale-") as place,
-            sleeping_jobs(size, Path(place)) as cluster,
+            scratch("scale", chosen) as place,
+            sleeping_jobs(size, place) as cluster,
         ):
-            writers = Writers(Path(place), running(cluster)[::2])
+            writers = Writers(place, running(cluster)[::2])
             try:
                 seen["top"].append(watch_in_pipe(cluster, size, intervals=intervals))
                 seen["screen"].append(watch_in_terminal(cluster, intervals=intervals))

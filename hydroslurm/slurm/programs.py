@@ -1,16 +1,17 @@
-"""Run one of Slurm's programs: the right environment, a time-out, a checked answer."""
+"""Run one of Slurm's programs: checked arguments, a clean environment, a time-out, a checked
+answer."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import signal
+import signal as signals
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.errors import SlurmMissing, SlurmTimeout
+from hydroslurm.errors import SlurmMissing, SlurmTimeout, UsageError
 from hydroslurm.slurm import refusals
 
 # Variables that change what is printed, or what is acted upon: SCANCEL_USER in somebody's profile
@@ -21,18 +22,18 @@ _AMBIENT = re.compile(
 _COMPLAINT = re.compile(r"\b(error|fatal)\b")
 
 _MEANT_FOR_RANKS = frozenset(
-    {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGURG}
+    {signals.SIGTERM, signals.SIGUSR1, signals.SIGUSR2, signals.SIGTSTP, signals.SIGURG}
 )
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Slurm's programs as one environment finds them. Making the value touches no disk."""
+    """Slurm's programs as found in one environment. Creating the value does not touch the disk."""
 
     environ: Mapping[str, str]
 
     def child_environ(self) -> dict[str, str]:
-        """Plain English, moments as epoch seconds, no formatting of the user's."""
+        """English messages, times as epoch seconds, none of the user's format settings."""
         kept = {name: value for name, value in self.environ.items() if not _AMBIENT.match(name)}
         return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
@@ -40,16 +41,14 @@ class Programs:
         """Run it and return what it printed.
 
         Args:
-            silent: it prints nothing when all went well. Then a complaint on stderr is a failure
-                whatever
-                the exit status: ``scancel 99`` of an unknown job exits with 0.
+            silent: it prints nothing on success. Then an error on stderr is a failure whatever the
+                exit status: ``scancel 99`` of an unknown job exits with 0.
 
         Raises:
-            SlurmMissing: no such program, or SLURM_CONF names no file. (Slurm's programs would look
-                for it
-                again for a minute.)
-            SlurmTimeout: it was ended after ``timeout_s``.
-            SlurmError: what ``refusals.refusal`` makes of its message.
+            SlurmMissing: no such program, or SLURM_CONF names no file, for which Slurm's programs
+                would look again and again for a minute.
+            SlurmTimeout: it was killed after ``timeout_s``.
+            SlurmError: as :func:`refusals.refusal` maps its message.
         """
         command = [self._find(program), *arguments]
         doing = " ".join([program, *arguments])
@@ -89,14 +88,14 @@ class Programs:
 def _run_apart(
     command: list[str], environ: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[bytes]:
-    """subprocess.run for a child that does not hear the signals of the job that it is part of.
+    """subprocess.run for a child that ignores the signals meant for the ranks of its job.
 
     Under proctrack/linuxproc every process of a job step gets them, and the second SIGTERM of a
-    preemption comes some 20 ms after the first: it killed the very scontrol that asked for the
-    requeue. A blocked mask is inherited through exec; here it is blocked for the start only, so
-    that this process still hears them.
+    preemption comes some 20 ms after the first: it used to kill the very scontrol that was asking
+    for the requeue. The child inherits the blocked mask through exec; this process only blocks it
+    while starting the child.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _MEANT_FOR_RANKS)
+    before = signals.pthread_sigmask(signals.SIG_BLOCK, _MEANT_FOR_RANKS)
     try:
         process = subprocess.Popen(
             command,
@@ -106,7 +105,7 @@ def _run_apart(
             stderr=subprocess.PIPE,
         )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signals.pthread_sigmask(signals.SIG_SETMASK, before)
     with process:
         try:
             out, complaint = process.communicate(timeout=timeout_s)
@@ -114,3 +113,32 @@ def _run_apart(
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, complaint)
+
+
+def signal_number(signal: str | int | signals.Signals) -> int:
+    """``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signals.SIGUSR1`` -> 10.
+
+    Raises:
+        UsageError: no such signal on Linux.
+    """
+    try:
+        if isinstance(signal, str):
+            name = signal.upper()
+            return signals.Signals[name if name.startswith("SIG") else f"SIG{name}"].value
+        if signal in signals.valid_signals():  # real-time ones have numbers only
+            return int(signal)
+        return signals.Signals(signal).value
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"no signal {signal!r}; wanted a name such as USR1 or TERM") from error
+
+
+def checked_job_id(job_id: int) -> int:
+    """The id itself.
+
+    Raises:
+        UsageError: not a positive number.
+    """
+    # it becomes a word of a command line: "1,2" or "-a" would mean something else there
+    if isinstance(job_id, bool) or not isinstance(job_id, int) or job_id < 1:
+        raise UsageError(f"not a job id: {job_id!r}; wanted a positive number, 123")
+    return job_id

@@ -1,12 +1,17 @@
-"""What Slurm's error sentences mean. Pure.
+"""What Slurm's error messages mean, and how long to retry while its controller is away.
 
-Both backends use it: the programs print the sentences of ``slurm_strerror``, and pyslurm raises
-    them. The sentences are those of src/common/slurm_errno.c in 22.05.8 and 25.11.7.
+Both backends get the messages of ``slurm_strerror``: the programs print them, pyslurm raises them.
+Source: src/common/slurm_errno.c in 22.05.8 and 25.11.7.
 """
 
 from __future__ import annotations
 
+import random
 import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from hydroslurm.errors import (
     ControllerUnreachable,
@@ -95,7 +100,7 @@ _HINTS: dict[type[SlurmError], str] = {
 
 
 def meaning(sentence: str) -> type[SlurmError] | None:
-    """The error that a sentence of Slurm's stands for, None for one that is not known."""
+    """The error class for a message of Slurm's; None if it is unknown."""
     lowered = sentence.lower()
     for error, phrases in _MEANINGS:
         if any(phrase.lower() in lowered for phrase in phrases):
@@ -104,7 +109,7 @@ def meaning(sentence: str) -> type[SlurmError] | None:
 
 
 def refusal(sentence: str, *, doing: str) -> SlurmError:
-    """The error to raise: what was being done, Slurm's own words, and what to do next."""
+    """The error to raise: what was being done, Slurm's message, and what to do next."""
     message = " / ".join(line.strip() for line in sentence.splitlines() if line.strip())[:500]
     error = meaning(sentence) or SlurmError
     hint = f"; {_HINTS[error]}" if error in _HINTS else ""
@@ -112,10 +117,66 @@ def refusal(sentence: str, *, doing: str) -> SlurmError:
 
 
 def says_nothing(error: SlurmError) -> bool:
-    """True when Slurm's sentence fits several causes, so that one has to ask further."""
+    """Whether Slurm's message fits several causes, so that one has to ask further."""
     return type(error) is SlurmError and any(words in str(error) for words in _SAYS_NOTHING)
 
 
 def never_arrived(error: SlurmError) -> bool:
-    """True when the request cannot have reached the controller, so that it is safe to repeat."""
+    """Whether the request cannot have reached the controller and is safe to repeat."""
     return bool(_NEVER_ARRIVED.search(str(error)))
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """Time-outs and retries, with the clock, sleep and random source that tests replace.
+
+    Attributes:
+        call_timeout_s: for one call. Slurm's programs give up on an absent controller after 9 to
+            18 s (twice MessageTimeout), so less than 20 s hides the reason.
+        give_up_after_s: no retry starts later than this after the first call.
+        first_delay_s, longest_delay_s: the delay before the first retry, which doubles each time,
+            and its maximum. Each delay is drawn from its upper half, so that ranks spread out.
+        monotonic, sleep, uniform: the clock (s), the sleep (s) and the random source.
+    """
+
+    call_timeout_s: float = 30.0
+    give_up_after_s: float = 60.0
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 10.0
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    uniform: Callable[[float, float], float] = random.uniform
+
+    def retry(
+        self,
+        call: Callable[[], Result],
+        *,
+        may_repeat: Callable[[ControllerUnreachable], bool] = lambda _: True,
+    ) -> Result:
+        """Call until it does not raise ControllerUnreachable.
+
+        Args:
+            may_repeat: False if the request may have arrived and must not be made twice.
+
+        Raises:
+            ControllerUnreachable: the last one, with the number of attempts and the time spent.
+        """
+        begin = self.monotonic()
+        delay_s = self.first_delay_s
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return call()
+            except ControllerUnreachable as error:
+                pause_s = self.uniform(delay_s / 2, delay_s)
+                spent_s = self.monotonic() - begin
+                if not may_repeat(error) or spent_s + pause_s > self.give_up_after_s:
+                    raise ControllerUnreachable(
+                        f"{error} (attempts: {attempts}, in {spent_s:.1f} s)"
+                    ) from error
+            self.sleep(pause_s)
+            delay_s = min(2 * delay_s, self.longest_delay_s)

@@ -1,13 +1,13 @@
-"""When a job is given up, and what happens when somebody else wants its nodes."""
+"""The sections of a job spec beside its replicas: runPolicy, preemption, scheduler, tensorboard and
+torchrunConfig."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, field_validator
 
 from hydroslurm.jobs.spec.fields import (
-    Command,
     Count,
     Line,
     OptionName,
@@ -15,7 +15,7 @@ from hydroslurm.jobs.spec.fields import (
     SlurmWord,
     Text,
     Whole,
-    as_tuple,
+    Words,
     is_text,
     slurm_word,
     unit,
@@ -26,81 +26,81 @@ PreemptionMode = Literal["pause", "requeue", "both"]
 
 
 class RunPolicy(Part):
-    """When the job is given up, and what is left then."""
+    """When to give the job up, and what to clean up then."""
 
     backoff_limit: Whole = Field(
         default=3,
-        description="How often the job is started again by its restartPolicy, for all replicas "
-        "together; once more, and it has failed. Preemptions do not count. Default: 3.",
+        description="How often restartPolicy may restart the job, for all replicas together; after "
+        "that the next failure is final. Preemptions do not count. Default: 3.",
         json_schema_extra=unit("restarts"),
     )
     preemption_limit: Whole | None = Field(
         default=None,
-        description="How often the job may be preempted or requeued; once more, and it has failed. "
-        "Default: unlimited.",
+        description="How often the job may be preempted or requeued; after that the next "
+        "preemption makes it fail. Default: unlimited.",
         json_schema_extra=unit("preemptions"),
     )
     active_deadline_seconds: Count | None = Field(
         default=None,
-        description="How long the job may hold its nodes, over all its attempts, without the time "
-        "that it was suspended. Default: unlimited.",
+        description="How long the job may hold its nodes, over all attempts, not counting the time "
+        "that it is suspended. Default: unlimited.",
         json_schema_extra=unit("seconds"),
     )
     clean_policy: CleanPolicy = Field(
         default="Unfinished",
-        description="What is done once the job has succeeded or failed. Unfinished: replicas that "
-        "still run are ended. All: and their scratch folders are removed. None: they go on to "
-        "their own end, and nothing is removed. Default: Unfinished.",
+        description="What to do once the job has succeeded or failed. Unfinished: end replicas "
+        "that still run. All: also remove the scratch folders. None: let replicas run to their end "
+        "and remove nothing. Default: Unfinished.",
     )
 
 
 class Preemption(Part):
-    """What happens when somebody else wants the nodes."""
+    """What to do when another job needs the nodes."""
 
     mode: PreemptionMode = Field(
         default="both",
-        description="pause: park in place when suspended, and go on in place. requeue: save, "
-        "leave, be requeued and go on. both: whichever Slurm asks for. Default: both.",
+        description="pause: park when suspended, and resume in place. requeue: save, exit, requeue "
+        "and resume from the checkpoint. both: whichever Slurm asks for. Default: both.",
     )
     warning_seconds: Annotated[int, Field(ge=1, le=65535)] = Field(
         default=120,
-        description="How long before the time limit the ranks are told to save; Slurm may be 60 s "
-        "early. Default: 120.",
+        description="How long before the time limit the ranks are told to save; Slurm may warn up "
+        "to 60 s earlier. Default: 120.",
         json_schema_extra=unit("seconds"),
     )
     checkpoint_directory: Text | None = Field(
         default=None,
-        description="Where a hydroslurm.Run of the script saves; a relative one begins at the "
-        "folder of the spec. Default: checkpoints in the run folder.",
+        description="Where a hydroslurm.Run in the script saves; relative to the folder of the "
+        "spec. Default: checkpoints in the run folder.",
     )
     save_every_seconds: Whole | None = Field(
         default=None,
         description="How long such a Run trains between two saves; 0: it saves only when it is "
-        "stopped. Default: what the script says, else 600.",
+        "stopped. Default: the script's, else 600.",
         json_schema_extra=unit("seconds"),
     )
     attempts_without_progress: Count | None = Field(
         default=None,
-        description="The job is ended after so many attempts in a row of such a Run that begin at "
-        "the same step. Default: what the script says, else 5.",
+        description="End the job after so many attempts of such a Run in a row that begin at the "
+        "same step. Default: the script's, else 5.",
         json_schema_extra=unit("attempts"),
     )
 
 
-RESERVED = frozenset({
+_SBATCH_RESERVED = frozenset({
     "job-name", "comment", "output", "error", "input", "nodes", "ntasks", "ntasks-per-node",
     "cpus-per-task", "mem", "gpus-per-node", "gres", "partition", "qos", "account", "reservation",
     "nice", "time", "signal", "requeue", "no-requeue", "open-mode", "array", "wrap", "chdir",
     "export", "export-file", "priority", "dependency", "wait", "parsable", "test-only", "uid",
     "gid", "help", "usage", "version",
 })  # fmt: skip
-"""sbatch's options that ``scheduler.options`` cannot hold."""
+"""Options of sbatch that ``scheduler.options`` refuses."""
 
 
 def _not_ours(name: str) -> str:
     bare = name.replace("_", "-")
-    # sbatch takes any unambiguous beginning of an option for the option
-    if any(one.startswith(bare) for one in RESERVED):
+    # sbatch accepts any unambiguous prefix of an option
+    if any(one.startswith(bare) for one in _SBATCH_RESERVED):
         raise ValueError(f"{name!r} is set by hydroslurm, or has a field of its own")
     return name
 
@@ -109,14 +109,14 @@ def _sbatch_value(value: object) -> object:
     if value is True:
         return value
     if value is False:
-        raise ValueError("false is no value of an option; leave the option out")
+        raise ValueError("an option cannot be false; omit it")
     if isinstance(value, (list, dict)):
         raise ValueError("wanted one word, or true for an option without a value")
     return slurm_word(str(is_text(value)))
 
 
 Nice = Annotated[int, Field(ge=0, le=2147483645)]
-"""What a user may take off a job's priority."""
+"""What a user may subtract from a job's priority."""
 FreeOption = Annotated[OptionName, AfterValidator(_not_ours)]
 """An option of sbatch that hydroslurm leaves to the user."""
 SbatchValue = Annotated[
@@ -128,17 +128,17 @@ SbatchValue = Annotated[
 
 
 class Scheduler(Part):
-    """Where in Slurm the job goes."""
+    """Where to run the job in Slurm."""
 
     partition: SlurmWord | None = Field(
         default=None,
-        description="Partition, or several with commas; what other systems call a queue. Default: "
-        "the site's.",
+        description="Partition, or several separated by commas; other systems call it a queue. "
+        "Default: the site's.",
     )
     qos: SlurmWord | None = Field(
         default=None,
-        description="Quality of service: what gives a job a higher priority, or makes it "
-        "preemptible, where the site has such. Default: the account's.",
+        description="Quality of service, which may raise a job's priority or make it preemptible, "
+        "as the site has set it up. Default: the account's.",
     )
     account: SlurmWord | None = Field(
         default=None, description="Account to charge. Default: the user's."
@@ -148,72 +148,147 @@ class Scheduler(Part):
     )
     nice: Nice = Field(
         default=0,
-        description="Taken off the job's priority, so that others go first. There is no field that "
-        "raises it: Slurm lets only operators set a priority or a nice below 0. Default: 0.",
+        description="Subtracted from the job's priority, so that others go first. No field raises "
+        "the priority: only operators of Slurm may. Default: 0.",
         json_schema_extra=unit("points of priority"),
     )
     time_limit_minutes: Count | None = Field(
         default=None,
-        description="Limit of each attempt of the job. One that saves when it is warned "
-        "(preemption.warningSeconds) is requeued and goes on. Default: the partition's.",
+        description="Time limit of each attempt. A job that saves when it is warned "
+        "(preemption.warningSeconds) is requeued and resumes. Default: the partition's.",
         json_schema_extra=unit("minutes"),
     )
     options: dict[FreeOption, SbatchValue] = Field(
         default_factory=dict,
-        description="More options of sbatch by their long names, such as "
+        description="More sbatch options by their long names, such as "
         "{constraint: a100, exclusive: true}. Those that hydroslurm sets are refused. Default: {}.",
     )
 
 
-class DebugReplica(Part):
-    """What replicas of one type do instead of training."""
-
-    type: Line = Field(default="worker", description="Which replicas. Default: worker.")
-    command: Command = Field(
-        default=("sleep", "infinity"),
-        description="Run in the place of the command. Default: [sleep, infinity].",
-    )
-    skip_init: bool = Field(
-        default=False, description="Do not run the init steps either. Default: false."
-    )
-
-
-class Debug(Part):
-    """Everything is up, the training is not started: `hydroslurm attach` gives a shell there."""
-
-    enable: bool = Field(default=False, description="Do not start the training. Default: false.")
-    replica_specs: Annotated[tuple[DebugReplica, ...], BeforeValidator(as_tuple)] = Field(
-        default=(),
-        description="What replicas do instead; those of a type that is not listed sleep. "
-        "Default: [].",
-    )
-
-
-class RunMode(Part):
-    """How the job is run."""
-
-    debug: Debug = Field(
-        default_factory=Debug,
-        description="Everything is up, the training is not started, and `hydroslurm attach` gives "
-        "a shell there. Default: off.",
-    )
-
-
 class TensorBoard(Part):
-    """A TensorBoard that is there as long as the job runs; `hydroslurm describe` says where."""
+    """A TensorBoard that runs as long as the job; `hydroslurm describe` shows its address."""
 
     log_directory: Text = Field(
         default="runs",
-        description="What it shows; a relative one begins at the folder of the spec. "
-        "Default: runs.",
+        description="The folder that it shows; relative to the folder of the spec. Default: runs.",
     )
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=0,
-        description="TCP port; 0 takes any free one. Default: 0.",
+        description="TCP port; 0 picks a free one. Default: 0.",
         json_schema_extra=unit("port"),
     )
     host: Line = Field(
         default="127.0.0.1",
-        description="Address that it binds. The default is reached through ssh only, for "
-        "TensorBoard asks nobody for a password. Default: 127.0.0.1.",
+        description="Address to bind. The default can only be reached through ssh, because "
+        "TensorBoard asks for no password. Default: 127.0.0.1.",
     )
+
+
+RDZV_BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
+_TORCHRUN_RESERVED = frozenset({
+    "nnodes", "nproc-per-node", "max-restarts", "rdzv-backend", "rdzv-id",
+    "node-rank", "master-addr", "master-port", "standalone", "module", "no-python", "run-path",
+    "local-addr",
+})  # fmt: skip
+"""torchrun options that a spec cannot pass on: hydroslurm sets them, or they have a field."""
+ENDPOINT = "--rdzv-endpoint"
+"""Where the etcd server is; for the other backends hydroslurm sets it."""
+
+
+def _number_as_text(value: object) -> object:
+    """T9k writes text; people write a number."""
+    return str(value) if type(value) is int else value
+
+
+ProcPerNode = Annotated[
+    str,
+    BeforeValidator(_number_as_text),
+    WithJsonSchema({
+        "anyOf": [
+            {"type": "integer", "minimum": 1},
+            {"type": "string", "pattern": "^(gpu|[0-9]+)$"},
+        ]
+    }),
+]  # fmt: skip
+
+
+class TorchrunConfig(Part):
+    """torch's elastic launcher between Slurm and the ranks."""
+
+    enable: bool = Field(
+        default=False,
+        description="true: one torchrun agent per replica, which starts procPerNode ranks. false: "
+        "srun starts the ranks, and hydroslurm sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+        "MASTER_PORT. Default: false.",
+    )
+    min_nodes: Count | None = Field(
+        default=None,
+        description="The least number of replicas that may train together. Default: all.",
+        json_schema_extra=unit("replicas"),
+    )
+    max_restarts: Whole = Field(
+        default=0,
+        description="How often an agent restarts its ranks itself before its replica has failed. "
+        "Default: 0.",
+        json_schema_extra=unit("restarts"),
+    )
+    proc_per_node: ProcPerNode = Field(
+        default="1",
+        description="Ranks per replica: a number, or gpu for one per GPU. Default: 1.",
+        json_schema_extra=unit("ranks per replica"),
+    )
+    rdzv_backend: Annotated[Line, WithJsonSchema({"enum": list(RDZV_BACKENDS)})] = Field(
+        default="c10d",
+        description="How the agents find each other: c10d, static, etcd or etcd-v2. The last two "
+        "need your own server, in extraOptions: [--rdzv-endpoint, HOST:PORT]. Default: c10d.",
+    )
+    extra_options: Words = Field(
+        default=(),
+        description="More torchrun options, such as [--log-dir, logs]. Those that hydroslurm sets "
+        "are refused. Default: [].",
+    )
+
+    @property
+    def names_endpoint(self) -> bool:
+        """Whether extraOptions name the rendezvous endpoint."""
+        names = (word.partition("=")[0].replace("_", "-") for word in self.extra_options)
+        return any(len(word) > len("--rdzv-") and ENDPOINT.startswith(word) for word in names)
+
+    @property
+    def has_own_server(self) -> bool:
+        """Whether the agents meet at the user's own server."""
+        return self.rdzv_backend.startswith("etcd")
+
+    @field_validator("proc_per_node")
+    @classmethod
+    def _number_or_gpu(cls, value: str) -> str:
+        is_number = value.isascii() and value.isdecimal() and len(value) < 5
+        if value != "gpu" and not (is_number and int(value) > 0):
+            raise ValueError(f"{value[:40]!r} is neither gpu nor a number from 1 to 9999")
+        return value
+
+    @field_validator("rdzv_backend")
+    @classmethod
+    def _known_backend(cls, value: str) -> str:
+        if value not in RDZV_BACKENDS:
+            raise ValueError(f"{value!r} is not one of {', '.join(RDZV_BACKENDS)}")
+        return value
+
+    @field_validator("extra_options")
+    @classmethod
+    def _not_ours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for word in value:
+            if _is_reserved(word):
+                raise ValueError(
+                    f"{word[:60]!r} is set by hydroslurm; use minNodes, maxRestarts, procPerNode, "
+                    "rdzvBackend or the command instead"
+                )
+        return value
+
+
+def _is_reserved(word: str) -> bool:
+    """argparse accepts any unambiguous prefix of an option."""
+    name = word.lstrip("-").partition("=")[0].replace("_", "-")
+    if not word.startswith("--"):
+        return word in ("-m", "-r")
+    return bool(name) and any(one.startswith(name) for one in _TORCHRUN_RESERVED)
