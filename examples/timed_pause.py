@@ -18,8 +18,8 @@ from rich.console import Console
 from torch import nn
 
 import hydroslurm
-from hydroslurm.report.reading import read_history
-from hydroslurm.report.terminal import report_view
+from hydroslurm.report.history import read_history
+from hydroslurm.report.views import report_view
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.core.files import clean
 from hydroslurm.report.lines import (
     Line,
-    between,
     data_of,
     first_integer,
     integer,
     number,
+    span,
     stamp_of,
     step_of,
     text,
@@ -351,4 +351,4 @@ def _measured(
     reported = None if line is None else number(line.data, key)
     if reported is not None:
         return reported
-    return between(begin_ns, end_ns, _UNIT_NS[key.rpartition("_")[2]])
+    return span(begin_ns, end_ns, _UNIT_NS[key.rpartition("_")[2]])

@@ -17,7 +17,7 @@ from typing import Any
 from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.external_sources import ExternalSources, SlurmAttempt
 from hydroslurm.report.history import History
-from hydroslurm.report.lines import between
+from hydroslurm.report.lines import span
 from hydroslurm.report.nsys.profile import ProfiledPause, ProfiledStop
 from hydroslurm.report.pauses import PEERS, Pause
 from hydroslurm.report.stops import Stop, Stopped
@@ -162,7 +162,7 @@ def _stopped_us(pause: Pause, grace_s: int | None) -> float | None:
     """Nothing in a stopped process can see the moment; slurmstepd counts from its SIGTSTP."""
     if grace_s is None or "slurm" not in pause.causes or pause.signal != "SIGTSTP":
         return None
-    held_us = between(pause.requested_mono_ns, pause.resume_requested_mono_ns, 1e3)
+    held_us = span(pause.requested_mono_ns, pause.resume_requested_mono_ns, 1e3)
     if held_us is not None and held_us < grace_s * 1e6:
         return None
     return grace_s * 1e6
@@ -172,16 +172,16 @@ def _profiled(pause: Pause, seen: ProfiledPause | None) -> Profiled | None:
     if seen is None:
         return None
     begin_ns, resume_ns = pause.requested_mono_ns, pause.resume_requested_mono_ns
-    park_us = between(begin_ns, seen.parked_mono_ns, 1e3)
-    resume_us = between(resume_ns, seen.running_mono_ns, 1e3)
+    park_us = span(begin_ns, seen.parked_mono_ns, 1e3)
+    resume_us = span(resume_ns, seen.running_mono_ns, 1e3)
     both = ((park_us, pause.park_us), (resume_us, pause.resume_us))
     apart = [abs(ours - theirs) for ours, theirs in both if ours is not None and theirs is not None]
     return Profiled(
         park_us=park_us,
-        drain_us=between(seen.parked_mono_ns, seen.drained_mono_ns, 1e3),
+        drain_us=span(seen.parked_mono_ns, seen.drained_mono_ns, 1e3),
         resume_us=resume_us,
-        last_kernel_us=between(begin_ns, seen.last_kernel_end_mono_ns, 1e3),
-        first_kernel_us=between(resume_ns, seen.first_kernel_mono_ns, 1e3),
+        last_kernel_us=span(begin_ns, seen.last_kernel_end_mono_ns, 1e3),
+        first_kernel_us=span(resume_ns, seen.first_kernel_mono_ns, 1e3),
         difference_us=max(apart, default=None),
         error_us=None if seen.error_ns is None else seen.error_ns / 1e3,
     )
@@ -238,7 +238,7 @@ def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> S
     return StopRow(
         stopped=stopped,
         at_s=history.since_begin_s(attempt, stopped.begin_mono_ns),
-        left_s=between(stop.requested_mono_ns, attempt.last_mono_ns, 1e9),
+        left_s=_since_us(seen_ns=stop.requested_mono_ns, end_ns=attempt.last_mono_ns, unit=1e6),
         before=before,
         after=after if after != before else None,
         eligible_s=_later_s(end_s, eligible_s, within_s=gap_s),
@@ -250,6 +250,11 @@ def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> S
         nsys_committed_ms=_nsys_ms(seen, "committed_mono_ns"),
         nsys_requeued_ms=_nsys_ms(seen, "requeued_mono_ns"),
     )
+
+
+def _since_us(*, seen_ns: int | None, end_ns: int | None, unit: float) -> float | None:
+    taken_us = span(seen_ns, end_ns, 1e3)
+    return None if taken_us is None else taken_us / unit
 
 
 def _by_slurms_date(attempt: Attempt, started_s: float | None) -> float:
@@ -272,4 +277,6 @@ def _later_s(
 
 
 def _nsys_ms(seen: ProfiledStop | None, name: str) -> float | None:
-    return between(seen.requested_mono_ns, getattr(seen, name), 1e6) if seen else None
+    if seen is None:
+        return None
+    return _since_us(seen_ns=seen.requested_mono_ns, end_ns=getattr(seen, name), unit=1e3)

@@ -12,7 +12,7 @@ from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Figures
 from hydroslurm.report.history import History
-from hydroslurm.report.lines import between
+from hydroslurm.report.lines import span
 from hydroslurm.report.pauses import PEERS, Pause
 from hydroslurm.report.rows import PauseRow, StopRow
 from hydroslurm.report.stops import KILLED, Stop
@@ -54,11 +54,15 @@ def pause_chains(history: History, rows: Sequence[PauseRow], *, most: int) -> Ta
         Column("closed (µs)", lambda row: _since(row.pause.closed_mono_ns, row), optional=True),
         Column("held (µs)", lambda row: _since(row.pause.held_mono_ns, row), optional=True),
         Column("parked (µs)", lambda row: number(row.pause.park_us, ",.0f")),
-        Column("all parked (ms)", lambda row: _all_parked_ms(row.pause), optional=True),
+        Column(
+            "all parked (ms)",
+            lambda row: number(row.pause.all_parked_us, ",.1f", 1e3),
+            optional=True,
+        ),
         Column("drained (µs)", lambda row: number(row.pause.drain_us, ",.0f"), optional=True),
         Column("SIGSTOP (s)", lambda row: _about_s(row.stopped_us), optional=True),
-        Column("resume (s)", lambda row: _resume(row.pause), optional=True),
-        Column("opened (µs)", lambda row: _opened(row.pause), optional=True),
+        Column("resume (s)", _resume, optional=True),
+        Column("opened (µs)", _opened, optional=True),
         Column("runs (µs)", lambda row: number(row.pause.resume_us, ",.0f")),
     ]
     note = (
@@ -116,12 +120,8 @@ def _causes(pause: Pause) -> str:
 
 def _all_parked(pause: Pause) -> str | None:
     """Marked where collectives were in flight."""
-    text = _all_parked_ms(pause)
+    text = number(pause.all_parked_us, ",.1f", 1e3)
     return f"{text or UNKNOWN} !" if pause.in_flight else text
-
-
-def _all_parked_ms(pause: Pause) -> str | None:
-    return number(pause.all_parked_us, ",.1f", 1e3)
 
 
 def _held_at(pause: Pause) -> str:
@@ -138,16 +138,21 @@ def _held_at(pause: Pause) -> str:
 
 
 def _since(end_ns: int | None, row: PauseRow) -> str | None:
-    return number(between(row.pause.requested_mono_ns, end_ns, 1e3), ",.0f")
+    return _between(row.pause.requested_mono_ns, end_ns, ",.0f", 1e3)
 
 
-def _resume(pause: Pause) -> str | None:
-    held_s = between(pause.requested_mono_ns, pause.resume_requested_mono_ns, 1e9)
-    return number(held_s, ",.3f")
+def _resume(row: PauseRow) -> str | None:
+    pause = row.pause
+    return _between(pause.requested_mono_ns, pause.resume_requested_mono_ns, ",.3f", 1e9)
 
 
-def _opened(pause: Pause) -> str | None:
-    return number(between(pause.resume_requested_mono_ns, pause.resumed_mono_ns, 1e3), ",.0f")
+def _opened(row: PauseRow) -> str | None:
+    pause = row.pause
+    return _between(pause.resume_requested_mono_ns, pause.resumed_mono_ns, ",.0f", 1e3)
+
+
+def _between(begin_ns: int | None, end_ns: int | None, spec: str, unit_ns: float) -> str | None:
+    return number(span(begin_ns, end_ns, unit_ns), spec)
 
 
 def _about_s(stopped_us: float | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.report.attempts import Attempt
-from hydroslurm.report.lines import between
+from hydroslurm.report.lines import span
 from hydroslurm.report.progress import Progress
 
 KILLED = "killed"
@@ -168,12 +168,12 @@ def _stop(attempt: Attempt, following: Attempt | None) -> Stop:
         requested_mono_ns=since_ns,
         step=step,
         step_from=step_from,
-        safe_point_ms=between(since_ns, seen.safe_point_mono_ns, 1e6),
-        staged_ms=between(since_ns, seen.staged_mono_ns, 1e6),
-        written_ms=between(since_ns, seen.written_mono_ns, 1e6),
+        safe_point_ms=span(since_ns, seen.safe_point_mono_ns, 1e6),
+        staged_ms=span(since_ns, seen.staged_mono_ns, 1e6),
+        written_ms=span(since_ns, seen.written_mono_ns, 1e6),
         durable_ms=_committed_ms(since_ns, seen, seen.durable_mono_ns),
         fast_ms=_committed_ms(since_ns, seen, seen.fast_mono_ns),
-        requeued_ms=between(since_ns, seen.requeued_mono_ns, 1e6),
+        requeued_ms=span(since_ns, seen.requeued_mono_ns, 1e6),
         requeue_error=seen.requeue_error,
         state_bytes=seen.state_bytes,
         left=left,
@@ -204,7 +204,7 @@ def _committed_ms(begin_ns: int | None, seen: Progress, commit_ns: int | None) -
     """A commit of the very step that was to be saved may be older than the request."""
     if begin_ns is not None and commit_ns is not None and seen.safe_step is not None:
         return max(0.0, (commit_ns - begin_ns) / 1e6)
-    return between(begin_ns, commit_ns, 1e6)
+    return span(begin_ns, commit_ns, 1e6)
 
 
 def _waited_s(attempt: Attempt, following: Attempt | None) -> float | None:
@@ -218,7 +218,8 @@ def _waited_s(attempt: Attempt, following: Attempt | None) -> float | None:
 def _first_step_s(following: Attempt | None) -> float | None:
     if following is None or following.progress is None:
         return None
-    return between(following.first_mono_ns, following.progress.first_step_mono_ns, 1e9)
+    took_ms = span(following.first_mono_ns, following.progress.first_step_mono_ns, 1e6)
+    return None if took_ms is None else took_ms / 1e3
 
 
 def _steps_lost(left: str, step: int | None, next_step: int | None) -> int | None:

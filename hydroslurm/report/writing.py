@@ -15,7 +15,7 @@ from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.history import History
-from hydroslurm.report.reading import parallel_map
+from hydroslurm.report.parallel import parallel_map
 
 if TYPE_CHECKING:  # the pictures are started before anything of this is imported
     from matplotlib.figure import Figure
@@ -58,7 +58,7 @@ def write_all(
         if run.histograms_png.exists():
             drawn.append(("The distribution of each latency", run.histograms_png))
         yield from (path for _, path in drawn)
-    from hydroslurm.report.page import page
+    from hydroslurm.report.views import page
 
     images = [(alt, path.read_bytes()) for alt, path in drawn]
     text = page(history, sources, figures, rows, pictures=images)

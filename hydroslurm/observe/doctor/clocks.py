@@ -45,7 +45,7 @@ def collectives(facts: Facts) -> Finding | None:
         return None
     handling = _settings(facts).get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     after = (
-        "with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 the ranks would be left hanging for ever"
+        "with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 the ranks would be left hanging forever"
         if handling == "0"
         else "the rank would be aborted right after SIGCONT"
     )

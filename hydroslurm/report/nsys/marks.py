@@ -1,12 +1,6 @@
-"""The NVTX marks and ranges of the domain ``hydroslurm`` in a report, per process, and their clock.
+"""The NVTX marks and ranges of the domain ``hydroslurm`` in a report, and nsys's clock by them.
 
-What each of them means is written in ``runtime/gate/native/marks.h``.
-
-nsys counts from the start of its recording, by a clock of its own: beside CLOCK_MONOTONIC, which
-NTP slews, it drifts by microseconds in a second. The job emits marks ``clock`` whose payload is
-CLOCK_MONOTONIC, read just before. Such a mark is stamped by nsys late, by as much as the thread
-was held up between, and never early: so CLOCK_MONOTONIC minus nsys's time is never below what a
-mark says, and of the marks around a moment the one that says most is the best.
+What each of them means is written in ``hydroslurm/gate/native/marks.h``.
 """
 
 from __future__ import annotations
@@ -162,6 +156,14 @@ def _sorted_out(database: Database, domains: set[tuple[int, int]], *, has_catego
     return Marks(by_pid, clocks, ())
 
 
+# --- nsys's time -> CLOCK_MONOTONIC -------------------------------------------------------------
+#
+# nsys counts from the start of its recording, by a clock of its own: beside CLOCK_MONOTONIC, which
+# NTP slews, it drifts by microseconds in a second. The job emits marks ``clock`` whose payload is
+# CLOCK_MONOTONIC, read just before. nsys stamps such a mark late, by as long as the thread was held
+# up in between, and never early: so CLOCK_MONOTONIC minus nsys's time is never below what a mark
+# says, and of the marks around a moment the one that says most is the best.
+
 NEIGHBOURS = 8
 """Marks on each side that are looked at."""
 DRIFT_MAX = 500e-6
@@ -174,7 +176,7 @@ _APART_NS = 1_000_000_000
 
 
 class Timebase:
-    """nsys's time in CLOCK_MONOTONIC. All processes of a report share both clocks."""
+    """The two clocks of one report, which all its processes share."""
 
     def __init__(self, marks: Sequence[tuple[int, int]]) -> None:
         """``marks``: nsys's time and the CLOCK_MONOTONIC of each, in any order."""

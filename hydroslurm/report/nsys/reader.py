@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.report.nsys.database import open_database
+from hydroslurm.report.nsys.database import Gpu, open_database, read_gpu
 from hydroslurm.report.nsys.export import as_sqlite
-from hydroslurm.report.nsys.gpu import Gpu, read_gpu
 from hydroslurm.report.nsys.marks import (
     Marks,
     Moment,
