@@ -31,7 +31,7 @@ from hydroslurm.errors import HydroslurmError
 from hydroslurm.jobs.control.requests import pause_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.report.figures import figures_of
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 from hydroslurm.report.rows import Rows
 from hydroslurm.report.run_tables import pauses_table
 from hydroslurm.report.tables import in_terminal

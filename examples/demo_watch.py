@@ -11,7 +11,8 @@ from demo_stage import log_lines, say, wait_for
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import HydroslurmError
 from hydroslurm.report.attempts import Attempt
-from hydroslurm.report.history import History, read_history
+from hydroslurm.report.history import History
+from hydroslurm.report.reading import read_history
 from hydroslurm.report.stops import Stop
 
 ATTEMPT_LIMIT_S = 400.0

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 import hydroslurm
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 from hydroslurm.report.views import report_view
 
 

@@ -101,7 +101,7 @@ def _report_run(
     folder: Path, given: Sequence[Path], as_json: bool, no_picture: bool, no_slurm: bool
 ) -> None:
     from hydroslurm.core.rundir import RunDir
-    from hydroslurm.report.history import read_history
+    from hydroslurm.report.reading import read_history
     from hydroslurm.report.writing import start_pictures, write_all
 
     run = RunDir(folder)

@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from hydroslurm.report.history import History, percentile
+from hydroslurm.report.stops import Stop
 
 _BINS = 24
 _COLUMNS = 3
@@ -38,40 +39,27 @@ class Latency:
 def latencies(history: History) -> list[Latency]:
     """Those of which anything was measured."""
     pauses, stops = history.pauses, history.stops
-    saves = [s for attempt in history.attempts if attempt.progress for s in attempt.progress.saves]
-    blue, orange, sky = "#0072B2", "#E69F00", "#56B4E9"
-    found = [
-        _latency("pause: signal → parked", (p.park_us for p in pauses), 1e-6, blue, "////"),
-        _latency(
-            "pause: signal → all ranks parked",
-            (p.all_parked_us for p in pauses),
-            1e-6,
-            blue,
-            "////",
-        ),
-        _latency("pause: parked → devices idle", (p.drain_us for p in pauses), 1e-6, blue, "////"),
-        _latency("resume → running", (p.resume_us for p in pauses), 1e-6, sky, "...."),
-        _latency(
-            "save: start → committed", (s.durable_ms for s in saves), 1e-3, orange, "\\\\\\\\"
-        ),
-        _latency(
-            "stop: signal → safe point", (s.safe_point_ms for s in stops), 1e-3, orange, "\\\\\\\\"
-        ),
-        _latency(
-            "stop: signal → committed", (s.durable_ms for s in stops), 1e-3, orange, "\\\\\\\\"
-        ),
-        _latency(
-            "stop: signal → requeued", (s.requeued_ms for s in stops), 1e-3, orange, "\\\\\\\\"
-        ),
-        _latency(
-            "stop: end → next attempt's first step",
-            (_back_s(s.waited_s, s.first_step_s) for s in stops),
-            1.0,
-            orange,
-            "\\\\\\\\",
-        ),
+    trained = (attempt.progress for attempt in history.attempts if attempt.progress)
+    saves = [save for progress in trained for save in progress.saves]
+    pausing, resuming, saving = ("#0072B2", "////"), ("#56B4E9", "...."), ("#E69F00", "\\\\\\\\")
+    us, ms = 1e-6, 1e-3
+    measured: list[tuple[str, Iterable[float | None], float, tuple[str, str]]] = [
+        ("pause: signal → parked", (p.park_us for p in pauses), us, pausing),
+        ("pause: signal → all ranks parked", (p.all_parked_us for p in pauses), us, pausing),
+        ("pause: parked → devices idle", (p.drain_us for p in pauses), us, pausing),
+        ("resume → running", (p.resume_us for p in pauses), us, resuming),
+        ("save: start → committed", (one.durable_ms for one in saves), ms, saving),
+        ("stop: signal → safe point", (one.safe_point_ms for one in stops), ms, saving),
+        ("stop: signal → committed", (one.durable_ms for one in stops), ms, saving),
+        ("stop: signal → requeued", (one.requeued_ms for one in stops), ms, saving),
+        ("stop: end → next attempt's first step", map(_back_s, stops), 1.0, saving),
     ]
-    return [one for one in found if one.values_s]
+    found = []
+    for title, values, unit_s, look in measured:
+        known = sorted(value * unit_s for value in values if value is not None)
+        if known:
+            found.append(Latency(title, tuple(known), *look))
+    return found
 
 
 def histograms(found: Sequence[Latency]) -> Figure:
@@ -105,14 +93,8 @@ def _is_spread(latency: Latency) -> bool:
     return latency.values_s[0] < latency.values_s[-1]
 
 
-def _latency(
-    title: str, values: Iterable[float | None], unit_s: float, colour: str, hatch: str
-) -> Latency:
-    known = sorted(value * unit_s for value in values if value is not None)
-    return Latency(title, tuple(known), colour, hatch)
-
-
-def _back_s(waited_s: float | None, first_step_s: float | None) -> float | None:
+def _back_s(stop: Stop) -> float | None:
+    waited_s, first_step_s = stop.waited_s, stop.first_step_s
     return None if waited_s is None or first_step_s is None else waited_s + first_step_s
 
 

@@ -1,30 +1,21 @@
-"""Read a run folder into a :class:`History`, from which figures, tables and pictures are made."""
+"""All attempts, pauses and stops of a run: what figures, tables and pictures are made from.
+
+:mod:`~hydroslurm.report.reading` makes it from a run folder. Pure.
+"""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from typing_extensions import NotRequired, TypedDict
 
-from hydroslurm.core.files import clean
-from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import RunFolderError
-from hydroslurm.report.attempts import Attempt, StopRequest, attempts_in
-from hydroslurm.report.clocks import Alignment, align
-from hydroslurm.report.lines import Line, Unread, read_lines
-from hydroslurm.report.parallel import parallel_map
+from hydroslurm.report.attempts import Attempt, StopRequest
+from hydroslurm.report.clocks import Alignment
 from hydroslurm.report.pauses import Pause
 from hydroslurm.report.stops import Stop, Stopped, stops_of
-
-_MOST_RANKS = 100_000
-"""A larger number is damage."""
-_PARALLEL_BYTES = 16 * 2**20
-"""Below this, forking and handing results back costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -128,167 +119,6 @@ class History:
     def since_begin_s(self, attempt: Attempt, mono_ns: int) -> float:
         """A stamp of an attempt, in seconds since the run's first event."""
         return (attempt.epoch_ns(mono_ns) - self.begin_epoch_ns) / 1e9
-
-
-def read_history(folder: Path) -> History:
-    """Read all event files of a run folder; lines that are torn or foreign are passed over.
-
-    Raises:
-        RunFolderError: the folder is missing, is not a run folder or cannot be read.
-    """
-    run_dir = RunDir(folder)
-    _check(run_dir)
-    try:
-        files = list(run_dir.rank_event_files().values())
-        parts = _read_all(files)
-        failed = [error for part in parts for error in part.failed]
-        if failed and len(failed) == len(files):
-            raise failed[0]
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot read {error.filename}: {error.strerror}. "
-            "A run folder is its owner's (0700): run this as that user"
-        ) from error
-    attempts = sorted(
-        (attempt for part in parts for attempt in part.attempts), key=lambda attempt: attempt.rank
-    )
-    aligned, alignment = align(attempts)
-    found = sorted((s for part in parts for s in part.sentences), key=lambda one: one[0])
-    return History(
-        clean(folder.resolve().name),
-        aligned,
-        events=sum(part.events for part in parts),
-        missing=(
-            *(sentence for _, sentence in found),
-            *_ranks_missing(aligned),
-            *_lost_signals(aligned),
-        ),
-        alignment=alignment,
-    )
-
-
-def _read_all(files: Sequence[Path]) -> list[_Part]:
-    """Large logs are read by as many processes as there are CPUs: a million lines take one half a
-    minute, and the files of ranks need not be read in order."""
-    sizes = {path: path.lstat().st_size for path in files}
-    count = min(len(os.sched_getaffinity(0)), len(files))
-    if count < 2 or sum(sizes.values()) < _PARALLEL_BYTES:
-        return [_read(files)]
-    shares: list[list[Path]] = [[] for _ in range(count)]
-    share_bytes = [0] * count
-    for path in sorted(files, key=lambda path: sizes[path], reverse=True):
-        smallest = share_bytes.index(min(share_bytes))
-        shares[smallest].append(path)
-        share_bytes[smallest] += sizes[path]
-    others = parallel_map(_read, shares[1:])
-    return [_read(shares[0]), *others]  # one share here: what it holds is not handed back
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What some of the files hold; each sentence with the rank that it is about; and why some could
-    not be read."""
-
-    attempts: tuple[Attempt, ...]
-    events: int
-    sentences: tuple[tuple[int, str], ...]
-    failed: tuple[OSError, ...]
-
-
-def _read(files: Sequence[Path]) -> _Part:
-    reading = _Reading()
-    attempts = attempts_in(reading.lines(files))
-    return _Part(
-        attempts, reading.events, tuple(reading.sentences()), tuple(reading.failed.values())
-    )
-
-
-class _Reading:
-    """Counts what comes by."""
-
-    def __init__(self) -> None:
-        self.events = 0
-        self.failed: dict[int, OSError] = {}
-        self._unread: dict[int, Unread] = {}
-
-    def lines(self, files: Sequence[Path]) -> Iterator[Line]:
-        for path in files:
-            rank = int(path.stem.rpartition("-")[2])
-            unread = self._unread[rank] = Unread()
-            try:
-                for line in read_lines(path, unread):
-                    self.events += 1
-                    yield line
-            except OSError as error:
-                self.failed[rank] = OSError(error.errno, error.strerror, str(path))
-
-    def sentences(self) -> Iterator[tuple[int, str]]:
-        for rank, error in self.failed.items():
-            yield rank, f"Rank {rank}: {error.filename} cannot be read: {error.strerror}."
-        for rank, unread in self._unread.items():
-            if unread.torn:
-                yield rank, f"Rank {rank}: torn lines that were passed over: {unread.torn}."
-            if unread.unknown:
-                what = "lines of a later version of hydroslurm, passed over"
-                yield rank, f"Rank {rank}: {what}: {unread.unknown}."
-
-
-def _ranks_missing(attempts: Iterable[Attempt]) -> Iterator[str]:
-    """Ranks that others were joined with, and that wrote nothing."""
-    seen, wanted = set(), 0
-    for attempt in attempts:
-        seen.add(attempt.rank)
-        wanted = max(wanted, attempt.world_size)
-    absent = sorted(set(range(wanted)) - seen) if wanted <= _MOST_RANKS else []
-    if absent:
-        which = ", ".join(map(str, absent[:10])) + (" ..." if len(absent) > 10 else "")
-        yield f"Of {wanted} ranks {len(absent)} left no events: {which}."
-
-
-def _lost_signals(attempts: Iterable[Attempt]) -> Iterator[str]:
-    """Signals whose handlers other code replaced: what they asked for left no event."""
-    found: dict[tuple[str, ...], dict[int, None]] = {}
-    for attempt in attempts:
-        if attempt.lost_signals:
-            found.setdefault(attempt.lost_signals, {})[attempt.rank] = None
-    for signals, ranks in found.items():
-        which = ", ".join(map(str, list(ranks)[:10])) + (" ..." if len(ranks) > 10 else "")
-        yield (
-            f"Rank{'' if len(ranks) == 1 else 's'} {which}: other code replaced hydroslurm's "
-            f"handlers of {', '.join(signals)}: pauses and stops requested with them meanwhile "
-            "had no effect, and are not in this report."
-        )
-
-
-def _check(run_dir: RunDir) -> None:
-    """A job that has not started yet has no events, but it has a submission."""
-    wanted = (run_dir.events, run_dir.submission_json)
-    try:
-        if any(path.exists() for path in wanted):
-            return
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot read {error.filename}: {error.strerror}. "
-            "A run folder is its owner's (0700): run this as that user"
-        ) from error
-    seen = "there is no such folder"
-    if run_dir.root.is_dir():
-        names = sorted(path.name for path in run_dir.root.iterdir())
-        seen = (
-            f"it holds {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-            if names
-            else "it is empty"
-        )
-    elif run_dir.root.exists():
-        seen = "it is a file"
-    raise RunFolderError(
-        f"{run_dir.root} is not a run folder: {seen}. "
-        f"Looked for events/{run_dir.rank_events(0).name} and {run_dir.submission_json.name}. "
-        "Give the folder that `hydroslurm submit` printed, or the one that HYDROSLURM_RUN_DIR named"
-    )
-
-
-# --- statistics of what a history holds ---------------------------------------------------------
 
 
 class Summary(TypedDict):

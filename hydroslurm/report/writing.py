@@ -15,7 +15,7 @@ from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.history import History
-from hydroslurm.report.parallel import parallel_map
+from hydroslurm.report.reading import parallel_map
 
 if TYPE_CHECKING:  # the pictures are started before anything of this is imported
     from matplotlib.figure import Figure

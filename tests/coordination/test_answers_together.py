@@ -13,7 +13,7 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rankstate import RankState, latest
 from hydroslurm.report.figures import figures_of
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 from hydroslurm.runtime import client
 
 WORLD = 3

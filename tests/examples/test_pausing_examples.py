@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 
 
 def test_timed_pause(run: Callable[..., str], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from processes import wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 
 pytestmark = pytest.mark.slurm
 

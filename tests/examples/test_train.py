@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from processes import wait_until
 
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 from hydroslurm.runtime import client
 
 STEPS = "240"

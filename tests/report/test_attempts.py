@@ -17,8 +17,9 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.figures import figures_of
-from hydroslurm.report.history import History, read_history
+from hydroslurm.report.history import History
 from hydroslurm.report.pauses import Pause
+from hydroslurm.report.reading import read_history
 
 
 def only_pause(log: RankLog) -> Pause:

@@ -11,7 +11,8 @@ from report.ranklog import RankLog
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.figures import figures_of
-from hydroslurm.report.history import History, percentile, read_history, summary
+from hydroslurm.report.history import History, percentile, summary
+from hydroslurm.report.reading import read_history
 from hydroslurm.report.writing import write_figures
 
 

@@ -14,12 +14,11 @@ from report.ranklog import RankLog
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.report import history as reading
+from hydroslurm.report import reading
 from hydroslurm.report.figures import MOST_ROWS, figures_of
 from hydroslurm.report.histograms import Latency, histograms, latencies
-from hydroslurm.report.history import read_history
 from hydroslurm.report.lines import Line, Unread, lines_of, read_lines
-from hydroslurm.report.parallel import parallel_map
+from hydroslurm.report.reading import parallel_map, read_history
 from hydroslurm.report.writing import write_histograms
 
 

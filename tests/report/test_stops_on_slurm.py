@@ -11,7 +11,7 @@ from training.trainings import Training
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
 from hydroslurm.report.goodput import goodput_of
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 from hydroslurm.report.rows import Rows
 from hydroslurm.slurm.client import open_client
 

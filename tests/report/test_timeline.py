@@ -12,7 +12,8 @@ from report.views import legend, shown, texts
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.report.attempts import attempts_of
-from hydroslurm.report.history import History, read_history
+from hydroslurm.report.history import History
+from hydroslurm.report.reading import read_history
 from hydroslurm.report.timeline import timeline
 from hydroslurm.report.writing import write_timeline
 

@@ -35,7 +35,7 @@ from hydroslurm.observe.table import for_programs
 from hydroslurm.observe.watcher import Watcher
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import figures_of
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 from hydroslurm.report.rows import Rows
 from hydroslurm.report.trace import trace_of
 from hydroslurm.report.views import page, report_view

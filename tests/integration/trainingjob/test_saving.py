@@ -13,7 +13,7 @@ from integration.trainingjob.scene import HERE, Scene
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.jobs.supervisor.attempts import Ending
-from hydroslurm.report.history import read_history
+from hydroslurm.report.reading import read_history
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
