@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import Options, finish, options
+from hydroslurm.core.heartbeat import Heartbeat
 
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.core.heartbeat import Heartbeat
 from hydroslurm.core.rundir import RunDir, of_job
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from hydroslurm.core.ack import Answer
     from hydroslurm.core.agentstate import AgentState
-    from hydroslurm.core.rankstate import RankState
+    from hydroslurm.core.status import RankStatus
     from hydroslurm.jobs.control.overview import Overview
     from hydroslurm.jobs.control.plain_job import PlainJob
     from hydroslurm.jobs.control.requests import JobAnswer, JobStatus
@@ -252,7 +252,7 @@ def _print_job(answer: JobAnswer) -> None:
 
 
 def _print_status(found: JobStatus) -> None:
-    from hydroslurm.jobs.control.overview import conditions_of, newest
+    from hydroslurm.jobs.control.overview import condition_now
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
     job = found.job
@@ -262,19 +262,21 @@ def _print_status(found: JobStatus) -> None:
         f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
         f"{limit}, restarts {job.restart_count}"
     )
-    condition = newest(conditions_of(found.run_dir, job))
+    condition = condition_now(found.run_dir, job, next(iter(found.ranks), None))
     if condition is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
         message = f": {condition.message}" if condition.message else ""
         _say(f"  {condition.type} {condition.reason} since {since}{message}")
     if found.problem is not None:
         _say(f"  its run folder cannot be looked at: {found.problem}")
-    elif not found.ranks:
+    elif not found.ranks and not found.silent:
         _say(f"  no rank has announced itself in {found.run_dir.events}")
     for node in found.nodes:
         _say(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
     for rank in found.ranks:
         _say(f"  {rank_line(rank, now_epoch_ns=time.time_ns())}")
+    for number, why in found.silent:
+        _say(f"  rank {number}: {why}")
 
 
 def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
@@ -292,9 +294,9 @@ def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
     return ", ".join(words)
 
 
-def rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
+def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
     """Where a rank is, as it says itself."""
-    since = _since(rank.since_epoch_ns, now_epoch_ns)
+    since = _since(rank.since.epoch_ns, now_epoch_ns)
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
     words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.message}{causes} {since}"]
     if rank.children_message:
@@ -320,10 +322,10 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
 
 
 def _as_json(found: JobStatus) -> dict[str, object]:
-    from hydroslurm.jobs.control.overview import conditions_of, newest
+    from hydroslurm.jobs.control.overview import condition_now
 
     job = found.job
-    condition = newest(conditions_of(found.run_dir, job))
+    condition = condition_now(found.run_dir, job, next(iter(found.ranks), None))
     return {
         "job_id": job.job_id,
         "name": job.name,
@@ -335,5 +337,34 @@ def _as_json(found: JobStatus) -> dict[str, object]:
         "problem": found.problem,
         "condition": None if condition is None else vars(condition),
         "agents": [vars(node) for node in found.nodes],
-        "ranks": [{**vars(rank), "parked_together": rank.parked_together} for rank in found.ranks],
+        "ranks": [_rank_as_json(rank) for rank in found.ranks],
+        "silent": dict(found.silent),
+    }
+
+
+_RANK_FIELDS = (
+    "rank",
+    "state",
+    "causes",
+    "step",
+    "pid",
+    "host",
+    "restart_count",
+    "pauses",
+    "park_us",
+    "committed_step",
+    "world_size",
+    "not_copied",
+    "children_parked",
+    "children_running",
+    "parked_together",
+)
+
+
+def _rank_as_json(rank: RankStatus) -> dict[str, object]:
+    all_parked = rank.all_parked
+    return {
+        **{name: getattr(rank, name) for name in _RANK_FIELDS},
+        "since_epoch_ns": rank.since.epoch_ns,
+        "all_parked_epoch_ns": None if all_parked is None else all_parked.epoch_ns,
     }
