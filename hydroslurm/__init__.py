@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.gate.signals import SignalPlan
     from hydroslurm.jobs.launch.executor import Executor
-    from hydroslurm.jobs.launch.preemptible import preemptible
+    from hydroslurm.jobs.launch.rank import preemptible
     from hydroslurm.runtime.client import send_signal
     from hydroslurm.runtime.controller import Controller
     from hydroslurm.runtime.engine import Engine, od_execution_wrapper
@@ -83,7 +83,7 @@ _HOME = {
     "HydroslurmError": "hydroslurm.errors",
     "UsageError": "hydroslurm.errors",
     "Executor": "hydroslurm.jobs.launch.executor",
-    "preemptible": "hydroslurm.jobs.launch.preemptible",
+    "preemptible": "hydroslurm.jobs.launch.rank",
     "Controller": "hydroslurm.runtime.controller",
     "Engine": "hydroslurm.runtime.engine",
     "od_execution_wrapper": "hydroslurm.runtime.engine",

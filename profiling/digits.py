@@ -3,6 +3,7 @@ same for everybody. submitit is not imported here."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -55,6 +56,32 @@ class Parts:
         return DataLoader(
             self.data, batch_size=self.config.batch_size, shuffle=True, generator=order
         )
+
+    def save(self, file: Path, step: int) -> None:
+        """As people write it: all that is known of the training, in a file that is replaced in one
+        step."""
+        part = file.with_suffix(f".{os.getpid()}")
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "step": step,
+            "rng": torch.get_rng_state(),
+        }
+        torch.save(state, part)
+        part.replace(file)
+
+    def load(self, file: Path) -> int:
+        """The step that was saved; 0: there is nothing yet."""
+        if not file.exists():
+            return 0
+        state = torch.load(file)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
+        step: int = state["step"]
+        return step
 
     def learn(self, batch: list[torch.Tensor]) -> None:
         images, labels = batch

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-import torch
 from digits import BATCH_SIZE, SEED, Config, Parts, outcome
 from progress import Progress
 from torch.utils.data import DataLoader
@@ -41,7 +39,7 @@ class StockTraining(submitit.helpers.Checkpointable):
 
     def __call__(self) -> dict[str, Any]:
         self.parts = parts = Parts(self.config)
-        self.load()
+        self.step = parts.load(self.config.folder / "checkpoint.pt")
         with self.observed() as progress:
             for epoch in range(self.step // parts.steps_per_epoch, self.config.epochs):
                 done = self.step % parts.steps_per_epoch
@@ -63,34 +61,9 @@ class StockTraining(submitit.helpers.Checkpointable):
         fresh = type(self)(self.config, every_epoch=self.every_epoch)
         return submitit.helpers.DelayedSubmission(fresh)
 
-    @property
-    def _file(self) -> Path:
-        return self.config.folder / "checkpoint.pt"
-
     def save(self) -> None:
         assert self.parts is not None
-        part = self._file.with_suffix(f".{os.getpid()}")
-        torch.save(
-            {
-                "model": self.parts.model.state_dict(),
-                "optimizer": self.parts.optimizer.state_dict(),
-                "scheduler": self.parts.scheduler.state_dict(),
-                "step": self.step,
-                "rng": torch.get_rng_state(),
-            },
-            part,
-        )
-        part.replace(self._file)
-
-    def load(self) -> None:
-        assert self.parts is not None
-        if self._file.exists():
-            state = torch.load(self._file)
-            self.parts.model.load_state_dict(state["model"])
-            self.parts.optimizer.load_state_dict(state["optimizer"])
-            self.parts.scheduler.load_state_dict(state["scheduler"])
-            self.step = state["step"]
-            torch.set_rng_state(state["rng"])
+        self.parts.save(self.config.folder / "checkpoint.pt", self.step)
 
 
 def run_training(config: Config) -> dict[str, Any]:

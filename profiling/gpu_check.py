@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import EventTail, finish, median_ratio, options, p50_p99, time_interleaved
+from harness import (
+    EventTail,
+    bare,
+    finish,
+    installed,
+    median_ratio,
+    options,
+    p50_p99,
+    time_interleaved,
+)
 from torch import nn
 
 import hydroslurm
@@ -113,23 +122,6 @@ class Training:
         for parameter in self.model.parameters():
             state.update(parameter.detach().cpu().view(torch.int16).numpy().tobytes())
         return state.hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def installed(run_dir: Path) -> Iterator[None]:
-    hydroslurm.install(run_dir=run_dir, gate="native")
-    try:
-        yield
-    finally:
-        hydroslurm.uninstall()
-
-
-@contextlib.contextmanager
-def bare(run_dir: Path) -> Iterator[None]:
-    """Nothing of ours, a moment after something of ours: the caches are as in the other arm."""
-    with installed(run_dir):
-        pass
-    yield
 
 
 def overhead(training: Training, run_dir: Path, *, rounds: int) -> dict[str, float]:
@@ -334,7 +326,7 @@ def main() -> None:
     chosen = options("What only a GPU can show; under five minutes.")
     title = "GPU check"
     if not torch.cuda.is_available():
-        if not chosen.json_only:
+        if not chosen.json:
             print("no CUDA device that this torch can use; nothing to check here")
         finish(chosen, title, {"gpu": None})
         return

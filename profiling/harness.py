@@ -1,42 +1,85 @@
-"""What all profiling scripts share: options, percentiles, interleaving, the environment, the last
-line."""
+"""What all profiling scripts share: options, a folder, percentiles, interleaving, the environment,
+the last line. How to wait and to fork ranks they have from the tests, whose folder is on the path.
+"""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import functools
 import json
 import math
 import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydroslurm
 from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.files import Tail
+from hydroslurm.gate import GateKind
+from hydroslurm.gate.marks import NVTX_ENV
+
+PROFILING = Path(__file__).resolve().parent
+TESTS = PROFILING.parent / "tests"
+sys.path.append(str(TESTS))
 
 
-@dataclass(frozen=True)
-class Options:
-    """What every script takes."""
+def parser(description: str, *, directory: bool = False) -> ArgumentParser:
+    """With ``--quick`` and ``--json``, which every script takes.
 
-    quick: bool
-    json_only: bool
-
-
-def options(description: str, argv: Sequence[str] | None = None) -> Options:
-    """Read ``--quick`` and ``--json``."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
+    Args:
+        directory: also ``--directory``, for :func:`scratch`.
+    """
+    made = ArgumentParser(description=description)
+    made.add_argument(
         "--quick", action="store_true", help="few rounds: to see that it runs, not how fast it is"
     )
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    arguments = parser.parse_args(argv)
-    return Options(quick=arguments.quick, json_only=arguments.json)
+    made.add_argument("--json", action="store_true", help="print the JSON line alone")
+    if directory:
+        words = "where to write; the folder for temporary files by default"
+        made.add_argument("--directory", type=Path, help=words)
+    return made
+
+
+def options(description: str) -> Namespace:
+    """``quick`` and ``json``, of a script that takes nothing else."""
+    return parser(description).parse_args()
+
+
+@contextlib.contextmanager
+def scratch(name: str, chosen: Namespace) -> Iterator[Path]:
+    """A folder that is gone after the block, whatever ranks that end late may still write."""
+    with tempfile.TemporaryDirectory(
+        prefix=f"hydroslurm-{name}-",
+        dir=getattr(chosen, "directory", None),
+        ignore_cleanup_errors=True,
+    ) as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def installed(run_dir: Path, gate: GateKind = "native", *, nvtx: str = "on") -> Iterator[None]:
+    """hydroslurm, as ``hydroslurm.install()`` sets it up."""
+    hydroslurm.install(run_dir=run_dir, gate=gate, environ={**os.environ, NVTX_ENV: nvtx})
+    try:
+        yield
+    finally:
+        hydroslurm.uninstall()
+
+
+@contextlib.contextmanager
+def bare(run_dir: Path) -> Iterator[None]:
+    """Nothing of ours, a moment after something of ours: the caches are as in the other arm."""
+    with installed(run_dir):
+        pass
+    yield
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -62,11 +105,29 @@ def time_interleaved(
 ) -> dict[str, list[float]]:
     """Seconds per step of each arm in each round.
 
-    A round runs every arm for ``segment_s``; the next round begins with the next arm, so that each
-    comes first, second and last equally often. Entering an arm, and a third more steps to warm up,
-    are not timed. After ``limit_s`` no new round begins.
+    A round of :func:`interleaved` runs every arm for ``segment_s``. Entering an arm, and a third
+    more steps to warm up, are not timed.
     """
     steps = max(1, round(segment_s / _seconds_per_step(step)))
+
+    def timed(arm: Callable[[], AbstractContextManager[object]]) -> float:
+        with arm():
+            for _ in range(max(1, steps // 3)):
+                step()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                step()
+            return (time.perf_counter() - begin) / steps
+
+    timed_arms = {name: functools.partial(timed, arm) for name, arm in arms.items()}
+    return interleaved(timed_arms, rounds=rounds, limit_s=limit_s)
+
+
+def interleaved(
+    arms: Mapping[str, Callable[[], float]], *, rounds: int, limit_s: float = math.inf
+) -> dict[str, list[float]]:
+    """What each arm gives in each round; every round begins with another arm, none after
+    ``limit_s``."""
     seen: dict[str, list[float]] = {name: [] for name in arms}
     deadline = time.monotonic() + limit_s
     for index in range(rounds):
@@ -74,13 +135,7 @@ def time_interleaved(
             break
         first = index % len(arms)
         for name in [*list(arms)[first:], *list(arms)[:first]]:
-            with arms[name]():
-                for _ in range(max(1, steps // 3)):
-                    step()
-                begin = time.perf_counter()
-                for _ in range(steps):
-                    step()
-                seen[name].append((time.perf_counter() - begin) / steps)
+            seen[name].append(arms[name]())
     return seen
 
 
@@ -103,8 +158,7 @@ class EventTail:
     """Reads what is appended to a rank's event file, from another process."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._tail = Tail(path)
         self._pending: list[Event] = []
 
     def until(self, *kinds: EventKind, limit_s: float = 30.0) -> Event:
@@ -121,22 +175,10 @@ class EventTail:
                     return event
             if time.monotonic() > deadline:
                 wanted = " or ".join(kind.value for kind in kinds)
-                raise TimeoutError(f"no {wanted} in {self._path} within {limit_s:g} s")
-            self._pending.extend(self._read())
+                raise TimeoutError(f"no {wanted} in {self._tail.path} within {limit_s:g} s")
+            self._pending.extend(map(Event.from_json, self._tail.lines()))
             if not self._pending:
                 time.sleep(0.001)
-
-    def _read(self) -> Iterator[Event]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return
-        whole, newline, _ = text.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        for line in whole.splitlines():
-            yield Event.from_json(line.decode())
 
 
 def environment() -> dict[str, Any]:
@@ -162,10 +204,10 @@ def _cpu_model() -> str:
     return next(names, platform.machine())
 
 
-def finish(chosen: Options, title: str, result: Mapping[str, Any]) -> None:
+def finish(chosen: Namespace, title: str, result: Mapping[str, Any]) -> None:
     """Print the table, unless only JSON is wanted, and the JSON line last."""
-    result = {key: _rounded(value) for key, value in result.items()}
-    if not chosen.json_only:
+    result = rounded(result)
+    if not chosen.json:
         print(title)
         width = max(len(key) for key in result)
         for key, value in result.items():
@@ -174,7 +216,12 @@ def finish(chosen: Options, title: str, result: Mapping[str, Any]) -> None:
     print(json.dumps({**line, "environment": environment()}), flush=True)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Five digits, and None for what is not a number."""
+    if isinstance(value, Mapping):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
     if isinstance(value, float):
         return None if math.isnan(value) else float(f"{value:.5g}")
     return value

@@ -77,34 +77,20 @@ class Incumbent:
 
     def _before(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._wait()
-        return tuple(self._through(_PostBackward, value) for value in args)
+        return tuple(self._through(value) for value in args)
 
     def _after(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         self._wait()
-        return self._through(_PreBackward, output)
+        return self._through(output)
 
-    def _through(self, function: Any, value: Any) -> Any:
+    def _through(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return function.apply(self._wait, value)
+            return _Waits.apply(self._wait, value)
         return value
 
 
-class _PreBackward(torch.autograd.Function):
-    """On a module's output: its backward runs before the module's."""
-
-    @staticmethod
-    def forward(ctx: Any, wait: Callable[[], None], value: torch.Tensor) -> torch.Tensor:
-        ctx.wait = wait
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.wait()
-        return (None, *gradients)
-
-
-class _PostBackward(torch.autograd.Function):
-    """On a module's input: its backward runs after the module's."""
+class _Waits(torch.autograd.Function):
+    """On a module's input its backward runs after the module's, on an output before it."""
 
     @staticmethod
     def forward(ctx: Any, wait: Callable[[], None], value: torch.Tensor) -> torch.Tensor:

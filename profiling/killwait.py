@@ -11,16 +11,14 @@ disk, made between the attempts.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Options, finish, percentile
+from harness import finish, percentile, scratch
 from requeues import RequeuedTraining, Stop, Way, disk_mb_per_s
-from stop import cluster_facts, stop_somewhere, there
+from stop import cluster_facts, options_of_stops, stop_somewhere, there
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
@@ -69,32 +67,18 @@ def figures(stops: Sequence[Stop], disk: Sequence[float], kill_wait_s: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A large state, and nothing but KillWait.")
-    parser.add_argument(
-        "--quick", action="store_true", help="two stops of a small state: to see that it runs"
-    )
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    parser.add_argument("--count", type=int, default=20, help="preemptions (20)")
-    parser.add_argument("--bytes", type=float, default=500e6, help="about so large a state (5e8)")
-    parser.add_argument("--kill-wait-s", type=int, default=5, help="KillWait (5)")
-    parser.add_argument(
-        "--directory", type=Path, help="of the run; the folder for temporary files by default"
-    )
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(
-        prefix="hydroslurm-killwait-", dir=arguments.directory
-    ) as folder:
+    chosen = options_of_stops(
+        "A large state, and nothing but KillWait.", count=20, state_bytes=500e6, kill_wait_s=5
+    ).parse_args()
+    with scratch("killwait", chosen) as folder:
         stops, disk, facts = measure(
-            Path(folder),
-            count=2 if arguments.quick else arguments.count,
-            state_bytes=int(20e6 if arguments.quick else arguments.bytes),
-            kill_wait_s=arguments.kill_wait_s,
+            folder,
+            count=2 if chosen.quick else chosen.count,
+            state_bytes=int(20e6 if chosen.quick else chosen.bytes),
+            kill_wait_s=chosen.kill_wait_s,
         )
-    finish(
-        Options(quick=arguments.quick, json_only=arguments.json),
-        "killwait: a large state, and nothing but KillWait",
-        {**figures(stops, disk, arguments.kill_wait_s), **facts},
-    )
+    title = "killwait: a large state, and nothing but KillWait"
+    finish(chosen, title, {**figures(stops, disk, chosen.kill_wait_s), **facts})
 
 
 if __name__ == "__main__":

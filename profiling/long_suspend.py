@@ -11,10 +11,8 @@ that were held with a collective on its way, over all rounds with hydroslurm.
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import finish, options, percentile
+from harness import finish, options, percentile, scratch
 from progress import read_progress
 
 from hydroslurm.core.events import Event, EventKind, read_events
@@ -253,11 +251,8 @@ def _free_port() -> int:
 def main() -> None:
     chosen = options("Suspends longer than the time-out of collectives.")
     plan = QUICK if chosen.quick else FULL
-    folder = Path(tempfile.mkdtemp(prefix="hydroslurm-long-suspend-"))
-    try:
+    with scratch("long-suspend", chosen) as folder:
         rounds = measure(folder, plan)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     finish(
         chosen,
         f"long suspend: {plan.suspended_s:g} s, collectives time out after {plan.timeout_s:g} s",

@@ -9,44 +9,22 @@ brings it.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import tempfile
 import warnings
-from collections.abc import Iterator
+from argparse import Namespace
 from pathlib import Path
 
 import steps
 import torch
-from harness import Options, finish, median_ratio, options, time_interleaved
+from harness import bare, finish, installed, median_ratio, options, time_interleaved
 from incumbent import Incumbent
 
-import hydroslurm
 from hydroslurm.gate import GateKind, open_gate
-from hydroslurm.gate.marks import NVTX_ENV
-
-
-@contextlib.contextmanager
-def installed(run_dir: Path, gate: GateKind, *, nvtx: str = "on") -> Iterator[None]:
-    """hydroslurm, as ``hydroslurm.install()`` sets it up."""
-    hydroslurm.install(run_dir=run_dir, gate=gate, environ={**os.environ, NVTX_ENV: nvtx})
-    try:
-        yield
-    finally:
-        hydroslurm.uninstall()
-
-
-@contextlib.contextmanager
-def bare(run_dir: Path) -> Iterator[None]:
-    """Nothing of ours, a moment after something of ours."""
-    with installed(run_dir, "native"):
-        pass
-    yield
 
 
 def measure(
-    name: str, training: steps.Training, run_dir: Path, chosen: Options
+    name: str, training: steps.Training, run_dir: Path, chosen: Namespace
 ) -> dict[str, float]:
     """The ratios of one model, and how many points a step of it has where it can be held."""
     # What must be told apart by one percent is measured alone. Every arm has been installed and

@@ -16,14 +16,13 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import EventTail, Options, finish, options, p50_p99
+from harness import EventTail, finish, options, p50_p99, scratch
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
@@ -230,10 +229,9 @@ def _us(begin_ns: int, end_ns: int) -> float:
 
 
 def main() -> None:
-    chosen: Options = options("How long a pause and a resume take, from kill() on.")
+    chosen = options("How long a pause and a resume take, from kill() on.")
     random.seed(0)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with scratch("pause", chosen) as folder:
         training = pause_while_training(folder, 6 if chosen.quick else 300)
         backward = pause_inside_backward(
             folder, 1 if chosen.quick else 8, 0.3 if chosen.quick else 2.5

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import EventTail
+from harness import PROFILING, TESTS, EventTail  # makes the tests importable
+
+# isort: split
+import forkedranks
+from processes import Child, child
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
-
-PROFILING = Path(__file__).resolve().parent
-TESTS = PROFILING.parent / "tests"
-sys.path.append(str(TESTS))
-
-import forkedranks  # noqa: E402 - what the tests fork their ranks with
-from processes import Child, child  # noqa: E402
 
 LIMIT_S = 120.0
 

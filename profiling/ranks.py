@@ -20,13 +20,11 @@ import random
 import shutil
 import signal
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from harness import finish, median_ratio, options, p50_p99
+from harness import finish, median_ratio, options, p50_p99, scratch
 from rank_attempts import Attempt, Crew, crew_in
 
 from hydroslurm.core.events import Event, EventKind
@@ -180,21 +178,17 @@ def figures_of_stops(world: int, stops: list[Stop]) -> dict[str, float]:
 
 def main() -> None:
     chosen = options("Several ranks: stopping together, parking together, and what it costs.")
-    folder = Path(tempfile.mkdtemp(prefix="hydroslurm-ranks-"))
     pauses: dict[int, list[Pause]] = {}
     stops: dict[int, list[Stop]] = {}
-    try:
-        with crew_in(folder) as crew:
-            for world in WORLDS:
-                pauses[world] = measure_pauses(crew, world, 3 if chosen.quick else 60)
-                stops[world] = measure_stops(crew, world, 1 if chosen.quick else 20)
-            cost = measure_cost(
-                crew,
-                rounds=2 if chosen.quick else 80,
-                steps_per_block=5 if chosen.quick else 24,
-            )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch("ranks", chosen) as folder, crew_in(folder) as crew:
+        for world in WORLDS:
+            pauses[world] = measure_pauses(crew, world, 3 if chosen.quick else 60)
+            stops[world] = measure_stops(crew, world, 1 if chosen.quick else 20)
+        cost = measure_cost(
+            crew,
+            rounds=2 if chosen.quick else 80,
+            steps_per_block=5 if chosen.quick else 24,
+        )
     every_stop = [stop for of_world in stops.values() for stop in of_world]
     result: dict[str, Any] = {
         "stop_skew_steps": max(stop.skew_steps for stop in every_stop),

@@ -18,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Options, finish, options
+from harness import finish, options, scratch
+from processes import descendants
 
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
@@ -194,19 +196,13 @@ def report(folder: Path, *, look: bool = False) -> tuple[float, float]:
                 child.wait(0.1 if look else LIMIT_S)
                 break
             except subprocess.TimeoutExpired:
-                peak_bytes = max(peak_bytes, sum(map(_pss_bytes, _family(child.pid))))
+                family = [child.pid, *descendants(child.pid)]
+                peak_bytes = max(peak_bytes, sum(map(_pss_bytes, family)))
         took_s = time.perf_counter() - begin_s
         said.seek(0)
         if child.returncode != 0:
             raise RuntimeError(said.read().decode(errors="replace")[-2000:])
     return took_s, peak_bytes / 1e6
-
-
-def _family(pid: int) -> Iterator[int]:
-    yield pid
-    with contextlib.suppress(OSError):  # it has ended
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            yield from _family(int(child))
 
 
 def _pss_bytes(pid: int) -> int:
@@ -216,7 +212,7 @@ def _pss_bytes(pid: int) -> int:
     return 0
 
 
-def measure(chosen: Options, folder: Path) -> dict[str, Any]:
+def measure(chosen: Namespace, folder: Path) -> dict[str, Any]:
     small = Plan(ranks=1, attempts=11, pauses=5)
     large = Plan(ranks=8, attempts=3, pauses=50 if chosen.quick else 6600, saves=400)
     make_run(small, folder / "small")
@@ -239,8 +235,8 @@ def measure(chosen: Options, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     chosen = options("What hydroslurm report takes, of small runs and of large ones.")
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-report-") as folder:
-        result = measure(chosen, Path(folder))
+    with scratch("report", chosen) as folder:
+        result = measure(chosen, folder)
     finish(chosen, "report_speed: hydroslurm report of made-up runs", result)
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import harness  # noqa: F401 - makes the tests importable
+from processes import wait_until
 from progress import AttemptSpan, read_progress
 
 from hydroslurm.core.events import Event, EventKind, read_events
@@ -89,7 +91,8 @@ class RequeuedTraining:
             options = ("--partition=urgent", f"--nodelist={NODE}", "--exclusive", "--time=1")
             urgent = self._start("srun", *options, "true")
         if meanwhile is not None:
-            self._wait(lambda: not self._state().startswith(("RUNNING", "COMPLETING")), "its end")
+            gone = ("RUNNING", "COMPLETING")
+            wait_until(lambda: not self._state().startswith(gone), "its end", limit_s=LIMIT_S)
             meanwhile()
         self.attempt += 1
         self._wait_for_first_step()
@@ -155,15 +158,11 @@ class RequeuedTraining:
                 for event in read_events(path)
             )
 
-        self._wait(stepped, f"the first step of attempt {self.attempt}")
+        def what() -> str:
+            logs = "".join(path.read_text() for path in self.folder.glob("*.out"))
+            return f"the first step of attempt {self.attempt}. The job wrote:\n{logs}"
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            if time.monotonic() > deadline:
-                logs = "".join(path.read_text() for path in self.folder.glob("*.out"))
-                raise TimeoutError(f"not within {LIMIT_S:g} s: {what}. The job wrote:\n{logs}")
-            time.sleep(0.05)
+        wait_until(stepped, what, limit_s=LIMIT_S)
 
     def _slurm(self, *command: str) -> str:
         return _finished(self._start(*command)).strip()

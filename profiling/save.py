@@ -12,11 +12,10 @@ Interleaved in one process, medians over the rounds; before each measurement the
 
 from __future__ import annotations
 
-import argparse
+import functools
 import os
 import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Options, finish, percentile
+from harness import finish, interleaved, median_ratio, parser, percentile, scratch
 
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -152,36 +151,30 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return []
 
 
-def interleaved(arms: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each arm in each round. Each round begins with the next arm; the first round warms
-    up (fresh memory, fresh blocks of the disk) and is not kept."""
-    seen: dict[str, list[float]] = {name: [] for name in arms}
-    for index in range(repeats + 1):
-        first = index % len(arms)
-        for name in [*list(arms)[first:], *list(arms)[:first]]:
-            os.sync()
-            took = arms[name]()
-            if index:
-                seen[name].append(took)
-    return seen
+def seconds_of(arms: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
+    """Of each arm in each round, the disk synced before. The first round warms up (fresh memory,
+    fresh blocks of the disk) and is not kept."""
 
+    def synced(arm: Callable[[], float]) -> float:
+        os.sync()
+        return arm()
 
-def ratio(seen: Mapping[str, list[float]], over: str, under: str) -> float:
-    return statistics.median(a / b for a, b in zip(seen[over], seen[under], strict=True))
+    ready = {name: functools.partial(synced, arm) for name, arm in arms.items()}
+    return {name: s[1:] for name, s in interleaved(ready, rounds=repeats + 1).items()}
 
 
 def measure(bench: Bench, *, repeats: int) -> dict[str, float]:
-    memory = interleaved({"stall": bench.stall, "memcpy": bench.memcpy}, repeats=repeats)
-    disk = interleaved(
+    memory = seconds_of({"stall": bench.stall, "memcpy": bench.memcpy}, repeats=repeats)
+    disk = seconds_of(
         {"ours": bench.ours, "disk": bench.disk, "torch": bench.torch_save, "stop": bench.stop},
         repeats=repeats,
     )
     bench.close()
     return {
         "state_bytes": bench.size_bytes,
-        "save_ratio_to_disk": ratio(disk, "disk", "ours"),
-        "torch_save_ratio_to_disk": ratio(disk, "disk", "torch"),
-        "stall_ratio_to_memcpy": ratio(memory, "stall", "memcpy"),
+        "save_ratio_to_disk": median_ratio(disk, "disk", "ours"),
+        "torch_save_ratio_to_disk": median_ratio(disk, "disk", "torch"),
+        "stall_ratio_to_memcpy": median_ratio(memory, "stall", "memcpy"),
         "stop_to_durable_ms": 1e3 * statistics.median(disk["stop"]),
         "stop_to_durable_ms_max": 1e3 * max(disk["stop"]),
         "save_ms": 1e3 * statistics.median(disk["ours"]),
@@ -195,23 +188,15 @@ def measure(bench: Bench, *, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What saving costs.")
-    parser.add_argument(
-        "--quick", action="store_true", help="small and few: to see that it runs, not how fast"
-    )
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    parser.add_argument("--bytes", type=float, default=512e6, help="about so large a state")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds")
-    parser.add_argument(
-        "--directory", type=Path, help="where to write; the folder for temporary files by default"
-    )
-    arguments = parser.parse_args()
+    wanted = parser("What saving costs.", directory=True)
+    wanted.add_argument("--bytes", type=float, default=512e6, help="about so large a state")
+    wanted.add_argument("--repeats", type=int, default=15, help="rounds")
+    chosen = wanted.parse_args()
     warnings.simplefilter("error")
-    size_bytes = 16e6 if arguments.quick else arguments.bytes
-    repeats = 2 if arguments.quick else arguments.repeats
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-        result = measure(Bench(state_of(int(size_bytes)), Path(folder)), repeats=repeats)
-    chosen = Options(quick=arguments.quick, json_only=arguments.json)
+    size_bytes = 16e6 if chosen.quick else chosen.bytes
+    repeats = 2 if chosen.quick else chosen.repeats
+    with scratch("save", chosen) as folder:
+        result = measure(Bench(state_of(int(size_bytes)), folder), repeats=repeats)
     finish(chosen, "save: what a checkpoint costs", result)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import os
 import pty
 import re
@@ -24,21 +23,22 @@ import statistics
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Options, finish, options
-from hydroslurm.core.heartbeat import Heartbeat
+from harness import finish, options, scratch
+from processes import wait_until
 
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir, of_job
 from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.runtime.status_writer import StatusWriter
 
 HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
 EVERY_S = 1.0
@@ -49,13 +49,16 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Writers:
-    """The ranks of the jobs with a run folder: events and heartbeats, as if they trained."""
+    """The ranks of the jobs with a run folder: events and statuses, as if they trained."""
 
     def __init__(self, folder: Path, job_ids: list[int]) -> None:
         self._step = 0
         self._end = threading.Event()
         self._ranks = [(job_id, of_job(job_id, work_dir=folder)) for job_id in job_ids]
         self._logs = [EventLog(run.rank_events(0)) for _, run in self._ranks]
+        self._statuses = {
+            job_id: StatusWriter(run.rank_status(0), every_s=1.0) for job_id, run in self._ranks
+        }
         for (job_id, run), log in zip(self._ranks, self._logs, strict=True):
             self._begin(job_id, run, log)
         self._thread = threading.Thread(target=self._write, daemon=True)
@@ -84,18 +87,18 @@ class Writers:
         """Each job once a second, not all at one moment."""
         while not self._end.is_set():
             self._step += 1
-            for (job_id, run), log in zip(self._ranks, self._logs, strict=True):
+            for (job_id, _), log in zip(self._ranks, self._logs, strict=True):
                 data = {"tier": "durable", "checkpoint_step": self._step, "seconds": 0.5}
                 self._event(log, job_id, EventKind.SAVE_COMMITTED, **data)
-                now_ns = time.time_ns()
-                heartbeat = Heartbeat(self._step, now_ns, now_ns, 1.0, 1.0, 0, os.getpid())
-                run.heartbeat_json.write_text(json.dumps(vars(heartbeat)))
+                self._statuses[job_id].write(self._step, at_once=True)
                 if self._end.wait(1.0 / len(self._ranks)):
                     return
 
     def _event(self, log: EventLog, job_id: int, kind: EventKind, **data: object) -> None:
         mono_ns, epoch_ns = clocks()
-        log.append(Event(kind, mono_ns, epoch_ns, job_id=job_id, step=self._step, data=data))
+        event = Event(kind, mono_ns, epoch_ns, job_id=job_id, step=self._step, data=data)
+        log.append(event)
+        self._statuses[job_id].note(event)
 
 
 @dataclass(frozen=True)
@@ -184,9 +187,11 @@ def watch_in_terminal(cluster: DevCluster, *, intervals: int) -> Cost:
     drain.start()
     try:
         first = requests(cluster)
-        _until(lambda: requests(cluster) >= first + 5, "a second look")  # three for the settings
+        wait_until(
+            lambda: requests(cluster) >= first + 5, "a second look"
+        )  # three for the settings
         before, before_s = requests(cluster), cpu_s(process.pid)
-        _until(lambda: requests(cluster) >= before + intervals, "the intervals", pause_s=0.1)
+        wait_until(lambda: requests(cluster) >= before + intervals, "the intervals")
         made, used_s = requests(cluster) - before, cpu_s(process.pid) - before_s
         memory = rss_mb(process.pid)
     finally:
@@ -226,7 +231,8 @@ def sleeping_jobs(count: int, folder: Path) -> Iterator[DevCluster]:
         # without accounting of each task every 30 s: a thousand would look at all of /proc then
         words = ["-n1", f"--array=0-{count - 1}", "--acctg-freq=0", "-o", "/dev/null"]
         cluster.run(["sbatch", *words, "-D", str(folder), "--wrap", "exec sleep 3600"])
-        _until(lambda: len(running(cluster)) == count, f"{count} running jobs", pause_s=1.0)
+        what = f"{count} running jobs"
+        wait_until(lambda: len(running(cluster)) == count, what, limit_s=LIMIT_S)
         yield cluster
 
 
@@ -236,25 +242,17 @@ def running(cluster: DevCluster) -> list[int]:
     return sorted(map(int, cluster.run(command).stdout.split()))
 
 
-def _until(condition: Callable[[], bool], what: str, *, pause_s: float = 0.05) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {LIMIT_S:g} s: {what}")
-        time.sleep(pause_s)
-
-
-def measure(chosen: Options) -> dict[str, Any]:
+def measure(chosen: Namespace) -> dict[str, Any]:
     sizes = (10, 100) if chosen.quick else (10, 100, 1000)
     intervals = 3 if chosen.quick else 15
     result: dict[str, Any] = {}
     seen: dict[str, list[Cost]] = {"top": [], "screen": [], "status": []}
     for size in sizes:
         with (
-            tempfile.TemporaryDirectory(prefix="hydroslurm-scale-") as place,
-            sleeping_jobs(size, Path(place)) as cluster,
+            scratch("scale", chosen) as place,
+            sleeping_jobs(size, place) as cluster,
         ):
-            writers = Writers(Path(place), running(cluster)[::2])
+            writers = Writers(place, running(cluster)[::2])
             try:
                 seen["top"].append(watch_in_pipe(cluster, size, intervals=intervals))
                 seen["screen"].append(watch_in_terminal(cluster, intervals=intervals))

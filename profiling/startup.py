@@ -17,19 +17,27 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import venv
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness import Options, finish, median_ratio, options
+from harness import finish, interleaved, median_ratio, options, scratch
+from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-HERE = Path(__file__).resolve().parent
-PACKAGE = HERE.parent / "hydroslurm"
-SCRIPT = HERE / "first_operator.py"
+PACKAGE = Path(__file__).resolve().parent.parent / "hydroslurm"
+SCRIPT = """
+import sys, time, torch
+from pathlib import Path
+torch.ones(2).sum()
+done_ns = time.monotonic_ns()
+part = Path(sys.argv[1]).with_suffix(".part")
+part.write_text(f"{done_ns}\\n")
+part.rename(sys.argv[1])  # who waits for it sees it whole
+"""
 LIMIT_S = 120.0
 HELP = "from hydroslurm.cli import main; main()"  # what the program `hydroslurm` is
 
@@ -43,16 +51,6 @@ def make_python(folder: Path, *, with_package: bool) -> Path:
         shutil.copytree(PACKAGE, site / "hydroslurm", ignore=nothing)
         shutil.copyfile(PACKAGE / "autoload.pth", site / "hydroslurm_autoload.pth")
     return folder / "bin" / "python"
-
-
-def interleaved(arms: dict[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
-    """What each arm gives in each round; every round begins with another arm."""
-    seen: dict[str, list[float]] = {name: [] for name in arms}
-    for index in range(rounds):
-        first = index % len(arms)
-        for name in [*list(arms)[first:], *list(arms)[:first]]:
-            seen[name].append(arms[name]())
-    return seen
 
 
 def seconds_of(argv: Sequence[str]) -> float:
@@ -90,13 +88,15 @@ class Submissions:
         self._cluster = cluster
         self._folder = folder
         self._count = 0
+        self._script = folder / "first_operator.py"
+        self._script.write_text(SCRIPT)
 
     def spec(self) -> float:
         """Seconds from `hydroslurm submit job.yaml` to the first operator."""
         stamp = self._stamp()
         job = {
             "replicaSpecs": [
-                {"replicas": 1, "template": {"command": ["python", str(SCRIPT), str(stamp)]}}
+                {"replicas": 1, "template": {"command": ["python", str(self._script), str(stamp)]}}
             ]
         }
         file = stamp.with_suffix(".yaml")
@@ -109,7 +109,7 @@ class Submissions:
     def sbatch(self) -> float:
         """The same with plain sbatch and srun."""
         stamp = self._stamp()
-        wrap = f"srun -n1 {sys.executable} {SCRIPT} {stamp}"
+        wrap = f"srun -n1 {sys.executable} {self._script} {stamp}"
         return self._seconds(
             ["sbatch", "-n1", "-o", str(stamp.with_suffix(".out")), "--wrap", wrap], stamp
         )
@@ -119,7 +119,8 @@ class Submissions:
         return self._folder / f"first-{self._count}"
 
     def _seconds(self, argv: list[str], stamp: Path) -> float:
-        self._until(lambda: not self._cluster.run(["squeue", "-h"]).stdout, "the cluster is idle")
+        listed = ["squeue", "-h"]
+        wait_until(lambda: not self._cluster.run(listed).stdout, "the cluster is idle")
         begin_ns = time.monotonic_ns()
         done = subprocess.run(
             argv,
@@ -132,15 +133,8 @@ class Submissions:
         )
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(argv)} failed: {done.stderr.strip()}")
-        self._until(stamp.exists, f"the first operator of {argv}")
+        wait_until(stamp.exists, f"the first operator of {argv}")
         return (int(stamp.read_text()) - begin_ns) / 1e9
-
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not within {LIMIT_S:g} s: {what}")
-            time.sleep(0.02)
 
 
 def submissions(folder: Path, *, rounds: int) -> dict[str, list[float]]:
@@ -153,7 +147,7 @@ def submissions(folder: Path, *, rounds: int) -> dict[str, list[float]]:
         return interleaved(arms, rounds=rounds)
 
 
-def measure(chosen: Options, folder: Path) -> dict[str, float]:
+def measure(chosen: Namespace, folder: Path) -> dict[str, float]:
     starts = python_starts(folder, rounds=10 if chosen.quick else 600)
     helps = [
         seconds_of([sys.executable, "-c", HELP, "--help"]) for _ in range(3 if chosen.quick else 30)
@@ -174,8 +168,8 @@ def measure(chosen: Options, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     chosen = options("What it costs to begin: Python, the command line, a job's first operator.")
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-startup-") as folder:
-        result = measure(chosen, Path(folder))
+    with scratch("startup", chosen) as folder:
+        result = measure(chosen, folder)
     finish(chosen, "startup: Python, --help, and a job's first operator", result)
 
 

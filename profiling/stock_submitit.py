@@ -22,12 +22,10 @@ killed while submitit pickled, and left its `.save_tmp` behind.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ from typing import Any
 import submitit
 from digits import BATCH_SIZE, Config
 from digits_job import StockTraining, run_training
-from harness import Options, finish
+from harness import finish, parser, scratch
 from progress import read_progress, steps_lost
 from submitit.slurm.slurm import SlurmJob
 
@@ -213,32 +211,25 @@ def figures(arms: Sequence[Arm], ways: Sequence[str], wanted: dict[str, Any]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Stock submitit and hydroslurm, side by side.")
-    parser.add_argument("--quick", action="store_true", help="gang scheduling only, few epochs")
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    parser.add_argument(
-        "--directory", type=Path, help="of the runs; the folder for temporary files by default"
-    )
-    arguments = parser.parse_args()
-    epochs = 12 if arguments.quick else 40
-    profiles: list[Profile] = ["gang-requeue"] if arguments.quick else list(STOPS)
+    chosen = parser("Stock submitit and hydroslurm, side by side.", directory=True).parse_args()
+    epochs = 12 if chosen.quick else 40
+    profiles: list[Profile] = ["gang-requeue"] if chosen.quick else list(STOPS)
     result: dict[str, Any] = {"submitit": submitit.__version__}
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-stock-", dir=arguments.directory) as name:
-        folder = Path(name)
+    with scratch("stock", chosen) as folder:
         wanted = {kind: alone(kind, folder / f"alone-{kind}", epochs) for kind in ("stock", "run")}
         result["steps"] = wanted["run"]["steps"]
         result["steps_per_epoch"] = result["steps"] // epochs
         result["batch_size"] = BATCH_SIZE
         for profile in profiles:
             result |= figures(compare(profile, folder, epochs), STOPS[profile], wanted)
-        if not arguments.quick:
+        if not chosen.quick:
             result["stock_after_a_killed_dump"] = after_a_killed_dump(folder, epochs)
     for arm in ARMS:
         lost = [value for key, value in result.items() if is_loss(key, arm)]
         result[f"steps_lost_{arm}"] = sum(lost)
         result[f"preemptions_{arm}"] = len(lost)
     finish(
-        Options(quick=arguments.quick, json_only=arguments.json),
+        chosen,
         "stock submitit and hydroslurm: steps trained twice, per preemption",
         result,
     )

@@ -15,17 +15,16 @@ of Python and torch, the load of the checkpoint, and one step in it.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import statistics
-import tempfile
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Options, finish, p50_p99
+from harness import finish, p50_p99, parser, scratch
 from requeues import RequeuedTraining, Stop, Way
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -111,33 +110,38 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
+def options_of_stops(
+    description: str, *, count: int, state_bytes: float, kill_wait_s: int
+) -> ArgumentParser:
+    """What stop.py and killwait.py take."""
+    wanted = parser(description, directory=True)
+    wanted.add_argument("--count", type=int, default=count, help="stops (%(default)s)")
+    wanted.add_argument(
+        "--bytes", type=float, default=state_bytes, help="about so large a state (%(default)s)"
+    )
+    wanted.add_argument("--kill-wait-s", type=int, default=kill_wait_s, help="KillWait")
+    return wanted
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a stop and a requeue take on a real Slurm.")
-    parser.add_argument(
-        "--quick", action="store_true", help="one stop of each way: to see that it runs"
+    wanted = options_of_stops(
+        "What a stop and a requeue take on a real Slurm; --count is of each way.",
+        count=4,
+        state_bytes=50e6,
+        kill_wait_s=30,
     )
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    parser.add_argument("--count", type=int, default=4, help="stops of each way (4)")
-    parser.add_argument("--bytes", type=float, default=50e6, help="about so large a state (5e7)")
-    parser.add_argument("--kill-wait-s", type=int, default=30, help="KillWait (30)")
-    parser.add_argument("--way", choices=WAYS, action="append", help="may be given again; all")
-    parser.add_argument(
-        "--directory", type=Path, help="of the run; the folder for temporary files by default"
-    )
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-stop-", dir=arguments.directory) as folder:
+    wanted.add_argument("--way", choices=WAYS, action="append", help="may be given again; all")
+    chosen = wanted.parse_args()
+    with scratch("stop", chosen) as folder:
         seen, facts = measure(
-            Path(folder),
-            arguments.way or list(WAYS),
-            count=1 if arguments.quick else arguments.count,
-            state_bytes=int(5e6 if arguments.quick else arguments.bytes),
-            kill_wait_s=arguments.kill_wait_s,
+            folder,
+            chosen.way or list(WAYS),
+            count=1 if chosen.quick else chosen.count,
+            state_bytes=int(5e6 if chosen.quick else chosen.bytes),
+            kill_wait_s=chosen.kill_wait_s,
         )
-    finish(
-        Options(quick=arguments.quick, json_only=arguments.json),
-        "stop: SIGTERM -> durable -> requeued -> eligible -> first step",
-        {**figures(seen), **facts},
-    )
+    title = "stop: SIGTERM -> durable -> requeued -> eligible -> first step"
+    finish(chosen, title, {**figures(seen), **facts})
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ that.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import EventTail, finish, options, p50_p99
+from harness import EventTail, finish, options, p50_p99, scratch
+from processes import is_stopped, wait_until
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.rundir import RunDir
@@ -41,24 +39,10 @@ def submit(cluster: DevCluster, run_dir: RunDir) -> int:
     """Start the job; its Slurm id."""
     run_dir.create()
     script = run_dir.root / "job.sh"
-    job = Path(__file__).with_name("suspended_job.py")
-    script.write_text(f"#!/bin/sh\nexec srun --unbuffered {sys.executable} {job} {run_dir.root}\n")
-    log = run_dir.logs / "job.log"
-    done = cluster.run(
-        [
-            "sbatch",
-            "--parsable",
-            "-p",
-            "low",
-            "-n",
-            "1",
-            "-D",
-            str(run_dir.root),
-            "-o",
-            str(log),
-            str(script),
-        ]
-    )
+    job = f"{Path(__file__).with_name('victim.py')} hydroslurm {run_dir.root} train 0"
+    script.write_text(f"#!/bin/sh\nexec srun --unbuffered {sys.executable} {job}\n")
+    where = ["-p", "low", "-n1", "-D", str(run_dir.root), "-o", str(run_dir.logs / "job.log")]
+    done = cluster.run(["sbatch", "--parsable", *where, str(script)])
     return int(done.stdout.split(";")[0])
 
 
@@ -67,9 +51,9 @@ def suspend_and_resume(cluster: DevCluster, job_id: int, events: EventTail) -> S
     sent_ns = time.monotonic_ns()
     command = _scontrol(cluster, "suspend", job_id)
     parked = events.until(EventKind.PARKED, limit_s=LIMIT_S)
-    in_time = not _is_stopped(parked.pid)
+    in_time = not is_stopped(parked.pid)
     _finished(command)
-    _wait(lambda: _is_stopped(parked.pid), "the job is stopped")
+    wait_until(lambda: is_stopped(parked.pid), "the job is stopped")
     resume_ns = time.monotonic_ns()
     command = _scontrol(cluster, "resume", job_id)
     running = events.until(EventKind.FIRST_OPERATOR_RELEASED, limit_s=LIMIT_S)
@@ -97,18 +81,6 @@ def _finished(command: subprocess.Popen[str]) -> None:
         raise RuntimeError(f"scontrol ended with {command.returncode}: {said.strip()}")
 
 
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
-
-
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {LIMIT_S:g} s: {what}")
-        time.sleep(0.01)
-
-
 def measure(folder: Path, count: int) -> list[Suspend]:
     """Bring a cluster up, suspend its job ``count`` times, end both."""
     with DevCluster.up(ClusterSpec(nodes=1, profile="pause")) as cluster:
@@ -122,11 +94,8 @@ def measure(folder: Path, count: int) -> list[Suspend]:
 
 def main() -> None:
     chosen = options("How long scontrol suspend takes to park a training job.")
-    folder = Path(tempfile.mkdtemp(prefix="hydroslurm-suspend-"))
-    try:
+    with scratch("suspend", chosen) as folder:
         seen = measure(folder, 2 if chosen.quick else 25)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     finish(
         chosen,
         "suspend latency: scontrol suspend -> parked, scontrol resume -> first operator released",

@@ -1,5 +1,5 @@
-"""The process that pause_latency.py pauses: it trains for ever, in one of two ways, or runs long
-backwards.
+"""The process that pause_latency.py pauses, and suspend_latency.py suspends: it trains for ever, in
+one of two ways, or runs long backwards.
 
     victim.py hydroslurm|incumbent FOLDER train|backward SECONDS
 

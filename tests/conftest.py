@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest_plugins = ["hydroslurm.devcluster.pytest_plugin"]
+pytest_plugins = ["hydroslurm.devcluster.pytest_plugin", "stories"]
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -30,18 +30,24 @@ class Child:
     ) -> None:
         script = folder / "program.py"
         script.write_text(textwrap.dedent(code))
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-u", str(script), *arguments],
+        self._prefix = prefix
+        self.process = self._start(script, arguments, {**os.environ, **(environ or {})})
+        self.lines: list[str] = []
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    def _start(
+        self, script: Path, arguments: tuple[str, ...], environ: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._prefix, sys.executable, "-u", str(script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=folder,
-            env={**os.environ, **(environ or {})},
+            cwd=script.parent,
+            env=environ,
         )
-        self.lines: list[str] = []
-        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._pump, daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -121,15 +127,18 @@ def child(
         started.close()
 
 
-def wait_until(condition: Callable[[], object], what: str, *, limit_s: float = LIMIT_S) -> None:
-    """Look again and again until something holds."""
+def wait_until(
+    condition: Callable[[], object], what: str | Callable[[], str], *, limit_s: float = LIMIT_S
+) -> None:
+    """Look again and again until something holds; ``what`` is said when it does not come."""
     deadline = time.monotonic() + limit_s
     while True:
         looked = time.monotonic()
         if condition():
             return
         now = time.monotonic()
-        assert now < deadline, f"not within {limit_s} s: {what}"
+        if now >= deadline:
+            raise AssertionError(f"not within {limit_s} s: {what() if callable(what) else what}")
         # looks that ask Slurm, or read much, would take the processor from what is waited for
         time.sleep(min(max(0.005, 4 * (now - looked)), 0.2))
 

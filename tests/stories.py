@@ -1,7 +1,10 @@
-"""Long stories on a real Slurm that several tests look at, told side by side.
+"""Long stories on a real Slurm that several tests look at, told side by side; and a fresh start for
+a test that is run again (``pytest --reruns``), which would else look at the same failure.
 
-A story that has failed is told again when it is asked for again: a test that is run again would
-else look at the same failure. Its jobs are ended before, for they may hold the nodes.
+A story that has failed is told again when it is asked for again, and so is one that a failed test
+has looked at when that test is run again. Its jobs are ended before, for they may hold the nodes.
+Fixtures of a wider scope than one test are made anew, too: what they hold may be spoiled. Only dev
+clusters stay.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import pytest
 from processes import wait_until
 
 from hydroslurm.devcluster import DevCluster
@@ -42,6 +46,7 @@ class Stories(Generic[T]):
         self._folders = {name: base / name for name in told}
         self._running: dict[str, Future[T]] = {}
         self._times = dict.fromkeys(told, 0)
+        self._looked_at: set[str] = set()
         for name in told:
             self._tell(name)
 
@@ -50,6 +55,7 @@ class Stories(Generic[T]):
         if name not in self._running:
             _end_jobs(self._clusters, self._folders[name])
             self._tell(name)
+        self._looked_at.add(name)
         story = self._running[name]
         try:
             return story.result(limit_s)
@@ -57,6 +63,13 @@ class Stories(Generic[T]):
             if story.done():
                 del self._running[name]
             raise
+
+    def next_test(self, *, again: bool) -> None:
+        """A test begins; ``again``: the same one, and what it has looked at will be told again."""
+        for name in self._looked_at if again else ():
+            if name in self._running and self._running[name].done():
+                del self._running[name]
+        self._looked_at.clear()
 
     def end(self) -> None:
         """Begin no other one, and wait for those that are under way."""
@@ -83,6 +96,18 @@ def stories(
         yield all_of_them
     finally:
         all_of_them.end()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: Any) -> None:
+    """A test that is run again keeps nothing of its first run but the clusters."""
+    again = getattr(item, "execution_count", 1) > 1
+    for fixture in [one for name in item._fixtureinfo.name2fixturedefs.values() for one in name]:
+        kept = fixture.cached_result[0] if fixture.cached_result else None
+        if isinstance(kept, Stories):
+            kept.next_test(again=again)
+        elif again and fixture.baseid and not isinstance(kept, DevCluster):  # baseid: not pytest's
+            fixture.finish(item._request)
 
 
 def _end_jobs(clusters: tuple[DevCluster, ...], folder: Path) -> None:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "coordination": COORDINATION,
     "runtime": COORDINATION,
     "checkpoint": BASE,
-    "data": BASE | {"checkpoint.rng", "runtime.workers"},
+    "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
     "training": TRAINING,
     "compat": TRAINING | {"training"},
     "jobs": COORDINATION | {"runtime"},

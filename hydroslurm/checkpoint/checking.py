@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written."""
+"""Verifies that checkpoints are what was written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
 
 class Checker:
-    """Verifies checkpoints, and remembers which ones were good.
+    """Verifies checkpoints and remembers the good ones.
 
-    What this process has written or verified is not read again to answer :meth:`is_good`, on which
-    a stop waits; :meth:`verify` always reads.
+    :meth:`is_good`, which a stop waits for, does not reread what this process has written or
+    verified; :meth:`verify` always reads.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -33,12 +33,12 @@ class Checker:
         """Read all of it.
 
         Args:
-            share: of several ranks that divide the files among themselves, which one this is, and
-                how many they are. Whether it is good, none of them knows by itself.
+            share: (rank, world size) of ranks that divide the files among themselves. None of them
+                alone knows whether the checkpoint is good.
 
         Raises:
             CheckpointCorrupt: names the first file that is not what was written.
-            CheckpointTooNew: its manifest is one from the future by now.
+            CheckpointTooNew: a newer release has meanwhile replaced its manifest.
             SaveAbandoned: ``cancel`` was set.
         """
         self._good.discard(_key(checkpoint))
@@ -54,10 +54,10 @@ class Checker:
             self.trust(checkpoint)
 
     def glance(self, checkpoint: Checkpoint) -> None:
-        """Look at the sizes only.
+        """Compare sizes only.
 
         Raises:
-            CheckpointCorrupt: names the first file that is gone, or of another size.
+            CheckpointCorrupt: names the first file that is missing or has another size.
         """
         for name, entry in checkpoint.manifest.files.items():
             path = checkpoint.path / name
@@ -73,11 +73,11 @@ class Checker:
                 )
 
     def trust(self, checkpoint: Checkpoint) -> None:
-        """Remember as good what was just written."""
+        """Remember a checkpoint that was just written as good."""
         self._good.add(_key(checkpoint))
 
     def good_at(self, path: Path) -> Checkpoint | None:
-        """The checkpoint of that name, if there is one and it is good."""
+        """The checkpoint at this path if there is one and it is good."""
         try:
             found = Checkpoint(path, read_manifest(path, storage=self._storage))
         except CheckpointError:
@@ -90,26 +90,25 @@ class Checker:
         step: int,
         *,
         again: bool,
-        kind: str | None = None,
-        least: int = 1,
+        kind: str,
+        least: int,
     ) -> tuple[Path, Checkpoint | None]:
-        """Where a save of this step goes, and the good checkpoint there that spares it.
+        """Where a save of this step goes, and the good checkpoint there that makes it unnecessary.
 
         Args:
-            kind: of the save. The end of an epoch is not spared by a checkpoint of another kind,
-                nor another kind by the end of an epoch. None: any will do.
-            again: the state may be another one than that of an earlier save of this step, so that
-                none spares it: it goes beside them, under the next number, ``least`` or more.
+            kind: of the save. Epoch checkpoints and other kinds do not stand in for each other.
+            again: the state may differ from earlier saves of this step, so that none of them will
+                do: it goes beside them, under the next number, which is at least ``least``.
 
         Raises:
-            OSError: the folder cannot be listed; one that does not exist is empty.
+            OSError: the folder cannot be listed; a missing one is empty.
         """
         newest = self.newest_number(directory, step)
         if again:
             return folders.of_step(directory, step, max(newest + 1, least)), None
         target = folders.of_step(directory, step, max(newest, least))
         there = self.good_at(target)
-        if there is not None and kind is not None and (there.kind == EPOCH) != (kind == EPOCH):
+        if there is not None and (there.kind == EPOCH) != (kind == EPOCH):
             return folders.of_step(directory, step, max(newest + 1, least)), None
         return target, there
 
@@ -121,7 +120,7 @@ class Checker:
             return 0
 
     def is_good(self, checkpoint: Checkpoint) -> bool:
-        """Whether it verifies, or did before."""
+        """Whether it verifies or has verified before."""
         if _key(checkpoint) in self._good:
             return True
         try:

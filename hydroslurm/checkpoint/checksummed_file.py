@@ -8,7 +8,6 @@ import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from hydroslurm.checkpoint.manifest import FileEntry
@@ -24,7 +23,8 @@ MOST_WHOLE_BYTES = 4 << 30
 
 
 class ChecksummedFile:
-    """Writes one new file in chunks; the checksum of a chunk is computed while it is written.
+    """Writes one new file in chunks; a second thread computes the checksum of each while it is
+    written. A file that is smaller than a chunk does without the thread.
 
     A binary file as far as ``torch.save`` needs one. ``write`` never raises, because torch's zip
     writer ends the process when its destructor meets an error: the first failure is kept, what
@@ -36,13 +36,12 @@ class ChecksummedFile:
         path: Path,
         *,
         storage: Storage,
-        hasher: ThreadPoolExecutor,
         cancel: threading.Event | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.path = path
         self._storage = storage
-        self._hasher = hasher
+        self._hasher: ThreadPoolExecutor | None = None
         self._cancel = cancel
         self._chunk_bytes = chunk_bytes
         self._pending = bytearray()
@@ -89,7 +88,9 @@ class ChecksummedFile:
         return FileEntry(size_bytes=self._written, checksum=f"{self._crc:08x}")
 
     def abandon(self) -> None:
-        """Give the descriptor back if it is still open. Never raises."""
+        """Give back what is still held. Never raises."""
+        if self._hasher is not None:
+            self._hasher.shutdown()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
@@ -109,13 +110,15 @@ class ChecksummedFile:
 
     def _emit(self, chunk: memoryview) -> None:
         self._look_at_cancel()
-        running = self._hasher.submit(zlib.crc32, chunk, self._crc)
+        if self._hasher is None and len(chunk) >= self._chunk_bytes:
+            self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hydroslurm-checksum")
+        running = self._hasher and self._hasher.submit(zlib.crc32, chunk, self._crc)
         try:
             self._storage.write(self._fd, chunk)
             with contextlib.suppress(OSError):  # a hint: not every file system knows it
                 self._storage.write_back(self._fd, offset=self._written, size_bytes=len(chunk))
         finally:
-            self._crc = running.result()
+            self._crc = running.result() if running else zlib.crc32(chunk, self._crc)
         self._written += len(chunk)
 
     def _look_at_cancel(self) -> None:
@@ -123,18 +126,9 @@ class ChecksummedFile:
             raise SaveAbandoned(f"the save was given up on request at {self.path}")
 
 
-@contextmanager
-def hashing() -> Iterator[ThreadPoolExecutor]:
-    """The second thread of a save."""
-    with ThreadPoolExecutor(1, thread_name_prefix="hydroslurm-checksum") as hasher:
-        yield hasher
-
-
-def write_whole(
-    path: Path, data: bytes, *, storage: Storage, hasher: ThreadPoolExecutor
-) -> FileEntry:
+def write_whole(path: Path, data: bytes, *, storage: Storage) -> FileEntry:
     """Write one small file durably."""
-    part = ChecksummedFile(path, storage=storage, hasher=hasher)
+    part = ChecksummedFile(path, storage=storage)
     try:
         part.write(data)
         return part.finish()
@@ -175,7 +169,6 @@ def copy_file(
     target: Path,
     *,
     storage: Storage,
-    hasher: ThreadPoolExecutor,
     cancel: threading.Event | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> FileEntry:
@@ -184,9 +177,7 @@ def copy_file(
     Raises:
         CheckpointCorrupt: the source cannot be read. OSError: the target cannot be written.
     """
-    part = ChecksummedFile(
-        target, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
-    )
+    part = ChecksummedFile(target, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)
     try:
         pieces = chunks(source, storage=storage, chunk_bytes=chunk_bytes)
         while True:

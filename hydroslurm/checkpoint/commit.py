@@ -1,10 +1,10 @@
-"""How a checkpoint comes to exist, and how it goes: the order of the calls is the whole point.
+"""How a checkpoint comes into being and goes: the order of the calls is the whole point.
 
-    parts, each fsynced -> folder fsynced -> manifest: written, fsynced, renamed -> folder fsynced
+    parts, each fsynced -> DCP's index, then the manifest: written, fsynced, renamed, folder fsynced
     -> folder renamed to its final name -> parent fsynced
 
-Killed anywhere, there is either the folder under its final name, complete, or a leftover that
-nobody reads. Nothing is ever removed under its final name: it gets another one first.
+Wherever a save is killed, there is either a complete folder under its final name or a leftover that
+nobody reads. Nothing is ever removed under its final name: it is renamed first.
 """
 
 from __future__ import annotations
@@ -13,73 +13,46 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hydroslurm.checkpoint import folders, manifest
-from hydroslurm.checkpoint.checksummed_file import hashing, write_whole
-from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.checksummed_file import write_whole
+from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
-"""What rename says when a folder with files in it has the name."""
+"""What rename reports when a folder with files in it has the name."""
+
+DRAFT = ".tmp"
+"""Ends the names of files that are not in their place yet."""
 
 ATTEMPTS = 3
-"""To take the place of a broken checkpoint, while other processes try the same."""
+"""At replacing a broken checkpoint while other processes try the same."""
 
 
-def commit(
-    target: Path,
-    *,
-    temporary: Path,
-    fill: Callable[[Path, ThreadPoolExecutor], Manifest],
-    is_whole: Callable[[], bool],
-    may_commit: Callable[[], None],
-    storage: Storage,
-) -> Manifest | None:
-    """Make a checkpoint at ``target``.
+def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> FileEntry:
+    """Write one small file durably, and give it its name when it is complete."""
+    draft = folder / f"{name}.{rank}{DRAFT}"
+    entry = write_whole(draft, data, storage=storage)
+    storage.rename(draft, folder / name)
+    storage.fsync_dir(folder)
+    return entry
 
-    Args:
-        fill: writes and fsyncs the parts into the folder it is given, computing their checksums in
-            the thread it is given, and describes them.
-        is_whole: whether a good checkpoint is at ``target`` by now; asked when the name is taken.
-        may_commit: called before the last rename, which it can prevent by raising.
 
-    Returns:
-        Its manifest; None when another process committed the same step before.
-
-    Raises:
-        OSError: a call failed. What was committed before is as it was, except that after a failure
-            of the very last call the new one may be there too.
-    """
-    make_dirs(target.parent, storage=storage)
-    storage.mkdir(temporary)
-    try:
-        with hashing() as hasher:
-            described = fill(temporary, hasher)
-            storage.fsync_dir(temporary)
-            draft = temporary / f"{manifest.NAME}.tmp"
-            write_whole(draft, described.to_json().encode(), storage=storage, hasher=hasher)
-        storage.rename(draft, temporary / manifest.NAME)
-        storage.fsync_dir(temporary)
-        may_commit()
-        ours = move_into_place(temporary, target, is_whole=is_whole, storage=storage)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove_tree(temporary, storage=storage)
-        raise
-    if not ours:
-        with contextlib.suppress(OSError):
-            remove_tree(temporary, storage=storage)
-    storage.fsync_dir(target.parent)
-    return described if ours else None
+def remove_drafts(folder: Path, *, storage: Storage) -> None:
+    """Remove drafts of an earlier try of this rank, and of ranks that died. A rank that is alive
+    after all finds its draft gone, and looks whether its work is done."""
+    for name in storage.listdir(folder):
+        if name.endswith(DRAFT):
+            with contextlib.suppress(FileNotFoundError):
+                storage.unlink(folder / name)
 
 
 def remove(path: Path, *, storage: Storage) -> None:
-    """Remove a committed checkpoint; killed half-way, it is not one any more.
+    """Remove a committed checkpoint; after a kill half-way it is a leftover.
 
     Raises:
-        OSError: a call failed; the checkpoint is whole, or a leftover.
+        OSError: a call failed; the checkpoint is whole or a leftover.
     """
     condemned = folders.condemned(path)
     storage.rename(path, condemned)
@@ -89,7 +62,7 @@ def remove(path: Path, *, storage: Storage) -> None:
 
 
 def remove_tree(path: Path, *, storage: Storage) -> None:
-    """Remove a folder of files; what somebody else removed meanwhile is well."""
+    """Remove a folder of files; others may be removing it too."""
     with contextlib.suppress(FileNotFoundError):
         for name in storage.listdir(path):
             with contextlib.suppress(FileNotFoundError):
@@ -108,11 +81,11 @@ def remove_leftovers(directory: Path, *, storage: Storage) -> None:
 
 
 def revoke(directory: Path, *, storage: Storage) -> None:
-    """Take the folders of unfinished saves from all other processes, for good.
+    """Take the folders of unfinished saves away from all other processes, for good.
 
-    Done by a new attempt once its claim is in place. An older one that looked at the claim before,
-    and was stopped between the look and its last rename, finds nothing to rename when it wakes up:
-    what was committed before this call is there, and nothing is committed after it.
+    A new attempt does this once its claim is in place. An older one that checked the claim earlier,
+    and was stopped between the check and its last rename, finds nothing to rename when it wakes up:
+    what it committed before this call stays, and it commits nothing afterwards.
     """
     try:
         names = storage.listdir(directory)
@@ -128,8 +101,8 @@ def revoke(directory: Path, *, storage: Storage) -> None:
 
 
 def make_dirs(path: Path, *, storage: Storage) -> None:
-    """Make a folder and those above it, durably: a committed checkpoint in a folder whose own name
-    was never fsynced would be gone with it."""
+    """Make a folder and its parents, durably: if the name of a folder is never fsynced, a crash can
+    lose it together with the checkpoints committed in it."""
     try:
         storage.mkdir(path)
     except FileExistsError:

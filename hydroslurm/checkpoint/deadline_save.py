@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from types import NoneType
+from typing import Any
 
 from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
-from hydroslurm.checkpoint.deadline import Action, Before, Choice, Situation, choose
+from hydroslurm.checkpoint.deadline import Action, Before, Choice, InFlight, Situation, choose
 from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.checkpoint.save_round import SaveRound
+from hydroslurm.checkpoint.save_round import SaveRound, checked
 from hydroslurm.checkpoint.store import Checkpoint
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
 from hydroslurm.checkpoint.tiers import Tier
@@ -17,16 +21,16 @@ from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.errors import SaveFailed
 
 GIVEN_UP_S = 1.0
-"""How long a save that was given up is waited for before the next one begins beside it, at most.
-It ends between two writes; a disk that hangs, or a long fsync, keeps it."""
+"""The longest wait for a save that was given up before the next one begins beside it. It ends
+between two writes; a hanging disk or a long fsync holds it up."""
 
 
 class DeadlineSave:
     """The save of one stop.
 
-    The calling thread does the waiting and the copying, and lets a background thread write: it has
-    to come back at the deadline also from a disk that hangs, while the attempt goes on. A save that
-    is killed later costs nothing, because a checkpoint is committed as a whole or not at all.
+    The calling thread waits and copies; a background thread writes, so that this one returns at the
+    deadline even if the disk hangs, while the write goes on. A save that is killed later does no
+    harm: a checkpoint is committed as a whole or not at all.
     """
 
     def __init__(
@@ -41,10 +45,9 @@ class DeadlineSave:
     ) -> None:
         """
         Args:
-            stage: copies a state into memory that no save under way is reading; without memory
-                for that it gives the state itself, which is not to be changed then as long as the
-                save is under way.
-            save_round: what the ranks agree on.
+            stage: copies a state into memory that no save under way is reading. Without memory it
+                returns the state itself, which must not change until the save has ended.
+            save_round: the agreements of the ranks.
         """
         self._writer = writer
         self._saves = saves
@@ -56,7 +59,7 @@ class DeadlineSave:
         self._stall_s = 0.0
 
     def choose(self) -> Choice:
-        """What to do, by what is known now; with several ranks, to all of them.
+        """What to do, given what all ranks know now.
 
         Raises:
             SaveFailed: the ranks could not agree. UnsavableState: one cannot save its state.
@@ -72,10 +75,10 @@ class DeadlineSave:
             committed_step=self._writer.durable_step(),
             is_committed=self._is_durable(),
         )
-        return choose(self._round.situation(here))
+        return choose(_of_all_ranks(here, self._round))
 
     def failed(self, failure: SaveFailed) -> Saved:
-        """What it has come to when the ranks could not agree on what to do."""
+        """The outcome if the ranks could not agree on what to do."""
         self._saves.wait(self._left_s())
         return self._saved(None, None, failure=failure)
 
@@ -87,7 +90,8 @@ class DeadlineSave:
         before = self._make_way(choice)
         done = self._is_durable() or (before is not None and before.state == self._request.state)
         try:
-            if self._round.all_done(done, left_s=self._left_s()):
+            answers = self._round.settle("done", {"done": done}, left_s=self._left_s()).items()
+            if all(checked(one, rank=rank, done=bool)["done"] for rank, one in answers):
                 return self._saved(choice, before)
         except SaveFailed as error:
             return self._saved(choice, before, failure=error)
@@ -96,7 +100,7 @@ class DeadlineSave:
         return self._saved(choice, last)
 
     def _make_way(self, choice: Choice) -> AsyncSave | None:
-        """Wait for the save in flight, or give it up; it, when the next save has to wait for it."""
+        """Wait for the save in flight or give it up; it, if the next save must wait for it."""
         flight = self._saves.current()
         if choice.before is Before.ABANDON:
             self._saves.give_up()
@@ -113,7 +117,7 @@ class DeadlineSave:
     def _launch(
         self, plan: WritePlan, source: Checkpoint | None, before: AsyncSave | None
     ) -> AsyncSave:
-        """Write durably, after the save in flight where that is not given up."""
+        """Write durably, after ``before``."""
         if source is None:
             begin_s = time.monotonic()
             plan = self._stage(plan, self._request)
@@ -138,7 +142,7 @@ class DeadlineSave:
     def _saved(
         self, choice: Choice | None, last: AsyncSave | None, *, failure: BaseException | None = None
     ) -> Saved:
-        """What it has come to; a failure of the last save is told here and not by ``poll``."""
+        """The outcome; it reports a failure of the last save, so that ``poll`` does not."""
         if last is not None and not last.running and last.failure is not None:
             failure = failure or last.failure
             self._saves.forget(last)
@@ -173,3 +177,66 @@ def _what_came(tier: Tier | None, step: int, failure: BaseException | None) -> s
     if tier is Tier.FAST:
         return f"step {step} is committed on the fast tier, which {tier.promise}; beyond it, {why}"
     return f"step {step} is not committed: {why}"
+
+
+def _of_all_ranks(here: Situation, save_round: SaveRound) -> Situation:
+    """The combined situation of all ranks.
+
+    Raises:
+        SaveFailed, UnsavableState: on all ranks; one cannot take part or is gone.
+    """
+    if save_round.is_solo:
+        return here
+    answers = save_round.settle("situation", _to_json(here), left_s=here.left_s)
+    return _together(here, [_situation_of(rank, one) for rank, one in answers.items()])
+
+
+def _to_json(now: Situation) -> dict[str, Any]:
+    flight = now.in_flight
+    return {
+        "left_s": None if math.isinf(now.left_s) else now.left_s,
+        "durable_s": now.durable_s,
+        "in_flight": None
+        if flight is None
+        else [flight.step, flight.remaining_s, int(flight.is_this)],
+        "committed_step": now.committed_step,
+        "is_committed": now.is_committed,
+    }
+
+
+def _situation_of(rank: int, answer: Any) -> dict[str, Any]:
+    number = (int, float)
+    told = checked(
+        answer,
+        rank=rank,
+        left_s=(*number, NoneType),
+        durable_s=number,
+        in_flight=(list, NoneType),
+        committed_step=(int, NoneType),
+        is_committed=bool,
+    )
+    flight = told["in_flight"]
+    if flight is not None and [type(one) in number for one in flight] != [True] * 3:
+        raise SaveFailed(f"rank {rank} speaks of a save in flight as {flight!r:.80}")
+    return told
+
+
+def _together(now: Situation, told: list[dict[str, Any]]) -> Situation:
+    """The least time, the slowest disk, any save in flight, and what all ranks have committed."""
+    left_s = [one["left_s"] for one in told if one["left_s"] is not None]
+    flights = [one["in_flight"] for one in told if one["in_flight"] is not None]
+    steps = [one["committed_step"] for one in told]
+    return replace(
+        now,
+        left_s=min(left_s, default=math.inf),
+        durable_s=max(one["durable_s"] for one in told),
+        in_flight=InFlight(
+            max(step for step, _, _ in flights),
+            max(rest for _, rest, _ in flights),
+            is_this=all(is_this for _, _, is_this in flights),
+        )
+        if flights
+        else None,
+        committed_step=None if None in steps else min(steps),
+        is_committed=all(one["is_committed"] for one in told),
+    )

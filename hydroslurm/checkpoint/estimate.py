@@ -1,4 +1,4 @@
-"""How long a save will take: from how long others took."""
+"""Estimates how long a save will take from how long the last ones took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydroslurm.checkpoint.store import Checkpoint
 Source = Literal["this attempt", "earlier attempts", "assumed"]
 
 SAMPLES = 5
-"""How many of the last saves are looked at; the slowest of them counts."""
+"""How many of the last saves count; the slowest of them decides."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Expected:
 
     Attributes:
         seconds: how long.
-        source: measured in this attempt or in earlier ones, or assumed because nothing was
-        measured.
+        source: measured in this attempt or earlier ones, or assumed for lack of a measurement.
     """
 
     seconds: float
@@ -47,11 +46,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Assumption:
-    """Stands in until something is measured: meant to be slower than what is found.
+    """Stands in until something is measured; meant to be pessimistic.
 
     Attributes:
-        fixed_s: what a save of nothing takes.
-        bytes_per_s: what the tier takes in.
+        fixed_s: how long saving an empty state takes.
+        bytes_per_s: throughput of the tier.
     """
 
     fixed_s: float
@@ -64,8 +63,8 @@ FAST_ASSUMED = Assumption(fixed_s=0.1, bytes_per_s=500e6)
 """A node's SSD; memory is faster."""
 
 
-USUAL_SYNCS = 6
-"""Of a save by one rank: its parts, the metadata, the manifest, and the folders."""
+USUAL_SYNCS = 8
+"""Of a save by one rank: three parts, DCP's index, the manifest, and folders three times."""
 
 
 class Pace:
@@ -81,7 +80,7 @@ class Pace:
         """
         Args:
             earlier: what earlier attempts committed, oldest first.
-            syncs: of this tier: a disk that has become slow shows there before a save is over.
+            syncs: of this tier; they reveal a disk that has become slow before a save is over.
         """
         self._assumption = assumption
         self._syncs = syncs
@@ -93,18 +92,18 @@ class Pace:
         self._seen: deque[tuple[float, int]] = deque(maxlen=SAMPLES)
 
     def add(self, seconds: float, *, state_bytes: int, syncs: int = 0) -> None:
-        """One more save of this attempt, with so many syncs."""
+        """Record a save of this attempt and how many syncs it made."""
         self._seen.append((seconds, state_bytes))
         self._syncs_of_one = syncs or self._syncs_of_one
 
     def expect(self, state_bytes: int) -> Expected:
-        """What a state of this size will take.
+        """How long a state of this size will take.
 
-        The slowest of the last saves counts. A larger state takes longer in proportion, or for the
-        further bytes at the assumed pace, whichever is less: most of a tiny save does not depend on
-        its size. A smaller one is not expected to be faster, for the same reason. And none is
-        expected to be faster than as many syncs as it makes have just been, those of a save that
-        failed, was given up or is still under way too.
+        The slowest of the last saves counts. A larger state takes proportionally longer, or longer
+        by the extra bytes at the assumed throughput, whichever is less: most of a tiny save does
+        not depend on its size. For the same reason a smaller one is not expected to be faster. The
+        latest syncs are a lower bound, including those of saves that failed, were given up or are
+        still under way.
         """
         expected = self._by_saves(state_bytes)
         synced_s = 0.0 if self._syncs is None else self._syncs.latest_s(self._syncs_of_one)

@@ -64,20 +64,18 @@ def newest_number(names: Iterable[str], step: int) -> int:
     return max((key[1] for key in found if key is not None and key[0] == step), default=0)
 
 
-def temporary(target: Path) -> Path:
-    """A name for the save that becomes ``target``; no other save of any process has the same."""
-    return _mine(target.parent, "tmp", target.name)
+def temporary(target: Path, *, joint: bool = False) -> Path:
+    """A name for the save that becomes ``target``; no other save of any process has the same.
 
-
-def joint_temporary(target: Path) -> Path:
-    """A name for a save of several ranks; the process that chooses it tells it to the others."""
-    path = temporary(target)
-    return path.with_name(f"{path.name}.joint")
+    ``joint``: for a save of several ranks; the process that chooses it tells it to the others.
+    """
+    path = _mine(target.parent, "tmp", target.name)
+    return path.with_name(f"{path.name}.joint") if joint else path
 
 
 def target_of(joint: str, step: int) -> str | None:
     """What a joint save of this step in a folder of this name becomes; None for a name that no
-    process can have chosen by :func:`joint_temporary`."""
+    process can have chosen by :func:`temporary`."""
     match = _LEFTOVER.fullmatch(joint)
     if match is None or (match[1], match[5]) != ("tmp", ".joint") or step_of(match[2]) != step:
         return None

@@ -1,8 +1,8 @@
-"""When a checkpoint belongs to other classes: name the keys that differ."""
+"""Names the keys by which a checkpoint and the object that it is loaded into differ."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hydroslurm.errors import StateMismatch
@@ -28,40 +28,32 @@ def check_layout(name: str, saved: Mapping[Any, Any], target: Mapping[Any, Any])
 
 def compare(saved: Mapping[Any, Any], target: Mapping[Any, Any]) -> str | None:
     """What differs between two state_dicts in one sentence, None when nothing does."""
+    both = [(key, saved[key], target[key]) for key in saved if key in target]
     parts = [
-        _named("only the checkpoint has", [repr(k) for k in saved if k not in target]),
-        _named("the checkpoint lacks", [repr(k) for k in target if k not in saved]),
-        _named("other shapes:", _reshaped(saved, target)),
-        _named("other dtypes:", _recast(saved, target)),
+        _named("only the checkpoint has", [repr(key) for key in saved if key not in target]),
+        _named("the checkpoint lacks", [repr(key) for key in target if key not in saved]),
+        _named("other shapes:", _different(both, _shape)),
+        _named("other dtypes:", _different(both, _dtype)),  # which torch would cast silently
     ]
     return "; ".join(part for part in parts if part) or None
 
 
-def _reshaped(saved: Mapping[Any, Any], target: Mapping[Any, Any]) -> list[str]:
-    both = [(key, _shape(saved[key]), _shape(target[key])) for key in saved if key in target]
+def _different(both: list[tuple[Any, Any, Any]], attribute: Callable[[Any], object]) -> list[str]:
+    """The keys whose values, saved and now, have different attributes."""
+    found = [(key, attribute(saved), attribute(target)) for key, saved, target in both]
     return [
-        f"{key!r} is {list(ours)} in the checkpoint and {list(theirs)} here"
-        for key, ours, theirs in both
-        if ours is not None and theirs is not None and ours != theirs
+        f"{key!r} is {saved} in the checkpoint and {target} here"
+        for key, saved, target in found
+        if saved is not None and target is not None and saved != target
     ]
 
 
-def _recast(saved: Mapping[Any, Any], target: Mapping[Any, Any]) -> list[str]:
-    """torch would round, without a word."""
-    both = [(key, _dtype(saved[key]), _dtype(target[key])) for key in saved if key in target]
-    return [
-        f"{key!r} is {ours} in the checkpoint and {theirs} here"
-        for key, ours, theirs in both
-        if ours is not None and theirs is not None and ours != theirs
-    ]
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
+def _shape(value: Any) -> list[int] | None:
     try:
         shape = getattr(value, "shape", None)
     except RuntimeError:  # of a lazy layer that has seen no batch: it takes any
         return None
-    return None if shape is None else tuple(shape)
+    return None if shape is None else list(shape)
 
 
 def _dtype(value: Any) -> str | None:

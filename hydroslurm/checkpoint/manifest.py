@@ -72,7 +72,8 @@ class Manifest:
     Attributes:
         step: training steps completed. epoch: as the run counts them.
         kind: "periodic", "stop", "manual" or "epoch".
-        created_epoch_ns: when the manifest was made. save_s: from the beginning of the save to it.
+        created_epoch_ns: when the save began. save_s: from then to the manifest; of several ranks,
+            until all parts were on the disk.
         state_bytes: of all tensors, as they are in memory.
         files: name inside the folder -> its entry; all but the manifest itself.
         meta: what the caller wanted kept, plain JSON values.

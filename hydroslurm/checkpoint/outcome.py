@@ -1,4 +1,4 @@
-"""What becomes of a save: its events on the way, its result, and the report of a failure."""
+"""The outcome of a save: its events, its result, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class SaveEvent:
         save_kind: ``periodic``, ``stop``, ``manual`` or ``epoch``.
         tier: where to; None when it concerns the save as a whole.
         state_bytes: size of its tensors.
-        seconds: STAGED: how long the training stood still; WRITTEN: how long until all that this
-            rank has to write was on this tier's disk, so that only the commit is left; COMMITTED,
-            FAILED, ABANDONED: how long this tier took; else 0.
+        seconds: STAGED: how long the training stalled; WRITTEN: how long until this rank's part was
+            on this tier's disk, so that only the commit was left; COMMITTED, FAILED, ABANDONED:
+            how long this tier took; else 0.
         reason: why it was skipped, failed, given up or not copied; for people.
     """
 
@@ -56,22 +56,21 @@ class SaveEvent:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save has come to by the time its caller goes on.
+    """What has become of a save by the time its caller continues.
 
     Attributes:
         step: whose state was to be saved.
-        tier: the safest tier on which that state is committed; None: on none, the last good one is
-            kept.
-        checkpoint: the committed one; without a tier the newest older durable one, None when there
-            is none.
-        steps_at_risk: steps completed since the newest durable checkpoint: what is lost if only
-            that survives. 0 also where that is an earlier save of the same step.
-        reason: what was chosen and what came of it, in words.
+        tier: the safest tier on which that state is committed; None: on none, and the last good
+            checkpoint stays.
+        checkpoint: the committed one; without a tier, the newest durable one, if any.
+        steps_at_risk: steps since the newest durable checkpoint, which are lost if only that
+            survives. 0 also if that is an earlier save of the same step.
+        reason: what was chosen and what came of it, for people.
         choice: what was chosen at a deadline; None without one.
-        stall_s: what copying the state took.
-        took_s: from the call until it returned.
-        still_writing: a durable save goes on in the background. It can still be committed while the
-            process lives (``Saver.wait``), and an interpreter that shuts down waits for it. Where
+        stall_s: how long copying the state took.
+        took_s: how long the call took.
+        still_writing: a durable save continues in the background. It can still be committed while
+            the process lives (``Saver.wait``), and an interpreter that shuts down waits for it. If
             there was no memory for a copy, leave the state alone until then.
     """
 
@@ -92,11 +91,11 @@ def report(
     problems: Iterable[str],
     on_save_error: Literal["warn", "fail"],
 ) -> None:
-    """Report saves that failed, unless they were given up on purpose, and minor problems.
+    """Report failed saves, except those given up on purpose, and minor problems.
 
     Raises:
-        SaveFailed: a save failed and ``on_save_error`` is "fail"; else that is a RuntimeWarning.
-        StaleAttempt: no save of this attempt will ever be committed again.
+        SaveFailed: a save failed and ``on_save_error`` is "fail"; otherwise a RuntimeWarning.
+        StaleAttempt: no save of this attempt will be committed any more.
     """
     failures = [one for one in failures if not isinstance(one, SaveAbandoned)]
     for problem in problems:

@@ -21,10 +21,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from hydroslurm.checkpoint import reshard
 from hydroslurm.checkpoint.checksummed_file import read_whole
-from hydroslurm.checkpoint.skeleton import JsonValue, join, tensor_keys
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.tree import JsonValue, decode, tensor_keys
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON, own_json
 from hydroslurm.core.files import check_depth
@@ -78,16 +77,16 @@ def read_state(
             )
         shared = {name: value for name, value in shared.items() if name in only}
         own = {name: value for name, value in own.items() if name in only}
-    keys = tensor_keys(list(shared.values())) | tensor_keys(list(own.values()))
-    templates = {
-        key: template
-        for name, value in shared.items()
-        for key, template in reshard.templates(value, (like or {}).get(name)).items()
-    }
-    tensors = read_tensors(folder, storage=storage, only=keys, like=templates)
+    # no container around them: a state's name may look like a tag
+    layouts: dict[str, torch.Tensor | None] = {}
+    for name, value in shared.items():
+        layouts |= tensor_keys(value, (like or {}).get(name))
+    for value in own.values():
+        layouts |= tensor_keys(value)
+    tensors = read_tensors(folder, storage=storage, only=layouts, like=layouts)
     return State(
-        shared={name: join(value, tensors) for name, value in shared.items()},
-        own={name: join(value, tensors) for name, value in own.items()},
+        shared={name: decode(value, tensors) for name, value in shared.items()},
+        own={name: decode(value, tensors) for name, value in own.items()},
     )
 
 
@@ -106,7 +105,7 @@ def read_own(
         raise CheckpointMissing(f"{folder} has nothing of rank {rank}: {there} ranks saved it")
     own = _read_json(folder / mine, storage=storage)
     tensors = read_tensors(folder, storage=storage, only=tensor_keys(list(own.values())))
-    return {name: join(value, tensors) for name, value in own.items()}
+    return {name: decode(value, tensors) for name, value in own.items()}
 
 
 def _read_json(path: Path, *, storage: Storage) -> dict[str, JsonValue]:
@@ -142,14 +141,14 @@ def read_tensors(
     *,
     storage: Storage,
     only: Collection[str] | None = None,
-    like: Mapping[str, torch.Tensor] | None = None,
+    like: Mapping[str, torch.Tensor | None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint folder, whole and on the CPU.
 
     Args:
         only: their keys; all of them when None.
-        like: by their keys, DTensors of this process; a tensor of the same shape comes back as one
-            that is laid out alike, and only the pieces that it needs are read.
+        like: by their keys, DTensors of this process, or None; a tensor of the same shape comes
+            back as one that is laid out alike, and only the pieces that it needs are read.
 
     Raises:
         CheckpointCorrupt: a key that is not there, or files that do not hold what they should.

@@ -1,9 +1,9 @@
-"""What all ranks of a save agree on: a :class:`SaveRound` is one call of a saver's method.
+"""What the ranks of a save agree on: a :class:`SaveRound` is one call of a saver's method.
 
-Every rank makes the same calls in the same order, which numbers the topics. A rank by itself cannot
-know whether the others still have a save under way, or how much time they have left. One that has
-failed says so in its answer, so that the others need not wait for it and all raise the same
-message; one that is gone is named by the agreement itself. A world of one asks nobody.
+Every rank makes the same calls in the same order, which numbers the topics. No rank knows by itself
+whether the others still have a save under way, or how much time they have left. A rank that fails
+says so in its answer, so that the others do not wait for it and all raise the same message; the
+agreement itself names a rank that is gone. A world of one asks nobody.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-from hydroslurm.checkpoint.deadline import InFlight, Situation
 from hydroslurm.errors import (
     AgreementFailed,
     CheckpointError,
@@ -29,7 +28,7 @@ from hydroslurm.errors import (
 )
 
 PATIENCE_S = 600.0
-"""How long the others are waited for: for the slowest disk, and a rank that is a step behind."""
+"""How long to wait for the others: for the slowest disk, or a rank that is a step behind."""
 
 KEPT = "Checkpoints that were committed before are whole"
 
@@ -42,7 +41,7 @@ _KINDS: dict[str, type[HydroslurmError]] = {
 
 
 class Peers(Protocol):
-    """What a joint checkpoint needs of the ranks: to agree, all or none. From any thread."""
+    """What a joint save needs of the ranks: all-or-none agreement. Thread-safe."""
 
     @property
     def rank(self) -> int: ...
@@ -59,27 +58,28 @@ class Peers(Protocol):
         cancel: threading.Event | None = None,
         among: Sequence[int] | None = None,
     ) -> Mapping[int, Any]:
-        """Hand in a value and get everybody's, in order of the ranks.
+        """Submit a value and get those of all ranks, in rank order.
 
-        The outcome is one for all: either every rank gets all values, or every rank gets the same
-        error. A rank that asks when it has been decided gets what was decided.
+        All ranks have the same outcome: all values, or the same error. A rank that asks after the
+        decision gets the decision.
 
         Args:
-            topic: of one agreement per job; a topic is used once.
+            topic: names the agreement; used once per job.
             value: plain JSON, and small: all values go to all ranks.
-            timeout_s: give up after so long, which fails it for all. Time in which this process was
-                stopped does not count. None waits for ever, or until a rank is gone.
-            cancel: gives up when it is set.
-            among: the ranks that take part, this one among them and the same for all; default: all.
+            timeout_s: give up after so long, for all ranks. Time during which this process was
+                stopped does not count. None: wait until a rank is gone.
+            cancel: give up when it is set.
+            among: the ranks that take part, including this one; the same on all of them. Default:
+                all.
 
         Raises:
             AgreementFailed: a rank has died, left or given up.
-            CoordinatorLost: nothing connects the ranks any more.
+            CoordinatorLost: the ranks are no longer connected.
         """
 
 
 class Solo:
-    """A world of one: whatever its rank answers is agreed at once."""
+    """A world of one, which agrees with itself at once."""
 
     rank = 0
     world_size = 1
@@ -104,9 +104,9 @@ class SaveRound:
     """The agreements of one save.
 
     Attributes:
-        topic: begins their names; the same on all ranks, and used for one save only.
-        timeout_s: how long each of them waits for the others.
-        cancel: gives up waiting.
+        topic: prefix of their names; the same on all ranks, and used for one save only.
+        timeout_s: how long each agreement waits for the others.
+        cancel: stops the waiting.
     """
 
     peers: Peers
@@ -117,20 +117,20 @@ class SaveRound:
 
     @property
     def is_solo(self) -> bool:
-        """Whether there is one rank only, which may be spoken of without its number."""
+        """Whether there is only one rank; messages need no rank number then."""
         return self.peers.world_size == 1
 
     def busy(self, step: int | None, *, problem: BaseException | None = None) -> str | None:
-        """Why no save can begin now, for people; None when one can.
+        """Why no save can begin now, for people; None if one can.
 
         Args:
-            step: of the save that is under way here.
+            step: of the save under way on this rank.
             problem: why this rank cannot take part.
 
         Raises:
-            SaveFailed, UnsavableState: on all ranks; one cannot take part, or is gone.
+            SaveFailed, UnsavableState: on all ranks; one cannot take part or is gone.
         """
-        answers = self._agree("start", {"busy": step}, problem=problem).items()
+        answers = self.settle("start", {"busy": step}, problem=problem).items()
         steps = {
             rank: checked(one, rank=rank, busy=(int, NoneType))["busy"] for rank, one in answers
         }
@@ -140,35 +140,14 @@ class SaveRound:
         where = "" if self.is_solo else f" (on rank {', '.join(map(str, busy))})"
         return f"the save of step {max(busy.values())} is still under way{where}"
 
-    def situation(self, here: Situation) -> Situation:
-        """The situation of all ranks together.
-
-        Raises:
-            SaveFailed, UnsavableState: as in :meth:`busy`.
-        """
-        if self.is_solo:
-            return here
-        answers = self._agree("situation", _to_json(here), left_s=here.left_s)
-        return _together(here, [_situation_of(rank, one) for rank, one in answers.items()])
-
-    def refuse(self, problem: BaseException) -> NoReturn:
-        """Answer the others' :meth:`situation` with why this rank cannot take part, and raise."""
-        self._agree("situation", {}, problem=problem)
-        raise AssertionError("an answer that says so is a failure")
-
-    def all_done(self, done: bool, *, left_s: float) -> bool:
-        """Whether no rank needs another save; raises SaveFailed when one is gone."""
-        answers = self._agree("done", {"done": done}, left_s=left_s)
-        return all(checked(one, rank=rank, done=bool)["done"] for rank, one in answers.items())
-
     def decline(self, error: BaseException) -> None:
-        """Answer the ranks that begin this save that this one cannot. Never raises."""
+        """Tell the ranks that begin this save that this one cannot. Never raises."""
         if not self.is_solo:
             with suppress(CheckpointError, RanksError):
-                self.agree_before_commit("open", failed(error))
+                self.settle("open", problem=error)
 
     def agree(self, what: str, value: Any, *, among: Sequence[int] | None = None) -> Any:
-        """Everybody's values; raises RanksError."""
+        """The values of all ranks; raises RanksError."""
         return self.peers.agree(
             f"{self.topic}/{what}",
             value,
@@ -177,10 +156,30 @@ class SaveRound:
             among=among,
         )
 
-    def agree_before_commit(self, what: str, value: Any) -> Mapping[int, Any]:
-        """Everybody's values; raises what ends the save when a rank has failed or is gone."""
+    def settle(
+        self,
+        what: str,
+        answer: Mapping[str, Any] | None = None,
+        *,
+        problem: BaseException | None = None,
+        left_s: float = math.inf,
+    ) -> Mapping[int, Any]:
+        """The answers of all ranks.
+
+        Args:
+            problem: why this rank has failed, instead of an answer.
+            left_s: the longest to wait.
+
+        Raises:
+            SaveFailed, UnsavableState, SaveAbandoned, StaleAttempt: a rank has failed or is gone;
+                the same on all ranks. In a world of one, ``problem`` itself.
+        """
+        if problem is not None and self.is_solo:
+            raise problem
+        value = dict(answer or {}) if problem is None else failed(problem)
+        in_time = replace(self, timeout_s=min(self.timeout_s, max(0.0, left_s)))
         try:
-            answers: Mapping[int, Any] = self.agree(what, value)
+            answers: Mapping[int, Any] = in_time.agree(what, value)
         except RanksError as error:
             kind = SaveAbandoned if self._canceled and not gone(error) else SaveFailed
             raise kind(f"{self.not_saved} {why(error)}. {KEPT}") from error
@@ -195,21 +194,6 @@ class SaveRound:
     def _canceled(self) -> bool:
         return self.cancel is not None and self.cancel.is_set()
 
-    def _agree(
-        self,
-        what: str,
-        answer: Mapping[str, Any],
-        *,
-        left_s: float = math.inf,
-        problem: BaseException | None = None,
-    ) -> Mapping[int, Any]:
-        if problem is not None:
-            if self.is_solo:
-                raise problem
-            answer = failed(problem)
-        in_time = replace(self, timeout_s=min(self.timeout_s, max(0.0, left_s)))
-        return in_time.agree_before_commit(what, dict(answer))
-
 
 def failed(error: BaseException) -> dict[str, Any]:
     """The answer of a rank that has failed."""
@@ -218,14 +202,13 @@ def failed(error: BaseException) -> dict[str, Any]:
 
 
 def checked(answer: Any, *, rank: int, **types: type | tuple[type, ...]) -> dict[str, Any]:
-    """The answer of another rank, which has these fields with values of these types.
+    """The answer of another rank, checked to have these fields with values of these types.
 
-    It is checked like a stranger's: folders are made and removed, and files opened, by what stands
-    in it. A number that is to be calculated with is asked for as ``(int, float)``; True and False
-    are none.
+    It is not trusted: it decides which folders are made and removed and which files are opened. Ask
+    for a number as ``(int, float)``; True and False are not numbers.
 
     Raises:
-        SaveFailed: a field is missing or of another type.
+        SaveFailed: a field is missing or has another type.
     """
     for name, wanted in types.items():
         value = answer.get(name) if isinstance(answer, Mapping) else None
@@ -244,7 +227,7 @@ def _short(value: Any) -> str:
 
 
 def raise_failures(answers: Mapping[int, Any], not_saved: str) -> None:
-    """Raise the same on all ranks, naming those that have failed and why, if any has."""
+    """If ranks have failed, raise the same error on all ranks, which names them and says why."""
     failures = {
         rank: _failure(answer["failed"])
         for rank, answer in answers.items()
@@ -253,7 +236,7 @@ def raise_failures(answers: Mapping[int, Any], not_saved: str) -> None:
     if not failures:
         return
     kinds = {kind for kind, _ in failures.values()}
-    # whatever else went wrong, nothing can be done about a newer attempt
+    # a newer attempt takes precedence: retrying cannot help
     first = StaleAttempt if StaleAttempt in kinds else next(iter(kinds))
     kind = first if first is StaleAttempt or len(kinds) == 1 else SaveFailed
     told = "; ".join(f"rank {rank}: {message}" for rank, (_, message) in failures.items())
@@ -267,7 +250,7 @@ def _failure(told: Any) -> tuple[type[HydroslurmError], str]:
 
 
 def why(error: RanksError) -> str:
-    """Which ranks an agreement lacks, in words that are the same on all ranks."""
+    """Which ranks an agreement lacks, for people; the same text on all ranks."""
     if not isinstance(error, AgreementFailed):
         return f"the ranks could not agree ({error})"
     told = [
@@ -300,54 +283,3 @@ def _message(error: BaseException) -> str:
     if isinstance(error, (CheckpointError, StaleAttempt)):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _to_json(now: Situation) -> dict[str, Any]:
-    flight = now.in_flight
-    return {
-        "left_s": None if math.isinf(now.left_s) else now.left_s,
-        "durable_s": now.durable_s,
-        "in_flight": None
-        if flight is None
-        else [flight.step, flight.remaining_s, int(flight.is_this)],
-        "committed_step": now.committed_step,
-        "is_committed": now.is_committed,
-    }
-
-
-def _situation_of(rank: int, answer: Any) -> dict[str, Any]:
-    number = (int, float)
-    told = checked(
-        answer,
-        rank=rank,
-        left_s=(*number, NoneType),
-        durable_s=number,
-        in_flight=(list, NoneType),
-        committed_step=(int, NoneType),
-        is_committed=bool,
-    )
-    flight = told["in_flight"]
-    if flight is not None and [type(one) in number for one in flight] != [True] * 3:
-        raise SaveFailed(f"rank {rank} speaks of a save in flight as {flight!r:.80}")
-    return told
-
-
-def _together(now: Situation, told: list[dict[str, Any]]) -> Situation:
-    """The least time, the slowest disk, any save in flight, and what all know to be committed."""
-    left_s = [one["left_s"] for one in told if one["left_s"] is not None]
-    flights = [one["in_flight"] for one in told if one["in_flight"] is not None]
-    steps = [one["committed_step"] for one in told]
-    return replace(
-        now,
-        left_s=min(left_s, default=math.inf),
-        durable_s=max(one["durable_s"] for one in told),
-        in_flight=InFlight(
-            max(step for step, _, _ in flights),
-            max(rest for _, rest, _ in flights),
-            is_this=all(is_this for _, _, is_this in flights),
-        )
-        if flights
-        else None,
-        committed_step=None if None in steps else min(steps),
-        is_committed=all(one["is_committed"] for one in told),
-    )

@@ -1,4 +1,4 @@
-"""Saves the state of a run: beside the training, at once, or before a deadline."""
+"""Saves the state of a run: in the background, synchronously, or before a deadline."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _NO_META: Mapping[str, Any] = {}
 
 
 class Saver:
-    """The saves of one rank. For the thread that trains; a forked child has no use of it.
+    """The saves of one rank. For the training thread; a forked child cannot use it.
 
-    One save is under way at a time. A save in the background writes a copy, so that the state is
-    the caller's own again whenever a method has returned. Where there is no memory for a copy, the
-    state itself is written while the caller waits.
+    One save runs at a time. A save in the background writes a copy, so the caller may change the
+    state as soon as a method returns. Without memory for a copy, the state itself is written while
+    the caller waits.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class Saver:
         room: Callable[[], Room] = room,
         meta: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Reads the manifests of earlier attempts, to know how long a save takes here.
+        """Reads the manifests of earlier attempts to learn how long a save takes here.
 
         Args:
             durable: where checkpoints are kept.
-            fast: a quicker place, written first; what it promises is in ``Tier.promise``.
-            keep, keep_stop, keep_epochs: how many checkpoints stay there: of other kinds, of kind
+            fast: a faster place, written first; ``Tier.promise`` says what it survives.
+            keep, keep_stop, keep_epochs: how many checkpoints to keep: of other kinds, of kind
                 "stop", and of kind "epoch" (None: all of them).
             on_save_error: what :meth:`poll` does about a save that failed in the background.
             exempt: makes the context in which no pause holds a thread.
-            tell: gets every event, from whatever thread.
-            peers: those of ``durable``; every rank makes the same calls at the same steps then.
-            topic: of this saver in their agreements; each saver has its own.
-            patience_s: how long the others are waited for before a save begins.
-            room: says how much memory may be taken for copies.
-            meta: what every manifest keeps beside the ``meta`` of its save.
+            tell: receives every event, from any thread.
+            peers: those of ``durable``; then every rank makes the same calls at the same steps.
+            topic: of this saver in the peers' agreements; unique per saver.
+            patience_s: how long to wait for the others before a save begins.
+            room: says how much memory copies may take.
+            meta: returns what every manifest keeps in addition to the ``meta`` of its save.
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
@@ -96,13 +96,13 @@ class Saver:
         self._saves = AsyncSaves(exempt=exempt, after=self._writer.prune)
 
     def reserve(self, state: State) -> str:
-        """Have the memory for the copies of :meth:`start` in advance, in the background.
+        """Allocate the memory for the copies of :meth:`start` in the background.
 
-        Worth it once, after the first step, when the optimizer has its state: without it the first
-        save stalls for several times as long as the others.
+        Worth doing once, after the first step, when the optimizer has its state: otherwise the
+        first save stalls several times longer than the others.
 
         Returns:
-            Why there is no memory for copies, in words; empty where there is.
+            Why there is no memory for copies; empty if there is.
         """
         self._check_ours()
         if self._saves.current() is None:
@@ -122,11 +122,11 @@ class Saver:
     ) -> float:
         """Copy the state and save the copy in the background; without memory for a copy, save.
 
-        While one is under way (on any rank) another is not begun but told as skipped: a disk that
-        is slower than the saves come must not hold the training up.
+        While a save is under way on any rank, this one is skipped, with an event: a disk that
+        cannot keep up must not hold up the training.
 
         Returns:
-            How long that took, in seconds: the stall of the training. 0.0 when none was begun.
+            How long the training stalled, in seconds; 0.0 if no save was started.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.
@@ -162,16 +162,16 @@ class Saver:
         meta: Mapping[str, Any] = _NO_META,
         again: bool = True,
     ) -> Saved:
-        """Save and return when it is committed on the durable tier, through the fast one if there
-        is one. One that is under way is waited for first.
+        """Save, through the fast tier if there is one, and return once the durable one has it. A
+        save under way is waited for first.
 
         Args:
-            again: False where any checkpoint of this step will do; the end of an epoch (kind
-                "epoch") and other kinds do not stand in for each other.
+            again: False if any checkpoint of this step will do; kind "epoch" and other kinds do not
+                stand in for each other.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.
-            SaveFailed: it could not be written; what was committed before is whole.
+            SaveFailed: it could not be written; earlier checkpoints are intact.
         """
         self._check_ours()
         begin_s = time.monotonic()
@@ -213,19 +213,19 @@ class Saver:
         meta: Mapping[str, Any] = _NO_META,
         unchanged: bool = False,
     ) -> Saved:
-        """Save for a stop: whatever can still be committed in time (see ``deadline.choose``).
+        """Save for a stop whatever can still be committed in time (see ``deadline.choose``).
 
-        Returns when the step is committed on the durable tier, when that has failed, and at the
-        deadline at the latest, by ``time.monotonic()``. Copying the state and a save on the fast
-        tier are not interrupted, and are not begun unless they should fit. A save that fails costs
-        no exception here but a word in ``Saved.reason``: the rest of the grace is the caller's.
+        Returns when the step is committed on the durable tier, when that has failed, or at the
+        deadline (``time.monotonic()``). Copying the state and a save to the fast tier are not
+        interrupted, and only begun if they should fit. A failed save does not raise; it is reported
+        in ``Saved.reason``, and the rest of the grace belongs to the caller.
 
         Args:
-            unchanged: the state is certainly that of the newest save, or of what the run continues
-                from: it is not saved again. The same on all ranks.
+            unchanged: the state is certainly that of the newest save, or the one that the run
+                resumed from: do not save it again. The same on all ranks.
 
         Raises:
-            UnsavableState: the state holds what cannot be saved. A save in save was waited for.
+            UnsavableState: the state holds what cannot be saved. A save under way was waited for.
         """
         self._check_ours()
         save_round = self._next_round(step)
@@ -238,7 +238,8 @@ class Saver:
             )
         except BaseException as error:
             self._saves.wait(deadline_mono_s - time.monotonic())
-            save_round.refuse(error)
+            save_round.settle("situation", problem=error)
+            raise
         stop = DeadlineSave(
             self._writer,
             self._saves,
@@ -259,16 +260,16 @@ class Saver:
         return stop.carry_out(choice, plan)
 
     def give_up(self) -> None:
-        """Abandon what is under way: no save waits any longer for ranks that will not come."""
+        """Abandon the save under way: stop waiting for ranks that will not come."""
         if self._ours:
             self._saves.give_up()
 
     def poll(self) -> None:
-        """Report what failed in the background since the last call, each failure once.
+        """Report each failure in the background since the last call once.
 
         Warnings:
-            RuntimeWarning: a save failed and ``on_save_error`` is "warn"; or something beside the
-                point did, such as the removal of an old checkpoint.
+            RuntimeWarning: a save failed and ``on_save_error`` is "warn"; or something minor did,
+                such as the removal of an old checkpoint.
 
         Raises:
             SaveFailed: a save failed and ``on_save_error`` is "fail".
@@ -283,11 +284,11 @@ class Saver:
         )
 
     def wait(self, *, timeout_s: float | None = None) -> bool:
-        """Whether no save is under way any more, after waiting so long at the most."""
+        """Wait until no save is under way; whether that is so within the timeout."""
         return not self._ours or self._saves.wait(timeout_s)
 
     def close(self) -> None:
-        """Wait for the save under way, and report as :meth:`poll` does."""
+        """Wait for the save under way, then report like :meth:`poll`."""
         if not self._ours:
             return
         self._staging.join()
@@ -295,22 +296,22 @@ class Saver:
         self.poll()
 
     def estimate(self) -> Estimate:
-        """How long a save of a state of the last one's size is expected to take, per tier."""
+        """How long saving a state of the last one's size should take, per tier."""
         return self._writer.estimate()
 
     @property
     def durable_step(self) -> int | None:
-        """The newest step that is committed on the durable tier, by this attempt or as the one
-        that it resumes from; a save that was begun counts when it is committed."""
+        """The newest step that this attempt has committed on the durable tier, or else the one that
+        it resumed from."""
         return self._writer.durable_step()
 
     @property
     def is_durable(self) -> bool:
-        """Whether the state that was handed over last is committed on the durable tier."""
+        """Whether the state that was passed last is committed on the durable tier."""
         return self._writer.is_durable(self._state)
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
-        """Say what the state was loaded from: until it changes there is nothing to save."""
+        """Note what the state was loaded from: until it changes there is nothing to save."""
         self._writer.continues_from(checkpoint)
 
     @property
@@ -325,12 +326,12 @@ class Saver:
             )
 
     def _new_state(self) -> int:
-        """The number of a state that is handed over now."""
+        """The number of the state that is passed now."""
         self._state += 1
         return self._state
 
     def _next_round(self, step: int) -> SaveRound:
-        """The agreements of the next call, which all ranks make in the same request."""
+        """The agreements of the next call; all ranks make their calls in the same order."""
         self._rounds += 1
         topic = f"{self._topic}/{self._rounds}"
         return SaveRound(self._peers, topic, step=step, timeout_s=self._patience_s)
@@ -340,18 +341,15 @@ class Saver:
         return divide(state, rank=self._peers.rank, world_size=self._peers.world_size)
 
     def _begin(self, save_round: SaveRound, state: State) -> WritePlan | str:
-        """What is to be saved now; while a save is under way, why not, for people."""
+        """What is to be saved now; or, for people, why no save can begin."""
         under_way = self._saves.current()
-        if under_way is not None:
-            busy = save_round.busy(under_way.step)
-            assert busy is not None
-            return busy
         plan, problem = None, None
-        try:
-            plan = self._divide(state)
-        except Exception as error:  # of which the others must hear first
-            problem = error
-        busy = save_round.busy(None, problem=problem)
+        if under_way is None:
+            try:
+                plan = self._divide(state)
+            except Exception as error:  # of which the others must hear first
+                problem = error
+        busy = save_round.busy(None if under_way is None else under_way.step, problem=problem)
         if busy is not None:
             return busy
         assert plan is not None

@@ -1,8 +1,9 @@
-"""Every I/O call that a save or a load makes, and nothing else.
+"""Every I/O call of a commit, a verification and a removal.
 
 One method is one call that can fail or be the last one of a killed process. The tests replace this
-object by one that fails or kills at the n-th call, which is how the commit rule is proved; so no
-other module of this room opens, writes, renames or removes a file by itself.
+object by one that fails or kills at the n-th call, which is how the commit rule is proved; so
+whatever creates, writes, renames or removes a part of a checkpoint does it through this object.
+(Tensors are loaded by DCP's own reader, from files that were verified through it.)
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from hydroslurm.core.files import open_regular
 from hydroslurm.core.trust import check_trusted
 
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
-"""Before the umask: who may read a checkpoint is decided by the folder that it lies in. Nobody else
-may write one, also where the umask is that of a group: it could not be believed any more."""
+"""Before the umask: the folder that a checkpoint is in decides who may read it. Nobody else may
+write one, even if the umask would let the group: it could not be trusted any more."""
 
 
 class Storage(Protocol):
@@ -39,7 +40,7 @@ class Storage(Protocol):
         """Append all of ``data``."""
 
     def write_back(self, fd: int, *, offset: int, size_bytes: int) -> None:
-        """Let the disk begin with what was written; returns at once, and promises nothing."""
+        """Hint that the disk may begin with what was written; returns at once."""
 
     def fsync(self, fd: int) -> None:
         """Wait until everything written is on the disk."""
@@ -63,10 +64,10 @@ class Storage(Protocol):
         """The names in a folder, sorted."""
 
     def check_trusted(self, path: Path) -> None:
-        """Raise UntrustedFile for a folder or a file that somebody else may have written."""
+        """Raise UntrustedFile for a folder or a file that someone else may have written."""
 
     def open(self, path: Path) -> int:
-        """Open a file for reading: no link, FIFO or device, which are not waited for."""
+        """Open a regular file for reading; a link, FIFO or device is an error, not waited for."""
 
     def size(self, fd: int) -> int:
         """Of an open file, in bytes."""
@@ -76,10 +77,10 @@ class Storage(Protocol):
 
 
 class LocalStorage:
-    """The mounted file systems of this machine, parallel and network ones included.
+    """The mounted file systems of this machine, including parallel and network ones.
 
     On NFS, ``listdir`` opens the folder, and close-to-open consistency makes the client ask the
-    server then: a checkpoint that another node committed before is seen.
+    server: it sees what another node has committed.
     """
 
     def mkdir(self, path: Path) -> None:
@@ -94,10 +95,10 @@ class LocalStorage:
             data = data[os.write(fd, data) :]
 
     def write_back(self, fd: int, *, offset: int, size_bytes: int) -> None:
-        # Without this the disk idles until fsync, and then the CPU does: on ext4 over NVMe 500 MB
-        # took 0.29 to 0.6 s as write + fsync and 0.22 to 0.26 s so. Linux begins the write-back of
-        # dirty pages in DONTNEED before it looks which clean ones it can drop
-        # (mm/fadvise.c: generic_fadvise), which is sync_file_range without leaving Python.
+        # Without this the disk idles until fsync, and then the CPU does: on ext4 over NVMe, 500 MB
+        # took 0.29 to 0.6 s without and 0.22 to 0.26 s with it. For DONTNEED, Linux starts writing
+        # dirty pages back before it drops clean ones (mm/fadvise.c: generic_fadvise): a
+        # sync_file_range that Python offers.
         os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, fd: int) -> None:
@@ -139,20 +140,20 @@ class LocalStorage:
 
 
 class AnyonesStorage(LocalStorage):
-    """Of checkpoints that a person has named, whoever wrote them: a colleague's, to start from or
-    to look at. Nothing in a checkpoint is ever run. What a restarted job takes up by itself is
-    another matter: it would train on forged weights, and nobody would see it."""
+    """For checkpoints that a person has named, whoever wrote them: a colleague's, to start from or
+    inspect. Nothing in a checkpoint is ever executed. What a restarted job picks up by itself is
+    different: it could train on forged weights without anybody noticing."""
 
     def check_trusted(self, path: Path) -> None:
         pass
 
 
 MOST_SYNCS = 256
-"""So many are remembered; a save of one rank makes six."""
+"""How many are remembered; a save by one rank makes eight."""
 
 
 class TimedSyncs:
-    """Any storage, with a memory of how long its latest syncs have taken. For several threads."""
+    """A storage that remembers how long its latest syncs took. Thread-safe."""
 
     def __init__(self, storage: Storage) -> None:
         self.count = 0
@@ -172,7 +173,7 @@ class TimedSyncs:
             self._storage.fsync_dir(path)
 
     def latest_s(self, count: int) -> float:
-        """What so many of the latest syncs have taken together, one that hangs now first of all."""
+        """How long the latest ``count`` syncs took together, including one that hangs now."""
         now_mono_s = time.monotonic()
         hanging = [now_mono_s - begun for begun in tuple(self._begun_mono_s.values())]
         done = tuple(self._latest_s)[-max(1, count) :]

@@ -1,29 +1,24 @@
-"""The checkpoints of a run: write, list, verify, load, fall back, retain, copy between tiers."""
+"""The checkpoints of a run: write, list, verify, load, prune, copy between tiers."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from hydroslurm.checkpoint import commit, fallback, folders, manifest, reader, retention
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_manifest
+from hydroslurm.checkpoint import commit, manifest, reader, retention
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look
 from hydroslurm.checkpoint.checking import Checker
-from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, compare, copy_file
-from hydroslurm.checkpoint.joint import JointSave
-from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES
 from hydroslurm.checkpoint.pins import Pins
+from hydroslurm.checkpoint.save import Save
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
 from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs
-from hydroslurm.checkpoint.write_plan import State, WritePlan, plan_of
-from hydroslurm.checkpoint.writer import write_all
+from hydroslurm.checkpoint.write_plan import State, WritePlan
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
@@ -31,8 +26,8 @@ __all__ = ["Checkpoint", "CheckpointStore", "State"]
 
 
 class CheckpointStore:
-    """One folder of checkpoints. Any number of processes may use one folder at a time, also for the
-    same step; one store is used by one thread at a time."""
+    """One folder of checkpoints. Any number of processes may use a folder at the same time, even
+    for the same step; a store is for one thread at a time."""
 
     def __init__(
         self,
@@ -48,8 +43,9 @@ class CheckpointStore:
 
         Args:
             peers: the ranks that save together, into a folder that all of them see; None: alone.
-            fence: of the run that it belongs to; a newer attempt of that one ends all writing.
-            patience_s: how long :meth:`write` waits for them at each of its agreements.
+            fence: of the run that the folder belongs to; a newer attempt of the run ends all
+                writing.
+            patience_s: how long :meth:`write` waits for the peers at each agreement.
         """
         self.directory = directory
         self.syncs = TimedSyncs(LocalStorage() if storage is None else storage)
@@ -84,75 +80,41 @@ class CheckpointStore:
     ) -> Checkpoint:
         """Save; returns when the checkpoint is committed and durable.
 
-        A step that is committed and whole already is returned as it is, unless it is to be saved
-        ``again``, or is the end of an epoch and ``kind`` is another one, or the other way round.
-        ``state`` must not change meanwhile. With peers every rank calls it for the same
-        step; all of them return, or raise, the same.
+        If a good checkpoint of this step exists it is returned instead, unless ``again`` is set;
+        epoch checkpoints and other kinds do not stand in for each other. ``state`` must not change
+        meanwhile. With peers, every rank calls this for the same step, and all of them return or
+        raise the same.
 
         Args:
-            state: or what ``write_plan.divide`` has made of it.
-            meta: plain JSON values, kept in the manifest; with peers, rank 0's.
-            cancel: looked at between chunks; setting it ends the save before its commit.
-            topic: of this save in the agreements of the peers, never to be used again; made of the
-                step and the kind when None, so that the same save cannot be tried twice.
+            state: or its write plan.
+            meta: plain JSON values for the manifest; with peers, rank 0's count.
+            cancel: checked between chunks; setting it ends the save before its commit.
+            topic: of this save in the peers' agreements, used once; made of the step and the kind
+                when None, so that the same save cannot be tried twice.
             timeout_s: instead of the store's ``patience_s``.
-            written: called when all that this rank has to write is on the disk, before the commit;
-                not where the step is committed already. It must not raise.
-            again: the state may have changed since this step was saved: it becomes a checkpoint of
-                its own, which is the newer one; the one before stays as it is.
-            least: which save of this step it is at least, counted from 1 (:meth:`next_number`); not
-                with peers.
+            written: called when this rank's part is on the disk, before the commit; not if the
+                step is already committed. It must not raise.
+            again: the state may have changed since this step was saved: write a new checkpoint,
+                which becomes the newer one, and leave the old one alone.
+            least: the lowest number that this save of the step may get (:meth:`next_number`).
 
         Raises:
             UnsavableState: nothing was written.
-            SaveAbandoned: ``cancel`` was set. What was committed before is whole.
-            SaveFailed: an I/O call failed, or a rank is gone. What was committed before is whole.
-            StaleAttempt: a newer attempt holds the folder of the run. The same.
+            SaveAbandoned: ``cancel`` was set. Earlier checkpoints are intact.
+            SaveFailed: an I/O call failed, or a rank is gone. Earlier checkpoints are intact.
+            StaleAttempt: a newer attempt owns the run folder. Earlier checkpoints are intact.
         """
-        begun_s = time.monotonic()
         header = manifest.begun(
             step=step, epoch=epoch, kind=kind, meta=meta or {}, torch_version=torch.__version__
         )
-        if self._peers.world_size > 1:
-            save_round = SaveRound(
-                self._peers,
-                topic=f"save/{step}/{kind}" if topic is None else topic,
-                step=step,
-                timeout_s=self._patience_s if timeout_s is None else timeout_s,
-                cancel=cancel,
-            )
-            save = JointSave(
-                self.directory,
-                save_round,
-                storage=self._storage,
-                checker=self._checker,
-                chunk_bytes=self._chunk_bytes,
-                may_commit=lambda: self._check_fence(f"the save of step {step}"),
-                written=written,
-                again=again,
-            )
-            return save.run(state, header)
-        plan = plan_of(state, rank=self._rank, world_size=1)
-
-        def fill(folder: Path, hasher: ThreadPoolExecutor) -> Manifest:
-            files = write_all(
-                folder,
-                plan,
-                storage=self._storage,
-                hasher=hasher,
-                cancel=cancel,
-                chunk_bytes=self._chunk_bytes,
-            )
-            if written is not None:
-                written()
-            return replace(
-                header,
-                save_s=round(time.monotonic() - begun_s, 6),
-                state_bytes=plan.state_bytes,
-                files=files,
-            )
-
-        return self._commit(step, fill, again=again, kind=kind, least=least)
+        save_round = SaveRound(
+            self._peers,
+            topic=f"save/{step}/{kind}" if topic is None else topic,
+            step=step,
+            timeout_s=self._patience_s if timeout_s is None else timeout_s,
+            cancel=cancel,
+        )
+        return self._save(save_round, written, again=again, least=least).write(state, header)
 
     def adopt(
         self,
@@ -161,69 +123,55 @@ class CheckpointStore:
         cancel: threading.Event | None = None,
         written: Callable[[], None] | None = None,
     ) -> Checkpoint:
-        """Copy a committed checkpoint of another store into this one, under its name and the same
-        promise; ``written`` as in :meth:`write`.
+        """Copy a committed checkpoint of another store into this one under the same name, with the
+        guarantees of :meth:`write`.
 
         Raises:
             CheckpointCorrupt: a file of ``source`` is not what was written there.
             SaveAbandoned, SaveFailed, StaleAttempt: as in :meth:`write`.
         """
 
-        def fill(folder: Path, hasher: ThreadPoolExecutor) -> Manifest:
-            for name, entry in source.manifest.files.items():
-                seen = copy_file(
-                    source.path / name,
-                    folder / name,
-                    storage=self._storage,
-                    hasher=hasher,
-                    cancel=cancel,
-                    chunk_bytes=self._chunk_bytes,
-                )
-                compare(source.path / name, entry, seen)
-            if written is not None:
-                written()
-            return source.manifest
-
         step, number = source.key
-        return self._commit(step, fill, again=False, least=number)
+        alone = SaveRound(SOLO, "adopt", step=step, timeout_s=0.0, cancel=cancel)
+        return self._save(alone, written, least=number).adopt(source)
 
     def next_number(self, step: int) -> int:
-        """Which save of this step the next one would be, counted from 1; 1 also where the folder
-        cannot be listed."""
+        """Which save of this step the next one will be, counted from 1; 1 if the folder cannot be
+        listed."""
         with suppress(OSError):
             return self._checker.newest_number(self.directory, step) + 1
         return 1
 
     def look(self) -> list[Checkpoint | Problem]:
-        """Everything that is named like a checkpoint, oldest first. Reads the manifests only."""
+        """Everything named like a checkpoint, oldest first. Reads manifests only."""
         return look(self.directory, storage=self._storage)
 
     def committed(self) -> tuple[Checkpoint, ...]:
-        """All that are there, oldest first. Reads the manifests only; see :meth:`problems`."""
+        """All committed checkpoints, oldest first. Reads manifests only; see :meth:`problems`."""
         return tuple(one for one in self.look() if isinstance(one, Checkpoint))
 
     def problems(self) -> Mapping[Path, CheckpointError]:
-        """Folders named like a checkpoint that have no manifest that can be read."""
+        """Folders named like a checkpoint whose manifest cannot be read."""
         return {one.path: one.error for one in self.look() if isinstance(one, Problem)}
 
     @property
     def checker(self) -> Checker:
-        """Verifies, and remembers what was good; for verifying as several ranks."""
+        """Verifies as one of several ranks, and remembers what was good."""
         return self._checker
 
     def verify(self, checkpoint: Checkpoint, *, cancel: threading.Event | None = None) -> None:
-        """Read all of it and compare with what was written.
+        """Read all of it and compare it with the manifest.
 
         Raises:
-            CheckpointCorrupt: names the first file that is not, with what was wanted and seen.
-            CheckpointTooNew: its manifest is one from the future by now.
+            CheckpointCorrupt: names the first file that differs, and how.
+            CheckpointTooNew: a newer release has meanwhile replaced its manifest.
             SaveAbandoned: ``cancel`` was set.
         """
         self.pins.pin(checkpoint.path)
         self._checker.verify(checkpoint, cancel=cancel)
 
     def glance(self, checkpoint: Checkpoint) -> None:
-        """Compare the sizes of its files only; CheckpointCorrupt names one that differs."""
+        """Compare file sizes only; CheckpointCorrupt names one that differs."""
         self._checker.glance(checkpoint)
 
     def load(
@@ -234,20 +182,20 @@ class CheckpointStore:
         verify: bool = True,
         like: Mapping[str, Any] | None = None,
     ) -> State:
-        """Read a state; its tensors are on the CPU and the caller's own.
+        """Read a state; its tensors are on the CPU and belong to the caller.
 
-        The number of ranks that have saved it need not be that of now. Its ``own`` is what the rank
-        of the same number had; nothing for one that had no part in the save.
+        It may have been saved by another number of ranks. Its ``own`` is what the same rank saved;
+        empty for a rank that had no part in the save.
 
         Args:
             only: names of ``shared`` and ``own`` to read; all of them when None.
             verify: compare the files with the manifest first. False for one that was just verified.
-            like: name -> what says how to lay tensors out over the ranks of now: see ``reshard``.
-                Without a DTensor there a tensor comes back whole.
+            like: name -> a tree whose DTensors say how tensors are laid out over today's ranks
+                (see ``tree.tensor_keys``). The other tensors come back whole.
 
         Raises:
             CheckpointCorrupt: a file is not what was written.
-            CheckpointMissing: there is nothing of a name in ``only``; says what there is.
+            CheckpointMissing: a name in ``only`` was not saved; says what was.
         """
         with self.pins.holding():
             self.pins.pin(checkpoint.path)
@@ -263,10 +211,10 @@ class CheckpointStore:
             )
 
     def load_own(self, checkpoint: Checkpoint, rank: int) -> Mapping[str, Any]:
-        """What was one saved rank's own; verifies nothing.
+        """The ``own`` of any rank that took part in the save; verifies nothing.
 
         Raises:
-            CheckpointMissing: no such rank had a part in the save.
+            CheckpointMissing: no such rank took part in the save.
             CheckpointCorrupt: a file is not what was written.
         """
         return reader.read_own(
@@ -274,11 +222,11 @@ class CheckpointStore:
         )
 
     def revoke_others(self) -> None:
-        """End all saves of other processes: see ``commit.revoke``. For an attempt that has claimed
-        the run's folder.
+        """End all saves of other processes (see ``commit.revoke``). For an attempt that has claimed
+        the run folder.
 
         Raises:
-            SaveFailed: one of their folders cannot be taken away.
+            SaveFailed: one of their folders cannot be removed.
         """
         try:
             commit.revoke(self.directory, storage=self._storage)
@@ -288,30 +236,17 @@ class CheckpointStore:
                 f"{error.strerror or error}. They may be written to still"
             ) from error
 
-    def newest_good(self) -> Checkpoint | None:
-        """The newest that verifies; None when there is none at all.
-
-        Falls back to older ones with one RuntimeWarning. Of several ranks each would choose for
-        itself: see ``choosing``.
-
-        Raises:
-            CheckpointCorrupt: there are some, and none is good: starting over must be a decision.
-        """
-        return fallback.newest_good(
-            self.directory, verify=self._checker.verify, storage=self._storage
-        )
-
     def prune(
         self, *, keep: int, keep_stop: int = 2, keep_epochs: int | None = None
     ) -> tuple[Path, ...]:
-        """Remove older checkpoints, and what killed saves left. To be called after a commit.
+        """Remove older checkpoints and what killed saves left. Call it after a commit.
 
-        ``keep_stop`` of kind "stop" stay, ``keep_epochs`` of kind "epoch" (None: all of them) and
-        ``keep`` of the other kinds; at least two in all, and the newest good one whatever its age.
-        A failure costs a RuntimeWarning.
+        Keeps ``keep_stop`` of kind "stop", ``keep_epochs`` of kind "epoch" (None: all of them) and
+        ``keep`` of the other kinds, at least two in all, and always the newest good one. A failure
+        is a RuntimeWarning.
 
         Returns:
-            The checkpoints that were removed. With peers only rank 0 removes any.
+            The checkpoints that were removed. With peers, only rank 0 removes any.
         """
         if keep < 1 or keep_stop < 0:
             raise UsageError(f"keep={keep}, keep_stop={keep_stop}: at least 1 and 0 are wanted")
@@ -333,47 +268,22 @@ class CheckpointStore:
         if self._fence is not None:
             self._fence.check(what)
 
-    def _commit(
+    def _save(
         self,
-        step: int,
-        fill: Callable[[Path, ThreadPoolExecutor], Manifest],
+        save_round: SaveRound,
+        written: Callable[[], None] | None,
         *,
-        again: bool,
-        least: int,
-        kind: str | None = None,
-    ) -> Checkpoint:
-        what = f"the save of step {step}"
-        with self._failing_as_save(step):
-            self._check_fence(what)
-            target, there = self._checker.place_for(
-                self.directory, step, again=again, kind=kind, least=least
-            )
-            if there is not None:
-                # who committed it may have been killed before its last call
-                self._storage.fsync_dir(self.directory)
-                return there
-            written = commit.commit(
-                target,
-                temporary=folders.temporary(target),
-                fill=fill,
-                is_whole=lambda: self._checker.good_at(target) is not None,
-                may_commit=lambda: self._check_fence(what),
-                storage=self._storage,
-            )
-            done = Checkpoint(target, written or read_manifest(target, storage=self._storage))
-        self._checker.trust(done)
-        return done
-
-    @contextmanager
-    def _failing_as_save(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            with suppress(OSError):  # a newer attempt takes the folders of our saves away
-                self._check_fence(f"the save of step {step}")
-            where = f" ({error.filename})" if error.filename else ""
-            raise SaveFailed(
-                f"step {step} could not be saved to {self.directory}: "
-                f"{error.strerror or error}{where}. Checkpoints that were committed before are "
-                "whole"
-            ) from error
+        again: bool = False,
+        least: int = 1,
+    ) -> Save:
+        return Save(
+            self.directory,
+            save_round,
+            storage=self._storage,
+            checker=self._checker,
+            chunk_bytes=self._chunk_bytes,
+            may_commit=lambda: self._check_fence(f"the save of step {save_round.step}"),
+            written=written,
+            again=again,
+            least=least,
+        )

@@ -1,4 +1,4 @@
-"""Brings one state to the tiers: writes, copies, keeps few, measures and tells."""
+"""Writes one state to the fast and the durable tier: commits, copies, prunes, measures, reports."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SaveRequest:
     """What is to be saved, without the state itself.
 
     Attributes:
-        topic: for a save of several ranks.
-        state: the states that a saver was given are numbered from 1, because two of one step need
-            not be the same. 0: what the run continues from.
-        again: this state is saved also where a checkpoint of this step is there already.
+        topic: of the ranks' agreements about this save.
+        state: a saver numbers the states that it is given from 1, because two of one step can
+            differ. 0 is what the run resumed from.
+        again: save this state even if a checkpoint of this step exists.
     """
 
     step: int
@@ -43,8 +43,13 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class Durability:
-    """The safest tier that has a state (None: none has), the checkpoint, or the newest durable one,
-    and how many steps are not durable."""
+    """How safe a state is.
+
+    Attributes:
+        tier: the safest one that has this state; None: none has.
+        checkpoint: of this state on that tier; without one, the newest durable checkpoint.
+        steps_at_risk: steps since the newest durable checkpoint.
+    """
 
     tier: Tier | None
     checkpoint: Checkpoint | None
@@ -52,7 +57,7 @@ class Durability:
 
 
 class TieredWriter:
-    """The tiers of one rank, as a save sees them. Safe to use from several threads."""
+    """Saves to the tiers of one rank. Thread-safe."""
 
     def __init__(
         self,
@@ -95,7 +100,7 @@ class TieredWriter:
         return Tier.FAST in self._stores
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
-        """This attempt resumes from a checkpoint on the durable tier."""
+        """Note that this attempt resumes from a checkpoint on the durable tier."""
         self._newest[Tier.DURABLE] = 0, checkpoint
 
     def durable_step(self) -> int | None:
@@ -110,7 +115,7 @@ class TieredWriter:
         return newest is not None and newest[0] >= state
 
     def durability(self, request: SaveRequest) -> Durability:
-        """How safe a state is at this moment."""
+        """How safe a state is right now."""
         risk = request.step - (self.durable_step() or 0)
         for tier in (Tier.DURABLE, Tier.FAST):
             state, newest = self._newest.get(tier, (-1, None))
@@ -119,7 +124,7 @@ class TieredWriter:
         return Durability(None, self._newest.get(Tier.DURABLE, (-1, None))[1], risk)
 
     def estimate(self, size_bytes: int | None = None) -> Estimate:
-        """What saving a state of this size is expected to take; None: of the last one's size."""
+        """How long saving a state of this size should take; None: of the last one's size."""
         size_bytes = self._state_bytes if size_bytes is None else size_bytes
         return Estimate(
             state_bytes=size_bytes,
@@ -128,16 +133,16 @@ class TieredWriter:
         )
 
     def memory_to_come_bytes(self, size_bytes: int) -> int:
-        """What the fast tier will still take of this job's memory with states of this size: nothing
-        where it lies on a disk."""
+        """How much more of this job's memory the fast tier will take with states of this size; 0 if
+        it is on a disk."""
         if not self._fast_is_memory:
             return 0
         there = self._stores[Tier.FAST].committed()
         return max(0, FAST_AT_MOST * size_bytes - sum(one.manifest.state_bytes for one in there))
 
     def take_problems(self) -> list[str]:
-        """What went wrong beside the point since the last call, in words: a fast tier that is full,
-        an old checkpoint that cannot be removed. No save was lost by it."""
+        """Messages about what went wrong since the last call without costing a save: a full fast
+        tier, an old checkpoint that cannot be removed."""
         taken = []
         while not self._problems.empty():
             taken.append(self._problems.get())
@@ -146,10 +151,10 @@ class TieredWriter:
     def to_all(
         self, plan: WritePlan, request: SaveRequest, *, cancel: threading.Event | None
     ) -> None:
-        """Commit on the fast tier, if there is one and it can, then on the durable one.
+        """Commit on the fast tier if possible, then on the durable one.
 
         Raises:
-            CheckpointError: the durable tier could not be written; it is as it was.
+            CheckpointError: the durable tier could not be written and is unchanged.
         """
         source = self.to_fast(plan, request, cancel=cancel)
         if source is None or not self.adopt(source, request, cancel=cancel):
@@ -158,20 +163,15 @@ class TieredWriter:
     def to_fast(
         self, plan: WritePlan, request: SaveRequest, *, cancel: threading.Event | None = None
     ) -> Checkpoint | None:
-        """Commit on the fast tier; None when there is none or it failed, which is a problem and no
-        error. The end of an epoch is kept for later, not for a quick resume: it has no place there.
-        """
+        """Commit on the fast tier; None if there is none or it failed, which is only a problem.
+        Epoch checkpoints are kept for later, not for a quick resume, so they skip this tier."""
         if not self.has_fast or request.kind == EPOCH:
             return None
         try:
-            # one name for both tiers, by which the newer one of two is found over them
+            # the same name on both tiers: the search for the newest compares names across them
             least = self._store(Tier.DURABLE).next_number(request.step)
             self._check_memory(request)
-            return self._commit(
-                Tier.FAST,
-                request,
-                lambda store, written: _write(store, plan, request, cancel, written, least=least),
-            )
+            return self._write(Tier.FAST, plan, request, cancel=cancel, least=least)
         except SaveAbandoned:
             raise
         except (CheckpointError, OSError) as error:
@@ -179,13 +179,13 @@ class TieredWriter:
             return None
 
     def _check_memory(self, request: SaveRequest) -> None:
-        """A fast tier in memory that grows beyond the job's limit would be the end of the job."""
+        """The kernel would kill a job whose fast tier outgrows its memory limit."""
         if self._fast_is_memory:
             room = self._room()
             if request.state_bytes > room.free_bytes:
                 raise SaveFailed(
-                    f"it lies in memory, where {request.state_bytes / 1e6:,.0f} MB more would be "
-                    f"too much: {room.free_bytes / 1e6:,.0f} MB may be taken ({room.message})"
+                    f"it lies in memory, and {request.state_bytes / 1e6:,.0f} MB more would be too "
+                    f"much: {room.free_bytes / 1e6:,.0f} MB may be taken ({room.message})"
                 )
 
     def to_durable(
@@ -194,19 +194,15 @@ class TieredWriter:
         """Commit on the durable tier.
 
         Raises:
-            CheckpointError: it could not be written; it is as it was.
+            CheckpointError: it could not be written and is unchanged.
         """
-        self._commit(
-            Tier.DURABLE,
-            request,
-            lambda store, written: _write(store, plan, request, cancel, written),
-        )
+        self._write(Tier.DURABLE, plan, request, cancel=cancel)
 
     def adopt(
         self, source: Checkpoint, request: SaveRequest, *, cancel: threading.Event | None
     ) -> bool:
-        """Copy what is committed on the fast tier to the durable one; False when that failed, which
-        is a problem and no error."""
+        """Copy a checkpoint of the fast tier to the durable one; False if that failed, which is
+        only a problem."""
         try:
             self._commit(
                 Tier.DURABLE,
@@ -221,9 +217,8 @@ class TieredWriter:
         return True
 
     def prune(self) -> None:
-        """Remove what need not be kept, on all tiers. What cannot be removed is a problem and no
-        error."""
-        with self._pruning:  # two at once would not find what the other removes
+        """Apply retention on all tiers. What cannot be removed is only a problem."""
+        with self._pruning:  # two at once would trip over each other's removals
             for tier, (keep, keep_stop, keep_epochs) in self._keep.items():
                 if tier not in self._stores:
                     continue
@@ -241,7 +236,7 @@ class TieredWriter:
         seconds: float = 0.0,
         reason: str = "",
     ) -> None:
-        """Hand an event on. An error of the receiver is a problem and no error."""
+        """Emit an event. An error of the receiver is only a problem."""
         if self._tell is None:
             return
         event = SaveEvent(
@@ -258,6 +253,32 @@ class TieredWriter:
             self._tell(event)
         except Exception as error:
             self._problems.put(f"{kind.value} was not recorded: {type(error).__name__}: {error}")
+
+    def _write(
+        self,
+        tier: Tier,
+        plan: WritePlan,
+        request: SaveRequest,
+        *,
+        cancel: threading.Event | None,
+        least: int = 1,
+    ) -> Checkpoint:
+        return self._commit(
+            tier,
+            request,
+            lambda store, written: store.write(
+                plan,
+                step=request.step,
+                epoch=request.epoch,
+                kind=request.kind,
+                meta=request.meta,
+                cancel=cancel,
+                topic=request.topic,
+                written=written,
+                again=request.again,
+                least=least,
+            ),
+        )
 
     def _commit(
         self,
@@ -281,7 +302,7 @@ class TieredWriter:
             raise
         seconds = time.monotonic() - begin
         before = self._newest.get(tier)
-        if before is None or before[0] <= request.state:  # one given up can still come late
+        if before is None or before[0] <= request.state:  # a save that was given up can come late
             self._newest[tier] = request.state, checkpoint
         self._pace[tier].add(
             seconds, state_bytes=request.state_bytes, syncs=syncs.count - syncs_before
@@ -291,29 +312,6 @@ class TieredWriter:
         return checkpoint
 
     def _store(self, tier: Tier) -> CheckpointStore:
-        """One of its own for every use: a store is for one thread, and around a stop a save that
-        was given up can still be in it."""
+        """A copy for each use: a store is for one thread, and around a stop a save that was given
+        up may still be using its own."""
         return copy.copy(self._stores[tier])
-
-
-def _write(
-    store: CheckpointStore,
-    plan: WritePlan,
-    request: SaveRequest,
-    cancel: threading.Event | None,
-    written: Callable[[], None],
-    *,
-    least: int = 1,
-) -> Checkpoint:
-    return store.write(
-        plan,
-        step=request.step,
-        epoch=request.epoch,
-        kind=request.kind,
-        meta=request.meta,
-        cancel=cancel,
-        topic=request.topic,
-        written=written,
-        again=request.again,
-        least=least,
-    )

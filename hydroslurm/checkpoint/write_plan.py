@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from hydroslurm.checkpoint.skeleton import JsonValue, is_dtensor, split
+from hydroslurm.checkpoint.tree import JsonValue, encode, is_dtensor
 from hydroslurm.errors import UnsavableState, UsageError
 
 LEAST_DIVIDED_BYTES = 64 * 1024
@@ -83,8 +83,8 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     for name in (*state.shared, *state.own):
         if not isinstance(name, str) or not name or name.startswith("$"):
             raise UsageError(f"a state's name must be a word that does not begin with $: {name!r}")
-    shared_tree, shared = split(dict(state.shared), prefix="shared")
-    own_tree, own = split(dict(state.own), prefix=f"rank-{rank:05d}")
+    shared_tree, shared = encode(dict(state.shared), prefix="shared")
+    own_tree, own = encode(dict(state.own), prefix=f"rank-{rank:05d}")
     assert isinstance(shared_tree, dict)
     assert isinstance(own_tree, dict)
     writers = owners(

@@ -18,7 +18,6 @@ import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from threading import Event
@@ -30,8 +29,8 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.manifest import FileEntry, file_entries
-from hydroslurm.checkpoint.skeleton import JsonValue
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.tree import JsonValue
 from hydroslurm.checkpoint.write_plan import Shard, WritePlan
 from hydroslurm.core.files import parse_json
 from hydroslurm.errors import CheckpointCorrupt
@@ -133,7 +132,6 @@ def write_part(
     plan: WritePlan,
     *,
     storage: Storage,
-    hasher: ThreadPoolExecutor,
     cancel: Event | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> PartIndex:
@@ -144,9 +142,7 @@ def write_part(
     """
     files: dict[str, FileEntry] = {}
     name = tensors_file(plan.rank)
-    part = ChecksummedFile(
-        folder / name, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
-    )
+    part = ChecksummedFile(folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)
     try:
         with _without_zip_crc():
             chunks = tuple(_write_shard(part, shard) for shard in plan.shards)
@@ -156,42 +152,22 @@ def write_part(
     texts: dict[str, JsonValue] = {own_json(plan.rank): dict(plan.own)}
     if plan.rank == 0:
         texts[SHARED_JSON] = dict(plan.shared)
-    for name, skeleton in texts.items():
-        text = json.dumps(skeleton, allow_nan=False, separators=(",", ":"))
-        files[name] = write_whole(folder / name, text.encode(), storage=storage, hasher=hasher)
+    for name, encoded in texts.items():
+        text = json.dumps(encoded, allow_nan=False, separators=(",", ":"))
+        files[name] = write_whole(folder / name, text.encode(), storage=storage)
     return PartIndex(plan.rank, files, chunks)
 
 
-def write_index(
-    folder: Path, index: PartIndex, *, storage: Storage, hasher: ThreadPoolExecutor
-) -> FileEntry:
+def write_index(folder: Path, index: PartIndex, *, storage: Storage) -> FileEntry:
     """Write and fsync what a rank has written, for the rank that commits; raises OSError.
 
     Returns:
         The entry of that file, through which all the others can be checked.
     """
     path = folder / part_json(index.rank)
-    entry = write_whole(path, index.to_json().encode(), storage=storage, hasher=hasher)
+    entry = write_whole(path, index.to_json().encode(), storage=storage)
     storage.fsync_dir(folder)
     return entry
-
-
-def write_all(
-    folder: Path,
-    plan: WritePlan,
-    *,
-    storage: Storage,
-    hasher: ThreadPoolExecutor,
-    cancel: Event | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> dict[str, FileEntry]:
-    """Write and fsync a whole state, of which one rank has everything; raises as `write_part`."""
-    index = write_part(
-        folder, plan, storage=storage, hasher=hasher, cancel=cancel, chunk_bytes=chunk_bytes
-    )
-    data = pickled(metadata_of([index]))
-    entry = write_whole(folder / METADATA, data, storage=storage, hasher=hasher)
-    return {**index.files, METADATA: entry}
 
 
 def metadata_of(indexes: Iterable[PartIndex]) -> dcp.Metadata:

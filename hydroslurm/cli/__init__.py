@@ -20,6 +20,7 @@ import hydroslurm.cli.metrics as metrics
 import hydroslurm.cli.report as report
 import hydroslurm.cli.spank as spank
 import hydroslurm.cli.spec as spec
+import hydroslurm.cli.status as status
 import hydroslurm.cli.submit as submit
 import hydroslurm.cli.top as top
 from hydroslurm.core.files import clean
@@ -74,7 +75,9 @@ app.command(
 app.command("pause", short_help="Park a process or a job between two operators.")(job.pause)
 app.command("resume", short_help="Resume a paused process or job in place.")(job.resume)
 app.command("requeue", short_help="Make a job save and requeue.")(job.requeue)
-app.command("status", short_help="Show a job's state, from Slurm and from its ranks.")(job.status)
+app.command("status", short_help="Show a job's state, from Slurm and from its ranks.")(
+    status.status
+)
 app.command("top", short_help="Show all my jobs live.")(top.top)
 app.command("metrics", short_help="Export Prometheus metrics for my jobs.")(metrics.metrics)
 app.command("validate", short_help="Check job specs, ours or T9k's.")(spec.validate)

@@ -39,8 +39,8 @@ Only = Annotated[
 @checkpoint_app.command("ls")
 def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, oldest first: manifests are read, sizes are looked at."""
-    stores, names = _open(where)
-    rows = _rows(stores, names, verify=verify)
+    store, names = _open(where)
+    rows = _rows(store, names, verify=verify)
     if as_json:
         typer.echo(json.dumps(rows))
         return
@@ -65,8 +65,8 @@ def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = Fals
 @checkpoint_app.command("verify")
 def verify(where: Where, as_json: AsJson = False) -> None:
     """Read every file and compare it with its checksum. Exit status 1: something is wrong."""
-    stores, names = _open(where)
-    rows = _rows(stores, names, verify=True)
+    store, names = _open(where)
+    rows = _rows(store, names, verify=True)
     bad = [row for row in rows if row["state"] != "whole"]
     if as_json:
         typer.echo(json.dumps(rows))
@@ -82,23 +82,23 @@ def verify(where: Where, as_json: AsJson = False) -> None:
 def export(where: Where, out: Out, only: Only = None) -> None:
     """Write the newest good checkpoint, or the one named, into one file for other programs."""
     from hydroslurm.checkpoint.export import export as write_file
+    from hydroslurm.checkpoint.newest import newest_good
     from hydroslurm.errors import CheckpointMissing
 
-    stores, names = _open(where)
+    store, names = _open(where)
     if names is None:
-        good = [one for store in stores if (one := store.newest_good()) is not None]
-        chosen = max(good, key=lambda one: one.key, default=None)
+        newest = newest_good(store)
+        chosen = None if newest is None else newest.checkpoint
     else:
-        there = (one for store in stores for one in store.committed())
-        chosen = next((one for one in there if one.path.name in names), None)
+        chosen = next((one for one in store.committed() if one.path.name in names), None)
     if chosen is None:
         raise CheckpointMissing(f"{where} has no committed checkpoint to export")
     write_file(chosen, out, only=only)
     typer.echo(f"{out}: step {chosen.step} of {chosen.path}")
 
 
-def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
-    """The stores, and the one folder in it that is meant; None when all are."""
+def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
+    """The store, and the one folder in it that is meant; None when all are."""
     from hydroslurm.checkpoint import folders
     from hydroslurm.checkpoint.storage import AnyonesStorage, LocalStorage
     from hydroslurm.checkpoint.store import CheckpointStore
@@ -109,13 +109,13 @@ def _open(where: Path) -> tuple[list[CheckpointStore], frozenset[str] | None]:
     if not where.is_dir():
         raise CheckpointMissing(f"{where} is no folder; a run folder or a checkpoint is wanted")
     if folders.step_of(where.name) is not None:
-        return [CheckpointStore(where.parent, storage=AnyonesStorage())], frozenset([where.name])
+        return CheckpointStore(where.parent, storage=AnyonesStorage()), frozenset([where.name])
     run = RunDir(where)
     _require_run(run)
-    inner = [folder for folder in (run.checkpoints, run.epochs) if folder.is_dir()]
+    folder = run.checkpoints if run.checkpoints.is_dir() else where
     # in a run of ours what a stranger has put there is shown as such, and never the newest
     storage = LocalStorage() if where.stat().st_uid == os.getuid() else AnyonesStorage()
-    return [CheckpointStore(folder, storage=storage) for folder in inner or [where]], None
+    return CheckpointStore(folder, storage=storage), None
 
 
 def _require_run(run: RunDir) -> None:
@@ -127,8 +127,8 @@ def _require_run(run: RunDir) -> None:
     from hydroslurm.checkpoint import folders
     from hydroslurm.errors import CheckpointMissing
 
-    parts = (run.events, run.claim_json, run.submission_json, run.checkpoints, run.epochs)
-    if run.root.name in (run.checkpoints.name, run.epochs.name):
+    parts = (run.events, run.claim_json, run.submission_json, run.checkpoints)
+    if run.root.name == run.checkpoints.name:
         return
     try:
         if any(part.exists() for part in parts):
@@ -148,12 +148,12 @@ def _require_run(run: RunDir) -> None:
 
 
 def _rows(
-    stores: list[CheckpointStore], names: frozenset[str] | None, *, verify: bool
+    store: CheckpointStore, names: frozenset[str] | None, *, verify: bool
 ) -> list[dict[str, Any]]:
     from hydroslurm.checkpoint import folders
 
-    rows = [_row(store, one, verify=verify) for store in stores for one in store.committed()]
-    for path, error in (item for store in stores for item in store.problems().items()):
+    rows = [_row(store, one, verify=verify) for one in store.committed()]
+    for path, error in store.problems().items():
         rows.append({"path": str(path), "step": folders.step_of(path.name), **_verdict(error)})
     wanted = [row for row in rows if names is None or Path(row["path"]).name in names]
     return sorted(wanted, key=lambda row: folders.key_of(Path(row["path"]).name) or (0, 0))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hydroslurm.cli.job import Which, rank_line
+from hydroslurm.cli.job import Which
+from hydroslurm.cli.status import echo, rank_line
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
@@ -16,27 +17,25 @@ if TYPE_CHECKING:
     from hydroslurm.jobs.spec.replicas import ReplicaSpec
     from hydroslurm.jobs.supervisor.attempts import Attempt
 
-_MOST = 2000
-"""Characters of a line."""
 _MANY = 8
-"""So many names and attempts of a job with a spec are listed; more are counted."""
+"""How many names and attempts of a job with a spec are listed; the rest is counted."""
 _MANY_PLAIN = 16
-"""The same of ranks and attempts of a job without one."""
+"""The same for ranks and attempts of a job without a spec."""
 
 
 def describe(which: Which) -> None:
-    """Show a job: what was asked for, what became of it and when, and where to look."""
+    """Show a job: what was asked for, what became of it and when, and where its files are."""
     from hydroslurm.jobs.control.plain_job import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
     found = job_of(open_client(), which)
     lines = plain_job_lines(found) if isinstance(found, PlainJob) else training_job_lines(found)
     for line in lines:
-        typer.echo(clean(line, most=_MOST))
+        echo(line)
 
 
 def list_jobs() -> None:
-    """List my jobs of hydroslurm: id, state, replicas, restarts, and since when. Without a spec the
+    """List my hydroslurm jobs: id, state, replicas, restarts, and since when. Without a spec the
     replicas are the ranks that have announced themselves."""
     import getpass
 
@@ -45,13 +44,13 @@ def list_jobs() -> None:
 
     rows = [_row(one) for one in my_jobs(open_client(), getpass.getuser())]
     if not rows:
-        typer.echo("no jobs of hydroslurm's; submit one: hydroslurm submit job.yaml, or train.py")
+        typer.echo("no hydroslurm jobs; submit one: hydroslurm submit job.yaml, or train.py")
         return
     header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "RESTARTS", "PREEMPTIONS", "SINCE")
     widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
     for row in [header, *rows]:
         line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
-        typer.echo(clean(line.rstrip(), most=_MOST))
+        echo(line.rstrip())
 
 
 def _row(found: Overview | PlainJob) -> tuple[str, ...]:
@@ -66,7 +65,7 @@ def _row(found: Overview | PlainJob) -> tuple[str, ...]:
     else:
         name, replicas = found.name, str(len(found.ranks) or "-")
         restarts = str(found.slurm.restart_count)
-        # accounting, which knows those that no rank has heard of, is asked by describe only
+        # accounting knows those that no rank has noticed, but only describe asks it
         preemptions = str(found.preemptions) if found.saver or restarts == "0" else "-"
     return (
         str(found.slurm.job_id),
@@ -99,10 +98,7 @@ def training_job_lines(found: Overview) -> list[str]:
             f"{policy.active_deadline_seconds}"
         )
     lines += _tensorboard_lines(found)
-    left_out = len(found.attempts) - _MANY
-    more = f"; {left_out} before these" if left_out > 0 else ""
-    lines.append(f"Attempts:     starts of the ranks, counted over restarts and requeues{more}")
-    lines += [f"  {_attempt_line(one)}" for one in found.attempts[-_MANY:]] or ["  none yet"]
+    lines += _attempt_lines([_attempt_line(one) for one in found.attempts], _MANY)
     lines += condition_lines(found)
     return [line.rstrip() for line in lines]
 
@@ -120,11 +116,11 @@ def _replica_lines(found: Overview) -> list[str]:
         names = ", ".join(one.name for one in spec.template.env)
         if names:
             lines.append(f"  Variables:  {names} (values are not shown)")
-        own = {name: words for name, words in states.items() if name.startswith(f"{spec.type}-")}
-        for words in dict.fromkeys(own.values()):
-            alike = [name for name, state in own.items() if state == words]
+        own = {name: state for name, state in states.items() if name.startswith(f"{spec.type}-")}
+        for state in dict.fromkeys(own.values()):
+            alike = [name for name in own if own[name] == state]
             listed = ", ".join(alike[:_MANY]) + (", ..." if len(alike) > _MANY else "")
-            lines.append(f"  {f'{len(alike)}:':<12}{listed} {words}")
+            lines.append(f"  {f'{len(alike)}:':<12}{listed} {state}")
     return lines
 
 
@@ -132,8 +128,8 @@ def _command(found: Overview, spec: ReplicaSpec) -> str:
     if not found.job.run_mode.debug.enable:
         return clean(" ".join((*spec.template.command, *spec.template.args)))
     tasks = found.plan.tasks if found.plan is not None else ()
-    words = next((task.argv for task in tasks if task.type == spec.type), ())
-    return f"{clean(' '.join(words))} (debug mode: hydroslurm attach gives a shell)"
+    argv = next((task.argv for task in tasks if task.type == spec.type), ())
+    return f"{clean(' '.join(argv))} (debug mode: hydroslurm attach gives a shell)"
 
 
 def _tensorboard_lines(found: Overview) -> list[str]:
@@ -149,18 +145,24 @@ def _tensorboard_lines(found: Overview) -> list[str]:
     return lines
 
 
+def _attempt_lines(attempts: list[str], most: int) -> list[str]:
+    more = f"; {len(attempts) - most} before these" if len(attempts) > most else ""
+    header = f"Attempts:     starts of the ranks, counted over restarts and requeues{more}"
+    return [header, *(f"  {line}" for line in attempts[-most:] or ["none yet"])]
+
+
 def _attempt_line(one: Attempt) -> str:
     from hydroslurm.jobs.supervisor.exit_policy import format_status
 
     until = "" if one.ended_epoch_ns is None else f" to {moment(one.ended_epoch_ns)}"
-    how = "no end is written down" if one.ending is None else one.ending.value
+    how = "no end was recorded" if one.ending is None else one.ending.value
     who = "" if one.replica is None or one.status is None else f" by {one.replica}"
     status = "" if not one.status else f", status {format_status(one.status)}"
     return f"{one.number}  {moment(one.began_epoch_ns)}{until}: {how}{who}{status}"
 
 
 def plain_job_lines(found: PlainJob) -> list[str]:
-    """The lines about it."""
+    """What describe prints about a job without a spec."""
     lines = of_slurm(found, found.name)
     if found.submission is not None:
         lines.append(f"Command:      {clean(found.submission.command)}")
@@ -177,27 +179,21 @@ def plain_job_lines(found: PlainJob) -> list[str]:
     lines.append(f"Ranks:        {len(found.ranks) or 'none has announced itself'}")
     now_ns = time.time_ns()
     lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in found.ranks[:_MANY_PLAIN]]
-    lines += (
-        [f"  ... {len(found.ranks) - _MANY_PLAIN} more"] if len(found.ranks) > _MANY_PLAIN else []
-    )
-    left_out = len(found.attempts) - _MANY_PLAIN
-    more = f"; {left_out} before these" if left_out > 0 else ""
-    lines.append(f"Attempts:     starts of the ranks, counted over restarts and requeues{more}")
-    lines += [f"  {_plain_attempt_line(one)}" for one in found.attempts[-_MANY_PLAIN:]] or [
-        "  none yet"
-    ]
+    if len(found.ranks) > _MANY_PLAIN:
+        lines.append(f"  ... {len(found.ranks) - _MANY_PLAIN} more")
+    lines += _attempt_lines([_plain_attempt_line(one) for one in found.attempts], _MANY_PLAIN)
     lines += condition_lines(found)
     return [line.rstrip() for line in lines]
 
 
 def of_slurm(found: Found, name: str) -> list[str]:
-    """What Slurm says of any job, and where its run folder is."""
+    """What Slurm says about a job, and where its run folder is."""
     from hydroslurm.slurm.text import compress_nodes
 
     slurm = found.slurm
     lines = [f"Name:         {name}"]
     if slurm is None:
-        lines.append("Slurm:        knows nothing of it, or cannot be asked")
+        lines.append("Slurm:        does not know it, or cannot be asked")
     else:
         waits = f" ({slurm.reason})" if slurm.reason not in ("", "None") else ""
         where = f" on {compress_nodes(slurm.nodes)}" if slurm.nodes else waits
@@ -207,7 +203,7 @@ def of_slurm(found: Found, name: str) -> list[str]:
 
 
 def condition_lines(found: Found) -> list[str]:
-    """What became of any job, and when."""
+    """What became of a job, and when."""
     lines = ["Conditions:"]
     for one in found.conditions:
         reason = f" {one.reason}" if one.reason else ""
@@ -217,7 +213,7 @@ def condition_lines(found: Found) -> list[str]:
 
 
 def moment(epoch_ns: int) -> str:
-    """In the local time."""
+    """Local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
 
 

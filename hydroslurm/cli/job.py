@@ -1,22 +1,22 @@
-"""``hydroslurm pause | resume | requeue | status | cancel | logs | attach``: jobs that run."""
+"""``hydroslurm pause | resume | requeue | cancel | logs | attach``: jobs that run."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.cli.status import echo
+
 if TYPE_CHECKING:
     from hydroslurm.core.ack import Answer
-    from hydroslurm.core.agentstate import AgentState
-    from hydroslurm.core.status import RankStatus
     from hydroslurm.jobs.control.overview import Overview
     from hydroslurm.jobs.control.plain_job import PlainJob
-    from hydroslurm.jobs.control.requests import JobAnswer, JobStatus
+    from hydroslurm.jobs.control.requests import JobAnswer
 
 Pid = Annotated[int | None, typer.Option("--pid", help="A process of this machine.")]
 JobId = Annotated[int | None, typer.Option("--job", help="A Slurm job, with all its ranks.")]
@@ -26,11 +26,11 @@ Timeout = Annotated[
 Which = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or a run folder.")]
 Replica = Annotated[
     str | None,
-    typer.Option(help="Such as worker-2, without a spec rank-2; default: the master, or rank-0."),
+    typer.Option(help="Such as worker-2; without a spec rank-2. Default: the master, or rank-0."),
 ]
 
 ASK_EVERY_S = 10.0
-"""How often Slurm is asked whether a job has ended: sites do not like more."""
+"""How often Slurm is asked whether a job has ended: sites dislike more."""
 
 
 def pause(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
@@ -39,25 +39,15 @@ def pause(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None
     from hydroslurm.jobs.control.requests import pause_job
     from hydroslurm.runtime import client
 
-    if pid is not None and _only(pid, job):
-        _print_answer(f"pid {pid}", client.pause(pid, timeout_s=timeout_s))
-        return
-    from hydroslurm.slurm.client import open_client
-
-    _print_job(pause_job(open_client(), _job(job), timeout_s=timeout_s))
+    _ask(client.pause, pause_job, pid, job, timeout_s)
 
 
 def resume(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
-    """Let a paused process or job go on where it was, and print how long that took per rank."""
+    """Resume a paused process or job in place, and print how long that took per rank."""
     from hydroslurm.jobs.control.requests import resume_job
     from hydroslurm.runtime import client
 
-    if pid is not None and _only(pid, job):
-        _print_answer(f"pid {pid}", client.resume(pid, timeout_s=timeout_s))
-        return
-    from hydroslurm.slurm.client import open_client
-
-    _print_job(resume_job(open_client(), _job(job), timeout_s=timeout_s))
+    _ask(client.resume, resume_job, pid, job, timeout_s)
 
 
 def requeue(
@@ -66,37 +56,11 @@ def requeue(
         float, typer.Option("--timeout", help="How long to wait for the save, seconds.")
     ] = 60.0,
 ) -> None:
-    """Have a job save and go back into the queue; unlike scontrol requeue it is given the time."""
+    """Make a job save and requeue; unlike scontrol requeue, this gives it time to save."""
     from hydroslurm.jobs.control.requests import requeue_job
     from hydroslurm.slurm.client import open_client
 
     _print_job(requeue_job(open_client(), job_id, timeout_s=timeout_s))
-
-
-def status(
-    job_id: Annotated[int | None, typer.Argument(help="One job; default: all of mine.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per job and line.")
-    ] = False,
-) -> None:
-    """Show Slurm's state of a job beside what its ranks say of themselves."""
-    import getpass
-
-    from hydroslurm.jobs.control.requests import find_job, job_status
-    from hydroslurm.slurm.client import open_client
-
-    client = open_client()
-    if job_id is None:
-        jobs = list(client.jobs(user=getpass.getuser()))
-    else:
-        jobs = [find_job(client, job_id)]
-    for found in (job_status(job) for job in jobs):
-        if as_json:
-            typer.echo(json.dumps(_as_json(found)))
-        else:
-            _print_status(found)
-    if not jobs:
-        typer.echo("no jobs")
 
 
 def cancel(which: Which) -> None:
@@ -108,32 +72,30 @@ def cancel(which: Which) -> None:
     client = open_client()
     found = job_of(client, which)
     if found.slurm is None:
-        raise WrongJobState(f"Slurm does not know the job of {found.run.root} (any more)")
+        raise WrongJobState(f"Slurm does not know the job of {found.run.root}, or has forgotten it")
     job_id = found.slurm.job_id
     if found.slurm.state.has_ended:
         typer.echo(f"job {job_id} has ended already: {found.slurm.state.value}")
         return
-    # a rank that takes the signal for a preemption would ask for a requeue, and get it
+    # a rank that takes the signal for a preemption would request a requeue, and get it
     with contextlib.suppress(NotPermitted, WrongJobState):
         client.set_requeue(job_id, allowed=False)
     client.cancel(job_id)
-    typer.echo(f"job {job_id} is cancelled; hydroslurm describe {job_id} says how it ends")
+    typer.echo(f"job {job_id} is cancelled; hydroslurm describe {job_id} shows how it ends")
 
 
 def logs(
     which: Which,
     replica: Replica = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job has ended, over requeues.")
+        bool, typer.Option("--follow", "-f", help="Follow until the job has ended, over requeues.")
     ] = False,
-    tail: Annotated[
-        int, typer.Option(min=0, help="Only the last N lines of what is there; 0: all.")
-    ] = 0,
+    tail: Annotated[int, typer.Option(min=0, help="Start with the last N lines; 0: all.")] = 0,
     supervisor: Annotated[
-        bool, typer.Option("--supervisor", help="What the supervisor says instead.")
+        bool, typer.Option("--supervisor", help="Print the supervisor's output instead.")
     ] = False,
 ) -> None:
-    """Print what a replica, or a job without a spec, has printed, all its attempts in one."""
+    """Print the output of a replica, or of a job without a spec, over all its attempts."""
     from hydroslurm.errors import UsageError
     from hydroslurm.jobs.control.logs import follow_files, output_logs, supervisor_logs, task_logs
     from hydroslurm.jobs.control.plain_job import PlainJob, job_of
@@ -143,7 +105,7 @@ def logs(
     if not isinstance(found, PlainJob):
         files = supervisor_logs(found) if supervisor else task_logs(found, replica)
     elif supervisor:
-        raise UsageError("only a job with a spec has a supervisor; leave --supervisor out")
+        raise UsageError("only a job with a spec has a supervisor; omit --supervisor")
     else:
         files = output_logs(found, replica)
     with contextlib.suppress(KeyboardInterrupt):
@@ -154,7 +116,7 @@ def logs(
 def attach(
     which: Which,
     command: Annotated[
-        list[str] | None, typer.Argument(help="Default: your shell. After --, if it has options.")
+        list[str] | None, typer.Argument(help="Default: your shell. Put it after --.")
     ] = None,
     replica: Replica = None,
 ) -> None:
@@ -163,18 +125,18 @@ def attach(
     from hydroslurm.jobs.control.plain_job import job_of
     from hydroslurm.slurm.client import open_client
 
-    words = attach_command(
+    argv = attach_command(
         job_of(open_client(), which),
         replica=replica,
         command=command or (),
         environ=os.environ,
         has_terminal=os.isatty(0) and os.isatty(1),
     )
-    os.execvp(words[0], words)
+    os.execvp(argv[0], argv)
 
 
 class _Ended:
-    """Whether a job is over: the run folder tells at once, Slurm where nobody can write there."""
+    """Whether a job is over: the run folder tells at once, Slurm if nobody could write there."""
 
     def __init__(self, found: Overview | PlainJob) -> None:
         self._found = found
@@ -196,7 +158,7 @@ class _Ended:
             which = str(self._found.run.root if slurm is None else slurm.job_id)
             try:
                 self._found = job_of(open_client(), which)
-            except NoSuchJob:  # it has ended, and is forgotten
+            except NoSuchJob:  # it ended, and slurmctld has forgotten it
                 return True
             except HydroslurmError:
                 pass
@@ -204,167 +166,40 @@ class _Ended:
         return self._found.is_over
 
 
-def _say(line: str, *, err: bool = False) -> None:
-    """Part of it was written by others."""
-    from hydroslurm.core.files import clean
-
-    typer.echo(clean(line, most=_MOST), err=err)
-
-
-_MOST = 2000
-"""Characters of a line."""
-
-
-def _only(pid: int, job: int | None) -> bool:
+def _ask(
+    process_verb: Callable[..., Answer],
+    job_verb: Callable[..., JobAnswer],
+    pid: int | None,
+    job: int | None,
+    timeout_s: float,
+) -> None:
+    """Pause or resume a process or a job, whichever is given."""
     from hydroslurm.errors import UsageError
 
-    if job is not None:
+    if pid is not None and job is not None:
         raise UsageError("give either --pid or --job, not both")
-    return pid is not None
+    if job is not None:
+        from hydroslurm.slurm.client import open_client
 
-
-def _job(job: int | None) -> int:
-    from hydroslurm.errors import UsageError
-
-    if job is None:
+        _print_job(job_verb(open_client(), job, timeout_s=timeout_s))
+        return
+    if pid is None:
         raise UsageError("give --job JOBID, or --pid PID for a process of this machine")
-    return job
-
-
-def _print_answer(who: str, answer: Answer) -> None:
-    _say(f"{who} rank {answer.rank}: {answer.message}")
+    answer = process_verb(pid, timeout_s=timeout_s)
+    echo(f"pid {pid} rank {answer.rank}: {answer.message}")
     if not answer.done:
         raise typer.Exit(1)
 
 
 def _print_job(answer: JobAnswer) -> None:
-    _say(f"job {answer.job_id}: {answer.how}")
+    echo(f"job {answer.job_id}: {answer.how}")
     for one in answer.answers:
-        _say(f"  rank {one.rank}: {one.message}")
+        echo(f"  rank {one.rank}: {one.message}")
     for rank in answer.silent:
-        _say(
-            f"  rank {rank}: no answer in time; it has come to no operator or step yet (it "
-            "imports, or is inside a long one), or it cannot write its events",
+        echo(
+            f"  rank {rank}: no answer in time; it has reached no operator or step yet (it is "
+            "importing, or inside a long one), or it cannot write its events",
             err=True,
         )
     if answer.silent or not all(one.done for one in answer.answers):
         raise typer.Exit(1)
-
-
-def _print_status(found: JobStatus) -> None:
-    from hydroslurm.jobs.control.overview import condition_now
-    from hydroslurm.slurm.text import compress_nodes, format_duration
-
-    job = found.job
-    where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
-    limit = f"time limit {format_duration(job.time_limit_s)}"
-    _say(
-        f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
-        f"{limit}, restarts {job.restart_count}"
-    )
-    condition = condition_now(found.run_dir, job, next(iter(found.ranks), None))
-    if condition is not None:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
-        message = f": {condition.message}" if condition.message else ""
-        _say(f"  {condition.type} {condition.reason} since {since}{message}")
-    if found.problem is not None:
-        _say(f"  its run folder cannot be looked at: {found.problem}")
-    elif not found.ranks and not found.silent:
-        _say(f"  no rank has announced itself in {found.run_dir.events}")
-    for node in found.nodes:
-        _say(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
-    for rank in found.ranks:
-        _say(f"  {rank_line(rank, now_epoch_ns=time.time_ns())}")
-    for number, why in found.silent:
-        _say(f"  rank {number}: {why}")
-
-
-def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
-    since = _since(node.since_epoch_ns, now_epoch_ns)
-    counts = ", ".join(f"{count} {state}" for state, count in node.counts)
-    causes = f" for {', '.join(node.held_for)}" if node.held_for else ""
-    words = [f"node {node.node} {node.host}:{node.pid}  {node.state}{causes} {since}"]
-    words.append(f"{node.workers} rank{'' if node.workers == 1 else 's'}")
-    if node.state == "mixed":
-        words.append(counts)
-    if node.asked is not None and not node.answered:
-        words.append(f"asked for {node.asked}, and not all ranks have answered")
-    if node.status is not None:
-        words.append(f"status {node.status}")
-    return ", ".join(words)
-
-
-def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
-    """Where a rank is, as it says itself."""
-    since = _since(rank.since.epoch_ns, now_epoch_ns)
-    causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
-    words = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.message}{causes} {since}"]
-    if rank.children_message:
-        words.append(rank.children_message)
-    if rank.step is not None:
-        words.append(f"step {rank.step}")
-    if rank.committed_step is not None:
-        words.append(f"saved to step {rank.committed_step}")
-    if rank.not_copied is not None:
-        words.append(f"saves hold the training up: {rank.not_copied}")
-    if rank.park_us is not None:
-        pauses = "1 pause" if rank.pauses == 1 else f"{rank.pauses} pauses"
-        words.append(f"{pauses}, last parked in {rank.park_us:.0f} us")
-    return ", ".join(words)
-
-
-def _since(epoch_ns: int, now_epoch_ns: int) -> str:
-    """``since 3.2 s``; another host may have a date that is ahead."""
-    since_s = (now_epoch_ns - epoch_ns) / 1e9
-    if since_s < -1.0:
-        return f"since a moment that is {-since_s:,.0f} s ahead of this host's date"
-    return f"since {max(0.0, since_s):.1f} s"
-
-
-def _as_json(found: JobStatus) -> dict[str, object]:
-    from hydroslurm.jobs.control.overview import condition_now
-
-    job = found.job
-    condition = condition_now(found.run_dir, job, next(iter(found.ranks), None))
-    return {
-        "job_id": job.job_id,
-        "name": job.name,
-        "slurm_state": job.state.value,
-        "partition": job.partition,
-        "nodes": list(job.nodes),
-        "restart_count": job.restart_count,
-        "run_dir": str(found.run_dir.root),
-        "problem": found.problem,
-        "condition": None if condition is None else vars(condition),
-        "agents": [vars(node) for node in found.nodes],
-        "ranks": [_rank_as_json(rank) for rank in found.ranks],
-        "silent": dict(found.silent),
-    }
-
-
-_RANK_FIELDS = (
-    "rank",
-    "state",
-    "causes",
-    "step",
-    "pid",
-    "host",
-    "restart_count",
-    "pauses",
-    "park_us",
-    "committed_step",
-    "world_size",
-    "not_copied",
-    "children_parked",
-    "children_running",
-    "parked_together",
-)
-
-
-def _rank_as_json(rank: RankStatus) -> dict[str, object]:
-    all_parked = rank.all_parked
-    return {
-        **{name: getattr(rank, name) for name in _RANK_FIELDS},
-        "since_epoch_ns": rank.since.epoch_ns,
-        "all_parked_epoch_ns": None if all_parked is None else all_parked.epoch_ns,
-    }

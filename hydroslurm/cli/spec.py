@@ -12,7 +12,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A job spec.")]
 
 
 def validate(files: Files) -> None:
-    """Check job specs, ours or T9k's; exit status 1 when one has a problem. Asks Slurm nothing."""
+    """Check job specs, ours or T9k's; exit status 1 if one has a problem. Does not ask Slurm."""
     from hydroslurm.errors import SpecError
     from hydroslurm.jobs.spec.reading import load
 
@@ -28,7 +28,7 @@ def validate(files: Files) -> None:
         kinds = ", ".join(f"{one.replicas} {one.type}" for one in job.replica_specs)
         typer.echo(f"{file}: ok: {job.name}, {kinds}")
         if spec.meaningless:
-            typer.echo("  these fields have no effect on Slurm and are left out:")
+            typer.echo("  these fields have no effect on Slurm and are ignored:")
         for one in spec.meaningless:
             typer.echo(f"    {one}")
     if wrong:
@@ -37,9 +37,11 @@ def validate(files: Files) -> None:
 
 def render(
     file: File,
-    folder: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(help="Where run folders would be created.")] = Path(
+        "runs"
+    ),
     as_yaml: Annotated[
-        bool, typer.Option("--yaml", help="The resolved spec instead, every default filled in.")
+        bool, typer.Option("--yaml", help="Print the resolved spec instead, with every default.")
     ] = False,
 ) -> None:
     """Print the batch script that submit would hand to sbatch; nothing is submitted or written."""
@@ -62,10 +64,10 @@ def render(
 
 def schema(
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="A page for people instead.")
+        bool, typer.Option("--markdown", help="Print a reference page instead.")
     ] = False,
 ) -> None:
     """Print the JSON Schema of a job spec, for editors and other tools."""
-    from hydroslurm.jobs.spec.reference import reference, schema_text
+    from hydroslurm.jobs.spec.reading import reference, schema_text
 
     typer.echo(reference() if markdown else schema_text(), nl=False)

@@ -18,7 +18,7 @@ CONTEXT = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
 }
-"""Everything after the script, or after ``agent``, belongs to the script, or to torchrun."""
+"""Everything after the script belongs to the script; after ``agent``, to torchrun."""
 
 
 def submit(
@@ -30,12 +30,12 @@ def submit(
         ),
     ],
     folder: Annotated[
-        Path, typer.Option(help="Where run folders are made; all nodes must see it.")
+        Path, typer.Option(help="Where to create run folders; all nodes must see it.")
     ] = Path("runs"),
     module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
+        bool, typer.Option("--module", "-m", help="FILE is a module, as in python -m.")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Job name; default: the script's.")] = None,
+    name: Annotated[str | None, typer.Option(help="Job name. Default: the script's.")] = None,
     partition: Annotated[str | None, typer.Option("--partition", "-p")] = None,
     account: Annotated[str | None, typer.Option("--account", "-A")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
@@ -45,11 +45,11 @@ def submit(
     cpus_per_task: Annotated[int, typer.Option("--cpus-per-task", "-c")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node; 0 asks for none.")] = 0,
     mem_gb: Annotated[
-        float | None, typer.Option(help="Memory per node, GB; default: the site's.")
+        float | None, typer.Option(help="Memory per node, GB. Default: the site's.")
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(help="One more sbatch option, as NAME=VALUE; may be repeated."),
+        typer.Option(help="Another sbatch option, as NAME=VALUE; may be repeated."),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the end; exit 1 if the job fails.")
@@ -57,7 +57,7 @@ def submit(
 ) -> None:
     """Submit a job spec, or a script, through submitit: preemptible from its first operator on.
 
-    A spec says all by itself: only --folder and --wait may stand beside it.
+    A spec is complete: the only options besides it are --folder and --wait.
     """
     if not module and Path(script).suffix in (".yaml", ".yml"):
         _submit_spec(context, Path(script), folder, wait=wait)
@@ -65,7 +65,7 @@ def submit(
     from hydroslurm.jobs.launch.executor import Executor
 
     executor = Executor(folder)
-    wishes = {
+    parameters = {
         "name": name,
         "partition": partition,
         "account": account,
@@ -78,11 +78,13 @@ def submit(
         "mem_gb": mem_gb,
         "additional_parameters": _pairs(sbatch or []),
     }
-    executor.update_parameters(**{key: value for key, value in wishes.items() if value is not None})
+    executor.update_parameters(
+        **{key: value for key, value in parameters.items() if value is not None}
+    )
     job = executor.submit_script(script, *context.args, module=module)
     typer.echo(f"job {job.job_id}  run folder {job.run_dir.root}")
     typer.echo(f"  hydroslurm status {job.job_id}          hydroslurm pause --job {job.job_id}")
-    _warn_of_a_vain_wait(int(job.job_id), nodes)
+    _warn_if_never_starts(int(job.job_id), nodes)
     if wait:
         _wait(job)
 
@@ -100,7 +102,7 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
     ]
     if beside or context.args:
         raise UsageError(
-            f"{' '.join([*beside, *context.args])} cannot stand beside {file}: write it into the "
+            f"{' '.join([*beside, *context.args])} cannot be combined with {file}: put it into the "
             "spec (hydroslurm schema lists its fields)"
         )
     job = submit_job(load(file), folder=folder, environ=os.environ)
@@ -108,7 +110,7 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
         typer.echo(f"hydroslurm: {note}", err=True)
     typer.echo(f"job {job.job_id}  run folder {job.run.root}")
     typer.echo(f"  hydroslurm describe {job.job_id}        hydroslurm logs -f {job.job_id}")
-    _warn_of_a_vain_wait(job.job_id, job.plan.nodes)
+    _warn_if_never_starts(job.job_id, job.plan.nodes)
     if wait:
         verdict = wait_for_end(job)
         typer.echo(f"job {job.job_id} {verdict.type}: {verdict.message}", err=verdict.is_failure)
@@ -116,7 +118,7 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
             raise typer.Exit(1)
 
 
-def _warn_of_a_vain_wait(job_id: int, nodes: int) -> None:
+def _warn_if_never_starts(job_id: int, nodes: int) -> None:
     from hydroslurm.jobs.launch.sbatch import never_starts
     from hydroslurm.slurm.client import RetryPolicy, open_client
 
@@ -152,19 +154,20 @@ def _wait(job: PausableJob) -> None:
 
 
 RUN_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Everything from the command on belongs to the command."""
+"""Everything from the command on belongs to it."""
 
 
 def run(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="With its arguments, behind --.")
+        list[str],
+        typer.Argument(metavar="COMMAND", help="The program and its arguments, after --."),
     ],
     mode: Annotated[
         str,
         typer.Option(
             metavar="pause|requeue",
-            help="requeue is for scripts with a hydroslurm.Run, which may also be stopped: they "
-            "save and leave. SIGTERM ends any other script in both modes.",
+            help="requeue is for scripts with a hydroslurm.Run: a stop makes them save and exit. "
+            "SIGTERM ends any other script in both modes.",
         ),
     ] = "pause",
 ) -> None:
@@ -174,13 +177,13 @@ def run(
 
     hydroslurm run -- torchrun --nproc-per-node=2 train.py
 
-    The program takes the place of this process: same pid, same terminal, its own exit status.
-    hydroslurm pause --pid PID (or Ctrl-Z, or kill -USR1 PID) parks it between two operators,
-    hydroslurm resume --pid PID lets it go on. Of torchrun's program the pids are those of its
-    workers. DataLoader workers are left alone.
+    The program replaces this process: same pid, same terminal, its own exit status. hydroslurm
+    pause --pid PID (or Ctrl-Z, or kill -USR1 PID) parks it between two operators, hydroslurm resume
+    --pid PID resumes it. With torchrun, use the pids of its workers. DataLoader workers are left
+    alone.
 
-    The Python that it runs in must have hydroslurm installed. HYDROSLURM_PREEMPT=pause in the
-    environment of any command does the same, and srun --preempt sets that for a job.
+    hydroslurm must be installed in the program's Python. HYDROSLURM_PREEMPT=pause in the
+    environment of any command does the same; srun --preempt sets it for a job.
     """
     import shutil
 
@@ -188,7 +191,7 @@ def run(
     from hydroslurm.runtime.autoload import MODES, PREEMPT_ENV, TAKEN_ENV, hold, killing
 
     if mode not in MODES:
-        raise UsageError(f"--mode {mode!r} is not known; wanted {' or '.join(MODES)}")
+        raise UsageError(f"unknown --mode {mode!r}; wanted {' or '.join(MODES)}")
     program = shutil.which(command[0])
     if program is None:
         raise UsageError(f"there is no program {command[0]!r} on the PATH")
@@ -206,8 +209,8 @@ def run(
 
 
 def _require_hook(program: str) -> None:
-    """Make sure that this Python looks for what was just put into the environment: one that does
-    not would run the program as if nothing had been asked for.
+    """Make sure that this Python reads HYDROSLURM_PREEMPT: one without hydroslurm would run the
+    program as if nothing had been asked for.
 
     Raises:
         UsageError: it does not.
@@ -220,24 +223,24 @@ def _require_hook(program: str) -> None:
     if subprocess.run([program, "-c", looks], capture_output=True, check=False).returncode == 0:
         return
     raise UsageError(
-        f"{program} has hydroslurm not installed, so that the program would run as ever. Install "
-        f"it there ({program} -m pip install hydroslurm), or use a Python that has it; this is "
+        f"hydroslurm is not installed in {program}, so the program could not be paused. Install it "
+        f"there ({program} -m pip install hydroslurm), or use a Python that has it; this one is "
         f"{sys.executable}"
     )
 
 
 def agent(context: typer.Context) -> None:
-    """Start ranks as torchrun does, and hand Slurm's signals on to them: pause, resume, stop.
+    """Start ranks as torchrun does, and forward Slurm's signals to them: pause, resume, stop.
 
     srun --ntasks-per-node=1 hydroslurm agent -- --nproc-per-node=8 train.py
 
-    Takes torchrun's options (hydroslurm agent -- --help). Without any of --nnodes, --rdzv-* and
-    --master-*, the tasks of a job step find each other. The ranks are preemptible, as below srun
-    --preempt; HYDROSLURM_PREEMPT=off starts them without.
+    Takes torchrun's options (hydroslurm agent -- --help). Without --nnodes, --rdzv-* and --master-*
+    the tasks of a job step find each other. The ranks are preemptible, as below srun --preempt,
+    unless HYDROSLURM_PREEMPT=off.
 
-    Exit status: 0; 75 saved, to be run again; 93 must not be run again; 143 cancelled; a worker
-    that leaves with one of these is not restarted. Else that of the first worker that failed for
-    good, 128+N for signal N.
+    Exit status: 0; 75 saved, run it again; 93 must not be run again; 143 cancelled. A worker that
+    exits with one of these is not restarted. Otherwise the status of the first worker that failed
+    for good, 128+N for signal N.
     """
     if not context.args:
         typer.echo(context.get_usage(), err=True)
@@ -247,7 +250,7 @@ def agent(context: typer.Context) -> None:
             err=True,
         )
         raise typer.Exit(2)
-    from hydroslurm.jobs.agent.launch import run_agent
+    from hydroslurm.jobs.agent.node import run_agent
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("hydroslurm agent: %(message)s"))

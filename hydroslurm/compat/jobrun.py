@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.catalog import EPOCH
+from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
+from hydroslurm.checkpoint.store import Checkpoint, State
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
-from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UsageError
-from hydroslurm.training.reading import age
-from hydroslurm.training.recording import SaveRecorder
+from hydroslurm.errors import CheckpointError, UsageError
+from hydroslurm.training.reading import require_one_store
 from hydroslurm.training.run import Run
 
 
@@ -47,7 +43,10 @@ class JobRun(Run):
     ) -> None:
         """``manager``: None when nothing is to be saved. ``origin``: to begin from when the run has
         no checkpoint of its own."""
+        if manager is not None:
+            require_one_store(manager.directory)
         options = manager or CheckpointManager(every_steps=0, every_s=0)
+        self._keep_epochs = options.keep
         super().__init__(
             directory=directory,
             every_steps=options.every_steps,
@@ -63,25 +62,9 @@ class JobRun(Run):
         self.fails_on_save_error = options.on_save_error == "fail"
         self._origin = origin
         self.begins_at_origin = False
-        self._epochs: CheckpointStore | None = None
-        self._epoch_saver: Saver | None = None
         self._unsaved: str | None = None
         if manager is None:
             self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
-            return
-        peers = self._rank_group.peers
-        self._epochs = manager.epoch_store(peers=peers, fence=self._fence)
-        self._epoch_saver = Saver(
-            self._epochs,
-            keep_epochs=manager.keep,
-            on_save_error=manager.on_save_error,
-            exempt=self._controller.exempt,
-            tell=SaveRecorder(self._controller),
-            peers=peers,
-            topic="epoch",
-            room=self._room,
-            meta=self._made_of,
-        )
 
     # --- for the functions of a job
     # --------------------------------------------------------------------------------------------
@@ -192,23 +175,24 @@ class JobRun(Run):
                 f"save({epoch}): the run is at {within}; between two saves of its JobRunner, "
                 "job.run.save() saves what there is"
             )
-        if self._epoch_saver is not None:
-            with self._leaving_when_stale():
-                self._epoch_saver.save(
-                    self._state(), step=self.step, epoch=self.epoch, kind="epoch", again=False
-                )
-                self._last_save_s = time.monotonic()
-                self._epoch_saver.poll()
+        if not self.saves:
+            return
+        with self._leaving_when_stale():
+            self._saver.save(
+                self._state(), step=self.step, epoch=self.epoch, kind=EPOCH, again=False
+            )
+            self._last_save_s = time.monotonic()
+            self._saver.poll()
 
     def newest_committed(self) -> Checkpoint | None:
         """By its manifest, once the save in flight has ended."""
         self._saver.wait()
-        if self._epochs is None:
+        if not self.saves:
             return None
         try:
             fast = () if self._fast is None else self._fast.committed()
-            found = (*self._epochs.committed(), *self._durable.committed(), *fast)
-            return max(found, key=age, default=None)
+            found = (*self._durable.committed(), *fast)
+            return max(found, key=lambda one: one.key, default=None)
         except CheckpointError:  # asked for in a message about another error
             return None
 
@@ -216,66 +200,13 @@ class JobRun(Run):
     # --------------------------------------------------------------------------------------------
 
     def _newest(self) -> Found | None:
-        if self._epochs is None:
+        if not self.saves:
             return None
-        epochs = self._epochs
-        seen = self._rank_group.decide("newest", lambda: self._name_of(self._newest_own(epochs)))
-        found = None if seen is None else self._found_by(*seen)
+        found = super()._newest()
         if found is None and self._origin is not None:
             self.begins_at_origin = True
             return self._origin
         return found
-
-    def _written_stores(self) -> list[CheckpointStore]:
-        return [*super()._written_stores(), *([] if self._epochs is None else [self._epochs])]
-
-    def _stores(self) -> dict[str, tuple[Tier, CheckpointStore]]:
-        assert self._epochs is not None
-        stores = {"run": (Tier.DURABLE, self._durable), "epochs": (Tier.DURABLE, self._epochs)}
-        return stores if self._fast is None else {**stores, "fast": (Tier.FAST, self._fast)}
-
-    def _name_of(self, found: Found | None) -> list[str] | None:
-        """Which one it is, in words that every rank understands."""
-        if found is None:
-            return None
-        names = {store.directory: name for name, (_, store) in self._stores().items()}
-        return [names[found.store.directory], found.checkpoint.path.name]
-
-    def _found_by(self, where: str, name: str) -> Found:
-        tier, store = self._stores()[where]
-        checkpoint = next(one for one in store.committed() if one.path.name == name)
-        return Found(tier, store, checkpoint)
-
-    def _newest_own(self, epochs: CheckpointStore) -> Found | None:
-        """The newest of the Run's and of the epochs'. Verifying reads a whole checkpoint, so that
-        the older one of the two is looked at only when the newer one was no good."""
-        own = [self._durable] if self._fast is None else [self._durable, self._fast]
-
-        def of_run() -> Found | None:
-            return newest_over(durable=self._durable, fast=self._fast)
-
-        def of_epochs() -> Found | None:
-            return newest_over(durable=epochs)
-
-        looks = [
-            (max(_newest_name(store) for store in own), of_run),
-            (_newest_name(epochs), of_epochs),
-        ]
-        best: Found | None = None
-        broken: CheckpointCorrupt | None = None
-        for newest, look in sorted(looks, key=lambda one: one[0], reverse=True):
-            if best is not None and age(best.checkpoint) >= newest:
-                break
-            try:
-                found = look()
-            except CheckpointCorrupt as error:
-                broken = error
-                continue
-            if found and (best is None or age(found.checkpoint) > age(best.checkpoint)):
-                best = found
-        if broken is not None:
-            _go_back(broken, best)
-        return best
 
     def _apply(self, state: State, *, source: str) -> None:
         super()._apply(state, source=source)
@@ -291,24 +222,3 @@ class JobRun(Run):
 
     def _not_begun(self) -> str:
         return super()._not_begun() if self._unsaved is None else self._unsaved
-
-
-def _newest_name(store: CheckpointStore) -> tuple[int, int, int]:
-    """The age of the newest in a store, by name where its manifest cannot be read: that one has to
-    be looked at, and warned of."""
-    try:
-        ages = [*map(age, store.committed())]
-        ages += [(folders.step_of(path.name) or 0, sys.maxsize, 0) for path in store.problems()]
-    except (CheckpointError, OSError):  # looking at it tells what that means
-        return (sys.maxsize, 0, 0)
-    return max(ages, default=(-1, 0, 0))
-
-
-def _go_back(broken: CheckpointCorrupt, best: Found | None) -> None:
-    if best is None:
-        raise broken
-    warnings.warn(
-        f"hydroslurm: {broken}; the run continues from {best.checkpoint.path}",
-        RuntimeWarning,
-        stacklevel=4,
-    )

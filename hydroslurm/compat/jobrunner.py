@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from hydroslurm.checkpoint.tiers import Found
+from hydroslurm.checkpoint.newest import Found
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrun import JobRun
 from hydroslurm.compat.manager import CheckpointManager

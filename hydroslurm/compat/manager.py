@@ -1,11 +1,11 @@
 """``CheckpointManager``: where a job's checkpoints are, and what is in them.
 
-<directory>/checkpoints/           of the Run: periodic ones and those of stops, few of them
-<directory>/epochs/                one per epoch, 0 is the one after ``init``; all of them stay
+<directory>/checkpoints/           one of kind ``epoch`` after each, 0 being that after ``init``;
+                                   few of the other kinds: periodic ones and those of stops
 <directory>/from-epoch-000000003/  the same again, of a job that went back to epoch 3
 
-The two kinds have separate folders because a step can have one of each: the periodic save after the
-last step of an epoch still belongs to that epoch, and resumes there.
+A step can have both: the periodic save after the last step of an epoch still belongs to that epoch,
+and resumes there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hydroslurm.checkpoint.store import State
+from hydroslurm.checkpoint.catalog import EPOCH
+from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.compat.job import Job, innermost_job
 from hydroslurm.compat.tasks import Task, TaskGroup
 from hydroslurm.coordination.world import World
@@ -173,7 +174,8 @@ class CheckpointManager(CheckpointReader):
             shared={PROGRESS: between, **named.states()},
             own=Cursor().state(step=epoch, epoch=epoch),
         )
-        self.epoch_store().write(state, step=epoch, epoch=epoch, kind="epoch")
+        store = CheckpointStore(RunDir(self.directory).checkpoints)
+        store.write(state, step=epoch, epoch=epoch, kind=EPOCH)
 
 
 def _group_of(function: Callable[[], Any], name: str) -> TaskGroup:

@@ -28,7 +28,7 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.notice import notice
-from hydroslurm.training.rank_group import RankGroup, rank_group_of
+from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.stopping import agree_on_plan, exit_together
 
@@ -97,7 +97,7 @@ def _ours() -> _Protocol:
         _protocol = None
     controller = installation.controller()
     if _protocol is None or _protocol.controller is not controller:
-        rank_group = rank_group_of(controller)
+        rank_group = RankGroup(controller)
         stop_handler = StopHandler(
             Allocation.from_environ(os.environ),
             controller,

@@ -2,15 +2,15 @@
 Knows nothing of training or checkpoints.
 
 world           which rank of how many this process is
-address         how the first node is reached
 secret          the key that the ranks of one attempt share
 authentication  how a rank and the coordinator prove that they know it
 rendezvous      starting the coordinator; torch's own rendezvous
-coordinator     a small process beside rank 0 that every rank is connected to
+coordinator     a small process beside rank 0 that every rank is connected to; peers are its
+                connections
 state           what it knows and answers (pure); pause_state is its part for pauses
 channel         a rank's connection to it
 messages        what travels there
-sockets         options, where to listen
+network         how the first node is reached; sockets
 client          CoordinatorClient: all of it, as the rest of hydroslurm sees it
 agreements      the agreements that a rank waits for
 stop_barrier    one safe point for all ranks to stop or save at

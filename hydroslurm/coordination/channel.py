@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.address import located
 from hydroslurm.coordination.authentication import GreetingFailed, RankGreeting
 from hydroslurm.coordination.messages import (
     BadFrame,
@@ -24,8 +23,8 @@ from hydroslurm.coordination.messages import (
     check_from_coordinator,
     pack,
 )
+from hydroslurm.coordination.network import configure_socket, located
 from hydroslurm.coordination.secret import Secret
-from hydroslurm.coordination.sockets import configure_socket
 from hydroslurm.coordination.world import LOOPBACK, World
 from hydroslurm.errors import CoordinatorLost, StaleRank, UntrustedFile
 from hydroslurm.slurm.munge import MungeError

@@ -46,9 +46,6 @@ class GroupCount:
     issued: int
 
 
-Groups = Mapping[str, GroupCount]
-
-
 def groups() -> dict[str, GroupCount]:
     """The process groups of more than one rank that this rank is in.
 
@@ -67,13 +64,9 @@ def groups() -> dict[str, GroupCount]:
     return found
 
 
-def issued() -> dict[str, int]:
-    """How many collectives this rank has issued on each group of :func:`groups`."""
-    return {key: group.issued for key, group in groups().items()}
-
-
 def issued_exact() -> dict[str, int] | None:
-    """:func:`issued` without sends and receives, which need not be as many on all members.
+    """How many collectives this rank has issued on each group of :func:`groups`, without sends and
+    receives, which need not be as many on all members.
 
     Reads the flight recorder, with the GIL: 20 ms when 2000 entries are full. gloo numbers its
     collectives there apart (``collective_seq_id``) and does not record sends and receives at all

@@ -30,23 +30,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.authentication import CoordinatorGreeting
 from hydroslurm.coordination.messages import (
     BadMessage,
     Message,
     Outbox,
-    Sealer,
-    Unsealer,
     check_from_rank,
-    pack,
 )
-from hydroslurm.coordination.sockets import allow_descriptors, configure_socket, listen
+from hydroslurm.coordination.network import allow_descriptors, configure_socket, listen
+from hydroslurm.coordination.peers import Authenticator, PeerConnection
 from hydroslurm.coordination.state import CoordinatorState
-from hydroslurm.slurm.munge import Munge
 
 LINGER_S = 10.0
 """With no rank connected, how long to wait for ranks that are still to come, or to come back."""
@@ -55,12 +51,9 @@ GREETING_S = 10.0
 MAX_UNAUTHENTICATED = 256
 """Connections that have not authenticated; one more, and the oldest is closed. A rank needs only
 milliseconds, so whoever floods the coordinator drives out its own connections."""
-MAX_UNSENT_BYTES = 256 << 20
-"""Of messages that a rank has not read; a rank that is suspended for days is sent few."""
 ACCEPT_AGAIN_S = 0.5
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_DESCRIPTORS = 32
-_READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,9 @@ class Coordinator:
     def __init__(self, listener: socket.socket, options: CoordinatorOptions) -> None:
         self._options = options
         self._state = CoordinatorState(options.world_size)
-        self._authenticator = Authenticator(options)
+        self._authenticator = Authenticator(
+            key=options.key, attempt=options.incarnation_id, munge_socket=options.munge_socket
+        )
         self._listener = listener
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -284,103 +279,6 @@ class Coordinator:
         if rank is not None and self._joined.get(rank) is peer:
             del self._joined[rank]
             self._send(self._state.gone(rank))
-
-
-class PeerConnection:
-    """One connection as the coordinator has it; writing never blocks.
-
-    Attributes:
-        has_joined: a rank has joined on it.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.greeting = CoordinatorGreeting()
-        self.since_s = time.monotonic()
-        self.unsealer: Unsealer | None = None
-        self.rank: int | None = None
-        self.has_joined = False
-        self.has_left = False
-        self._sealer: Sealer | None = None
-        self._unsent = bytearray()
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
-    def open_session(self) -> None:
-        """The peer has authenticated: take the keys of the session."""
-        session = self.greeting.session
-        assert session is not None
-        self.unsealer, self._sealer = Unsealer(session.to_coordinator), Sealer(session.to_rank)
-
-    def read(self) -> bytes | None:
-        """What has arrived; b"" at its end, None when nothing has."""
-        try:
-            return self.connection.recv(_READ_BYTES)
-        except BlockingIOError:
-            return None
-
-    def write(self, message: Any) -> None:
-        assert self._sealer is not None
-        self.write_bytes(self._sealer.seal(pack(message)))
-
-    def write_bytes(self, data: bytes) -> None:
-        self._unsent += data
-        self.flush()
-        if len(self._unsent) > MAX_UNSENT_BYTES:
-            raise OSError(errno.ENOBUFS, "reads nothing of what it is sent")
-
-    def flush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._unsent:
-                sent = self.connection.send(self._unsent)
-                del self._unsent[:sent]
-
-
-class Authenticator:
-    """Answers greetings in a thread of its own: munged may be slow, and must not delay a pause."""
-
-    def __init__(self, options: CoordinatorOptions) -> None:
-        self._options = options
-        self._munge: Munge | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="authenticator")
-        self._asked: deque[tuple[PeerConnection, Future[bytes]]] = deque()
-        self.wakeup, self._waker = socket.socketpair()
-        self.wakeup.setblocking(False)
-        self._waker.setblocking(False)
-
-    def ask(self, peer: PeerConnection) -> None:
-        """Have the hello of a peer answered; see :meth:`answered`."""
-        answer = self._pool.submit(self._answer, peer.greeting)
-        self._asked.append((peer, answer))
-        answer.add_done_callback(self._wake)
-
-    def on_wakeup(self) -> None:
-        """The descriptor ``wakeup`` is ready."""
-        with contextlib.suppress(BlockingIOError):
-            self.wakeup.recv(4096)
-
-    def answered(self) -> list[tuple[PeerConnection, Future[bytes]]]:
-        """What has been answered since the last call."""
-        ready = []
-        while self._asked and self._asked[0][1].done():  # one thread: in the order of asking
-            ready.append(self._asked.popleft())
-        return ready
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _answer(self, greeting: CoordinatorGreeting) -> bytes:
-        options = self._options
-        if self._munge is None and options.munge_socket is not None:
-            self._munge = Munge(options.munge_socket or None)
-        key = bytes.fromhex(options.key)
-        return greeting.answer(key, attempt=options.incarnation_id, munge=self._munge)
-
-    def _wake(self, _: Future[bytes]) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b".")
 
 
 def main() -> int:

@@ -22,11 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.coordination.address import located, set_master_addr
 from hydroslurm.coordination.channel import find_coordinator
 from hydroslurm.coordination.coordinator import CoordinatorOptions
+from hydroslurm.coordination.network import listen, located, set_master_addr
 from hydroslurm.coordination.secret import Secret, find_secret, key_from
-from hydroslurm.coordination.sockets import listen
 from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.core import registry
 from hydroslurm.errors import CoordinatorLost, RunFolderError

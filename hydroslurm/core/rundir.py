@@ -15,7 +15,6 @@
   events/told-123              job 123 was told that nobody saves for it
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   checkpoints/step-000001234.2/  the same step, saved again: the newer one
-  epochs/step-000001234/       the same of a JobRunner, after each epoch
   job.jsonl                    of a default folder (run_folders.py): its job, and which job steps
   claim.json                   the newest attempt: no older one writes here any more
   attempts.jsonl               one line when an attempt begins, one when it ends, and why
@@ -114,11 +113,6 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
-
-    @property
-    def epochs(self) -> Path:
-        """A JobRunner's checkpoints, one per epoch."""
-        return self.root / "epochs"
 
     def from_epoch(self, epoch: int) -> RunDir:
         """The run of a job that went back to an epoch of this one."""
@@ -257,7 +251,7 @@ class RunDir:
             RunFolderError: the folder or a part of it is somebody else's, or anybody could replace
                 it; a group's folders above it are taken (:func:`check_trusted`, ``shared``).
         """
-        for part in (self.root, self.events, self.logs, self.checkpoints, self.epochs):
+        for part in (self.root, self.events, self.logs, self.checkpoints):
             try:
                 check_trusted(part, what="the run folder", shared=True)
             except FileNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.data.sampler import ResumableSampler, SampleIndex
 from hydroslurm.data.seeding import SeededDataset
-from hydroslurm.runtime.workers import shielded
+from hydroslurm.runtime.child_signals import shielded
 
 __all__ = [
     "LoaderPosition",

@@ -76,7 +76,7 @@ def position_of(
 
     Args:
         shield: workers that it starts survive these signals
-            (:func:`hydroslurm.runtime.workers.iterate`).
+            (:func:`hydroslurm.runtime.child_signals.iterate`).
         rank, world_size: of the loop; default: torch.distributed's where that is initialised when
             an epoch begins. A ResumableSampler that was given a rank keeps it; one that was not
             takes this one where torch.distributed is not initialised.

@@ -21,7 +21,7 @@ from hydroslurm.data.generators import (
 )
 from hydroslurm.data.sampler import ResumableSampler, Share, world_size_now
 from hydroslurm.errors import StateMismatch
-from hydroslurm.runtime.workers import iterate
+from hydroslurm.runtime.child_signals import iterate
 
 # set by torchdata once its iterator has raised StopIteration
 _FINISHED = "_iterator_finished"

@@ -71,9 +71,9 @@ def gang_requeue_cluster() -> Iterator[DevCluster]:
 
 @pytest.fixture(scope="session")
 def ranks_cluster() -> Iterator[DevCluster]:
-    """A cluster of 17 nodes for several jobs of several nodes side by side, whose ``low`` jobs are
+    """A cluster of 19 nodes for several jobs of several nodes side by side, whose ``low`` jobs are
     requeued by ``urgent`` ones."""
-    yield from _cluster(ClusterSpec(nodes=17, profile="requeue", kill_wait_s=10))
+    yield from _cluster(ClusterSpec(nodes=19, profile="requeue", kill_wait_s=10))
 
 
 def _cluster(spec: ClusterSpec) -> Iterator[DevCluster]:

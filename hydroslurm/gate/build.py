@@ -24,8 +24,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -35,7 +33,7 @@ from pathlib import Path
 
 from hydroslurm.core.files import open_regular
 from hydroslurm.core.trust import check_trusted, is_trusted
-from hydroslurm.errors import GateError, GateSelfTestFailed, UntrustedFile
+from hydroslurm.errors import GateError, UntrustedFile
 from hydroslurm.gate.compiler import (
     FLAGS,
     SITE_DIR_ENV,
@@ -46,12 +44,11 @@ from hydroslurm.gate.compiler import (
     find_compiler,
     source_files,
 )
+from hydroslurm.gate.self_test import self_test_in_child
 
 LIBRARY = "hs_gate.so"
 MANIFEST = "hs_gate.json"
 LOCK_TIMEOUT_S = 900.0
-SELF_TEST_TIMEOUT_S = 180.0
-SELF_TEST = "hydroslurm.gate.self_test"
 
 
 @dataclass(frozen=True)
@@ -243,37 +240,6 @@ def is_whole(folder: Path) -> bool:
         return bool(manifest["sha256"] == checksum(folder / LIBRARY))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def self_test_in_child(library: Path) -> None:
-    """Let a child process hold and release an operator with it, so that a crash is the child's.
-
-    Raises:
-        GateSelfTestFailed: it does not; the message has what the child said.
-    """
-    # `python -m` would first look for modules in the working directory, which may be anybody's
-    program = (
-        "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; import runpy; "
-        f"runpy.run_module({SELF_TEST!r}, run_name='__main__')"
-    )
-    command = [sys.executable, "-c", program, str(Path(__file__).parents[2]), str(library)]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=SELF_TEST_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise GateSelfTestFailed(
-            f"the gate's self-test did not end in {SELF_TEST_TIMEOUT_S:.0f} s"
-        ) from error
-    if done.returncode != 0:
-        raise GateSelfTestFailed(
-            f"the gate was built, but its self-test ended with {done.returncode}: "
-            f"{(done.stderr or done.stdout).strip()[-1000:]}"
-        )
 
 
 def _put_in_place(workshop: Path, target: Path) -> None:

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import FrameType
 
 from hydroslurm.errors import InstallError
-from hydroslurm.gate.dispositions import NOBODY, Handler, block_all_during, is_hydroslurms
-from hydroslurm.gate.protocol import SignalOutcome, SignalRule
+from hydroslurm.gate.handlers import NOBODY, block_all_during, is_hydroslurms
+from hydroslurm.gate.protocol import Handler, SignalOutcome, SignalRule
 
 NUDGE = 0
 """The byte that is no signal: look at the requests and at who is held."""
@@ -59,13 +59,11 @@ class SignalPipe:
         """
         if not rules:
             return {}
-        if threading.current_thread() is not threading.main_thread():
-            raise InstallError(
-                "the module-hook gate can take signals in the main thread only (CPython's rule), "
-                f"and this is {threading.current_thread().name!r}. Install from the main thread, "
-                "or get the native gate (install g++), or start without signals: requests from "
-                "inside the process, pause() and resume(), work from any thread"
-            )
+        _require_main_thread(
+            "take signals",
+            "Install from the main thread, or get the native gate (install g++), or start without "
+            "signals: requests from inside the process, pause() and resume(), work from any thread",
+        )
         self._listening = True
         self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         try:
@@ -120,11 +118,7 @@ class SignalPipe:
         """
         if not self._listening:
             return 0
-        if threading.current_thread() is not threading.main_thread():
-            raise InstallError(
-                "the module-hook gate's handlers can be taken out in the main thread only, and "
-                f"this is {threading.current_thread().name!r}; call uninstall() there"
-            )
+        _require_main_thread("take its handlers out", "Call uninstall() there")
         with contextlib.suppress(OSError, ValueError):  # the old descriptor may be closed by now
             self._set_wakeup_fd_if_ours(self._previous_fd)
         replaced = len(self.replaced_by_others())
@@ -231,12 +225,13 @@ class SignalPipe:
             signal.set_wakeup_fd(current)
 
 
-def _require_main_thread(what: str) -> None:
+def _require_main_thread(
+    what: str, instead: str = "Call from the main thread, or get the native gate (install g++)"
+) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise InstallError(
             f"the module-hook gate can {what} in the main thread only (CPython's rule), and this "
-            f"is {threading.current_thread().name!r}. Call from the main thread, or get the native "
-            "gate (install g++)"
+            f"is {threading.current_thread().name!r}. {instead}"
         )
 
 
@@ -247,38 +242,6 @@ def runs(arrived: bytes) -> Iterator[tuple[int, int]]:
         if index == len(arrived) or arrived[index] != arrived[start]:
             yield arrived[start], index - start
             start = index
-
-
-def is_foreground() -> bool:
-    """Whether this process is in the foreground of its terminal: where Ctrl-Z would come from."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
-
-
-def has_job_control() -> bool:
-    """Whether somebody could continue us after a stop: a parent in our session, outside our group.
-
-    Without one the process group is orphaned, and the kernel would ignore a Ctrl-Z too. Only our
-    own ancestors are looked at: a shell that started the group is one of them.
-    """
-    group, session = os.getpgrp(), os.getsid(0)
-    pid = os.getppid()
-    try:
-        while pid > 1 and os.getsid(pid) == session:
-            if os.getpgid(pid) != group:
-                return True
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
-        return False
-    return False
 
 
 def _is_caught(signo: int) -> bool:

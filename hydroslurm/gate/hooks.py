@@ -1,39 +1,29 @@
 """The module-hook gate: for machines without a compiler. Pure Python, the same rules as native.
 
-    signal -> CPython's C handler -> pipe -> watcher thread: close or open
-    request -> queue, pipe        ->
-    training thread: waits at its next module boundary (ophooks.py, holds.py)
+    signal -> CPython's C handler -> pipe -> watcher thread: close or open (hook_signals.py,
+    request -> queue, pipe        ->                                        hook_watcher.py)
+    training thread: waits at its next module boundary (ophooks.py, hook_threads.py)
 
 What it misses: everything that is not a module. Functional operators, the loss, the optimizer and
-copies are not held; a backward is held only at the modules that it comes by; what torch.compile
-made is one piece. And the hooks cost time while nothing is paused.
+copies are not held; a backward is held only at the modules that it passes; a compiled region is
+one piece. And the hooks cost time while nothing is paused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
-import signal
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import AlreadyInstalled, InstallError
-from hydroslurm.gate.dispositions import Owner, owner_shown
-from hydroslurm.gate.holds import Holds
-from hydroslurm.gate.hook_events import EventQueue
-from hydroslurm.gate.hook_signals import (
-    NUDGE,
-    SignalPipe,
-    has_job_control,
-    is_foreground,
-    runs,
-)
+from hydroslurm.gate.handlers import in_main_thread, owner_shown
+from hydroslurm.gate.hook_signals import SignalPipe
+from hydroslurm.gate.hook_threads import Holds
+from hydroslurm.gate.hook_watcher import EventQueue, Watcher
 from hydroslurm.gate.marks import NvtxMarks
 from hydroslurm.gate.ophooks import (
     BaseOpHook,
@@ -44,31 +34,17 @@ from hydroslurm.gate.protocol import (
     Action,
     Cause,
     GateEvent,
-    GateState,
     GateStatus,
+    Owner,
     SignalOutcome,
     SignalRule,
     Trace,
 )
-from hydroslurm.gate.shown import in_main_thread
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["BaseOpHook", "ExecutionOpHook", "HooksGate", "register_ophooks_recursively"]
-
-_SAMPLE_S = 0.005
-"""How often the watcher looks whether the threads that are not held have gone quiet."""
-_TERMINAL_WAIT_S = 1.0
-"""Ctrl-Z stops the process after this time at the latest, parked or not: the shell is waiting."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    action: Action
-    causes: Cause
-    mono_ns: int
-    signo: int = 0
 
 
 class HooksGate:
@@ -82,20 +58,12 @@ class HooksGate:
         """``model``: hook its leaf modules; default: every module of the process."""
         self.marks = NvtxMarks()
         self._events = EventQueue()
-        self._holds = Holds(model=model, events=self._events, marks=self.marks, on_held=self._nudge)
+        self._holds = Holds(
+            model=model, emit=self._events.emit, marks=self.marks, on_held=self._nudge
+        )
+        self._watcher = Watcher(holds=self._holds, events=self._events, marks=self.marks)
         self._pipe: SignalPipe | None = None
-        self._watcher: threading.Thread | None = None
-        self._rules: dict[int, SignalRule] = {}
-        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
-        self._ending = False
-        self._stop_wanted = False
-        self._causes = Cause(0)
-        self._state = GateState.RUNNING
-        self._closes = 0
-        self._closed_mono_ns = 0
-        self._requested_ns = 0
-
-    # --- the protocol -------------------------------------------------------------------------
+        self._rules: Sequence[SignalRule] = ()
 
     @property
     def name(self) -> str:
@@ -128,12 +96,8 @@ class HooksGate:
                 undo.callback(pipe.restore)
                 self._holds.add_hooks()
                 undo.callback(self._holds.remove_hooks)
-                self._pipe, self._rules = pipe, {rule.signo: rule for rule in rules}
-                self._ending, self._state = False, GateState.RUNNING
-                self._watcher = threading.Thread(
-                    target=self._watch, args=(pipe,), name="hydroslurm-gate", daemon=True
-                )
-                self._watcher.start()
+                self._pipe, self._rules = pipe, rules
+                self._watcher.start(pipe, {rule.signo: rule for rule in rules})
                 undo.pop_all()
             _running = self
         return outcomes
@@ -146,17 +110,13 @@ class HooksGate:
         """
         global _running
         with _start_lock:
-            if _running is not self or self._pipe is None or self._watcher is None:
+            pipe = self._pipe
+            if _running is not self or pipe is None:
                 return 0
-            replaced = self._pipe.restore()
-            self._ending = True
-            self._pipe.nudge()
-            self._watcher.join()
-            self._set_causes(Cause(0))
-            self._open(time.monotonic_ns())
-            self._state = GateState.RUNNING
+            replaced = pipe.restore()
+            self._watcher.stop(pipe)
             self._holds.remove_hooks()
-            pipe, self._pipe, self._watcher, _running = self._pipe, None, None, None
+            self._pipe = _running = None
             pipe.close()
         return replaced
 
@@ -170,7 +130,7 @@ class HooksGate:
             raise InstallError(
                 f"the gate refuses {action.name}: it was not started in this process; start() it"
             )
-        self._requests.put(_Request(action, causes, time.monotonic_ns()))
+        self._watcher.add_request(action, causes)
         self._nudge()
 
     @property
@@ -204,15 +164,15 @@ class HooksGate:
 
     def status(self) -> GateStatus:
         return GateStatus(
-            state=self._state,
-            causes=self._causes,
+            state=self._watcher.state,
+            causes=self._watcher.causes,
             held=self._holds.held_count,
             quiet=self._holds.quiet,
             armed=self._holds.closed,
             capturing=len(self._holds.capturing),
             passed=self._holds.passed_exempt,
-            closes=self._closes,
-            closed_mono_ns=self._closed_mono_ns,
+            closes=self._watcher.closes,
+            closed_mono_ns=self._watcher.closed_mono_ns,
         )
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
@@ -225,7 +185,7 @@ class HooksGate:
         return self._holds.exempt()
 
     def trace(self, keep: int) -> AbstractContextManager[Trace]:
-        """As in the protocol; counts modules, each at the begin of its forward and its backward."""
+        """As in the protocol; counts modules, each when its forward and its backward begin."""
         return self._holds.trace(keep)
 
     def check_handlers(self) -> int:
@@ -242,128 +202,13 @@ class HooksGate:
         if (pipe := self._pipe) is not None:
             in_main_thread(lambda: pipe.take_back(signo))
 
-    # --- in the watcher thread ----------------------------------------------------------------
-
-    def _watch(self, pipe: SignalPipe) -> None:
-        # signals must interrupt the main thread, the only one that may call chained handlers
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        while not self._ending:
-            parking = self._state is GateState.PARKING
-            for byte, count in runs(pipe.read(_SAMPLE_S if parking else None)):
-                if byte == NUDGE:
-                    self._take_requests()
-                elif byte in self._rules:
-                    self._take_signal(self._rules[byte], count)
-            if self._state is GateState.PARKING and self._holds.look():
-                self._park()
-            if self._stop_wanted:
-                self._stop_for_terminal()
-
-    def _take_requests(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                request = self._requests.get_nowait()
-                self._events.emit(
-                    EventKind.SIGNAL_RECEIVED,
-                    mono_ns=request.mono_ns,
-                    count=1,
-                    text=request.action.name.lower(),
-                )
-                self.marks.requested(request.action, 0, request.mono_ns)
-                self._apply(request)
-
-    def _take_signal(self, rule: SignalRule, count: int) -> None:
-        now_ns = time.monotonic_ns()
-        self._events.emit(EventKind.SIGNAL_RECEIVED, mono_ns=now_ns, signo=rule.signo, count=count)
-        causes = rule.causes
-        if rule.signo == signal.SIGTSTP and causes == Cause.SLURM and is_foreground():
-            causes = Cause.TERMINAL
-        self.marks.requested(rule.action, rule.signo, now_ns)
-        self._apply(_Request(rule.action, causes, now_ns, rule.signo))
-
-    def _apply(self, request: _Request) -> None:
-        if self._state is GateState.STOPPING:
-            return
-        if request.action is Action.STOP:
-            self._set_causes(Cause(0))
-            self._events.emit(
-                EventKind.STOP_REQUESTED, signo=request.signo, value_ns=request.mono_ns
-            )
-            self._open(request.mono_ns)
-            self._state = GateState.STOPPING
-            return
-        before = self._causes
-        if request.action is Action.PAUSE:
-            self._set_causes(before | request.causes)
-            self._stop_wanted = self._stop_wanted or Cause.TERMINAL in request.causes
-        else:
-            self._set_causes(before & ~request.causes)
-        if self._causes and not self._holds.closed:
-            self._close(request.mono_ns)
-        elif not self._causes and self._holds.closed:
-            self._open(request.mono_ns)
-        else:  # also when nothing changed: whoever asked waits for an answer
-            self._events.emit(EventKind.CAUSES_CHANGED)
-
-    def _set_causes(self, causes: Cause) -> None:
-        self._causes = self._events.causes = causes
-
-    def _close(self, requested_ns: int) -> None:
-        self._closes += 1
-        self._requested_ns, self._closed_mono_ns = requested_ns, time.monotonic_ns()
-        self._state = GateState.PARKING
-        # said before it is done, or a thread could be held at a gate that is not known to be closed
-        self._events.emit(EventKind.GATE_CLOSED, value_ns=requested_ns)
-        self.marks.gate_closed(self._closes, requested_ns)
-        self._holds.close()
-
-    def _park(self) -> None:
-        self._state, self._holds.parked = GateState.PARKED, True
-        self.marks.at_rest(time.monotonic_ns())
-        self._events.emit(
-            EventKind.PARKED,
-            value_ns=self._requested_ns,
-            held=self._holds.held_count,
-            quiet=self._holds.quiet,
-        )
-
-    def _open(self, requested_ns: int) -> None:
-        if not self._holds.closed:
-            return
-        self._closed_mono_ns, self._state, self._stop_wanted = 0, GateState.RUNNING, False
-        self._events.emit(
-            EventKind.RESUMED,
-            value_ns=requested_ns,
-            passed=self._holds.passed_exempt,
-            held=self._holds.held_count,
-            quiet=self._holds.quiet,
-        )
-        self.marks.gate_opened(requested_ns, held=self._holds.held_count)
-        self._holds.open()
-
-    def _stop_for_terminal(self) -> None:
-        """Ctrl-Z: really stop, once parked. Whoever continues us has ended that pause."""
-        waited_s = (time.monotonic_ns() - self._closed_mono_ns) / 1e9
-        if self._state is GateState.PARKING and waited_s < _TERMINAL_WAIT_S:
-            return
-        self._stop_wanted = False
-        if has_job_control():
-            self._events.emit(EventKind.TERMINAL_STOP)
-            # to this very thread: sent to the process, it might stop it only after we have gone on
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        else:
-            self._events.emit(EventKind.TERMINAL_STOP_IGNORED)
-        self._apply(_Request(Action.RESUME, Cause.TERMINAL, time.monotonic_ns()))
-
-    # --- small things ---------------------------------------------------------------------------
-
     def _started_pipe(self, what: str) -> SignalPipe:
         if self._pipe is None:
             raise InstallError(f"the gate cannot {what}: it was not started in this process")
         return self._pipe
 
     def _rules_for(self, action: Action) -> list[SignalRule]:
-        return [rule for rule in self._rules.values() if rule.action is action]
+        return [rule for rule in self._rules if rule.action is action]
 
     def _nudge(self) -> None:
         if (pipe := self._pipe) is not None:
@@ -372,10 +217,10 @@ class HooksGate:
     def _end_in_child(self) -> None:
         if self._pipe is not None:
             self._pipe.after_fork_in_child()
-        self._pipe = self._watcher = None
+        self._pipe = None
+        self._events.reset_after_fork()
         self._holds.reset_after_fork()
-        self._events, self._requests = EventQueue(), queue.SimpleQueue()
-        self._causes, self._state, self._closed_mono_ns = Cause(0), GateState.RUNNING, 0
+        self._watcher.reset_after_fork()
 
 
 _running: HooksGate | None = None

@@ -14,18 +14,19 @@ from pathlib import Path
 
 from hydroslurm.errors import AlreadyInstalled, GateError, GateSelfTestFailed, InstallError
 from hydroslurm.gate import binding, build, compiler
-from hydroslurm.gate.dispositions import NOBODY, Owner, OwnerKind, address_of
+from hydroslurm.gate.handlers import NOBODY, VIEW, address_of
 from hydroslurm.gate.marks import Marks
 from hydroslurm.gate.protocol import (
     Action,
     Cause,
     GateEvent,
     GateStatus,
+    Owner,
+    OwnerKind,
     SignalOutcome,
     SignalRule,
     Trace,
 )
-from hydroslurm.gate.shown import VIEW
 
 _READ_AT_ONCE = 64
 

@@ -7,14 +7,14 @@ Numbers are those of ``native/gate.h``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, Protocol
+from enum import Enum, IntEnum, IntFlag, auto
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.gate.dispositions import Owner
 
 if TYPE_CHECKING:
     from hydroslurm.gate.marks import Marks
@@ -110,6 +110,36 @@ class SignalRule:
     even_if_ignored: bool = False
     chain: bool = True
     only_if_handled: bool = False
+
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+"""As ``signal.getsignal`` shows them."""
+
+
+class OwnerKind(Enum):
+    """Whose a handler is that is installed in the place of the gate's."""
+
+    OURS = auto()
+    """The gate's own, but only as Python knows it: somebody saved and restored it."""
+    DEFAULT = auto()
+    IGNORED = auto()
+    PYTHON = auto()
+    NATIVE = auto()
+    """Installed by C code, past Python."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who has a signal.
+
+    Attributes:
+        handler: of PYTHON, the callable.
+        library: of NATIVE, the name of the file that its code is in; empty: not known.
+    """
+
+    kind: OwnerKind
+    handler: Handler = None
+    library: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Does a library that was just built hold operators? Run as a program of its own."""
+"""Does a library that was just built hold operators? Tested in a child: a crash is the child's."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -9,11 +10,43 @@ from pathlib import Path
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import GateSelfTestFailed
-from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import Action, Cause
 
+TIMEOUT_S = 180.0
 
-def self_test(library: Path) -> None:
+
+def self_test_in_child(library: Path) -> None:
+    """Have a child process hold and release an operator with a library.
+
+    Raises:
+        GateSelfTestFailed: it does not; the message has what the child said.
+    """
+    # `python -m` would first look for modules in the working directory, which may be anybody's
+    program = (
+        "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; "
+        f"from {__name__} import self_test; self_test(sys.argv[1])"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parents[2]), str(library)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise GateSelfTestFailed(
+            f"the gate's self-test did not end in {TIMEOUT_S:.0f} s"
+        ) from error
+    if done.returncode != 0:
+        raise GateSelfTestFailed(
+            f"the gate was built, but its self-test ended with {done.returncode}: "
+            f"{(done.stderr or done.stdout).strip()[-1000:]}"
+        )
+
+
+def self_test(library: str) -> None:
     """Hold this thread at an operator and let it go again; for a process of its own.
 
     Raises:
@@ -21,7 +54,9 @@ def self_test(library: Path) -> None:
     """
     import torch
 
-    gate = NativeGate(library)
+    from hydroslurm.gate.native_gate import NativeGate
+
+    gate = NativeGate(Path(library))
     gate.start([])
     gate.request(Action.PAUSE, Cause.API)
     seen: list[EventKind] = []
@@ -48,7 +83,3 @@ def self_test(library: Path) -> None:
         raise GateSelfTestFailed(
             f"saw {seen}, and {float(total.detach())} for the sum of three ones"
         )
-
-
-if __name__ == "__main__":
-    self_test(Path(sys.argv[1]))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.observe.folder import RunFacts
+from hydroslurm.slurm.config import PreemptAction
 from hydroslurm.slurm.policy import SitePolicy, StopCase, StopKind
-from hydroslurm.slurm.preemption import PreemptAction
 from hydroslurm.slurm.values import Job, JobState
 
 _HAS_PROCESSES = frozenset(

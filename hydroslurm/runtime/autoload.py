@@ -1,28 +1,29 @@
-"""Make an unmodified script preemptible: install pausing once it has imported torch.
+"""What Python runs at its start: make an unmodified script preemptible once it imports torch, and
+keep the processes below such a rank alive.
 
-How it gets in: the package brings one line for Python's start-up (``hydroslurm_autoload.pth`` in
-site-packages), which looks for ``HYDROSLURM_PREEMPT`` and ``HYDROSLURM_BELOW`` in the environment
-and calls :func:`start` where one is there. ``srun --preempt`` sets the first, and so do
-``hydroslurm run`` and the person who exports it; ``HYDROSLURM_PREEMPT=off`` is like not setting it.
-The second is for what an installed process starts (:mod:`hydroslurm.runtime.below`). ``python -S``
-reads no such lines, and ``-I`` and ``-E`` do.
+The package brings one line for Python's start-up (``hydroslurm_autoload.pth`` in site-packages),
+which looks for ``HYDROSLURM_PREEMPT`` and ``HYDROSLURM_BELOW`` in the environment and calls
+:func:`start` if it finds one. ``srun --preempt`` sets the first, and so do ``hydroslurm run`` and
+the person who exports it; ``HYDROSLURM_PREEMPT=off`` is like not setting it. An installed process
+sets the second for whatever it starts. ``python -S`` reads no such lines; ``-I`` and ``-E`` do.
+Every such Python pays for this module, so it imports little.
 
 :func:`start` imports neither torch nor anything else of weight. It waits for the process's own
 ``import torch``, at whose end pausing is installed: before any operator can have run, and never in
-a process that does not use torch. Processes that are no ranks are left alone:
+a process that does not use torch. Processes that are not ranks are left alone:
 
-- children of one that is: DataLoader workers, compile workers, helpers written in Python. A forked
-  one inherits nothing that waits; one that is started anew finds in its environment that its rank
-  is taken, and ignores the pause signals. What multiprocessing makes and trains follows its rank
-  (:mod:`hydroslurm.runtime.following`). Ranks that a script starts for itself
-  (``torch.multiprocessing.spawn``) are paused so, and not stopped: for that use srun or torchrun,
-  or call ``hydroslurm.install()`` in them;
+- children of a rank: DataLoader workers, compile workers, helpers written in Python. A forked
+  one inherits nothing that waits; one that is started with exec finds in its environment that its
+  rank is taken, and ignores the pause signals. Children made by multiprocessing that use torch are
+  paused with their rank (:mod:`hydroslurm.runtime.follower`). Ranks that a script starts itself
+  (``torch.multiprocessing.spawn``) are paused that way too, but not stopped: for that use srun or
+  torchrun, or call ``hydroslurm.install()`` in them;
 - launchers, which start ranks: torchrun, ``hydroslurm agent`` ... Their workers have a rank of
   their own, and are installed.
 
-The two modes install the same. ``pause`` is all that a script without a ``hydroslurm.Run`` can do.
-``requeue`` says that the job may be stopped, and is for scripts with a ``Run``, which takes SIGTERM
-over when it is made; until then, and in a script without one, SIGTERM does what it did before:
+Both modes install the same. ``pause`` is all that a script without a ``hydroslurm.Run`` can do.
+``requeue`` says that the job may be stopped, and is for scripts with a ``Run``, which takes over
+SIGTERM when it is made; until then, and in a script without one, SIGTERM does what it did before:
 nothing that could not save is kept from ending.
 
 From here to the end of the process SIGUSR1 and SIGUSR2 do not kill it, see :func:`keep_alive`.
@@ -39,7 +40,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a Python that never comes to torch is to start no later for us
     import importlib.abc
@@ -50,6 +51,9 @@ PREEMPT_ENV = "HYDROSLURM_PREEMPT"
 """Environment variable: ``pause`` or ``requeue`` asks for it; ``off`` and 0 do not."""
 TAKEN_ENV = "HYDROSLURM_RANK_TAKEN"
 """Environment variable, set by a process that becomes a rank: ``PID:RANK``, for its children."""
+BELOW_ENV = "HYDROSLURM_BELOW"
+"""Environment variable, set by an installed process for what it starts: ``PID:STARTED:SIGNALS``;
+when it started, in clock ticks, and the numbers of the signals that nothing below it dies of."""
 MODES = ("pause", "requeue")
 _OFF = frozenset({"", "0", "off", "no", "none", "false"})
 _SLURM_TASK = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
@@ -65,14 +69,12 @@ _SIGNALS_ENV = "HYDROSLURM_SIGNALS"  # of runtime.signals, whose import every Py
 
 
 def start(environ: Mapping[str, str] | None = None) -> None:
-    """Wait for torch in this process, if it is one that was asked for. Called by Python's start-up;
-    never raises."""
+    """Wait for torch if this process is to become preemptible. Called by Python's start-up; never
+    raises."""
     environ = os.environ if environ is None else environ
     mode = environ.get(PREEMPT_ENV, "").strip().lower()
     if mode in _OFF or _is_taken(environ):
-        from hydroslurm.runtime.below import live_below
-
-        live_below(environ)
+        live_below_rank(environ)
         return
     if mode not in MODES:
         say(
@@ -90,9 +92,60 @@ def start(environ: Mapping[str, str] | None = None) -> None:
 
 
 def after_torch(call: Callable[[], None]) -> None:
-    """Have this called at the end of the ``import torch`` that is to come."""
+    """Have this called at the end of the coming ``import torch``."""
     if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchFinder(call))
+
+
+class RankAbove(NamedTuple):
+    """An installed process that this one was started by, directly or not."""
+
+    pid: int
+    started: int
+    signals: frozenset[int]
+
+    def as_text(self) -> str:
+        return f"{self.pid}:{self.started}:{','.join(map(str, sorted(self.signals)))}"
+
+
+def rank_above(environ: Mapping[str, str]) -> RankAbove | None:
+    """The nearest one, from the environment; None if there is none, or if it is gone: what a rank
+    submits takes its environment to other machines."""
+    pid, _, rest = environ.get(BELOW_ENV, "").partition(":")
+    started, _, signals = rest.partition(":")
+    numbers = [pid, started, *filter(None, signals.split(","))]
+    if not all(number.isdecimal() for number in numbers) or int(pid) == os.getpid():
+        return None
+    from hydroslurm.core.registry import start_ticks
+
+    if start_ticks(int(pid)) != int(started):
+        return None
+    valid = signal.valid_signals()
+    return RankAbove(
+        int(pid), int(started), frozenset(s for s in map(int, numbers[2:]) if s in valid)
+    )
+
+
+def live_below_rank(environ: Mapping[str, str]) -> None:
+    """Ignore the rank's signals that nobody handles yet, and unblock them, so that a handler that
+    is installed later gets them. A process made by multiprocessing keeps them blocked, for it may
+    become a rank (``hydroslurm.install()``), which takes what has arrived; and it is paused with
+    the rank."""
+    rank = rank_above(environ)
+    if rank is None:
+        return
+    untouched = {s for s in rank.signals if signal.getsignal(s) is signal.SIG_DFL}
+    if not any("multiprocessing." in word for word in sys.orig_argv):
+        ignore(untouched)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, rank.signals)
+        return
+    ignore(untouched - signal.sigpending())
+    try:
+        from hydroslurm.runtime.follower import prepare
+
+        prepare()
+    except Exception as error:
+        say_not_paused(error)
 
 
 def is_asked(environ: Mapping[str, str]) -> bool:
@@ -114,27 +167,27 @@ def killing(environ: Mapping[str, str]) -> frozenset[int]:
 
 
 def hold(signals: frozenset[int]) -> None:
-    """Have these signals wait in the program that this process is about to become, until its
-    ``install()`` takes them; nothing that it starts before dies of one.
+    """Make these signals wait in the program that this process is about to become, until its
+    ``install()`` takes them; nothing that it starts before then dies of one.
 
-    Blocked, because that keeps the request, and ignored as well, for there are programs that empty
-    their mask (dash does when it waits for a command). Both outlive exec, and Linux keeps an
-    ignored signal that is blocked. Ignoring throws away what has come already, so that stays as it
-    is. SIGTERM and the warning are never held: what has not begun to train has nothing to save, and
-    is to end at once.
+    Blocked, because that keeps the request, and ignored as well, for some programs empty their mask
+    (dash does when it waits for a command). Both survive exec, and Linux keeps an ignored signal
+    that is blocked. Ignoring would discard signals that have arrived already, so those keep their
+    action. SIGTERM and the warning are never held: a process that has not begun to train has
+    nothing to save and ends at once.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     ignore(signals - signal.sigpending())
 
 
 def keep_alive(signals: Iterable[int]) -> None:
-    """Have these signals never kill this process: a handler that does nothing, below all others,
-    and SIG_IGN at the very end. Main thread only; elsewhere it does nothing.
+    """Make sure that these signals never kill this process: a handler that does nothing, below all
+    others, and SIG_IGN at the very end. Main thread only; elsewhere it does nothing.
 
-    A handler, because SIG_IGN means "leave it alone" to whoever installs. ``uninstall()`` puts it
-    back as it does any other: there is no moment in between. SIG_IGN at the end, for CPython puts
-    the default back for each of its handlers before it clears the modules, whose finalisers may
-    take long. Registered first, it is the last that atexit calls.
+    A handler, because SIG_IGN means "leave it alone" to ``install()``. ``uninstall()`` puts it back
+    like any other: there is no gap. SIG_IGN at the end, because CPython restores the default for
+    each of its handlers before it clears the modules, whose finalisers may take long. Registered
+    first, it is the last that atexit calls.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -154,7 +207,7 @@ def _go_on(signo: int, _: FrameType | None) -> None:
 
 
 came: list[int] | None = None
-"""Those pauses, in order, for whoever puts a list here: one installation takes another's place."""
+"""Collects those pauses, in order, while one installation replaces another."""
 
 
 def ignore(signals: Iterable[int]) -> None:
@@ -164,13 +217,13 @@ def ignore(signals: Iterable[int]) -> None:
 
 
 def stand_down() -> None:
-    """Wait no longer: somebody installs pausing by a call of their own."""
+    """Stop waiting for torch: somebody calls ``install()`` themselves."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _TorchFinder)]
 
 
 def take_rank() -> None:
-    """Tell the children of this process that it is the rank that was asked for. First of all: what
-    is started to build or to try the gate is no rank."""
+    """Tell the children of this process that it is the rank that was asked for. Comes first: what
+    is started to build or to test the gate is not a rank."""
     if is_asked(os.environ):
         os.environ[TAKEN_ENV] = f"{os.getpid()}:{which_rank(os.environ)}"
 
@@ -192,9 +245,9 @@ def is_launcher() -> bool:
 
 
 class _TorchFinder:
-    """Has torch found by the others, and puts our call behind its execution.
+    """Lets the other finders find torch, and adds our call after its execution.
 
-    It stays until torch has been executed: programs look whether there is a torch
+    It stays until torch has been executed: programs check whether torch exists
     (``importlib.util.find_spec``) long before they import it, or try to in vain.
     """
 
@@ -220,8 +273,8 @@ class _TorchFinder:
 
 
 def _follow(loader: importlib.abc.Loader, call: Callable[[], None]) -> None:
-    """Put a call behind ``exec_module`` of this loader, which is torch's alone. The loader stays
-    what it is for all who ask for its type, the source, or resources."""
+    """Add a call after ``exec_module`` of this loader, which is torch's alone. Its type, source and
+    resources stay what they are."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -256,6 +309,11 @@ def _is_taken(environ: Mapping[str, str]) -> bool:
     """A process that replaced itself (``exec``) is what it was."""
     pid, _, rank = environ.get(TAKEN_ENV, "").partition(":")
     return bool(pid) and pid != str(os.getpid()) and rank == which_rank(environ)
+
+
+def say_not_paused(error: Exception) -> None:
+    """This child of a rank could not be given a gate."""
+    say(f"process {os.getpid()} keeps running when its rank is paused: {error}")
 
 
 def _program() -> str:

@@ -40,8 +40,8 @@ from hydroslurm.gate.protocol import (
 from hydroslurm.gate.signals import SignalPlan, signal_name
 from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
-from hydroslurm.runtime.followers import Children
 from hydroslurm.runtime.guard import LOOK_S, Guard
+from hydroslurm.runtime.leader import Children
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.status_writer import StatusWriter
 

@@ -1,7 +1,7 @@
 """Signals that others take from us while we are installed: noticed, told in one line, taken back.
 
 - **Saved and restored** (Lightning does it with every signal): Python shows a handler that leads
-  to ours (:mod:`hydroslurm.gate.shown`); nothing is said.
+  to ours (:mod:`hydroslurm.gate.handlers`); nothing is said.
 - **Set to the default action, or ignored** (asyncio's ``remove_signal_handler``): taken back.
 - **Given to a library's handler**: taken back; that handler is called after ours, as it would be
   had it been there before us. Not where a ``Run`` has claimed the signal: it answers for the stop.
@@ -25,8 +25,7 @@ import time
 from dataclasses import dataclass
 
 from hydroslurm.errors import InstallError
-from hydroslurm.gate.dispositions import Owner, OwnerKind
-from hydroslurm.gate.protocol import Action, Gate, SignalRule
+from hydroslurm.gate.protocol import Action, Gate, Owner, OwnerKind, SignalRule
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan, signal_name
 
 LOOK_S = 2.0

@@ -29,13 +29,12 @@ from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, T
 from hydroslurm.gate.marks import Emit
 from hydroslurm.gate.protocol import Action
 from hydroslurm.gate.signals import SignalPlan
-from hydroslurm.runtime import autoload, below, following
-from hydroslurm.runtime.children import SpawnShield
+from hydroslurm.runtime import autoload, follower
+from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
 from hydroslurm.runtime.outlook import Outlook
 from hydroslurm.runtime.status_writer import StatusWriter, interval_s
-from hydroslurm.runtime.workers import WorkerShield
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
@@ -109,7 +108,7 @@ def install(
     plan = (signals or SignalPlan()).with_environment(environ)
     emit = Emit.from_environ(environ)
     autoload.stand_down()
-    following.leave()
+    follower.leave()
     autoload.take_rank()
     over_unasked = gives_way()
     with _handover() if over_unasked else contextlib.nullcontext(), _lock:
@@ -120,7 +119,7 @@ def install(
             )
         _require_torch()
         # started with them held, or ignored: by the agent, or by one of ours further up
-        above = below.above(os.environ)
+        above = autoload.rank_above(os.environ)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
         autoload.keep_alive(plan.killing() & held)
         _installed = _set_up(run_dir, plan, emit, gate, model, environ)
@@ -179,7 +178,7 @@ def _set_up(
         ):
             shield.install()
             beside.callback(shield.uninstall)
-        following.prepare()
+        follower.prepare()
         controller.start()
         undo.callback(controller.stop)
         _announce(base, identity, log, plan)

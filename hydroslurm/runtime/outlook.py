@@ -73,7 +73,7 @@ class Outlook:
     def _policy(self) -> SitePolicy:
         from hydroslurm.slurm.client import open_client  # every start would pay for it
         from hydroslurm.slurm.policy import read_policy
-        from hydroslurm.slurm.retry import RetryPolicy
+        from hydroslurm.slurm.refusals import RetryPolicy
 
         retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
         return read_policy(

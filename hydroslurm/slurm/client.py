@@ -17,7 +17,7 @@ from pathlib import Path
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.retry import RetryPolicy
+from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 __all__ = [

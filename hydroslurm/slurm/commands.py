@@ -16,10 +16,10 @@ from hydroslurm.errors import (
     UsageError,
     WrongJobState,
 )
-from hydroslurm.slurm import accounting_text, refusals, scontrol_text, squeue_json
+from hydroslurm.slurm import listings, refusals, scontrol_text
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.programs import Programs
-from hydroslurm.slurm.retry import RetryPolicy
+from hydroslurm.slurm.programs import Programs, checked_job_id, signal_number
+from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 
 Result = TypeVar("Result")
@@ -90,20 +90,10 @@ class SlurmClient:
         Raises:
             NoSuchJob: accounting has nothing on it (yet: records arrive a moment late).
         """
-        columns = ",".join(accounting_text.FIELDS)
-        options = (
-            "-D",
-            "-X",
-            "-P",
-            "-n",
-            f"--delimiter={accounting_text.DELIMITER}",
-            "-o",
-            columns,
-        )
+        columns = ",".join(listings.SACCT_FIELDS)
+        options = ("-D", "-X", "-P", "-n", f"--delimiter={listings.DELIMITER}", "-o", columns)
         output = self._ask("sacct", *options, "-j", str(checked_job_id(job_id)))
-        attempts = tuple(
-            job for job in accounting_text.read_attempts(output) if job.job_id == job_id
-        )
+        attempts = tuple(job for job in listings.read_attempts(output) if job.job_id == job_id)
         if not attempts:
             raise NoSuchJob(
                 f"sacct -D -j {job_id}: accounting has nothing on it. Records arrive a moment "
@@ -122,7 +112,7 @@ class SlurmClient:
 
     def qoses(self) -> tuple[Qos, ...] | None:
         """Describe all qualities of service; None when accounting is away or there is none."""
-        columns = f"format={','.join(accounting_text.QOS_FIELDS)}"
+        columns = f"format={','.join(listings.QOS_FIELDS)}"
         timeout_s = self._retry_policy.call_timeout_s
         try:
             # one attempt: without slurmdbd it would be refused for as long as one asks
@@ -131,7 +121,7 @@ class SlurmClient:
             )
         except SlurmError:
             return None
-        return accounting_text.read_qoses(output)
+        return listings.read_qoses(output)
 
     def batch_script(self, job_id: int) -> str | None:
         """The batch script as submitted; None for what has none, or is another user's."""
@@ -198,20 +188,10 @@ class SlurmClient:
         number = signal_number(signal)
         if (step is not None) + batch + full > 1:
             raise UsageError("only one of step=, batch= and full= can be asked for")
-        options = ["--batch"] if batch else ["--full"] if full else []
-        target = str(job_id) if step is None else f"{job_id}.{step}"
         # scancel repeats a signal to a waiting or suspended job for a minute and a half, and then
         # signals the next attempt of a requeued one
-        check_signallable(self.job(job_id), number)
-        self._act(
-            job_id,
-            "scancel",
-            f"--signal={number}",
-            *options,
-            target,
-            # what may have been heard is not said again: a second USR1 could be a second pause
-            may_repeat=refusals.never_arrived,
-        )
+        _check_signallable(self.job(job_id), number)
+        self._send_signal(job_id, number, step=step, batch=batch, full=full)
 
     def cancel(self, job_id: int) -> None:
         """Cancel a job; success when it has ended already."""
@@ -245,13 +225,22 @@ class SlurmClient:
         chosen = [] if user is None else [f"--user={user}"]
         try:
             timeout_s = self._retry_policy.call_timeout_s
-            return squeue_json.read_jobs(
+            return listings.read_jobs(
                 self._programs.run("squeue", "--json", "--states=all", *chosen, timeout_s=timeout_s)
             )
         except (SlurmMissing, SlurmTimeout):
             raise
         except SlurmError:
             return scontrol_text.read_jobs(self._ask("scontrol", "-a", "show", "job"))
+
+    def _send_signal(
+        self, job_id: int, number: int, *, step: int | None, batch: bool, full: bool
+    ) -> None:
+        target = str(job_id) if step is None else f"{job_id}.{step}"
+        where = ["--batch"] if batch else ["--full"] if full else []
+        # what may have arrived is not repeated: a second USR1 could be a second pause
+        repeatable = refusals.never_arrived
+        self._act(job_id, "scancel", f"--signal={number}", *where, target, may_repeat=repeatable)
 
     def _ask(self, program: str, *arguments: str) -> str:
         timeout_s = self._retry_policy.call_timeout_s
@@ -293,7 +282,7 @@ class SlurmClient:
         self._retry_policy.retry(once, may_repeat=may_repeat)
 
 
-def check_signallable(job: Job, number: int) -> None:
+def _check_signallable(job: Job, number: int) -> None:
     """Let pass what has processes that can get the signal.
 
     Raises:
@@ -304,32 +293,3 @@ def check_signallable(job: Job, number: int) -> None:
         raise WrongJobState(
             f"job {job.job_id} is {job.state.value} and cannot be signalled; it has to be RUNNING"
         )
-
-
-def signal_number(signal: str | int | signals.Signals) -> int:
-    """``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signal.SIGUSR1`` -> 10.
-
-    Raises:
-        UsageError: no such signal on Linux.
-    """
-    try:
-        if isinstance(signal, str):
-            name = signal.upper()
-            return signals.Signals[name if name.startswith("SIG") else f"SIG{name}"].value
-        if signal in signals.valid_signals():  # real-time ones have numbers only
-            return int(signal)
-        return signals.Signals(signal).value
-    except (KeyError, ValueError) as error:
-        raise UsageError(f"no signal {signal!r}; wanted a name such as USR1 or TERM") from error
-
-
-def checked_job_id(job_id: int) -> int:
-    """The id itself.
-
-    Raises:
-        UsageError: not a positive number.
-    """
-    # it becomes a word of a command line: "1,2" or "-a" would mean something else there
-    if isinstance(job_id, bool) or not isinstance(job_id, int) or job_id < 1:
-        raise UsageError(f"not a job id: {job_id!r}; wanted a positive number, 123")
-    return job_id

@@ -1,7 +1,7 @@
-"""One table: under which name each of Slurm's four sources gives what a ``Job`` holds. Pure.
+"""One table: the name of each ``Job`` attribute in Slurm's four sources. Pure.
 
-What one source spells in a form of its own (state, exit status, array numbers, output files, GRES)
-is read beside the table, in that source's module.
+What a source spells in a form of its own (state, exit status, array numbers, output files, GRES) is
+read in that source's module.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ Source = Literal["json", "scontrol", "sacct", "pyslurm"]
 Read = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JobField:
-    """Where one attribute of ``Job`` comes from; a source without a name does not give it.
+    """Where one attribute of ``Job`` comes from; a source with an empty name does not have it.
 
     Attributes:
         read: turns the value of any source into ours; never called with None.
-        sacct_read: for a column of sacct's that has another unit than scontrol's.
-        required: a record of squeue's or scontrol's without it is unreadable.
+        json, scontrol, sacct, pyslurm: its name in each source.
+        sacct_read: in place of ``read`` for a column whose unit in sacct differs.
+        required: a record of squeue or scontrol without it is unreadable.
     """
 
     read: Read
@@ -41,8 +42,8 @@ def job_of_fields(source: Source, get: Callable[[str, bool], Any], **special: An
     """Read one record through the table.
 
     Args:
-        get: name and whether it is required -> the source's value, None for none.
-        special: the attributes that the source's module has read itself.
+        get: maps a name, and whether it is required, to the source's value; None: not given.
+        special: attributes that the source's module has read itself.
 
     Raises:
         KeyError, ValueError, TypeError, AttributeError: a field is missing or malformed; callers
@@ -111,116 +112,46 @@ def _reason(value: str) -> str:
 
 
 JOB_FIELDS: Mapping[str, JobField] = {
-    "job_id": JobField(
-        read=int, json="job_id", scontrol="JobId", sacct="JobIDRaw", pyslurm="id", required=True
-    ),
-    "name": JobField(
-        read=str, json="name", scontrol="JobName", sacct="JobName", pyslurm="name", required=True
-    ),
-    "user": JobField(
-        read=_user,
-        json="user_name",
-        scontrol="UserId",
-        sacct="User",
-        pyslurm="user_name",
-        required=True,
-    ),
-    "partition": JobField(
-        read=str,
-        json="partition",
-        scontrol="Partition",
-        sacct="Partition",
-        pyslurm="partition",
-        required=True,
-    ),
-    "reason": JobField(
-        read=_reason, json="state_reason", scontrol="Reason", pyslurm="state_reason"
-    ),
-    "nodes": JobField(
-        read=text.expand_nodes,
-        json="nodes",
-        scontrol="NodeList",
-        sacct="NodeList",
-        pyslurm="allocated_nodes",
-    ),
-    "n_nodes": JobField(
-        read=_count, json="node_count", scontrol="NumNodes", sacct="NNodes", pyslurm="num_nodes"
-    ),
-    "n_tasks": JobField(read=_count, json="tasks", scontrol="NumTasks", pyslurm="ntasks"),
-    "n_cpus": JobField(read=_count, json="cpus", scontrol="NumCPUs", sacct="NCPUS", pyslurm="cpus"),
+    # attribute: reader, then the name in squeue --json, scontrol, sacct and pyslurm; "" for none
+    "job_id": JobField(int, "job_id", "JobId", "JobIDRaw", "id", required=True),
+    "name": JobField(str, "name", "JobName", "JobName", "name", required=True),
+    "user": JobField(_user, "user_name", "UserId", "User", "user_name", required=True),
+    "partition": JobField(str, "partition", "Partition", "Partition", "partition", required=True),
+    "reason": JobField(_reason, "state_reason", "Reason", "", "state_reason"),
+    "nodes": JobField(text.expand_nodes, "nodes", "NodeList", "NodeList", "allocated_nodes"),
+    "n_nodes": JobField(_count, "node_count", "NumNodes", "NNodes", "num_nodes"),
+    "n_tasks": JobField(_count, "tasks", "NumTasks", "", "ntasks"),
+    "n_cpus": JobField(_count, "cpus", "NumCPUs", "NCPUS", "cpus"),
     "submit_epoch_s": JobField(
-        read=_moment,
-        json="submit_time",
-        scontrol="SubmitTime",
-        sacct="Submit",
-        pyslurm="submit_time",
-        required=True,
+        _moment, "submit_time", "SubmitTime", "Submit", "submit_time", required=True
     ),
     "eligible_epoch_s": JobField(
-        read=_moment,
-        json="eligible_time",
-        scontrol="EligibleTime",
-        sacct="Eligible",
-        pyslurm="eligible_time",
+        _moment, "eligible_time", "EligibleTime", "Eligible", "eligible_time"
     ),
-    "start_epoch_s": JobField(
-        read=_moment,
-        json="start_time",
-        scontrol="StartTime",
-        sacct="Start",
-        pyslurm="start_time",
-    ),
-    "end_epoch_s": JobField(
-        read=_moment, json="end_time", scontrol="EndTime", sacct="End", pyslurm="end_time"
-    ),
+    "start_epoch_s": JobField(_moment, "start_time", "StartTime", "Start", "start_time"),
+    "end_epoch_s": JobField(_moment, "end_time", "EndTime", "End", "end_time"),
     "time_limit_s": JobField(
-        read=_limit_s,
-        json="time_limit",
-        scontrol="TimeLimit",
-        sacct="TimelimitRaw",
-        pyslurm="time_limit",
-        sacct_read=minutes_s,
+        _limit_s, "time_limit", "TimeLimit", "TimelimitRaw", "time_limit", sacct_read=minutes_s
     ),
-    "restart_count": JobField(
-        read=number, json="restart_cnt", scontrol="Restarts", pyslurm="requeue_count"
-    ),
-    "preempt_epoch_s": JobField(
-        read=_moment, json="preempt_time", scontrol="PreemptTime", pyslurm="preempt_time"
-    ),
-    "suspend_epoch_s": JobField(
-        read=_moment, json="suspend_time", scontrol="SuspendTime", pyslurm="suspend_time"
-    ),
-    "pre_suspend_s": JobField(
-        read=number, json="pre_sus_time", scontrol="SecsPreSuspend", pyslurm="pre_suspension_time"
-    ),
-    "suspended_s": JobField(read=text.parse_duration_s, sacct="Suspended"),
+    "restart_count": JobField(number, "restart_cnt", "Restarts", "", "requeue_count"),
+    "preempt_epoch_s": JobField(_moment, "preempt_time", "PreemptTime", "", "preempt_time"),
+    "suspend_epoch_s": JobField(_moment, "suspend_time", "SuspendTime", "", "suspend_time"),
+    "pre_suspend_s": JobField(number, "pre_sus_time", "SecsPreSuspend", "", "pre_suspension_time"),
+    "suspended_s": JobField(text.parse_duration_s, "", "", "Suspended"),
     "work_dir": JobField(
-        read=str,
-        json="current_working_directory",
-        scontrol="WorkDir",
-        sacct="WorkDir",
-        pyslurm="working_directory",
+        str, "current_working_directory", "WorkDir", "WorkDir", "working_directory"
     ),
-    "std_out": JobField(read=str, scontrol="StdOut", pyslurm="standard_output"),
-    "std_err": JobField(read=str, scontrol="StdErr", pyslurm="standard_error"),
-    "comment": JobField(
-        read=str, json="comment", scontrol="Comment", sacct="Comment", pyslurm="comment"
-    ),
-    "is_batch": JobField(
-        read=_flag, json="batch_flag", scontrol="BatchFlag", pyslurm="is_batch_job"
-    ),
-    "may_requeue": JobField(
-        read=_flag, json="requeue", scontrol="Requeue", pyslurm="is_requeueable"
-    ),
+    "std_out": JobField(str, "", "StdOut", "", "standard_output"),
+    "std_err": JobField(str, "", "StdErr", "", "standard_error"),
+    "comment": JobField(str, "comment", "Comment", "Comment", "comment"),
+    "is_batch": JobField(_flag, "batch_flag", "BatchFlag", "", "is_batch_job"),
+    "may_requeue": JobField(_flag, "requeue", "Requeue", "", "is_requeueable"),
     "memory_per_node_bytes": JobField(
-        read=_memory_bytes,
-        json="memory_per_node",
-        scontrol="MinMemoryNode",
-        pyslurm="memory_per_node",
+        _memory_bytes, "memory_per_node", "MinMemoryNode", "", "memory_per_node"
     ),
     "memory_per_cpu_bytes": JobField(
-        read=_memory_bytes, json="memory_per_cpu", scontrol="MinMemoryCPU", pyslurm="memory_per_cpu"
+        _memory_bytes, "memory_per_cpu", "MinMemoryCPU", "", "memory_per_cpu"
     ),
-    "qos": JobField(read=str, json="qos", scontrol="QOS", pyslurm="qos"),
+    "qos": JobField(str, "qos", "QOS", "", "qos"),
 }
 """Attribute of ``Job`` -> where each source has it."""

@@ -12,8 +12,7 @@ from enum import Enum
 
 from hydroslurm.errors import UsageError
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.preemption import PreemptAction, Rule, rule_for
+from hydroslurm.slurm.config import Config, PreemptAction, Rule, rule_for
 from hydroslurm.slurm.values import Job, Partition, Qos
 
 LEAST_KILL_WAIT_S = 5

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
+import signal as signals
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.errors import SlurmMissing, SlurmTimeout
+from hydroslurm.errors import SlurmMissing, SlurmTimeout, UsageError
 from hydroslurm.slurm import refusals
 
 # Variables that change what is printed, or what is acted upon: SCANCEL_USER in somebody's profile
@@ -21,7 +21,7 @@ _AMBIENT = re.compile(
 _COMPLAINT = re.compile(r"\b(error|fatal)\b")
 
 _MEANT_FOR_RANKS = frozenset(
-    {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGURG}
+    {signals.SIGTERM, signals.SIGUSR1, signals.SIGUSR2, signals.SIGTSTP, signals.SIGURG}
 )
 
 
@@ -96,7 +96,7 @@ def _run_apart(
     requeue. A blocked mask is inherited through exec; here it is blocked for the start only, so
     that this process still hears them.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _MEANT_FOR_RANKS)
+    before = signals.pthread_sigmask(signals.SIG_BLOCK, _MEANT_FOR_RANKS)
     try:
         process = subprocess.Popen(
             command,
@@ -106,7 +106,7 @@ def _run_apart(
             stderr=subprocess.PIPE,
         )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signals.pthread_sigmask(signals.SIG_SETMASK, before)
     with process:
         try:
             out, complaint = process.communicate(timeout=timeout_s)
@@ -114,3 +114,32 @@ def _run_apart(
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, complaint)
+
+
+def signal_number(signal: str | int | signals.Signals) -> int:
+    """``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signals.SIGUSR1`` -> 10.
+
+    Raises:
+        UsageError: no such signal on Linux.
+    """
+    try:
+        if isinstance(signal, str):
+            name = signal.upper()
+            return signals.Signals[name if name.startswith("SIG") else f"SIG{name}"].value
+        if signal in signals.valid_signals():  # real-time ones have numbers only
+            return int(signal)
+        return signals.Signals(signal).value
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"no signal {signal!r}; wanted a name such as USR1 or TERM") from error
+
+
+def checked_job_id(job_id: int) -> int:
+    """The id itself.
+
+    Raises:
+        UsageError: not a positive number.
+    """
+    # it becomes a word of a command line: "1,2" or "-a" would mean something else there
+    if isinstance(job_id, bool) or not isinstance(job_id, int) or job_id < 1:
+        raise UsageError(f"not a job id: {job_id!r}; wanted a positive number, 123")
+    return job_id

@@ -20,22 +20,17 @@ What was read in the source of pyslurm 25.11.2 and is met here:
 
 from __future__ import annotations
 
-import signal as signals
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hydroslurm.errors import ControllerUnreachable, UnreadableOutput, UsageError, WrongJobState
+from hydroslurm.errors import ControllerUnreachable, UnreadableOutput, WrongJobState
 from hydroslurm.slurm import refusals, text
-from hydroslurm.slurm.commands import (
-    SlurmClient,
-    check_signallable,
-    checked_job_id,
-    signal_number,
-)
+from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.job_fields import job_of_fields, minutes_s, number
-from hydroslurm.slurm.retry import RetryPolicy
+from hydroslurm.slurm.programs import checked_job_id
+from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, Partition
 
 Result = TypeVar("Result")
@@ -128,22 +123,12 @@ class PyslurmClient(SlurmClient):
             if refusals.ALREADY_PENDING not in str(error):
                 raise
 
-    def signal(
-        self,
-        job_id: int,
-        signal: str | int | signals.Signals,
-        *,
-        step: int | None = None,
-        batch: bool = False,
-        full: bool = False,
+    def _send_signal(
+        self, job_id: int, number: int, *, step: int | None, batch: bool, full: bool
     ) -> None:
         if step is not None:
-            super().signal(job_id, signal, step=step, batch=batch, full=full)
+            super()._send_signal(job_id, number, step=step, batch=batch, full=full)
             return
-        number = signal_number(signal)
-        if batch and full:
-            raise UsageError("only one of step=, batch= and full= can be asked for")
-        check_signallable(self.job(job_id), number)
         steps = "batch" if batch else "all" if full else "children"
         self._change(
             job_id,

@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import socket
 import sys
 import threading
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm.core import rundir
-from hydroslurm.core.files import clean, open_regular, parse_json, read_regular
+from hydroslurm.core.files import clean, open_regular, parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import is_trusted
 from hydroslurm.errors import RunFolderError, SlurmError, UsageError
@@ -210,7 +209,7 @@ class _Answer:
 
 def _ask(job_id: int, environ: Mapping[str, str]) -> _Answer:
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.slurm.retry import RetryPolicy
+    from hydroslurm.slurm.refusals import RetryPolicy
 
     try:
         retry_policy = RetryPolicy(call_timeout_s=_ANSWER_S, give_up_after_s=0.0)
@@ -252,8 +251,7 @@ def _written_epoch_s(run: RunDir) -> float:
 
 
 def _state(run: RunDir) -> tuple[Path, ...]:
-    folders = (run.events, run.checkpoints, run.epochs)
-    return (*folders, run.claim_json, run.attempts_jsonl, run.finished_json)
+    return (run.events, run.checkpoints, run.claim_json, run.attempts_jsonl, run.finished_json)
 
 
 def _candidates(default: RunDir) -> list[RunDir]:
@@ -317,32 +315,27 @@ def _make(run: RunDir, me: Owner) -> RunDir | None:
         return run  # who wants to write there says it
     if not _is_free(run):
         return None
-    temporary = run.root / f".job-{secrets.token_hex(8)}"
     try:
-        _write_new(temporary, line)
-        try:
-            os.link(temporary, run.job_jsonl)  # whole or not at all, and never over another one's
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links
-            _write_new(run.job_jsonl, line)
+        write_atomically(run.job_jsonl, line, durable=True, exclusive=True)
+    except FileExistsError:
+        return None
+    except OSError:  # a file system without hard links?
+        return _write_in_place(run, line)
+    return run
+
+
+def _write_in_place(run: RunDir, line: bytes) -> RunDir | None:
+    try:
+        fd = os.open(run.job_jsonl, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         return None
     except OSError:
         return run  # who writes there next has the better message
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with contextlib.suppress(OSError), os.fdopen(fd, "wb") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
     return run
-
-
-def _write_new(path: Path, line: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, line)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _add_step(run: RunDir, me: Owner) -> None:

@@ -22,7 +22,7 @@ from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import SlurmError
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import WARNING_EARLY_S, StopCase, StopKind
-from hydroslurm.slurm.retry import RetryPolicy
+from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
 
 IN_GRACE = RetryPolicy(

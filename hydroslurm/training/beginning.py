@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from hydroslurm.checkpoint.newest import Found, newest_good
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier
+from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.rundir import RunDir
@@ -34,7 +35,7 @@ from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.resuming import differences, load_for, newest_of, set_aside
+from hydroslurm.training.resuming import differences, load_for, set_aside
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping
 
@@ -241,7 +242,7 @@ class Beginning(ABC):
     # --------------------------------------------------------------------------------------------
 
     def _newest(self) -> Found | None:
-        return newest_of(self._rank_group, durable=self._durable, fast=self._fast)
+        return newest_good(self._durable, fast=self._fast, topic="resume")
 
     def _enter(self) -> dict[str, Any]:
         """Claim the folder for all ranks, unless there is nothing left to do in it."""

@@ -9,9 +9,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint.layout import check_layout
-from hydroslurm.checkpoint.reshard import like_of
-from hydroslurm.checkpoint.skeleton import split
 from hydroslurm.checkpoint.store import State
+from hydroslurm.checkpoint.tree import encode, like_of
 from hydroslurm.errors import CheckpointError, StateMismatch, UsageError
 from hydroslurm.runtime.engine import Engine
 from hydroslurm.training.composition import changed_class, class_name
@@ -146,7 +145,7 @@ def require_savable(state: State) -> None:
     """
     for part in (state.shared, state.own):
         for name, tree in part.items():
-            split(tree, prefix=name)
+            encode(tree, prefix=name)
 
 
 def bare(thing: Any) -> Any:

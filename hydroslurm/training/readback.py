@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from hydroslurm.checkpoint.skeleton import is_dtensor
+from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 
 _PLAIN = (torch.Tensor, bool, int, float, complex, type(None))

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.checksummed_file import check_file
+from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.reader import read_metadata
-from hydroslurm.checkpoint.save_round import Peers
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier
+from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON
-from hydroslurm.core.fence import Fence
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, UsageError
 from hydroslurm.training.objects import Objects
@@ -89,24 +89,13 @@ class CheckpointReader:
     # --- which there are
     # --------------------------------------------------------------------------------------------
 
-    def epoch_store(
-        self, *, peers: Peers | None = None, fence: Fence | None = None
-    ) -> CheckpointStore:
-        """The checkpoints that were made after epochs; with peers and a fence, to make more."""
-        return CheckpointStore(RunDir(self.directory).epochs, peers=peers, fence=fence)
-
-    def step_store(self) -> CheckpointStore:
-        """The Run's own."""
-        return CheckpointStore(RunDir(self.directory).checkpoints)
-
     def committed(self) -> tuple[Checkpoint, ...]:
         """All that are there, oldest first. Whether their files are good is not looked at."""
-        found = [one for store in self._all_stores() for one in store.committed()]
-        return tuple(sorted(found, key=age))
+        return self._store().committed()
 
     def epochs(self) -> tuple[int, ...]:
         """The epochs that have a checkpoint, in order."""
-        return tuple(one.epoch for one in self._all_stores()[1].committed())
+        return tuple(one.epoch for one in self.committed() if one.kind == EPOCH)
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """The newest epoch that has a checkpoint, None when there is none; or ``user_epoch``, when
@@ -139,16 +128,16 @@ class CheckpointReader:
             raise UsageError(
                 f"epoch={epoch} and step={step}: a checkpoint is chosen by one of them"
             )
-        stores = self._all_stores()[1 if epoch is not None else 0 :]
+        store = self._store()
         found = [
-            Found(Tier.DURABLE, store, one)
-            for store in stores
+            one
             for one in store.committed()
-            if (epoch is None or one.epoch == epoch) and (step is None or one.step == step)
+            if (epoch is None or (one.kind, one.epoch) == (EPOCH, epoch))
+            and (step is None or one.step == step)
         ]
         if not found:
             raise CheckpointMissing(self._missing(epoch, step))
-        return max(found, key=lambda one: age(one.checkpoint))
+        return Found(Tier.DURABLE, store, found[-1])
 
     # --- what is in them
     # --------------------------------------------------------------------------------------------
@@ -220,15 +209,11 @@ class CheckpointReader:
         wanted.load(state.shared, source=str(found.checkpoint.path))
         return found.checkpoint
 
-    def _all_stores(self) -> tuple[CheckpointStore, CheckpointStore]:
-        """Of steps and of epochs, to read from: whoever asks for one means it, also when it is a
-        colleague's. A job that resumes believes its own only: :meth:`epoch_store`."""
-        run = RunDir(self.directory)
-        steps, epochs = (
-            CheckpointStore(folder, storage=AnyonesStorage())
-            for folder in (run.checkpoints, run.epochs)
-        )
-        return steps, epochs
+    def _store(self) -> CheckpointStore:
+        """To read from: whoever asks for a checkpoint means it, also when it is a colleague's. A
+        job that resumes believes its own only."""
+        require_one_store(self.directory)
+        return CheckpointStore(RunDir(self.directory).checkpoints, storage=AnyonesStorage())
 
     def _missing(self, epoch: int | None, step: int | None) -> str:
         wanted = "at all" if step is None else f"of step {step}"
@@ -240,11 +225,19 @@ class CheckpointReader:
         )
 
 
-def age(checkpoint: Checkpoint) -> tuple[int, int, int]:
-    """Orders the checkpoints of a run. Of the same step in the same epoch, either one is a state to
-    go on from; the later one has more behind it."""
-    found = checkpoint.manifest
-    return found.step, found.epoch, found.created_epoch_ns
+def require_one_store(directory: Path) -> None:
+    """Refuse a run folder in which an older version has kept epochs apart.
+
+    Raises:
+        CheckpointError: there are such epochs.
+    """
+    old = directory / "epochs"
+    if any(old.glob("step-*")):
+        raise CheckpointError(
+            f"{old} holds epochs of an older version of hydroslurm, which this one does not read: "
+            f"it keeps them in {RunDir(directory).checkpoints}. Give another directory, or move "
+            "that folder away"
+        )
 
 
 def _listed(numbers: Collection[int]) -> str:

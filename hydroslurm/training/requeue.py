@@ -25,8 +25,8 @@ from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.policy import SitePolicy, read_policy
+from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.restarts import Start, requeue
-from hydroslurm.slurm.retry import RetryPolicy
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
 from hydroslurm.training.attempts import Ending
 from hydroslurm.training.notice import notice

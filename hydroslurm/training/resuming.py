@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what of it is this rank's."""
+"""What of a checkpoint is this rank's, and what is not as it was when it was saved."""
 
 from __future__ import annotations
 
@@ -6,30 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.checkpoint.choosing import choose
+from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.rng import for_new_rank
-from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Found, Tier, newest_over
+from hydroslurm.checkpoint.store import State
 from hydroslurm.errors import RunFolderError
 from hydroslurm.training.composition import Composition, Loading, changes
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.rank_group import RankGroup
-
-
-def newest_of(
-    rank_group: RankGroup, *, durable: CheckpointStore, fast: CheckpointStore | None
-) -> Found | None:
-    """The newest committed checkpoint that is whole, the same for all ranks; None when there is
-    none at all.
-
-    Raises:
-        CheckpointCorrupt: there are some, and none is whole: starting over must be a decision.
-        AgreementFailed, CoordinatorLost: a rank is gone.
-    """
-    if rank_group.peers is None:
-        return newest_over(durable=durable, fast=fast)
-    chosen = choose(durable, topic="resume")
-    return None if chosen is None else Found(Tier.DURABLE, durable, chosen)
 
 
 def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:

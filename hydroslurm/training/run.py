@@ -56,7 +56,7 @@ from hydroslurm.training.ddp_buckets import UNSETTLED, is_settled
 from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects, require_savable
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
-from hydroslurm.training.rank_group import rank_group_of
+from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.recording import SaveRecorder
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
@@ -114,6 +114,9 @@ class Run(Beginning):
     _rest_is_redone = True
     """What follows the training is repeated until the process that has done it ends well."""
 
+    _keep_epochs: int | None = None
+    """How many checkpoints of kind ``epoch`` stay, which only a job makes; None: all of them."""
+
     def __init__(
         self,
         *,
@@ -164,7 +167,7 @@ class Run(Beginning):
         self._fence = fence_of(self.dir, allocation)
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
         self._controller, self._installed_here = controller_for(self.dir, environ)
-        self._rank_group = rank_group_of(self._controller)
+        self._rank_group = RankGroup(self._controller)
         self._world = World.from_environ(environ)
         self._room = functools.partial(memory.room, ranks_here=self._world.local_world_size)
         peers = self._rank_group.peers
@@ -186,6 +189,7 @@ class Run(Beginning):
                 self._durable,
                 fast=self._fast,
                 keep=keep,
+                keep_epochs=self._keep_epochs,
                 on_save_error=on_save_error,
                 exempt=self._controller.exempt,
                 tell=SaveRecorder(self._controller),

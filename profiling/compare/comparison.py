@@ -21,6 +21,7 @@ import drive
 import figures
 import pairs
 from attempts import read_attempts
+from harness import rounded
 from peers import PEERS, Peer, absent
 from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec, version_of
 from storm import Event, Kind, storm
@@ -172,17 +173,6 @@ class _Storm:
             steps=self.plan.steps,
             bare_step_s=self.bare_step_s,
         )
-
-
-def rounded(value: Any) -> Any:
-    """Five digits, and None for what is not a number."""
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    if isinstance(value, float):
-        return None if math.isnan(value) else float(f"{value:.5g}")
-    return value
 
 
 def say(words: str) -> None:

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from digits import Config, Parts, outcome
 from observer import Observer
 
@@ -52,37 +51,12 @@ def train_by_hand(
     """
     parts = Parts(config)
     checkpoint = config.folder / "checkpoint.pt"
-    step = _load(parts, checkpoint)
+    step = parts.load(checkpoint)
     with inside(parts.model), Observer(config.folder, step) as observer:
         for epoch in range(step // parts.steps_per_epoch, config.epochs):
             for batch in parts.loader(epoch):
                 parts.learn(batch)
                 step += 1
                 observer.made(step)
-            _save(parts, step, checkpoint)
+            parts.save(checkpoint, step)
     finished(parts, step)
-
-
-def _save(parts: Parts, step: int, checkpoint: Path) -> None:
-    part = checkpoint.with_suffix(f".{os.getpid()}")
-    state = {
-        "model": parts.model.state_dict(),
-        "optimizer": parts.optimizer.state_dict(),
-        "scheduler": parts.scheduler.state_dict(),
-        "step": step,
-        "rng": torch.get_rng_state(),
-    }
-    torch.save(state, part)
-    part.replace(checkpoint)
-
-
-def _load(parts: Parts, checkpoint: Path) -> int:
-    if not checkpoint.exists():
-        return 0
-    state = torch.load(checkpoint)
-    parts.model.load_state_dict(state["model"])
-    parts.optimizer.load_state_dict(state["optimizer"])
-    parts.scheduler.load_state_dict(state["scheduler"])
-    torch.set_rng_state(state["rng"])
-    step: int = state["step"]
-    return step

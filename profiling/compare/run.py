@@ -19,7 +19,6 @@ whose packages are missing is left out, with a word.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from comparison import FULL, QUICK, compare
-from harness import Options, environment, finish
+from harness import environment, finish, parser
 from peers import PEERS
 from picture import draw
 from table import table
@@ -39,17 +38,15 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="hydroslurm and its peers in one storm.")
-    parser.add_argument("--quick", action="store_true", help="two events: to see that it runs")
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    parser.add_argument("--peers", default=",".join(PEERS), help="some of %(default)s")
-    parser.add_argument("--seed", type=int, default=6, help="of the storm (6)")
-    parser.add_argument("--out", type=Path, help="folder for compare.json and compare.png")
-    parser.add_argument("--directory", type=Path, help="of the runs, kept; else a temporary one")
-    chosen = parser.parse_args()
+    options = parser("hydroslurm and its peers in one storm.")
+    options.add_argument("--peers", default=",".join(PEERS), help="some of %(default)s")
+    options.add_argument("--seed", type=int, default=6, help="of the storm (6)")
+    options.add_argument("--out", type=Path, help="folder for compare.json and compare.png")
+    options.add_argument("--directory", type=Path, help="of the runs, kept; else a temporary one")
+    chosen = options.parse_args()
     unknown = set(chosen.peers.split(",")) - set(PEERS)
     if unknown:
-        parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
+        options.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     out = chosen.out or (None if chosen.quick else RESULTS)
     wanted = [peer for name, peer in PEERS.items() if name in chosen.peers.split(",")]
     with tempfile.TemporaryDirectory(prefix="hydroslurm-compare-") as temporary:
@@ -64,7 +61,8 @@ def main() -> None:
         _publish({"script": "run.py", "quick": chosen.quick, **result}, out)
     if not chosen.json:
         print(table({**result, "environment": environment()}))
-    finish(Options(quick=chosen.quick, json_only=True), "", result)
+        chosen.json = True
+    finish(chosen, "", result)
 
 
 def _publish(result: Mapping[str, Any], out: Path) -> None:

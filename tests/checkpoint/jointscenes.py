@@ -30,9 +30,9 @@ from checkpoint.pipepeers import PipePeers, together
 from checkpoint.states import revoked_from_anybody, same
 
 from hydroslurm.checkpoint import folders
-from hydroslurm.checkpoint.choosing import choose
 from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.memory import Room
+from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -253,10 +253,10 @@ def _chosen(where: Path) -> tuple[list[int], int]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                found = choose(store, topic="resume")
-                step = 0 if found is None else found.step
+                found = newest_good(store, topic="resume")
+                step = 0 if found is None else found.checkpoint.step
                 if found is not None:
-                    store.load(found, verify=False)
+                    store.load(found.checkpoint, verify=False)
             except CheckpointCorrupt:
                 step = 9
         return step + 10 * len([one for one in caught if one.category is RuntimeWarning])
@@ -321,9 +321,9 @@ def savers(folder: Path) -> int:
         changed = saver.save_by(joint_state(6, peers.rank), step=6, deadline_mono_s=deadline_s)
         assert changed.checkpoint is not None
         assert changed.checkpoint.path.name == "step-000000006.2"
-        newest = choose(store, topic="newest")
+        newest = newest_good(store)
         assert newest is not None
-        assert newest.path == changed.checkpoint.path
+        assert newest.checkpoint.path == changed.checkpoint.path
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             saver.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from checkpoint.pipepeers import PipePeers
-from checkpoint.states import same, state_of
+from checkpoint.states import newest_in, same, state_of
 
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
@@ -51,7 +51,7 @@ def look(folder: Path, steps: tuple[int, ...]) -> int:
     store = CheckpointStore(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = store.newest_good()
+        found = newest_in(store)
     assert found is not None
     assert found.step in steps, f"{found.step} instead of one of {steps}"
     assert holds(store, found, found.step), f"step {found.step} came back changed"

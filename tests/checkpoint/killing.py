@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint.faulty import CountingStorage, killing
-from checkpoint.states import holds, state_of
+from checkpoint.states import holds, newest_in, state_of
 
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore
@@ -93,7 +93,7 @@ def at_any_moment(folder: Path, *, count: int, seed: int) -> int:
         time.sleep(chance.uniform(0.0, 0.08))  # the moment is what is varied here
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        found = CheckpointStore(folder).newest_good()
+        found = newest_in(CheckpointStore(folder))
         assert found is not None
         assert found.step >= old, f"step {old} was committed, {found.step} is the newest"
         assert holds(CheckpointStore(folder), found, found.step)
@@ -109,7 +109,7 @@ def look(folder: Path, *, old: int, new: int) -> int:
     store = CheckpointStore(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if (folder / f"step-{new:09d}").exists() else "error")
-        found = store.newest_good()
+        found = newest_in(store)
     assert found is not None
     assert found.step in (old, new), f"{found.step} instead of {old} or {new}"
     assert holds(store, found, found.step), f"step {found.step} came back changed"

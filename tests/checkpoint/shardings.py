@@ -32,9 +32,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hydroslurm.checkpoint.reshard import like_of
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.tree import like_of
 from hydroslurm.checkpoint.write_plan import divide
 
 SAVERS = 4

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from hydroslurm.checkpoint import folders
-from hydroslurm.checkpoint.skeleton import join
+from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.tree import decode
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
 
 
@@ -56,6 +57,12 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def newest_in(store: CheckpointStore) -> Checkpoint | None:
+    """What a run would continue from."""
+    found = newest_good(store)
+    return None if found is None else found.checkpoint
+
+
 def holds(store: CheckpointStore, checkpoint: Checkpoint, step: int) -> bool:
     """Whether a checkpoint has the state of a step, bit for bit."""
     loaded, wanted = store.load(checkpoint), state_of(step)
@@ -88,4 +95,4 @@ def copy_of(state: State, staging: Staging | None = None) -> State:
     plan = (staging or Staging()).copy(plan_of_one(state))
     assert plan is not None, "there is no memory for a copy"
     tensors = {shard.key: shard.tensor for shard in plan.shards}
-    return State(shared=join(plan.shared, tensors), own=join(plan.own, tensors))
+    return State(shared=decode(plan.shared, tensors), own=decode(plan.own, tensors))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.states import same, state_of
+from checkpoint.states import newest_in, same, state_of
 from typer.testing import CliRunner
 
 from hydroslurm.checkpoint.export import export
@@ -102,7 +102,7 @@ def test_verify_of_nothing(tmp_path: Path) -> None:
 def test_export(run_dir: RunDir, tmp_path: Path) -> None:
     """The newest good one goes into a file that torch.load reads with weights_only."""
     out = tmp_path / "model.pt"
-    with pytest.warns(RuntimeWarning, match="going back"):
+    with pytest.warns(RuntimeWarning, match="continues from"):
         assert "step 1 of" in call("export", run_dir.root, "--out", out, "--only", "model")
     assert same(torch.load(out, weights_only=True), state_of(1).shared["model"])
     one = run_dir.checkpoints / "step-000000001"
@@ -158,7 +158,7 @@ def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
         store.write(state_of(1), step=7, kind="manual", again=True)
     last = store.write(state_of(3), step=7, kind="manual", again=True)
     assert last.path.name == "step-000000007.12"
-    found = store.newest_good()
+    found = newest_in(store)
     assert found is not None
     assert found.path == last.path
     rows = json.loads(call("ls", tmp_path, "--json", "--verify"))

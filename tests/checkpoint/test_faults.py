@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint.faulty import NUMBERS, CountingStorage, failing
-from checkpoint.states import holds, state_of
+from checkpoint.states import holds, newest_in, state_of
 
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.errors import CheckpointCorrupt, SaveFailed
@@ -39,7 +39,7 @@ def test_failure_at_every_call(quick_folder: Path, number: int, for_good: bool) 
         except SaveFailed as error:
             said = str(error)
         assert said is None or f"step {at} could not be saved" in said
-        found = CheckpointStore(folder).newest_good()
+        found = newest_in(CheckpointStore(folder))
         assert found is not None
         assert found.step == at or (said and found.step == at - 1)
         assert holds(good, found, found.step)
@@ -136,7 +136,7 @@ def test_full_disk(tmp_path: Path) -> None:
         else:
             pytest.fail("200 kB held 20 checkpoints")
         assert "No space left on device" in said
-        found = store.newest_good()
+        found = newest_in(store)
         assert found is not None
         assert found.step == step - 1
         assert holds(store, found, found.step)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint.faulty import CountingStorage
 from checkpoint.states import holds, revoked_from_anybody, state_of
 
 from hydroslurm.checkpoint import folders
-from hydroslurm.checkpoint.fallback import newest_good
+from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.checkpoint.tiers import newest_over
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import StaleAttempt
 
@@ -114,7 +113,7 @@ def test_what_is_being_loaded_stays(tmp_path: Path) -> None:
     writer, reader = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
     writer.write(state_of(1), step=1, kind="periodic")
     with reader.pins.holding():
-        found = newest_over(durable=reader)
+        found = newest_good(reader)
         assert found is not None
         for step in (2, 3, 4):
             writer.write(state_of(step), step=step, kind="periodic")
@@ -172,8 +171,20 @@ def test_who_cannot_pin_can_load(tmp_path: Path) -> None:
     assert holds(reader, reader.committed()[0], 1)
 
 
-@pytest.mark.parametrize("way", ["newest_over", "newest_good"])
-def test_what_vanishes_while_it_is_looked_for_is_looked_for_again(way: str, tmp_path: Path) -> None:
+class Echo:
+    """Peers of rank 0 that answer as it does."""
+
+    rank = 0
+    world_size = 2
+
+    def agree(self, topic: str, value: Any, **_: Any) -> dict[int, Any]:
+        return dict.fromkeys(range(self.world_size), value)
+
+
+@pytest.mark.parametrize("peers", [None, Echo()], ids=["alone", "several ranks"])
+def test_what_vanishes_while_it_is_looked_for_is_looked_for_again(
+    peers: Echo | None, tmp_path: Path
+) -> None:
     """Another process commits and removes between the list and the first byte that is read, at
     whatever call that is: the newest is found, without a warning."""
     writer, total, at = CheckpointStore(tmp_path), 1, 0
@@ -189,16 +200,10 @@ def test_what_vanishes_while_it_is_looked_for_is_looked_for_again(way: str, tmp_
                     writer.prune(keep=1, keep_stop=0)
 
         disk = CountingStorage(go_on)
-        reader = CheckpointStore(tmp_path, storage=disk)
-        ways: dict[str, Callable[[], int]] = {
-            "newest_over": lambda reader=reader: newest_over(durable=reader).checkpoint.step,  # type: ignore[misc, union-attr]
-            "newest_good": lambda reader=reader, disk=disk: (
-                newest_good(  # type: ignore[misc, union-attr]
-                    tmp_path, verify=reader.verify, storage=disk
-                ).step
-            ),
-        }
-        assert ways[way]() >= last, f"at call {at}"
+        reader = CheckpointStore(tmp_path, storage=disk, peers=peers)
+        found = newest_good(reader)
+        assert found is not None
+        assert found.checkpoint.step >= last, f"at call {at}"
         total = len(disk.calls)
     assert at > 5
 
@@ -217,7 +222,7 @@ def test_a_claim_at_any_call_of_retention_leaves_what_the_newer_one_chooses(tmp_
         ) -> None:
             if n == at:
                 new_fence.claim()
-                found = newest_over(durable=new)
+                found = newest_good(new)
                 assert found is not None
                 new.pins.pin(found.checkpoint.path)
                 chosen.append(found.checkpoint.step)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.states import holds, state_of
+from checkpoint.states import holds, newest_in, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -149,11 +149,11 @@ def test_forged(how: str, store: CheckpointStore, tmp_path: Path) -> None:
     assert [row["state"] for row in rows] == ["whole", "whole", third], rows
     assert len(_call("ls", store.directory).splitlines()) == 4
     assert "3 checkpoints, 1 of them cannot be loaded" in _call("verify", store.directory)
-    with pytest.warns(RuntimeWarning, match="going back to .*step-000000002"):
-        found = CheckpointStore(store.directory).newest_good()
+    with pytest.warns(RuntimeWarning, match="continues from .*step-000000002"):
+        found = newest_in(CheckpointStore(store.directory))
     assert found is not None
     assert holds(store, found, 2)
-    with pytest.warns(RuntimeWarning, match="going back to"):
+    with pytest.warns(RuntimeWarning, match="continues from"):
         _call("export", store.directory, "--out", tmp_path / "model.pt")
     assert (tmp_path / "model.pt").is_file()
 

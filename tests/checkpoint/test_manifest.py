@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from checkpoint.states import newest_in
 
 import hydroslurm
 from hydroslurm.checkpoint import manifest
@@ -63,8 +64,8 @@ def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
     assert isinstance(store.problems()[done.path], CheckpointTooNew)
     with pytest.raises(CheckpointTooNew):
         store.verify(done)
-    with pytest.warns(RuntimeWarning, match="of schema 7.*going back to .*step-000000002"):
-        found = store.newest_good()
+    with pytest.warns(RuntimeWarning, match="of schema 7.*continues from .*step-000000002"):
+        found = newest_in(store)
     assert found is not None
     assert found.step == 2
     store.prune(keep=1)

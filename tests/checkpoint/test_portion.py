@@ -10,10 +10,11 @@ from checkpoint.pipepeers import Lonely
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydroslurm.checkpoint import folders, reshard
+from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.save_round import SOLO
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.tree import like_of, tensor_keys
 from hydroslurm.checkpoint.write_plan import LEAST_DIVIDED_BYTES, divide, owners
 from hydroslurm.errors import UsageError
 
@@ -54,12 +55,13 @@ def test_templates_of_an_optimizer() -> None:
     """A fresh optimizer's template is its parameters, by the numbers of its state_dict."""
     weight, bias = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
     adam = torch.optim.Adam([{"params": [weight]}, {"params": [bias]}])
-    like = reshard.like_of(adam)
+    like = like_of(adam)
     assert list(like["state"]) == [0, 1]
     assert like["state"][1] is bias
-    assert reshard.like_of(object()) is None
+    assert like_of(object()) is None
     # no DTensors: everything comes back whole
-    assert reshard.templates({"state": {"$dict": [[0, {"x": {"$tensor": "k"}}]]}}, like) == {}
+    found = tensor_keys({"state": {"$dict": [[0, {"x": {"$tensor": "k"}}]]}}, like)
+    assert found == {"k": None}
 
 
 def test_no_fast_tier_with_several_ranks(tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_no_fast_tier_with_several_ranks(tmp_path: Path) -> None:
 
 def test_a_joint_folder_is_left_alone_for_a_while(tmp_path: Path) -> None:
     """The death of the process that named it is not enough: another rank may finish it."""
-    path = folders.joint_temporary(folders.of_step(tmp_path, 7))
+    path = folders.temporary(folders.of_step(tmp_path, 7), joint=True)
     path.mkdir()
     now_epoch_s = path.stat().st_mtime
     assert not folders.is_leftover(path, now_epoch_s=now_epoch_s + 1e6), "this process is alive"

@@ -11,10 +11,11 @@ from checkpoint.disks import BrokenDisk, HeldDisk, SlowRemoval, SlowSync
 from checkpoint.test_saver import state_of, steps, value_at
 
 from hydroslurm.checkpoint.deadline import Action
+from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.checkpoint.tiers import Tier, newest_over
+from hydroslurm.checkpoint.tiers import Tier
 
 
 def expect(saver: Saver, tier: Tier, *, seconds: float) -> None:
@@ -182,12 +183,12 @@ def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path
     expect(saver, Tier.DURABLE, seconds=600.0)
     saved = saver.save_by(state_of(7.0), step=5, deadline_mono_s=in_s(2))
     assert (saved.tier, saved.choice, saved.steps_at_risk) == (Tier.FAST, Action.FAST_ONLY, 0)
-    found = newest_over(durable=durable, fast=fast)
+    found = newest_good(durable, fast=fast)
     assert found is not None
     assert (found.tier, found.checkpoint.path.name) == (Tier.FAST, "step-000000005.3")
     disk.let_go.set()
     saver.close()
-    found = newest_over(durable=durable)
+    found = newest_good(durable)
     assert found is not None
     assert float(durable.load(found.checkpoint).shared["model"]["w"][0]) == 7.0
     alone = Saver(durable)

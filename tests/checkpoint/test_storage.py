@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint.faulty import PowerCut, PowerCutStorage
-from checkpoint.states import holds, state_of
+from checkpoint.states import holds, newest_in, state_of
 
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import CheckpointStore
@@ -43,7 +43,7 @@ def test_power_cut_at_every_call(quick_folder: Path, names: bool) -> None:
         survived = cut_short(lambda folder=folder, storage=storage: saves(folder, storage))
         storage.lose(folder, names=names)
         store = CheckpointStore(folder)
-        found = store.newest_good()
+        found = newest_in(store)
         assert found is not None, f"nothing loads after call {cut}"
         assert found.step == 2 or (found.step == 1 and not survived)
         assert holds(store, found, found.step)
@@ -58,7 +58,7 @@ def test_first_save_survives_a_power_cut_in_new_folders(tmp_path: Path) -> None:
     assert cut_short(lambda: first_saves(tmp_path, storage))
     storage.lose(tmp_path, names=True)
     store = CheckpointStore(tmp_path / "new" / "deep")
-    found = store.newest_good()
+    found = newest_in(store)
     assert found is not None
     assert holds(store, found, 2)
 
@@ -72,9 +72,9 @@ def test_power_cut_finds_a_missing_fsync(tmp_path: Path, deaf: str) -> None:
     storage.lose(tmp_path, names=True)
     if deaf == "fsync":
         with pytest.warns(RuntimeWarning, match="step-000000002"):
-            found = CheckpointStore(tmp_path).newest_good()
+            found = newest_in(CheckpointStore(tmp_path))
     else:
-        found = CheckpointStore(tmp_path).newest_good()
+        found = newest_in(CheckpointStore(tmp_path))
     assert found is not None
     assert found.step == 1
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint.faulty import CountingStorage
 from checkpoint.pipepeers import Lonely
-from checkpoint.states import holds, same, state_of
+from checkpoint.states import holds, newest_in, same, state_of
 
 from hydroslurm.checkpoint import folders, layout
 from hydroslurm.checkpoint.reader import read_metadata, read_tensors
@@ -140,8 +140,8 @@ def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str)
         store.verify(newest)
     with pytest.raises(CheckpointCorrupt):
         store.load(newest)
-    with pytest.warns(RuntimeWarning, match="going back") as caught:
-        found = CheckpointStore(tmp_path).newest_good()
+    with pytest.warns(RuntimeWarning, match="continues from") as caught:
+        found = newest_in(CheckpointStore(tmp_path))
     assert found is not None
     assert found.step == 1
     assert len(caught) == 1
@@ -164,11 +164,11 @@ def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
 
 def test_nothing_good_is_an_error_and_nothing_at_all_is_none(tmp_path: Path) -> None:
     """A run starts over only where there never was a checkpoint."""
-    assert CheckpointStore(tmp_path / "none").newest_good() is None
+    assert newest_in(CheckpointStore(tmp_path / "none")) is None
     store = saved(tmp_path, 1)
     (tmp_path / "step-000000001" / "shared.json").unlink()
     with pytest.raises(CheckpointCorrupt, match=r"shared\.json"):
-        store.newest_good()
+        newest_in(store)
 
 
 def test_leftovers_are_never_believed(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_newest_good_one_is_not_retired(tmp_path: Path) -> None:
     store.prune(keep=1)
     assert 1 in steps_of(store)
     with pytest.warns(RuntimeWarning, match="step-000000003"):
-        found = store.newest_good()
+        found = newest_in(store)
     assert found is not None
     assert found.step == 1
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from checkpoint.test_saver import state_of
 
+from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
-from hydroslurm.checkpoint.tiers import Tier, newest_over
+from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.errors import CheckpointCorrupt
 
 
@@ -31,13 +32,13 @@ def flip_a_bit(checkpoint: Checkpoint) -> None:
 def test_the_newest_of_both(tmp_path: Path) -> None:
     """The newest step wins wherever it lies; of the same step the fast one, which loads sooner."""
     durable, fast = stores(tmp_path)
-    assert newest_over(durable=durable, fast=fast) is None
+    assert newest_good(durable, fast=fast) is None
     write(durable, 1)
     for step, tier in ((1, Tier.DURABLE), (2, Tier.FAST), (2, Tier.FAST), (3, Tier.DURABLE)):
         if tier is Tier.FAST:
             write(fast, step)
         write(durable, min(step, 2) if tier is Tier.FAST else step)
-        found = newest_over(durable=durable, fast=fast)
+        found = newest_good(durable, fast=fast)
         assert found is not None
         assert (found.checkpoint.step, found.tier) == (step, tier)
         assert found.store.load(found.checkpoint).own["n"] == step
@@ -51,12 +52,12 @@ def test_a_damaged_one_is_passed_over_with_both_names(tmp_path: Path) -> None:
     flip_a_bit(write(fast, 2))
     second = write(durable, 2)
     with pytest.warns(RuntimeWarning, match=r"fast/step-000000002.*continues from .*durable/step"):
-        found = newest_over(durable=durable, fast=fast)
+        found = newest_good(durable, fast=fast)
     assert found is not None
     assert (found.checkpoint.step, found.tier) == (2, Tier.DURABLE)
     flip_a_bit(second)
     with pytest.warns(RuntimeWarning, match=r"continues from .*durable/step-000000001"):
-        found = newest_over(durable=durable, fast=fast)
+        found = newest_good(durable, fast=fast)
     assert found is not None
     assert found.checkpoint.step == 1
 
@@ -68,9 +69,9 @@ def test_none_that_is_whole_is_no_new_beginning(tmp_path: Path) -> None:
     flip_a_bit(write(fast, 2))
     (write(durable, 1).path / "manifest.json").unlink()
     with pytest.raises(CheckpointCorrupt, match=r"fast/step-000000002.*durable/step-000000001"):
-        newest_over(durable=durable, fast=fast)
+        newest_good(durable, fast=fast)
     write(durable, 3)
-    found = newest_over(durable=durable, fast=fast)
+    found = newest_good(durable, fast=fast)
     assert found is not None
     assert found.checkpoint.step == 3
 
@@ -81,7 +82,7 @@ def test_without_a_fast_tier(tmp_path: Path) -> None:
     write(durable, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = newest_over(durable=durable)
+        found = newest_good(durable)
     assert found is not None
     assert found.checkpoint.step == 4
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import child
 
-from hydroslurm.cli.job import _since, rank_line
+from hydroslurm.cli.status import _since, rank_line
 from hydroslurm.core.dates import boot_id, by_date_of_now, clocks
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
@@ -167,7 +167,7 @@ def test_whose_date_is_left_alone() -> None:
     assert by_date_of_now(990 * s, 53_590 * s, "another", now=now) == 53_590 * s
     assert by_date_of_now(900 * s, 40_000 * s, here, now=now) == 40_000 * s
     assert by_date_of_now(7000 * s, 48_000 * s, here, now=now) == 48_000 * s
-    assert _since(53_570 * s, now[1]) == "since a moment that is 3,570 s ahead of this host's date"
+    assert _since(53_570 * s, now[1]) == "since 3,570 s in the future by this host's clock"
     assert _since(now[1] - 3 * s, now[1]) == "since 3.0 s"
 
 

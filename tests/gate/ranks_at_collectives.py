@@ -124,7 +124,7 @@ class Controller:
 
 
 def issued() -> int:
-    return sum(collectives.issued().values())
+    return sum(group.issued for group in collectives.groups().values())
 
 
 def exact() -> list[int]:

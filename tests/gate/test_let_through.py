@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import Child, child
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
 from hydroslurm.gate.hooks import HooksGate
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import Action, Cause
-from tests.processes import Child, child
 
 PROGRAM = Path(__file__).parent / "ranks_at_collectives.py"
 ENVIRON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

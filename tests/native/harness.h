@@ -69,6 +69,8 @@ std::vector<hs_signal> usual_table();
 int start(std::vector<hs_signal> &table, int event_fd = -1);
 void start_usual();
 hs_status status();
+inline void pause_now(uint32_t cause = HS_CAUSE_API) { CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, cause), 0); }
+inline void resume_now(uint32_t cause = HS_CAUSE_API) { CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, cause), 0); }
 
 /* fork(), and the child ends with this process, or after a minute. */
 pid_t fork_child();

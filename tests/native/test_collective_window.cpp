@@ -1,9 +1,6 @@
 /* CollectiveWindows: a closed gate that lets the training threads go on to a collective. */
 #include "harness.h"
 
-static void pause_now(uint32_t cause = HS_CAUSE_API) { CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, cause), 0); }
-static void resume_now(uint32_t cause = HS_CAUSE_API) { CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, cause), 0); }
-
 /* A thread of autograd's that trains: three operators, one collective, and again. */
 class Rank {
   public:
@@ -41,6 +38,25 @@ class Rank {
 /* The body runs in another thread, for a main thread that polls is never quiet. */
 static void with_main_asleep(const std::function<void()> &body) { std::thread(body).join(); }
 
+/* A gate with a rank that has trained for a while. */
+static void with_rank(const std::function<void(Rank &)> &body) {
+    start_usual();
+    Rank rank;
+    until([&] { return rank.issued > 10; });
+    with_main_asleep([&] { body(rank); });
+    hs_gate_stop();
+}
+
+/* The same, paused and parked before the body, and resumed behind it. */
+static void with_parked_rank(const std::function<void(Rank &)> &body) {
+    with_rank([&](Rank &rank) {
+        pause_now();
+        until_event(HS_EVENT_PARKED);
+        body(rank);
+        resume_now();
+    });
+}
+
 /* The n-th PARKED, and how many the rank had issued when the gate closed. */
 static int64_t parked_at(const Rank &rank, int n) {
     until_event(HS_EVENT_PARKED, n);
@@ -49,10 +65,7 @@ static int64_t parked_at(const Rank &rank, int n) {
 
 /* After let_through(n) exactly n more collectives have been issued, and the thread stands before the next one. */
 TEST(let_through_counts) {
-    start_usual();
-    Rank rank;
-    until([&] { return rank.issued > 10; });
-    with_main_asleep([&] {
+    with_rank([&](Rank &rank) {
         int parked = 0;
         for (const int n : {1, 3, 1, 17}) {
             pause_now(HS_CAUSE_PEERS);
@@ -75,7 +88,6 @@ TEST(let_through_counts) {
             CHECK_EQ(status().window_open, 0);
         }
     });
-    hs_gate_stop();
 }
 
 /* What is told, in which order, and that no stamp goes back: LET_THROUGH between two PARKED of the same request. */
@@ -114,10 +126,7 @@ TEST(let_through_is_told) {
 
 /* n = 0, and any n while the gate is open, change nothing and are not kept for the next closing. */
 TEST(let_through_of_nothing) {
-    start_usual();
-    Rank rank;
-    until([&] { return rank.issued > 10; });
-    with_main_asleep([&] {
+    with_rank([&](Rank &rank) {
         CHECK_EQ(hs_gate_let_through(4), 0);
         until([] { return hs::gate.window.wanted.load() == 0; });
         pause_now();
@@ -133,15 +142,11 @@ TEST(let_through_of_nothing) {
         resume_now();
         until([&] { return rank.issued > issued; });
     });
-    hs_gate_stop();
 }
 
 /* Two calls add up, whether the first is used up or not. */
 TEST(let_through_adds_up) {
-    start_usual();
-    Rank rank;
-    until([&] { return rank.issued > 10; });
-    with_main_asleep([&] {
+    with_rank([&](Rank &rank) {
         pause_now();
         const int64_t then = parked_at(rank, 1);
         CHECK_EQ(hs_gate_let_through(2), 0);
@@ -155,15 +160,11 @@ TEST(let_through_adds_up) {
         CHECK_EQ(told, 6);
         resume_now();
     });
-    hs_gate_stop();
 }
 
 /* What is left is lost when the gate opens, and a new closing holds at any operator again. */
 TEST(let_through_ends_with_the_closing) {
-    start_usual();
-    Rank rank;
-    until([&] { return rank.issued > 10; });
-    with_main_asleep([&] {
+    with_rank([&](Rank &rank) {
         pause_now();
         until_event(HS_EVENT_PARKED);
         rank.waits.store(true); /* so that the allowance cannot be used up */
@@ -186,18 +187,12 @@ TEST(let_through_ends_with_the_closing) {
         resume_now();
         until([&] { return rank.operators > then; });
     });
-    hs_gate_stop();
 }
 
 /* A thread that waits inside a collective is quiet, and parked. When it goes on that is taken back, and it parks again before
  * the first collective that is not allowed for. */
 TEST(quiet_thread_goes_on_to_its_collective) {
-    start_usual();
-    Rank rank;
-    until([&] { return rank.issued > 10; });
-    with_main_asleep([&] {
-        pause_now();
-        until_event(HS_EVENT_PARKED);
+    with_parked_rank([&](Rank &rank) {
         rank.waits.store(true);
         const int64_t then = rank.issued.load();
         CHECK_EQ(hs_gate_let_through(3), 0);
@@ -211,17 +206,12 @@ TEST(quiet_thread_goes_on_to_its_collective) {
         CHECK_EQ(seen().back().kind, HS_EVENT_PARKED);
         CHECK_EQ(seen().back().count, 3);
         CHECK_EQ(seen().back().held, 1);
-        resume_now();
     });
-    hs_gate_stop();
 }
 
 /* hold_here closes a window: the thread is held at its next operator of any kind, and the allowance is gone. */
 TEST(hold_here_closes_a_window) {
-    start_usual();
-    Rank rank;
-    until([&] { return rank.issued > 10; });
-    with_main_asleep([&] {
+    with_rank([&](Rank &rank) {
         CHECK_EQ(hs_gate_hold_here(), 0); /* open: nothing to end */
         pause_now();
         until_event(HS_EVENT_PARKED);
@@ -240,17 +230,11 @@ TEST(hold_here_closes_a_window) {
         CHECK(rank.operators.load() > then);
         resume_now();
     });
-    hs_gate_stop();
 }
 
 /* Of two calls the later counts, also when the watcher has not seen to the first. */
 TEST(last_of_let_through_and_hold_here) {
-    start_usual();
-    Rank rank;
-    until([&] { return rank.issued > 10; });
-    with_main_asleep([&] {
-        pause_now();
-        until_event(HS_EVENT_PARKED);
+    with_parked_rank([&](Rank &rank) {
         for (int i = 0; i < 200; ++i) {
             CHECK_EQ(hs_gate_let_through(1'000'000), 0);
             CHECK_EQ(hs_gate_hold_here(), 0);
@@ -262,17 +246,12 @@ TEST(last_of_let_through_and_hold_here) {
             until([&] { return rank.issued == issued + 1 && status().state == HS_STATE_PARKED; });
             read_events();
         }
-        resume_now();
     });
-    hs_gate_stop();
 }
 
 /* A stop ends a window as it opens any closing; what comes after it lets nobody through. */
 TEST(stop_during_a_window) {
-    start_usual();
-    Rank rank;
-    until([&] { return rank.issued > 10; });
-    with_main_asleep([&] {
+    with_rank([&](Rank &rank) {
         pause_now();
         until_event(HS_EVENT_PARKED);
         CHECK_EQ(hs_gate_let_through(2), 0);
@@ -285,7 +264,6 @@ TEST(stop_during_a_window) {
         CHECK_EQ(status().state, HS_STATE_STOPPING);
         CHECK_EQ(status().window_open, 0);
     });
-    hs_gate_stop();
 }
 
 /* Two threads share one allowance, and what exempt threads and backends issue is not counted. */

@@ -1,8 +1,6 @@
 /* Who is held, who passes, and when that counts as parked. */
 #include "harness.h"
 
-static void pause_now() { CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), 0); }
-static void resume_now() { CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_API), 0); }
 
 /* Runs it in another thread while the main thread sleeps: one that polls is never quiet, in a test as elsewhere. */
 static void with_main_asleep(const std::function<void()> &body) { std::thread(body).join(); }

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,24 +27,7 @@ pytestmark = pytest.mark.slurm
 
 HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
 HOSTILE = "\x1b[2J\x1b]0;title\x07"
-TRAIN = """
-    import sys, time, torch
-    import hydroslurm
-
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = hydroslurm.Run(model=model, optimizer=optimizer, every_steps=int(sys.argv[1]))
-    run.resume()
-    while True:
-        optimizer.zero_grad()
-        model(torch.ones(4)).sum().backward()
-        optimizer.step()
-        run.step += 1
-        run.safe_point()
-        if run.step == 20:
-            run.save()
-        time.sleep(0.05)
-"""
+TRAIN = Path(__file__).parents[1] / "training" / "endless.py"
 
 
 @dataclass
@@ -112,15 +94,14 @@ class Scene:
 def scene(requeue_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("jobs")
     found = Scene(requeue_cluster, folder)
-    (folder / "train.py").write_text(textwrap.dedent(TRAIN))
     # Within SPREAD_S of its start a rank asks slurmctld for the site's policy, at a random moment,
     # and requests are counted below for all who ask: these ranks find no Slurm.
     alone = "env PATH=/nowhere HYDROSLURM_SLURM_BACKEND=commands"
     settings = "export HYDROSLURM_HEARTBEAT_S=0.3 OMP_NUM_THREADS=1"
-    srun = f"{settings}; srun {alone} {sys.executable} train.py"
+    srun = f"{settings}; srun {alone} {sys.executable} {TRAIN}"
     try:
-        found.suspended = found.submit("-J", "suspended", "--wrap", f"{srun} 0")
-        found.trains = found.submit("-J", "trains", "--wrap", f"{srun} 20")
+        found.suspended = found.submit("-J", "suspended", "--wrap", f"{srun} 0 0.05")
+        found.trains = found.submit("-J", "trains", "--wrap", f"{srun} 20 0.05")
         found.foreign = found.submit("-J", HOSTILE, "--wrap", "exec sleep 600")
         wait_until(lambda: found.has_saved(found.suspended), f"a save: {found.logs()}")
         requeue_cluster.run(["scontrol", "suspend", found.suspended])

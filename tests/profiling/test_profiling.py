@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from profiling.scripts import PROFILING, run_script
 
 from hydroslurm.devcluster.pytest_plugin import require_slurm
 
-PROFILING = Path(__file__).resolve().parents[2] / "profiling"
 sys.path.insert(0, str(PROFILING))
 
-import harness  # noqa: E402 - scripts of a folder, not a package
-import readme_table  # noqa: E402
-
-
-def _run(script: str, *arguments: str) -> tuple[dict[str, Any], list[str]]:
-    """The JSON of the last line, and the lines before it."""
-    done = subprocess.run(
-        [sys.executable, str(PROFILING / script), "--quick", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    *before, last = done.stdout.splitlines()
-    result: dict[str, Any] = json.loads(last)
-    assert result["script"] == script
-    assert result["quick"] is True
-    assert {"date", "python", "torch", "cpu_count"} <= set(result["environment"])
-    return result, before
+import harness
+import readme_table
 
 
 def test_overhead() -> None:
     """Every arm has a ratio for both models, and the native gate sees far more points."""
-    result, before = _run("overhead.py")
+    result, before = run_script("overhead.py")
     for arm in ("installed", "marks", "bare_again", "fallback", "module_hooks"):
         both = [result[f"ratio_{arm}_{name}"] for name in ("mlp", "transformer")]
         assert all(ratio > 0 for ratio in both)
@@ -52,7 +30,7 @@ def test_overhead() -> None:
 
 def test_pause_latency() -> None:
     """Both ways were paused and resumed, and ours was held inside the long backward."""
-    result, before = _run("pause_latency.py", "--json")
+    result, before = run_script("pause_latency.py", "--json")
     assert before == []
     assert result["pauses"] == 6
     for key in ("pause_us_p50", "pause_us_p99", "resume_us_p50", "resume_us_p99"):
@@ -66,7 +44,7 @@ def test_pause_latency() -> None:
 
 def test_report_speed() -> None:
     """Both made-up runs are reported whole: every pause and every requeue of theirs is found."""
-    result, _ = _run("report_speed.py", "--json")
+    result, _ = run_script("report_speed.py", "--json")
     assert result["pauses"] == 8 * 3 * 50
     assert result["requeues"] == 2
     assert result["events"] > 8 * 3 * 50 * 5
@@ -79,7 +57,7 @@ def test_report_speed() -> None:
 def test_suspend_latency() -> None:
     """A job on a real Slurm parks before SIGSTOP at every suspend, and runs after every resume."""
     require_slurm()
-    result, _ = _run("suspend_latency.py", "--json")
+    result, _ = run_script("suspend_latency.py", "--json")
     assert result["suspends"] == 2
     assert result["parked_before_sigstop"] == 1.0
     assert result["command_to_parked_ms_p50"] > 0
@@ -92,7 +70,7 @@ def test_gpu_check_without_a_gpu() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    result, before = _run("gpu_check.py")
+    result, before = run_script("gpu_check.py")
     assert result["gpu"] is None
     assert "no CUDA device" in before[0]
 
@@ -105,7 +83,7 @@ def test_gpu_check() -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    result, _ = _run("gpu_check.py", "--json")
+    result, _ = run_script("gpu_check.py", "--json")
     assert result["drained"] == 1.0
     assert result["bit_identical_with_pauses"] == result["bit_identical_without_pauses"]
     assert result["pause_to_drained_ms_p50"] > 0
@@ -163,7 +141,7 @@ def test_only_what_is_between_the_markers_is_replaced() -> None:
 def test_startup() -> None:
     """Every start has a figure, and its peer or its noise beside it."""
     require_slurm()
-    result, _ = _run("startup.py", "--json")
+    result, _ = run_script("startup.py", "--json")
     for key in ("python_start_ratio", "python_start_ratio_bare_again", "python_start_ms", "help_s"):
         assert result[key] > 0
     assert result["submit_to_first_operator_s"] > 0

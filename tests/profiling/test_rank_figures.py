@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from profiling.scripts import run_script
 
 from hydroslurm.devcluster.pytest_plugin import require_slurm
-
-PROFILING = Path(__file__).resolve().parents[2] / "profiling"
-
-
-def _run(script: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(PROFILING / script), "--quick", "--json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert (result["script"], result["quick"]) == (script, True)
-    assert not list(folder.glob("hydroslurm-*")), "nothing stays of the ranks"
-    return result
 
 
 @pytest.mark.slow
 def test_ranks(tmp_path: Path) -> None:
     """Two and four ranks stop behind one step, park with nothing in flight, and every arm of the
     cost of a step has a ratio."""
-    result = _run("ranks.py", tmp_path)
+    result, _ = run_script("ranks.py", "--json", folder=tmp_path)
     assert result["stop_skew_steps"] == 0
     assert result["in_flight_when_parked"] == 0
     assert result["state_bytes"] > 36e6
@@ -61,7 +39,7 @@ def test_ranks(tmp_path: Path) -> None:
 
 def test_connection(tmp_path: Path) -> None:
     """What the ranks' proofs cost: per message against none, per greeting, per rank that joins."""
-    result = _run("connection.py", tmp_path)
+    result, _ = run_script("connection.py", "--json", folder=tmp_path)
     assert result["frame_ratio"] > 1
     assert 0 < result["greeting_ms"] < result["join_ms"]
     assert result["ranks"] == 64
@@ -73,7 +51,7 @@ def test_long_suspend(tmp_path: Path) -> None:
     """On a real Slurm ranks that were suspended for longer than the time-out of their collectives
     go on, with DDP and with FSDP2, and none was held inside of one."""
     require_slurm()
-    result = _run("long_suspend.py", tmp_path)
+    result, _ = run_script("long_suspend.py", "--json", folder=tmp_path)
     assert result["suspended_s"] > result["collective_timeout_s"]
     assert result["continued_ddp"] == result["rounds_ddp"] == 1
     assert result["continued_fsdp"] == result["rounds_fsdp"] == 1

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import functools
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from profiling.scripts import LIMIT_S, PROFILING, run_script
+from stories import Stories, stories
 
 from hydroslurm.devcluster.pytest_plugin import require_slurm
 
-PROFILING = Path(__file__).resolve().parents[2] / "profiling"
 sys.path.insert(0, str(PROFILING))
 
-import progress  # noqa: E402 - scripts of a folder, not a package
+import progress
 
-Printed = dict[str, "Future[dict[str, Any]]"]
+Printed = Stories[dict[str, Any]]
 SCRIPTS = {"stop.py": ["--way", "requeue"], "killwait.py": [], "stock_submitit.py": []}
 
 
@@ -27,25 +26,15 @@ SCRIPTS = {"stop.py": ["--way", "requeue"], "killwait.py": [], "stock_submitit.p
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Printed]:
     """Script -> the JSON of its last line. All run at once: most of their time Slurm waits."""
     require_slurm()
-    with ThreadPoolExecutor() as pool:
-        yield {
-            script: pool.submit(_run, script, options, tmp_path_factory.mktemp("runs"))
-            for script, options in SCRIPTS.items()
-        }
+    told = {script: functools.partial(_run, script, options) for script, options in SCRIPTS.items()}
+    base = tmp_path_factory.mktemp("runs")
+    with stories(told, base, clusters=(), at_a_time=len(told)) as under_way:
+        yield under_way
 
 
 def _run(script: str, options: list[str], folder: Path) -> dict[str, Any]:
-    always = ["--quick", "--json", "--directory", str(folder)]
-    done = subprocess.run(
-        [sys.executable, str(PROFILING / script), *always, *options],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert (result["script"], result["quick"]) == (script, True)
+    folder.mkdir()
+    result, _ = run_script(script, "--json", "--directory", str(folder), *options)
     assert not list(folder.iterdir()), "nothing stays of a run"
     return result
 
@@ -54,7 +43,7 @@ def _run(script: str, options: list[str], folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_stop(printed: Printed) -> None:
     """An operator's requeue is committed, loses no step, and has a figure for each of its parts."""
-    result = printed["stop.py"].result()
+    result = printed.result("stop.py", LIMIT_S)
     assert (result["stops"], result["committed"], result["steps_lost"]) == (1, 1, 0)
     assert result["state_bytes"] > 5e6
     assert result["cred_expire_s"] == 5
@@ -68,7 +57,7 @@ def test_stop(printed: Printed) -> None:
 @pytest.mark.slow
 def test_killwait(printed: Printed) -> None:
     """Both kinds of preemption without grace are committed within KillWait."""
-    result = printed["killwait.py"].result()
+    result = printed.result("killwait.py", LIMIT_S)
     assert (result["preemptions"], result["committed"], result["steps_lost"]) == (2, 2, 0)
     assert result["kill_wait_s"] == 5
     assert 0 < result["sigterm_to_durable_ms_p50"] <= result["sigterm_to_durable_ms_max"]
@@ -80,7 +69,7 @@ def test_killwait(printed: Printed) -> None:
 def test_stock_submitit(printed: Printed) -> None:
     """Preempted by gang scheduling, stock submitit trains again what it had trained; both ways of
     using hydroslurm lose nothing and end with the bits of a run left alone."""
-    result = printed["stock_submitit.py"].result()
+    result = printed.result("stock_submitit.py", LIMIT_S)
     assert result["steps_lost_gang_stock_docs"] > 0  # from 0 again
     for arm in ("executor", "preemptible"):
         assert result[f"steps_lost_gang_{arm}"] == 0

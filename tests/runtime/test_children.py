@@ -20,7 +20,7 @@ from hydroslurm.runtime import client
 CHILD = textwrap.dedent(
     """
     import multiprocessing, os, signal, sys, time
-    from hydroslurm.runtime.children import SpawnShield
+    from hydroslurm.runtime.child_signals import SpawnShield
 
     def work(pipe):
         pipe.send("up")

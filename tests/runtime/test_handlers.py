@@ -209,7 +209,7 @@ def test_signals_that_others_take_pause_all_the_same(rank: Rank) -> None:
 AFTER = """
 import os, signal, sys
 import hydroslurm
-from hydroslurm.gate.shown import ShownHandler
+from hydroslurm.gate.handlers import ShownHandler
 
 def mine(signo, frame):
     print("mine", signal.Signals(signo).name, flush=True)

@@ -12,14 +12,14 @@ import pytest
 from processes import Child, child, wait_until
 from torch.utils.data import DataLoader
 
-from hydroslurm.runtime.workers import iterate, shielded
+from hydroslurm.runtime.child_signals import iterate, shielded
 
 METHODS = ("fork", "spawn", "forkserver")
 
 PROGRAM = """
 import os, signal, sys, time
 from torch.utils.data import DataLoader, Dataset
-from hydroslurm.runtime.workers import iterate
+from hydroslurm.runtime.child_signals import iterate
 
 METHOD, HOW = sys.argv[1], sys.argv[2]
 SIGNALS = () if HOW == "bare" else (signal.SIGTERM, signal.SIGUSR2)

@@ -20,7 +20,7 @@ SPOIL = r"""
              "tensorboard.json", "active.json", "attempts/000001.began.json", "logs/task-0.log",
              "profile/rank-0-restart-0.sqlite",
              "checkpoints/step-000000001/manifest.json", "checkpoints/step-000000002",
-             "epochs/step-000000003/manifest.json"]
+             "checkpoints/step-000000003/manifest.json"]
 
     def make(name, put):
         for file in FILES:
@@ -93,7 +93,7 @@ SPOIL = r"""
     )
     make("words", lambda path: path.write_bytes(words))
     status("words", host=NASTY, causes=[NASTY], not_copied=NASTY, boot_id=NASTY)
-    condition = {"type": "Running", "epoch_ns": NOW, "reason": NASTY, "message": NASTY}
+    condition = {"v": 1, "type": "Running", "epoch_ns": NOW, "reason": NASTY, "message": NASTY}
     (home / "words/conditions.jsonl").write_text(json.dumps(condition) + "\n")
     dollars = home / "$\\frac{$ \x1b[31m<b>"
     (home / "words").rename(dollars)

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,22 +28,7 @@ HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
 LIMIT_S = 120
 """Of one command, on a machine that is busy; one that waits for a FIFO waits for ever."""
 
-TRAIN = """
-    import sys, time, torch
-    import hydroslurm
-
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = hydroslurm.Run(model=model, optimizer=optimizer, every_steps=20)
-    run.resume()
-    while True:
-        optimizer.zero_grad()
-        model(torch.ones(4)).sum().backward()
-        optimizer.step()
-        run.step += 1
-        run.safe_point()
-        time.sleep(0.02)
-"""
+TRAIN = Path(__file__).parents[1] / "training" / "endless.py"
 
 
 @dataclass
@@ -105,8 +89,8 @@ def scene(
     target = tmp_path_factory.mktemp("ours")
     stranger.python(SPOIL, str(home), str(target), *KINDS)
     found = Scene(pause_cluster, tmp_path_factory.mktemp("jobs"), home)
-    (found.folder / "train.py").write_text(textwrap.dedent(TRAIN))
-    srun = f"export HYDROSLURM_HEARTBEAT_S=0.3 OMP_NUM_THREADS=1; srun {sys.executable} train.py"
+    settings = "export HYDROSLURM_HEARTBEAT_S=0.3 OMP_NUM_THREADS=1"
+    srun = f"{settings}; srun {sys.executable} {TRAIN} 20 0.02"
     out = ["-o", str(found.folder / "%j.out")]
     try:
         found.good = found.submit(*out, "-J", "good", "--wrap", srun)

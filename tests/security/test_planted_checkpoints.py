@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 import hydroslurm
+from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.checkpoint.tiers import newest_over
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.cli import app
 from hydroslurm.errors import CheckpointCorrupt
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planting import train
 
 if TYPE_CHECKING:
-    from tests.security.conftest import Stranger
+    from security.conftest import Stranger
 
 
 def _state(weight: float) -> State:
@@ -62,16 +62,14 @@ def test_a_forged_checkpoint_is_passed_over(
     store: CheckpointStore, forged: Path, stranger: Stranger
 ) -> None:
     """The automatic resume takes our own older one, with one warning that names the planted folder
-    and whose it is; every way to ask for the newest does."""
+    and whose it is."""
     planted = _plant(stranger, forged, store.directory)
     reason = f"{planted} belongs to uid {stranger.uid}"
     with pytest.warns(RuntimeWarning, match=reason) as warned:
-        found = newest_over(durable=store)
+        found = newest_good(store)
     assert len(warned) == 1
     assert found is not None
     assert (found.checkpoint.step, _weight(store.load(found.checkpoint))) == (3, 1.0)
-    with pytest.warns(RuntimeWarning, match=reason):
-        assert store.newest_good() == found.checkpoint
     assert reason in str(store.problems()[planted])
 
 
@@ -83,7 +81,7 @@ def test_forged_checkpoints_alone_are_an_error(lab: Path, forged: Path, stranger
     empty.directory.chmod(0o2775)
     _plant(stranger, forged, empty.directory)
     with pytest.raises(CheckpointCorrupt, match=f"belongs to uid {stranger.uid}"):
-        newest_over(durable=empty)
+        newest_good(empty)
 
 
 def test_forged_checkpoints_do_not_push_ours_out(
@@ -104,11 +102,11 @@ def test_a_forged_step_is_saved_again(
     """A save of a step that is there already, but is a stranger's, replaces it."""
     _plant(stranger, forged, store.directory)
     with pytest.warns(RuntimeWarning, match="belongs to uid"):
-        newest_over(durable=store)
+        newest_good(store)
     store.write(_state(5.0), step=900, kind="periodic")
-    found = store.newest_good()
+    found = newest_good(store)
     assert found is not None
-    assert _weight(store.load(found)) == 5.0
+    assert _weight(store.load(found.checkpoint)) == 5.0
 
 
 def test_one_forged_file_is_enough(store: CheckpointStore, stranger: Stranger) -> None:
@@ -117,7 +115,7 @@ def test_one_forged_file_is_enough(store: CheckpointStore, stranger: Stranger) -
     part = next((store.directory / "step-000000004").glob("*.distcp"))
     part.chmod(0o666)
     with pytest.warns(RuntimeWarning, match=f"others can write {part}"):
-        found = newest_over(durable=store)
+        found = newest_good(store)
     assert found is not None
     assert found.checkpoint.step == 3
 
@@ -138,9 +136,9 @@ def test_what_a_person_names_is_loaded(
     assert done.exit_code == 0, done.output
     assert float(torch.load(out, weights_only=True)["model"]["weight"][0]) == 666.0
     with pytest.raises(CheckpointCorrupt):
-        newest_over(durable=CheckpointStore(theirs))
+        newest_good(CheckpointStore(theirs))
     monkeypatch.setenv("HYDROSLURM_SAFE_DIRECTORY", str(stranger.home))
-    found = newest_over(durable=CheckpointStore(theirs))
+    found = newest_good(CheckpointStore(theirs))
     assert found is not None
     assert found.checkpoint.step == 900
 

@@ -25,7 +25,7 @@ from hydroslurm.report.nsys import export
 from hydroslurm.runtime import client
 
 if TYPE_CHECKING:
-    from tests.security.conftest import Stranger
+    from security.conftest import Stranger
 
 
 @pytest.fixture

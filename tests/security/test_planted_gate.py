@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planting import python
 
 if TYPE_CHECKING:
-    from tests.security.conftest import Stranger
+    from security.conftest import Stranger
 
 TORCH = installed_torch()
 LOAD = """

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planting import job, python, train
 
 if TYPE_CHECKING:
-    from tests.security.conftest import Stranger
+    from security.conftest import Stranger
 
 FINISHED = '{"v": 1, "step": 7, "epoch_ns": 1}'
 

@@ -27,7 +27,7 @@ from hydroslurm.errors import (
     WrongJobState,
 )
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.retry import RetryPolicy
+from hydroslurm.slurm.refusals import RetryPolicy
 
 RECORDED = Path(__file__).parent / "recorded"
 AWAY = "Unable to contact slurm controller (connect failure)"

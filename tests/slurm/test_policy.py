@@ -7,8 +7,8 @@ import math
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.slurm.accounting_text import read_qoses
 from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.listings import read_qoses
 from hydroslurm.slurm.policy import (
     KILL_COMES_EARLY_S,
     PreemptAction,

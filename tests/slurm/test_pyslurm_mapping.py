@@ -23,9 +23,9 @@ from hydroslurm.errors import (
     UnreadableOutput,
     WrongJobState,
 )
-from hydroslurm.slurm import squeue_json
+from hydroslurm.slurm import listings
 from hydroslurm.slurm.pyslurm_backend import PyslurmClient
-from hydroslurm.slurm.retry import RetryPolicy
+from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import JobState
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -167,7 +167,7 @@ def client(module: StandIn) -> PyslurmClient:
 
 def test_job(client: PyslurmClient, module: StandIn) -> None:
     """A job of pyslurm's is the same value as the same job from squeue's JSON."""
-    rows = squeue_json.read_jobs((RECORDED / "25.11/squeue_handmade.json").read_text())
+    rows = listings.read_jobs((RECORDED / "25.11/squeue_handmade.json").read_text())
     assert client.job(501) == rows[0]
     assert client.jobs() == (rows[0],)
     assert client.jobs(user="eve") == ()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import UnreadableOutput
-from hydroslurm.slurm import accounting_text, scontrol_text, squeue_json
+from hydroslurm.slurm import listings, scontrol_text
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.values import Job, JobState
 
@@ -24,7 +24,7 @@ def _scontrol(name: str) -> dict[int, Job]:
 
 
 def _squeue(name: str) -> dict[int, Job]:
-    return {job.job_id: job for job in squeue_json.read_jobs(_text(name))}
+    return {job.job_id: job for job in listings.read_jobs(_text(name))}
 
 
 def test_one_job_in_full() -> None:
@@ -116,7 +116,7 @@ def test_no_jobs() -> None:
     """An empty cluster has no jobs, in either form."""
     assert scontrol_text.read_jobs("No jobs in the system\n") == ()
     assert scontrol_text.read_jobs("") == ()
-    assert squeue_json.read_jobs('{"jobs": [], "errors": []}') == ()
+    assert listings.read_jobs('{"jobs": [], "errors": []}') == ()
 
 
 def test_partitions() -> None:
@@ -153,7 +153,7 @@ def test_config_defaults_and_newer_grace() -> None:
 
 def test_attempts_of_a_job() -> None:
     """Each requeue begins a new attempt, in order, and counts one restart more."""
-    attempts = [j for j in accounting_text.read_attempts(_text("22.05/sacct.txt")) if j.job_id == 1]
+    attempts = [j for j in listings.read_attempts(_text("22.05/sacct.txt")) if j.job_id == 1]
     assert [attempt.restart_count for attempt in attempts] == [0, 1]
     assert attempts[0].state is JobState.REQUEUED
     assert attempts[0].nodes == ("n2",)
@@ -163,12 +163,10 @@ def test_attempts_of_a_job() -> None:
 def test_exit_codes_have_one_meaning() -> None:
     """What ended with 143 reads 15 everywhere: sacct of 22.05 and pyslurm say no more, while sacct
     of 25.11, scontrol and squeue say 143."""
-    (attempt,) = [
-        j for j in accounting_text.read_attempts(_text("22.05/sacct.txt")) if j.job_id == 2
-    ]
+    (attempt,) = [j for j in listings.read_attempts(_text("22.05/sacct.txt")) if j.job_id == 2]
     newer = _text("22.05/sacct.txt").replace("\x1f15:0\x1f", "\x1f143:0\x1f")
     assert newer != _text("22.05/sacct.txt")
-    (later,) = [j for j in accounting_text.read_attempts(newer) if j.job_id == 2]
+    (later,) = [j for j in listings.read_attempts(newer) if j.job_id == 2]
     told = [attempt, later, _scontrol("22.05/show_job.txt")[14], _squeue("22.05/squeue.json")[14]]
     assert [(job.exit_code, job.exit_signal) for job in told] == [(15, 0)] * 4
 
@@ -183,16 +181,16 @@ def test_stderr_without_a_file_of_its_own() -> None:
 
 def test_suspended_time() -> None:
     """Accounting adds up an attempt's suspends, here of 4 and of 3 s; without one it is 0."""
-    attempts = accounting_text.read_attempts(_text("22.05/sacct.txt"))
+    attempts = listings.read_attempts(_text("22.05/sacct.txt"))
     suspended = {attempt.name: attempt.suspended_s for attempt in attempts}
     assert (suspended["parked"], suspended["again"]) == (7, 0)
 
 
 def test_sacct_row_with_newline() -> None:
     """A newline in a comment, a name or a path does not tear a row."""
-    row = _text("22.05/sacct.txt").splitlines()[0].split(accounting_text.DELIMITER)
-    row[accounting_text.FIELDS.index("Comment")] = "two\nlines"
-    (attempt,) = accounting_text.read_attempts(accounting_text.DELIMITER.join(row) + "\n")
+    row = _text("22.05/sacct.txt").splitlines()[0].split(listings.DELIMITER)
+    row[listings.SACCT_FIELDS.index("Comment")] = "two\nlines"
+    (attempt,) = listings.read_attempts(listings.DELIMITER.join(row) + "\n")
     assert attempt.comment == "two\nlines"
 
 
@@ -225,13 +223,13 @@ def test_newer_scontrol() -> None:
 def test_garbage_json_refused(garbage: str) -> None:
     """Whatever is not a list of jobs is refused with the text in the message."""
     with pytest.raises(UnreadableOutput):
-        squeue_json.read_jobs(garbage)
+        listings.read_jobs(garbage)
 
 
 def test_json_with_errors_refused() -> None:
     """22.05 reports an absent controller as an empty list and an error: that is not "no jobs"."""
     with pytest.raises(UnreadableOutput, match="answered with errors"):
-        squeue_json.read_jobs(_text("22.05/squeue_controller_away.json"))
+        listings.read_jobs(_text("22.05/squeue_controller_away.json"))
 
 
 @pytest.mark.parametrize("garbage", ["hello", "JobId=x", "JobId=5 JobName=a\n   UserId=u(1)"])
@@ -248,4 +246,4 @@ def test_other_garbage_refused() -> None:
     with pytest.raises(UnreadableOutput, match="PriorityTier"):
         scontrol_text.read_partitions("PartitionName=low State=UP")
     with pytest.raises(UnreadableOutput, match="columns"):
-        accounting_text.read_attempts("1|2|3\n")
+        listings.read_attempts("1|2|3\n")

@@ -7,8 +7,8 @@ end ``ended CODE``. Each function of the job writes its name into a diary. Optio
 directory, diary, out: where; without a directory there is no manager.
 hold: the diary entry at which the attempt waits for a stop request before it goes on.
 fail: the one at which it raises.
-save_anew: the epoch before whose first batch the Run's checkpoints vanish and it saves.
-lose_epochs: the one at which the folder of the epochs' checkpoints breaks.
+save_anew: the epoch before whose first batch all checkpoints vanish and it saves.
+lose_epochs: the one from which on no checkpoint of an epoch can be written.
 last_epoch: the one after which the output of training, a stop signal, is true.
 epochs, every_steps, back_to, on_save_error, keep: of the job and its manager.
 lenient: warnings are printed instead of raised.
@@ -31,11 +31,14 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydroslurm.training.run  # noqa: F401 - loaded before the fork
+from hydroslurm.checkpoint.catalog import EPOCH
+from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
 from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.data import ResumableSampler
+from hydroslurm.errors import SaveFailed
 
 
 class Story:
@@ -52,9 +55,7 @@ class Story:
         if self.options.get("fail") == place:
             raise ArithmeticError(f"failing at {place}")
         if self.options.get("lose_epochs") == place:
-            folder = Path(self.options["directory"]) / "epochs"
-            shutil.rmtree(folder)
-            folder.write_text("in the way")
+            CheckpointStore.write = _without_epochs  # type: ignore[method-assign]
         if self.options.get("hold") == place:
             print("at", place, flush=True)
             while not job.run.stop_requested:
@@ -65,6 +66,15 @@ class Story:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses = list(state["losses"])
+
+
+_write = CheckpointStore.write
+
+
+def _without_epochs(store: CheckpointStore, state: Any, *, kind: str, **options: Any) -> Any:
+    if kind == EPOCH:
+        raise SaveFailed("no room for epochs")
+    return _write(store, state, kind=kind, **options)
 
 
 def define(options: dict[str, Any]) -> Job:

@@ -51,12 +51,15 @@ class Training:
         )
 
     def step(self, batch: Any) -> None:
+        self.learn(batch)
+        self.scheduler.step()
+
+    def learn(self, batch: Any) -> None:
         x, y = batch
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(x), y)
         loss.backward()
         self.optimizer.step()
-        self.scheduler.step()
         self.losses.values.append(loss.item().hex())
 
     def train(self, *, epochs: int, stop_after: int | None = None) -> None:

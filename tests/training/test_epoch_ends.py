@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
 
 import hydroslurm
@@ -36,12 +35,7 @@ class Epochs(Training):
     """One scheduler step per epoch, and an evaluation that draws random numbers."""
 
     def step(self, batch: Any) -> None:
-        x, y = batch
-        self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(x), y)
-        loss.backward()
-        self.optimizer.step()
-        self.losses.values.append(loss.item().hex())
+        self.learn(batch)
 
     def evaluate(self) -> None:
         for x, _ in self.loader:  # making its iterator draws, and so does dropout

@@ -13,6 +13,7 @@ from typing import Protocol
 import pytest
 from processes import Child, child, wait_until
 from training.trainings import ROOT, Training
+from zygote import forked
 
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
@@ -80,7 +81,7 @@ def begin(run: RunDir, tmp_path: Path) -> Iterator[Begin]:
             folder.mkdir()
             environ = {"OMP_NUM_THREADS": "1"}
             given = (str(run.root), str(epochs), hold_at)
-            return stack.enter_context(child(ATTEMPT, folder, *given, environ=environ))
+            return stack.enter_context(forked(ATTEMPT, folder, *given, environ=environ))
 
         yield start
 
@@ -91,9 +92,11 @@ def reach(attempt: Child, *, further: int) -> None:
     wait_until(lambda: int(attempt.expect("step")) >= first + further, "steps")
 
 
-def state_of(run: RunDir) -> tuple[dict[str, int], str, bool]:
-    """Everything that a stale attempt must not touch."""
-    inodes = {path.name: path.stat().st_ino for path in run.checkpoints.iterdir()}
+def state_of(run: RunDir, *, stale: Child) -> tuple[dict[str, int], str, bool]:
+    """Everything that a stale attempt must not touch. A save that it was held in is its own: its
+    temporary folder, which has the pid in its name, goes with it."""
+    theirs = [path for path in run.checkpoints.iterdir() if f".{stale.pid}." not in path.name]
+    inodes = {path.name: path.stat().st_ino for path in theirs}
     return inodes, run.attempts_jsonl.read_text(), run.finished_json.exists()
 
 
@@ -109,13 +112,13 @@ def test_an_attempt_that_wakes_up_late_leaves_all_as_it_is(
     new = begin()
     reach(new, further=20)
     new.signal(signal.SIGSTOP)
-    before = state_of(run)
+    before = state_of(run, stale=old)
     if told:
         old.signal(signal.SIGTERM)
     old.signal(signal.SIGCONT)
     assert old.wait() == MUST_NOT_RUN_AGAIN, str(old)
     assert "Only the newest attempt of a run may write" in str(old)
-    assert state_of(run) == before
+    assert state_of(run, stale=old) == before
     new.signal(signal.SIGCONT)
     reach(new, further=20)
     new.signal(signal.SIGTERM)

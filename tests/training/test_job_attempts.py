@@ -169,14 +169,14 @@ def test_resume_from_epoch(story: Story, undisturbed: str) -> None:
     """It goes back to that epoch in a folder of its own, which a restart goes on with, and leaves
     the run as it was."""
     story.live()
-    before = sorted(path.name for path in (story.directory / "epochs").iterdir())
+    before = sorted(path.name for path in (story.directory / "checkpoints").iterdir())
     first = story.live(back_to=1, hold="train 2.1")
     assert first.code == 75
     assert first.diary[:4] == ["download", "build", "asked 1", "train 1.0"]
     second = story.live(back_to=1)
     assert second.diary == [*SETUP, *since("train 2.2")]
     assert story.out.read_text() == undisturbed
-    assert sorted(path.name for path in (story.directory / "epochs").iterdir()) == before
+    assert sorted(path.name for path in (story.directory / "checkpoints").iterdir()) == before
     branch = CheckpointManager(story.directory).branch(1)
     assert branch.epochs() == (1, 2, 3)
     assert story.live(back_to=1).diary == []

@@ -12,7 +12,7 @@ from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
 from hydroslurm.compat.tasks import epoch_limiter
-from hydroslurm.errors import CheckpointMissing, StateMismatch, UsageError
+from hydroslurm.errors import CheckpointError, CheckpointMissing, StateMismatch, UsageError
 from hydroslurm.training.reading import TensorInfo
 from hydroslurm.training.run import Run
 
@@ -132,6 +132,18 @@ def test_epochs_without_steps_have_checkpoints_of_their_own(tmp_path: Path) -> N
     JobRunner(job, manager).run()
     assert manager.epochs() == (0, 1, 2, 3)
     assert manager.metadata(epoch=3).step == 3
+
+
+def test_epochs_of_an_older_version(tmp_path: Path) -> None:
+    """A folder in which epochs were kept apart is neither read nor trained on, and says so."""
+    (tmp_path / "epochs" / "step-000000003").mkdir(parents=True)
+    manager = CheckpointManager(tmp_path)
+    job = Job()
+    job.epoch(lambda: None)
+    job.add_stop_signal(epoch_limiter(1))
+    for use in (manager.find, manager.epochs, JobRunner(job, manager).run):
+        with pytest.raises(CheckpointError, match="an older version"):
+            use()
 
 
 def test_no_directory_outside_of_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

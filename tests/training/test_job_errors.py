@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from training.jobrunner_story import WHOLE, Story, since, until
 
@@ -56,10 +54,9 @@ def test_a_failing_save_warns_and_the_training_goes_on(story: Story) -> None:
     assert attempt.said.count("was not saved") == 3
     assert "the checkpoint of epoch 2 was not saved" in attempt.said
     assert "step 12 is committed" in attempt.said
-    Path(story.directory / "epochs").unlink()
     again = story.live()
     assert (again.code, again.diary) == (0, [*SETUP, "exit"]), again.said
-    assert CheckpointManager(story.directory).epochs() == (3,)
+    assert CheckpointManager(story.directory).epochs() == (0, 3)
 
 
 def test_a_failing_save_ends_the_job_where_that_is_wanted(story: Story) -> None:
@@ -67,7 +64,6 @@ def test_a_failing_save_ends_the_job_where_that_is_wanted(story: Story) -> None:
     attempt = story.live(lose_epochs="train 0.1", on_save_error="fail", every_steps=1)
     assert (attempt.code, attempt.diary[-1]) == (1, "asked 1")
     assert "saving the checkpoint of epoch 1 failed with SaveFailed" in attempt.said
-    Path(story.directory / "epochs").unlink()
     assert story.live().diary[2].startswith("train")
 
 
@@ -78,7 +74,7 @@ def test_the_newest_checkpoint_is_damaged(story: Story, undisturbed: str) -> Non
     (damaged / "shared.json").write_text("{}")
     again = story.live(lenient=True)
     assert again.diary == [*SETUP, *since("train 1.0")]
-    assert f"no checkpoint of this run can be loaded: {damaged}" in again.said
+    assert f"hydroslurm cannot use {damaged}" in again.said
     assert "the run continues from" in again.said
     assert story.out.read_text() == undisturbed
 

@@ -8,13 +8,13 @@ time is Slurm's own waiting, so that they hardly disturb each other.
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import is_stopped, wait_until
 from stories import Stories, stories
 from training.trainings import Training, steps_lost, trained_alone
 
@@ -88,7 +88,8 @@ def requeue_by_hand(training: Training) -> None:
         training.slurm("scontrol", "suspend", training.job_id)
         training.wait_for_suspend(attempt)
         if attempt % 2:  # long enough to be stopped by SIGSTOP as well, which comes after 2 s
-            time.sleep(2.5)
+            pid = training.events()[-1].pid
+            wait_until(lambda pid=pid: is_stopped(pid), "SIGSTOP")
         training.slurm("scontrol", "resume", training.job_id)
         # within the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
         # then kills the job step without a word: a suspended one gets no signal

@@ -6,7 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from processes import child, wait_until
+from processes import wait_until
+from zygote import forked
 
 OWN_LOOP = """
     import os, sys, time
@@ -57,7 +58,7 @@ RUN = """
 def test_a_loop_of_ones_own_hears_saves_and_leaves(tmp_path: Path) -> None:
     """SIGTERM is received, by its DataLoader workers too, as Slurm does it; they go on, the loop
     saves, and the process leaves with "run me again", its workers with it."""
-    with child(OWN_LOOP, tmp_path) as program:
+    with forked(OWN_LOOP, tmp_path) as program:
         workers = program.expect("ready").split()
         assert len(workers) == 2
         os.killpg(program.pid, signal.SIGTERM)
@@ -71,7 +72,7 @@ def test_going_without_a_request_is_refused(tmp_path: Path) -> None:
     """go_suspend() out of the blue is a mistake of the loop's, and says so; so are workers that
     began before the first call, and would die of a stop."""
     code = OWN_LOOP.replace("while not", "while False and not")
-    with child(code, tmp_path, "late") as program:
+    with forked(code, tmp_path, "late") as program:
         assert program.wait() == 1
         assert "go_suspend() was called without a stop request" in str(program)
         assert "1 process of multiprocessing (DataLoader workers?) began before" in str(program)
@@ -79,7 +80,7 @@ def test_going_without_a_request_is_refused(tmp_path: Path) -> None:
 
 def test_two_sigterms_are_one_stop(tmp_path: Path) -> None:
     """Slurm sends two; the second neither kills the save nor begins another."""
-    with child(RUN, tmp_path) as program:
+    with forked(RUN, tmp_path) as program:
         program.expect("ready")
         program.signal(signal.SIGTERM)
         program.signal(signal.SIGTERM)
@@ -90,13 +91,13 @@ def test_two_sigterms_are_one_stop(tmp_path: Path) -> None:
 def test_a_stop_reaches_a_paused_rank(tmp_path: Path) -> None:
     """Paused by a person and then stopped: it is let go to its safe point, and the next attempt
     goes on from there, running."""
-    with child(RUN, tmp_path) as program:
+    with forked(RUN, tmp_path) as program:
         program.expect("ready")
         program.signal(signal.SIGUSR1)
         program.signal(signal.SIGTERM)
         assert program.wait() == 75
         assert "is committed" in str(program)
-    with child(RUN, tmp_path) as program:
+    with forked(RUN, tmp_path) as program:
         assert int(program.expect("ready")) > 0
         program.signal(signal.SIGURG)
         assert program.wait() == 75

@@ -1,11 +1,10 @@
-"""``hydroslurm agent``: torch's elastic agent as a task of srun's that hands signals on.
+"""``hydroslurm agent``: torch's elastic agent as an srun task that forwards signals.
 
-Under proctrack/cgroup only the direct tasks of srun get Slurm's signals, and below torchrun these
-are not the ranks. Stock torchrun dies of SIGUSR1, and of SIGTERM after 30 s. This agent keeps
-torchrun's arguments and its restarts, passes pause, resume and stop on to its workers, and leaves
-with one status for the node when they have left.
+Under proctrack/cgroup only srun's direct tasks get Slurm's signals, and below torchrun these are
+not the ranks. Stock torchrun dies of SIGUSR1, and of SIGTERM after 30 s. This agent keeps
+torchrun's arguments and restarts, forwards pause, resume and stop to its workers, and exits with
+one status for the node once they have left.
 
-Start at :func:`hydroslurm.jobs.agent.launch.run_agent`. Only ``elastic``, ``rounds`` and
-``rendezvous_keepalive`` know torch; nothing else here imports it, so that signals are kept from the
-first moment on, while torch is still being imported.
+Start at :func:`hydroslurm.jobs.agent.node.run_agent`. Only ``elastic`` imports torch at its top, so
+that signals are kept from the first moment on, while torch is still being imported.
 """

@@ -1,19 +1,19 @@
 """Torch's elastic agent, changed where it would end workers that are saving.
 
-Torchrun's own code is run; only the class of its agent is another one. What differs:
+This runs torchrun's own code and replaces only the class of its agent. What differs:
 
-- a worker that leaves with 75, 93 or 143 has saved and means it: no restart, and its siblings are
-  left alone until they have left too (torch's ``PContext.wait`` sends them SIGTERM at once, and
-  SIGKILL 30 s later);
-- for a restart, workers that listen to SIGTERM are ended with SIGKILL: they would take it for a
-  stop of the job, save, and have the whole job requeued;
-- a stop that arrives before there are workers ends the agent at once;
-- when workers failed for good, the agent leaves with the status of the first;
-- workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT`` says off;
-- nodes are counted as Slurm counts its tasks (:mod:`hydroslurm.jobs.agent.elastic`);
-- workers are given ``HYDROSLURM_INCARNATION``, the same on all nodes and new in each round.
-  Torch's own TORCHELASTIC_RESTART_COUNT is not raised on a node whose workers are restarted because
-  of another node's.
+- A worker that exits with 75, 93 or 143 has saved on purpose: it is not restarted, and its siblings
+  are left alone until they have exited too (torch's ``PContext.wait`` sends them SIGTERM at once,
+  and SIGKILL 30 s later).
+- For a restart, workers that listen to SIGTERM are ended with SIGKILL: they would take SIGTERM for
+a
+  stop of the job, save, and have the whole job requeued.
+- A stop that arrives before there are workers ends the agent at once.
+- When workers failed for good, the agent exits with the status of the first.
+- Workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT=off``.
+- Nodes are numbered as Slurm numbers its tasks.
+- Workers get ``HYDROSLURM_INCARNATION``, the same on all nodes and new in each round: torch's own
+  TORCHELASTIC_RESTART_COUNT stays the same on a node that restarts because of another node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import functools
 import os
 import secrets
 import signal
-import socket
 import time
 import traceback
 import uuid
@@ -31,7 +30,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed.run
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -41,8 +39,6 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.utils import distributed
 from torch.distributed.launcher import api as launcher
 
 from hydroslurm.coordination.authentication import KEY_BYTES, derive
@@ -58,19 +54,24 @@ from hydroslurm.jobs.agent.exit_status import (
     what_is_missing,
 )
 from hydroslurm.jobs.agent.node import Node
-from hydroslurm.jobs.agent.rendezvous import Rendezvous, fill_in
-from hydroslurm.jobs.agent.rendezvous_keepalive import RendezvousKeepalive
+from hydroslurm.jobs.agent.rendezvous import (
+    Rendezvous,
+    RendezvousKeepalive,
+    fill_in,
+    in_order_of_tasks,
+)
 from hydroslurm.jobs.agent.signal_pipe import Interrupted
 from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.runtime import autoload
 
 LINGER_S = 60.0
-"""How long the siblings of a worker that has left on purpose may show no sign of leaving."""
+"""How long to wait for any sign that the siblings of a worker that has left on purpose leave
+too."""
 LEAVE_TOGETHER_S = 10.0
-"""How long a node waits for the others to have left: one that goes first may take the store with
-it, and makes ``srun --kill-on-bad-exit`` end those that are still saving."""
+"""How long a node waits for the others to leave: one that goes first may take the store with it,
+and makes ``srun --kill-on-bad-exit`` end those that are still saving."""
 _POLL_S = 0.05
-# untyped, and so is what it gives
+# untyped, and so is what it returns
 _torchrun: Any = torch.distributed.run
 
 
@@ -78,9 +79,8 @@ class NodeAgent(LocalElasticAgent):
     """One node's agent. All of it runs in the main thread.
 
     Attributes:
-        status: what the agent is to leave with, once its workers have left on purpose.
-        failed: what it is to leave with if its workers are not started again; None as long as none
-            has failed.
+        status: the agent's exit status, once its workers have left on purpose.
+        failed: its exit status if its workers are not restarted; None while none has failed.
     """
 
     def __init__(self, node: Node, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ class NodeAgent(LocalElasticAgent):
         keepalive = RendezvousKeepalive(
             spec.rdzv_handler,
             leaving=lambda: self._leaving or node.stop_asked.is_set(),
-            say=functools.partial(node.log.say, warning=True),
+            warn=node.log.warning,
         )
         node.on_suspend(keepalive.suspend)
 
@@ -106,7 +106,7 @@ class NodeAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
         self._leaving, self.status, self.failed = False, None, None
-        # what comes before they listen waits for them
+        # a signal that arrives before the workers listen stays pending for them
         held = autoload.killing(os.environ) if autoload.is_asked(os.environ) else ()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
         try:
@@ -141,8 +141,8 @@ class NodeAgent(LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        """Torch's waits in C++, where no signal is heard. A stop can only be meant for the other
-        nodes: the workers of this one are done."""
+        """Replace torch's, which waits in C++, where no signal handler runs. A stop only concerns
+        the other nodes: the workers of this one are done."""
         self._wait_for_others(
             self._worker_group,
             until_s=time.monotonic() + self._exit_barrier_timeout,
@@ -156,14 +156,14 @@ class NodeAgent(LocalElasticAgent):
         death_sig: signal.Signals | None = None,
         timeout: int = 30,
     ) -> None:
-        """In the place of ``PContext.close``, which torch calls when the first worker has ended
-        badly, and when all have ended."""
+        """Replace ``PContext.close``, which torch calls when the first worker has failed, and when
+        all have ended."""
         if self._monitoring:
-            self._see_them_out(pcontext)
+            self._wait_for_leavers(pcontext)
         close(death_sig, timeout)
 
-    def _see_them_out(self, pcontext: PContext) -> None:
-        """Wait for those that leave by themselves; end those that cannot go on."""
+    def _wait_for_leavers(self, pcontext: PContext) -> None:
+        """Wait for workers that leave by themselves; end those that cannot go on."""
         give_up_s = time.monotonic() + LINGER_S
         while True:
             codes = exit_codes(pcontext)
@@ -188,9 +188,9 @@ class NodeAgent(LocalElasticAgent):
     def _wait_for_others(
         self, group: Any, *, until_s: float, give_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Say that the workers of this node have ended, and wait until all nodes have said so."""
+        """Announce that the workers of this node have ended, and wait for all nodes to do so."""
         names = [f"hydroslurm/ended/{number}" for number in range(group.group_world_size or 1)]
-        # the store goes with its agent, and that one goes when it has seen everybody
+        # the store ends with its agent, which leaves once it has seen everybody
         with contextlib.suppress(Exception):
             group.store.set(names[group.group_rank or 0], "1")
             while not group.store.check(names) and not give_up() and time.monotonic() < until_s:
@@ -202,25 +202,25 @@ class NodeAgent(LocalElasticAgent):
 
 
 def launch(arguments: list[str], *, node: Node, where: Rendezvous | None, key: bytes | None) -> int:
-    """Run torchrun in this process; the exit status.
+    """Run torchrun in this process and return the exit status.
 
     Args:
-        key: that the agents of all nodes share. The workers get one that follows from it; those of
-            a single node, one that nobody else needs to know.
+        key: shared by the agents of all nodes; the workers get one derived from it. None on a
+            single node makes a new one.
 
     Raises:
-        SystemExit: the arguments are wrong, torchrun has printed why.
-        LaunchError: this torch cannot be changed.
+        SystemExit: the arguments are wrong; torchrun has printed why.
+        LaunchError: the agent of this version of torch cannot be replaced.
     """
     chosen = _torchrun.parse_args(arguments)
     missing = what_is_missing(
         chosen.training_script, is_program=chosen.no_python, is_module=chosen.module
     )
     if missing is not None:
-        node.log.say(missing, warning=True)
+        node.log.warning(missing)
         return missing_status(chosen.training_script, is_program=chosen.no_python)
     if where is not None and fill_in(chosen, where, untouched=_untouched()):
-        node.log.say(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
+        node.log.info(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
     _leave_signals_to(node, chosen)
     if key is None and where is None and chosen.nnodes in ("1", "1:1"):
         key = secrets.token_bytes(KEY_BYTES)
@@ -233,11 +233,11 @@ def launch(arguments: list[str], *, node: Node, where: Rendezvous | None, key: b
     ours = where if where is not None and chosen.rdzv_id == where.run_id else None
     with _agents_of(node, ours) as agents:
         try:
-            # it writes the error file of a failed worker, as it does for torchrun
+            # writes the error file of a failed worker, as it does for torchrun
             return int(record(_run)(chosen, agents) or 0)
         except ChildFailedError as error:
-            # torch's table says which worker, how and when; the way through torchrun says nothing
-            node.log.say("".join(traceback.format_exception_only(error)).strip(), warning=True)
+            # torch's table says which worker failed, how and when
+            node.log.warning("".join(traceback.format_exception_only(error)).strip())
             first = error.get_first_failure()[1].exitcode
             failed = agents[-1].failed if agents else None
             return failed or failure_status([first], stop_asked=False) or FAILED
@@ -257,15 +257,15 @@ def _run(chosen: Any, agents: list[NodeAgent]) -> int:
 
 @contextlib.contextmanager
 def _agents_of(node: Node, where: Rendezvous | None) -> Iterator[list[NodeAgent]]:
-    """Have torchrun make agents of ours; those that it has made are in the list.
+    """Make torchrun create our agents; yields the list of those that it has created.
 
     Args:
-        where: None where the nodes that meet are not, or not only, the tasks of this job step.
+        where: None if the nodes that meet are not, or not only, the tasks of this job step.
     """
     if not hasattr(launcher, "LocalElasticAgent"):
         raise LaunchError(
-            "this torch's torchrun makes its agent in a way that is not known; use srun without "
-            "torchrun, one task per rank"
+            "this version of torch creates its agent in an unknown way; start one srun task per "
+            "rank, without torchrun"
         )
     made: list[NodeAgent] = []
 
@@ -284,14 +284,14 @@ def _agents_of(node: Node, where: Rendezvous | None) -> Iterator[list[NodeAgent]
 
 
 def _leave_signals_to(node: Node, chosen: Any) -> None:
-    """Torch's handlers end the workers; those of our signals are ours. Before torch 2.9 the list
-    is fixed, and Node.started takes them back."""
+    """Torch's handlers end the workers; for our signals ours stay in place. Before torch 2.9 the
+    list is fixed, and Node.started takes them back."""
     named = getattr(chosen, "signals_to_handle", None)
     if named is None:
         return
     ours = {signal.Signals(signo).name for signo in node.signals if signo < signal.SIGRTMIN}
     kept = [name.strip() for name in named.split(",") if name.strip() not in ours]
-    # an empty name would be warned of
+    # torch warns of an empty list
     chosen.signals_to_handle = ",".join(kept or ["SIGINT"])
 
 
@@ -299,42 +299,8 @@ def _untouched() -> Any:
     return _torchrun.parse_args(["a_script"])
 
 
-_get_free_port: Callable[[], int] = distributed.get_free_port
-
-
-def in_order_of_tasks(handler: Any, where: Rendezvous, *, local_addr: str | None) -> None:
-    """Have torch's rendezvous handler number the nodes of each round anew, in place.
-
-    Args:
-        handler: one whose nodes are all tasks of this job step.
-        local_addr: torchrun's option; None: nobody has named an address of this node.
-    """
-    torchs = handler.next_rendezvous
-    if local_addr is None:
-        # what all have met at is known to lead to the first task
-        met_at = where.endpoint.rpartition(":")[0]
-        local_addr = met_at if where.rank == 0 else socket.getfqdn()
-
-    def next_rendezvous() -> RendezvousInfo:
-        met = torchs()
-        # a store of this round alone
-        store = PrefixStore("hydroslurm/order", met.store)
-        store.set(f"task/{met.rank}", str(where.rank))
-        tasks = store.multi_get([f"task/{number}" for number in range(met.world_size)])
-        rank = sorted(map(int, tasks)).index(where.rank)
-        if handler.use_agent_store:  # that of torch's first node serves the workers, too
-            return RendezvousInfo(met.store, rank, met.world_size, met.bootstrap_store_info)
-        if rank == 0:
-            store.set("master", f"{local_addr}:{_get_free_port()}")
-        address, _, port = store.get("master").decode().rpartition(":")
-        master = RendezvousStoreInfo(address, int(port))
-        return RendezvousInfo(met.store, rank, met.world_size, master)
-
-    handler.next_rendezvous = next_rendezvous
-
-
 def incarnation_of(worker_group: Any) -> str:
-    """One word for all nodes of this round: the first writes it, the others read it."""
+    """One id for all nodes of this round: the first writes it, the others read it."""
     store = worker_group.store
     if worker_group.group_rank == 0:
         store.set("hydroslurm/incarnation", uuid.uuid4().hex)

@@ -1,4 +1,5 @@
-"""One node: its agent's signals, its workers, and the one state that it reports."""
+"""One node, from torchrun's arguments to its exit status: the agent's signals, its workers, and the
+one state that it reports."""
 
 from __future__ import annotations
 
@@ -8,28 +9,32 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from hydroslurm.coordination.network import set_master_addr
+from hydroslurm.coordination.rendezvous import step_key
+from hydroslurm.coordination.secret import key_from
 from hydroslurm.core import registry
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import HydroslurmError, RunFolderError
+from hydroslurm.errors import HydroslurmError, RanksError, RunFolderError
 from hydroslurm.gate.signals import SignalPlan, signal_name
 from hydroslurm.jobs.agent import nodestate
+from hydroslurm.jobs.agent.rendezvous import agents, find_rendezvous
 from hydroslurm.jobs.agent.signal_pipe import SignalPipe
 from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Workers
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
 ANSWER_S = 10.0
-"""After so long without an answer of all workers the state is reported as it is."""
+"""How long to wait for all workers to answer before the state is reported as it is."""
 _POLL_S = 0.01
 
 
 class Node:
-    """Hears signals in a thread of its own and hands them on.
+    """Receives signals in a thread of its own and forwards them to the workers.
 
     Attributes:
         stop_asked: set by the first SIGTERM or SIGURG; nothing is started from then on.
@@ -38,7 +43,7 @@ class Node:
     def __init__(self, environ: Mapping[str, str]) -> None:
         """
         Raises:
-            UsageError: bad HYDROSLURM_SIGNALS, or SLURM_* of a value that Slurm never gives.
+            UsageError: bad HYDROSLURM_SIGNALS, or a SLURM_* value that Slurm never gives.
         """
         plan = SignalPlan().with_environment(environ)
         numbers = {meaning: getattr(plan, meaning) for meaning in MEANINGS}
@@ -55,15 +60,14 @@ class Node:
 
     @property
     def signals(self) -> frozenset[int]:
-        """Those that this node takes for itself."""
+        """Those that this node handles itself."""
         return frozenset(self._meanings)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Keep signals for the length of a block, behind which the process is to exit; in the main
-        thread."""
+        """Handle signals inside the block, after which the process is to exit. Main thread only."""
         self.signal_pipe.open()
-        thread = threading.Thread(target=self._hear, name="hydroslurm-node", daemon=True)
+        thread = threading.Thread(target=self._listen, name="hydroslurm-node", daemon=True)
         thread.start()
         try:
             yield
@@ -72,28 +76,29 @@ class Node:
             thread.join(5.0)
             self.log.close()
 
-    def on_suspend(self, tell: Callable[[bool], None]) -> None:
-        """Have it told when Slurm is about to stop this process (True), and when it goes on."""
-        self._on_suspend = tell
+    def on_suspend(self, callback: Callable[[bool], None]) -> None:
+        """Call it with True when Slurm is about to stop this process, with False when it goes
+        on."""
+        self._on_suspend = callback
 
     def started(self, number: int, pids: Mapping[int, int]) -> None:
-        """New workers run, local rank -> pid."""
+        """Take over new workers, local rank -> pid."""
         with self._lock:
             self.log.settle(number)
             self._workers.start(pids)
-        self.signal_pipe.open()  # torch may have taken a signal over when it started them
+        self.signal_pipe.open()  # torch may have replaced a handler when it started them
         self.log.record(
             EventKind.WORKERS_STARTED, {"pids": {str(rank): pid for rank, pid in pids.items()}}
         )
-        self.log.say(f"{len(pids)} workers started")
+        self.log.info(f"{len(pids)} workers started")
 
     def look(self) -> None:
-        """Give the workers what they are owed, where they listen by now."""
+        """Deliver owed signals to the workers that listen by now."""
         with self._lock:
             self._workers.look()
 
     def is_stopping(self, local_ranks: Collection[int]) -> bool:
-        """Whether one of these workers has said that it is on its way out."""
+        """Whether one of these workers has announced that it is stopping."""
         with self._lock:
             asked = [each for each in self._workers.all if each.local_rank in local_ranks]
         return "stopping" in nodestate.read(asked).counts
@@ -104,7 +109,7 @@ class Node:
             self._workers.look()
             self._workers.kill_listeners()
 
-    def _hear(self) -> None:
+    def _listen(self) -> None:
         while True:
             arrived = self.signal_pipe.wait(None if self._watched is None else _POLL_S)
             if arrived is None:
@@ -118,7 +123,7 @@ class Node:
         arrived_mono_ns, arrived_epoch_ns = time.monotonic_ns(), time.time_ns()
         if meaning in ("stop", "warning"):
             self.stop_asked.set()
-        # a TSTP is followed by SIGSTOP, which nothing of torch's should be in the middle of
+        # SIGTSTP is followed by SIGSTOP, which must not cut a call to torch's store in two
         self._on_suspend(meaning == "slurm_pause")
         with self._lock:
             self._workers.ask(meaning)
@@ -130,7 +135,7 @@ class Node:
         )
 
     def _report(self) -> None:
-        """One event and one line, when all have answered or the time is over."""
+        """Write one event and log one line when all have answered, or after ANSWER_S."""
         if self._watched is None:
             return
         meaning, since_mono_ns, since_epoch_ns = self._watched
@@ -154,14 +159,15 @@ class Node:
             },
         )
         wanted = "" if answered else f"; asked for {meaning} {ANSWER_S:g} s ago"
-        self.log.say(f"{state.name}: {state.message()}{wanted}", warning=not answered)
+        log = self.log.info if answered else self.log.warning
+        log(f"{state.name}: {state.message()}{wanted}")
 
 
 def _registry(environ: Mapping[str, str], log: NodeLog) -> Path | None:
     try:
         return registry.folder(environ)
     except HydroslurmError as error:
-        log.say(f"{error}; signals cannot be handed on to the workers", warning=True)
+        log.warning(f"{error}; signals cannot be forwarded to the workers")
         return None
 
 
@@ -169,8 +175,8 @@ LOGGER = logging.getLogger("hydroslurm.jobs.agent")
 
 
 class NodeLog:
-    """The log of one node. The file is opened when the node has its number: Slurm's of the task,
-    else that of the rendezvous."""
+    """The events and the log of one node. The file is opened once the node has its number: that of
+    its Slurm task, else that of the rendezvous."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._run = self._run_folder(environ)
@@ -190,7 +196,7 @@ class NodeLog:
             return None
 
     def settle(self, number: int) -> None:
-        """Give the node its number; the first one stays."""
+        """Set the node's number; the first one counts."""
         if self.number is not None:
             return
         self.number = number
@@ -220,11 +226,63 @@ class NodeLog:
             )
         )
 
-    def say(self, text: str, *, warning: bool = False) -> None:
-        """One line for people."""
-        level = logging.WARNING if warning else logging.INFO
-        LOGGER.log(level, "node %s: %s", "?" if self.number is None else self.number, text)
+    def info(self, text: str) -> None:
+        """Log one line."""
+        LOGGER.info("node %s: %s", "?" if self.number is None else self.number, text)
+
+    def warning(self, text: str) -> None:
+        """Log one line that somebody should read."""
+        LOGGER.warning("node %s: %s", "?" if self.number is None else self.number, text)
 
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
+
+
+def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) -> int:
+    """Start workers as torchrun would, and forward Slurm's signals to them.
+
+    Args:
+        arguments: torchrun's. The tasks of a job step that name no rendezvous meet at a store of
+            the first task.
+        environ: SLURM_*, HYDROSLURM_*; MASTER_ADDR is set in it if the first node's name does not
+            resolve. Torch reads ``os.environ`` itself.
+
+    Returns:
+        The exit status of the node: 0; 75, 93 or 143 as in :mod:`hydroslurm.core.exitcodes` if the
+        workers have left on purpose; 2, 126 or 127 if there is no such script or program; else that
+        of the first worker that failed, 128 + N if a signal killed it.
+
+    Raises:
+        SystemExit: wrong arguments; torchrun has printed what is wrong.
+        UsageError: a variable has an impossible value.
+    """
+    node = Node(environ)
+    with node.listening():
+        key = _shared_key(environ, node)
+        where = find_rendezvous(environ, key=key)
+        # takes seconds, during which a signal must not kill us
+        from hydroslurm.jobs.agent import elastic
+
+        status: int | None = None
+        try:
+            status = elastic.launch(list(arguments), node=node, where=where, key=key)
+        finally:
+            node.log.record(EventKind.AGENT_LEFT, {"status": status})
+        node.log.info(f"leaves with status {status}")
+        return status
+
+
+def _shared_key(environ: MutableMapping[str, str], node: Node) -> bytes | None:
+    """The key that the agents share; None for a single agent, and if there is none: the workers
+    then look for one themselves and report what is missing. Also sets where the agents meet."""
+    key, world = key_from(environ), agents(environ)
+    if world is None:
+        return key
+    try:
+        world = set_master_addr(world, environ)
+        return key or step_key(world, environ, stop=node.stop_asked.is_set)
+    except RanksError as error:
+        if not node.stop_asked.is_set():
+            node.log.warning(str(error))
+        return key

@@ -1,10 +1,26 @@
-"""What torchrun is told when the command line does not say where the nodes meet. Pure."""
+"""Where torchrun's agents meet, and a rendezvous that outlives a suspended job.
+
+Torch's dynamic rendezvous (c10d, etcd-v2) declares a node dead whose last heartbeat is older than
+``keep_alive_interval * keep_alive_max_attempt``, 15 s by default. After a longer suspend every node
+finds all of them dead, itself included, and forgets them; nobody is told. The workers go on, but
+one that fails later is not restarted: its agent waits for others that do not know it, and gives up
+after ``join_timeout``.
+
+A larger ``keep_alive_max_attempt`` would hide nodes that are really dead. Instead, time in which
+this process was stopped does not count: nobody is given up within ``ALLOWANCE_S`` of a gap in our
+own heartbeats. And from SIGTSTP on the store is not asked, because the SIGSTOP that follows would
+cut the call in two: a client that wakes up after its time-out takes the late answer for that of its
+next call.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hydroslurm.coordination.world import World
 from hydroslurm.slurm.allocation import Allocation
@@ -17,8 +33,8 @@ class Rendezvous:
     Attributes:
         nnodes: how many agents there are: one per task of the job step.
         endpoint: HOST:PORT of torch's store.
-        run_id: different in each attempt, so that no agent of the last one is met.
-        rank: of this agent; the first has the store.
+        run_id: new in each attempt, so that agents of two attempts never meet.
+        rank: of this agent; rank 0 hosts the store.
     """
 
     nnodes: int
@@ -31,7 +47,7 @@ def agents(environ: Mapping[str, str]) -> World | None:
     """The tasks of this job step, each an agent; None outside of one, and for a single task.
 
     Raises:
-        UsageError: SLURM_* of a value that Slurm never gives.
+        UsageError: a SLURM_* variable has a value that Slurm never gives it.
     """
     allocation = Allocation.from_environ(environ)
     if allocation is None or allocation.step_id is None or allocation.world_size == 1:
@@ -41,13 +57,13 @@ def agents(environ: Mapping[str, str]) -> World | None:
 
 
 def find_rendezvous(environ: Mapping[str, str], *, key: bytes | None) -> Rendezvous | None:
-    """The meeting of this job step's tasks; None where there are no several.
+    """Where the tasks of this job step meet; None unless there are several.
 
     Args:
-        key: that the agents share; the port of the store follows from it.
+        key: shared by the agents; the port of the store is derived from it.
 
     Raises:
-        UsageError: SLURM_* of a value that Slurm never gives.
+        UsageError: a SLURM_* variable has a value that Slurm never gives it.
     """
     allocation, world = Allocation.from_environ(environ), agents(environ)
     if allocation is None or world is None:
@@ -63,18 +79,17 @@ def find_rendezvous(environ: Mapping[str, str], *, key: bytes | None) -> Rendezv
 def fill_in(
     chosen: argparse.Namespace, where: Rendezvous, *, untouched: argparse.Namespace
 ) -> bool:
-    """Set the rendezvous in torchrun's parsed arguments, unless they say where it is themselves.
+    """Set the rendezvous in torchrun's parsed arguments, unless they name one.
 
-    --rdzv-conf says how the agents meet and not where. So do --nnodes, when its greatest number is
-    that of the agents that there are, and --rdzv-backend c10d; with `--rdzv-backend static` they
-    meet at the same place, each with the node rank of its task. At a server of etcd the job gets a
-    name of its own.
+    --rdzv-conf says how the agents meet, not where; so do --rdzv-backend c10d and an --nnodes whose
+    maximum is the number of agents. With `--rdzv-backend static` they meet at the same endpoint,
+    each with the node rank of its task. With an etcd server the job only gets an id of its own.
 
     Args:
-        untouched: what torchrun's parser gives where nothing is said.
+        untouched: torchrun's defaults.
 
     Returns:
-        Whether the place was set.
+        Whether the endpoint was set.
     """
     if chosen.rdzv_backend.startswith("etcd") and chosen.rdzv_id == untouched.rdzv_id:
         chosen.rdzv_id = where.run_id
@@ -99,7 +114,137 @@ def fill_in(
     chosen.rdzv_endpoint = where.endpoint
     chosen.rdzv_id = where.run_id
     if "is_host=" not in chosen.rdzv_conf:
-        # which host is meant cannot always be told by its name: several agents may share one
+        # by its name torch cannot tell which agent is the host: several may share a machine
         is_host = f"is_host={int(where.rank == 0)}"
         chosen.rdzv_conf = ",".join(filter(None, (chosen.rdzv_conf, is_host)))
     return True
+
+
+ALLOWANCE_S = 30.0
+"""After a gap: the nodes of a job do not wake up in the same moment."""
+STORE_LOST_S = 30.0
+"""How long the store may be unreachable while the workers go on. The agent that hosts it may have
+left because its workers did, and ours may be about to find out."""
+
+
+class RendezvousKeepalive:
+    """Keeps one agent's rendezvous handler from giving up on suspended nodes. Any thread."""
+
+    def __init__(
+        self, handler: Any, *, leaving: Callable[[], bool], warn: Callable[[str], None]
+    ) -> None:
+        """Patch the handler in place.
+
+        Args:
+            handler: torch's; one without heartbeats is left as it is.
+            leaving: whether the workers of this node are exiting: from then on the other nodes do
+                not matter.
+            warn: called if this version of torch cannot be patched.
+        """
+        self._leaving = leaving
+        self._held = False
+        self._lost_since_s: float | None = None
+        self._seen_s = time.monotonic()
+        self._allow_until_s = 0.0
+        self._interval_s = 5.0
+        self._nodes_waiting: Callable[[], int] = handler.num_nodes_waiting
+        handler.num_nodes_waiting = self.num_nodes_waiting
+        holder = getattr(handler, "_state_holder", None)
+        if holder is not None and not self._patch(handler, holder):
+            warn(
+                "the rendezvous of this version of torch is unknown: after a suspend longer than "
+                "its keep-alive (15 s by default; --rdzv-conf keep_alive_max_attempt=N) failed "
+                "workers are not restarted"
+            )
+
+    def suspend(self, begins: bool) -> None:
+        """Slurm is about to stop this process (True), or has continued it."""
+        self._held = begins
+
+    def num_nodes_waiting(self) -> int:
+        """Torch's count; 0 if the workers of this node are leaving, or the store has just gone.
+
+        Raises:
+            RendezvousConnectionError: the store has been gone for :data:`STORE_LOST_S`.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+        if self._leaving():
+            return 0
+        try:
+            waiting = self._nodes_waiting()
+        except RendezvousConnectionError:
+            now_s = time.monotonic()
+            if self._lost_since_s is None:
+                self._lost_since_s = now_s
+            if now_s - self._lost_since_s > STORE_LOST_S:
+                raise
+            return 0
+        self._lost_since_s = None
+        return waiting
+
+    def _patch(self, handler: Any, holder: Any) -> bool:
+        settings = getattr(handler, "settings", None)
+        interval = getattr(settings, "keep_alive_interval", None)
+        sanitize, sync = getattr(holder, "_sanitize", None), getattr(holder, "sync", None)
+        if interval is None or not callable(sanitize) or not callable(sync):
+            return False
+        self._interval_s = interval.total_seconds()
+
+        def sanitize_unless_suspended() -> None:
+            if not self._allows():
+                sanitize()
+
+        def sync_unless_suspended() -> bool | None:
+            """None is torch's own answer when it keeps the state that it has."""
+            result: bool | None = None if self._held else sync()
+            return result
+
+        # torch has no public hook for either
+        holder._sanitize = sanitize_unless_suspended
+        holder.sync = sync_unless_suspended
+        return True
+
+    def _allows(self) -> bool:
+        """Whether missing heartbeats are excused now. Called at each exchange with the store, about
+        once a second and at least once per heartbeat interval."""
+        now_s = time.monotonic()
+        if now_s - self._seen_s > self._interval_s + 1.0:
+            self._allow_until_s = now_s + ALLOWANCE_S
+        self._seen_s = now_s
+        return now_s < self._allow_until_s
+
+
+def in_order_of_tasks(handler: Any, where: Rendezvous, *, local_addr: str | None) -> None:
+    """Patch torch's rendezvous handler to number the nodes of each round by their Slurm task.
+
+    Args:
+        handler: one whose nodes are all tasks of this job step.
+        local_addr: torchrun's option; None: nobody has named an address of this node.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.utils import distributed
+
+    torch_next_rendezvous = handler.next_rendezvous
+    if local_addr is None:
+        # the address at which all have met is known to lead to the first task
+        met_at = where.endpoint.rpartition(":")[0]
+        local_addr = met_at if where.rank == 0 else socket.getfqdn()
+
+    def next_rendezvous() -> RendezvousInfo:
+        met = torch_next_rendezvous()
+        store = PrefixStore("hydroslurm/order", met.store)  # met.store belongs to this round alone
+        store.set(f"task/{met.rank}", str(where.rank))
+        tasks = store.multi_get([f"task/{number}" for number in range(met.world_size)])
+        rank = sorted(map(int, tasks)).index(where.rank)
+        if handler.use_agent_store:  # the store of torch's first node serves the workers, too
+            return RendezvousInfo(met.store, rank, met.world_size, met.bootstrap_store_info)
+        if rank == 0:
+            port = distributed.get_free_port()  # type: ignore[no-untyped-call]
+            store.set("master", f"{local_addr}:{port}")
+        address, _, port = store.get("master").decode().rpartition(":")
+        master = RendezvousStoreInfo(address, int(port))
+        return RendezvousInfo(met.store, rank, met.world_size, master)
+
+    handler.next_rendezvous = next_rendezvous

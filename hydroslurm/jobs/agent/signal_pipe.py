@@ -1,4 +1,4 @@
-"""The signals that this process gets, as lines in a pipe that a thread can wait for."""
+"""The signals of this process as numbers in a pipe that a thread can wait for."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 
 class Interrupted(BaseException):
-    """A stop was asked for while there was no worker that could be told of it.
+    """A stop was requested while there was no worker to forward it to.
 
-    Not an Exception: torch catches these on the way.
+    Not an Exception, because torch catches those on the way.
     """
 
 
 class SignalPipe:
-    """Keeps signals from killing or stopping this process, and says which ones came.
+    """Keeps signals from killing or stopping this process, and reports which ones came.
 
-    The handler in C writes the number at once, also while the main thread is inside a long call of
-    torch's. To be opened and closed in the main thread; :meth:`wait` belongs to one other.
+    Python's C handler writes the number at once, even while the main thread is inside a long call
+    into torch. Open and close it in the main thread; only one other thread may :meth:`wait`.
     """
 
     def __init__(self, signals: Iterable[int], *, stops: Iterable[int] = ()) -> None:
@@ -34,22 +34,24 @@ class SignalPipe:
         self._read_fd = self._write_fd = self._wakeup_before = -1
 
     def open(self) -> None:
-        """Take the signals over; a second call takes back those that somebody else took since."""
+        """Install the handlers; a second call takes back signals that somebody else took since."""
         if self._read_fd < 0:
             self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for signo in self._signals:
             before = signal.signal(signo, self._arrived)
             self._before.setdefault(signo, before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)  # held until now: autoload.hold
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, self._signals
+        )  # blocked until now: autoload.hold
 
     def close(self, *, to_exit: bool = False) -> None:
-        """Put back what was there before, and end :meth:`wait`.
+        """Restore the previous handlers, and end :meth:`wait`.
 
         Args:
-            to_exit: ignore the signals instead. Slurm sends SIGTERM twice, and srun one more when
-                the first task has left with a status: a process that is on its way out with its
-                own status would die of it.
+            to_exit: ignore the signals instead. Slurm sends SIGTERM twice, and srun once more when
+                the first task has failed: it would kill a process that is about to exit with a
+                status of its own.
         """
         for signo, before in self._before.items():
             kept = signal.SIG_DFL if before is None else before
@@ -61,8 +63,7 @@ class SignalPipe:
             self._write_fd = -1
 
     def wait(self, timeout_s: float | None) -> list[int] | None:
-        """The signals that came, in their order; empty after ``timeout_s``, None after
-        :meth:`close`."""
+        """The signals that came, in order; empty after ``timeout_s``, None after :meth:`close`."""
         watch = select.poll()  # select() cannot look at descriptors above 1023
         watch.register(self._read_fd, select.POLLIN)
         if not watch.poll(None if timeout_s is None else max(0.0, timeout_s * 1e3)):
@@ -75,7 +76,7 @@ class SignalPipe:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A stop that arrives meanwhile ends the block.
+        """Let a stop that arrives inside the block end it.
 
         Raises:
             Interrupted: in the main thread, from the handler.

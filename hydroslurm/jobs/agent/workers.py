@@ -1,8 +1,8 @@
-"""The workers of one node, and the requests that each of them still has to get.
+"""The workers of one node, and the requests that each of them is still owed.
 
-A request is handed on by its meaning, and only to a process that has announced itself as listening
-to it. One that is still importing would die of the signal: it is owed the request, the latest of
-each kind, until it listens.
+A request is forwarded by its meaning, and only to a process that has announced that it listens. One
+that is still importing would die of the signal: it is owed the latest request of each kind until it
+listens.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Meaning = Literal["slurm_pause", "slurm_resume", "user_pause", "user_resume", "s
 MEANINGS: tuple[Meaning, ...] = (
     "slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning",
 )  # fmt: skip
-"""Those of a SignalPlan that an agent hands on."""
+"""Those of a SignalPlan that an agent forwards."""
 
 PATIENCE_S = 10.0
-"""A worker that has no handler for SIGTERM so long after it was owed one gets it nevertheless: it
-is a program that saves nothing, or it hangs in its imports. Less than any grace that is worth the
-name, more than an import takes."""
+"""After so long a worker without a handler for SIGTERM gets it all the same: it is a program that
+saves nothing, or it hangs in its imports. Less than any useful grace time, more than an import
+takes."""
 
 _ENDS: Mapping[Meaning, Meaning] = {
     "slurm_resume": "slurm_pause",
@@ -42,7 +42,7 @@ class Worker:
     Attributes:
         pid: that torchrun knows; the rank itself may be a child of it.
         entry: what the rank has announced; None until then.
-        owed: requests that it did not listen to yet, with their time (``time.monotonic()``).
+        owed: requests that it has not received yet -> since when (``time.monotonic()``).
     """
 
     local_rank: int
@@ -52,30 +52,29 @@ class Worker:
 
 
 class Workers:
-    """All workers of this node. One thread at a time: the owner has the lock."""
+    """All workers of this node. Not thread-safe: the owner holds a lock."""
 
     def __init__(self, base: Path | None) -> None:
-        """``base``: the registry's folder; None where there is none, and nothing can be handed
-        on but a stop."""
+        """``base``: the registry's folder; without one (None) only a stop can be forwarded."""
         self._base = base
         self._standing: list[Meaning] = []
         self.all: tuple[Worker, ...] = ()
 
     @property
     def owe(self) -> bool:
-        """Whether somebody has yet to get something."""
+        """Whether any worker is still owed a request."""
         return any(worker.owed for worker in self.all)
 
     def start(self, pids: Mapping[int, int]) -> None:
-        """Take new workers, local rank -> pid, in the place of the old ones. A stop holds for
-        them too, and so does a pause that nobody has ended."""
+        """Replace the workers by new ones, local rank -> pid. They are owed a stop, and a pause
+        that nobody has ended."""
         self.all = tuple(Worker(local_rank, pid) for local_rank, pid in sorted(pids.items()))
         now_s = time.monotonic()
         for worker in self.all:
             worker.owed.update(dict.fromkeys(self._standing, now_s))
 
     def ask(self, meaning: Meaning) -> None:
-        """Hand a request on, to each worker as soon as it listens."""
+        """Forward a request, to each worker as soon as it listens."""
         ended = _ENDS.get(meaning)
         self._standing = [each for each in self._standing if each not in (ended, meaning)]
         if ended is None:
@@ -90,7 +89,7 @@ class Workers:
         self.look()
 
     def look(self) -> None:
-        """Find those that have announced themselves meanwhile, and give each what it is owed."""
+        """Find workers that have announced themselves, and deliver what they are owed."""
         for worker in self.all:
             if worker.entry is None:
                 worker.entry = self._announced(worker.pid)
@@ -99,14 +98,14 @@ class Workers:
                     del worker.owed[meaning]
 
     def kill_listeners(self) -> None:
-        """End those that would take torchrun's SIGTERM for a stop of the job: they would save,
-        have the job requeued and leave, where only a restart is meant."""
+        """Kill those that would take torchrun's SIGTERM for a stop of the job: they would save,
+        have the job requeued and exit, where only a restart is meant."""
         for worker in self.all:
             if worker.entry is not None:
                 send_group(worker.pid, signal.SIGKILL)
 
     def _announced(self, pid: int) -> registry.Entry | None:
-        """Of the process itself, or of the nearest child, below a shell script for example."""
+        """The entry of the process, or of its nearest descendant (below a shell script)."""
         if self._base is None:
             return None
         found = (registry.find(self._base, each) for each in family(pid))
@@ -114,7 +113,7 @@ class Workers:
 
 
 def _give(worker: Worker, meaning: Meaning, *, waited_s: float) -> bool:
-    """Signal the worker if that does it no harm; whether nothing is owed any more."""
+    """Signal the worker if that is harmless; returns whether the request is settled."""
     entry = worker.entry
     if entry is not None:
         signo = entry.signals.get(meaning)
@@ -134,7 +133,7 @@ def _give(worker: Worker, meaning: Meaning, *, waited_s: float) -> bool:
 
 
 def family(pid: int) -> Iterator[int]:
-    """The process and everything that descends from it, parents first."""
+    """The process and all its descendants, parents first."""
     yield pid
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -164,8 +163,7 @@ def send(pid: int, signo: int) -> bool:
 
 
 def send_group(pid: int, signo: int) -> None:
-    """Signal the process and, where it leads a group of its own as torchrun's workers do, all of
-    that."""
+    """Signal the process, or its whole group if it leads one, as torchrun's workers do."""
     with contextlib.suppress(ProcessLookupError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signo)
@@ -174,8 +172,8 @@ def send_group(pid: int, signo: int) -> None:
 
 
 def exit_codes(pcontext: Any) -> dict[int, int | None]:
-    """How the worker of each local rank has ended, negative for a signal; None: it lives. Takes
-    nothing away from torch, which waits for them too.
+    """The exit code of each local rank's worker, negative for a signal; None: it lives. Does not
+    reap them: torch waits for them too.
 
     Args:
         pcontext: torch's, of the workers of this node.

@@ -30,7 +30,7 @@ from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.supervisor.attempts import Attempt, Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import Condition, final_condition, read_conditions
 from hydroslurm.jobs.supervisor.exit_policy import format_status
-from hydroslurm.jobs.supervisor.job_step import TaskExits
+from hydroslurm.jobs.supervisor.task_exits import TaskExits
 from hydroslurm.jobs.supervisor.tensorboard import Address, read_address
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.run_folders import read_owner

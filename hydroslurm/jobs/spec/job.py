@@ -11,10 +11,16 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
-from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec
-from hydroslurm.jobs.spec.sections import Preemption, RunMode, RunPolicy, Scheduler, TensorBoard
+from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, RunMode
+from hydroslurm.jobs.spec.sections import (
+    ENDPOINT,
+    Preemption,
+    RunPolicy,
+    Scheduler,
+    TensorBoard,
+    TorchrunConfig,
+)
 from hydroslurm.jobs.spec.source import KeyPath, path_text
-from hydroslurm.jobs.spec.torchrun import ENDPOINT, TorchrunConfig
 
 DOES_NOT_FIT = "does_not_fit"
 """pydantic's name for the error whose context holds complaints under ``found``."""

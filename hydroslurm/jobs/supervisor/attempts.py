@@ -1,15 +1,14 @@
-"""How often the replicas of a job were started, how each of these attempts ended, and how long the
-job has held its nodes.
+"""The attempts of a job: each start of all its replicas, how it ended, and how long the job has
+held its nodes.
 
-An attempt is one start of all replicas, counted from 1 over restarts within an allocation and over
-requeues. The ranks are given its number (``HYDROSLURM_ATTEMPT``), and a Run records it as its own.
-torchrun may restart its workers within an attempt, and a Run counts those starts too; the next
-attempt gets the number after the last that was recorded by either, so that one number always means
-one start.
+Attempts are numbered from 1, over restarts within an allocation and over requeues. Ranks get the
+number as ``HYDROSLURM_ATTEMPT``, and a Run records it as its own. torchrun may restart its workers
+within an attempt, and a Run counts those starts too; the next attempt gets the number after the
+last one recorded by either, so that a number always means one start.
 
-Each attempt has a file that is written before it begins and one when it has ended, each put in
-place whole and once: whatever is killed, every attempt is counted once. An attempt without an end
-is still running, or died with its supervisor or node.
+An attempt has a file written before it begins and one written when it has ended, each put in place
+whole and once: whatever is killed, every attempt is counted once. An attempt without an end is
+still running, or died with its supervisor or node.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError
+from hydroslurm.jobs.supervisor.conditions import FORMAT, is_current_format
 from hydroslurm.jobs.supervisor.exit_policy import (
     DEADLINE_EXCEEDED,
     SRUN_KILLED,
@@ -43,19 +43,19 @@ class Ending(str, Enum):
 
     SUCCEEDED = "succeeded"
     RESTARTED = "restarted"
-    """Ended well, and its policy wants it again."""
+    """Succeeded, and restartPolicy Always restarts it."""
     FAILED = "failed"
     PREEMPTED = "preempted"
     """Preempted, requeued, or lost with its node."""
     LOST = "lost"
-    """Its srun was killed, which is no failure of the replicas."""
+    """Its srun was killed, which is not the replicas' failure."""
     TIME_LIMIT = "time_limit"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
 
 
 def ending_of(decision: ExitDecision, final_decision: FinalDecision | None) -> Ending:
-    """Of an attempt that was not interrupted from outside."""
+    """How an attempt ended that was not interrupted from outside."""
     if decision.action is Action.SUCCEED:
         return Ending.SUCCEEDED
     if final_decision is not None and final_decision.reason == DEADLINE_EXCEEDED:
@@ -73,11 +73,11 @@ class Attempt:
         number: from 1.
         restart_count: Slurm's.
         began_epoch_ns, ended_epoch_ns: when.
-        srun_pid, srun_started: of the process that has the job step, and its start in clock ticks;
-            None before it runs.
-        ending: None while it is not known.
+        srun_pid, srun_started: the process that runs the job step, and when it started (clock
+            ticks since boot); None before that.
+        ending: None while unknown.
         replica, status: which one failed first, and how.
-        final_decision: what it decided of the job; None where it was started again.
+        final_decision: how it ended the job; None if the job was restarted.
     """
 
     number: int
@@ -93,16 +93,16 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts of one run, in a folder of their own. Written by one supervisor at a time."""
+    """The attempts of one job, in a folder of their own. Written by one supervisor at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def all(self) -> tuple[Attempt, ...]:
-        """Oldest first; a file that holds no attempt is passed over.
+        """Oldest first; files that hold no attempt are skipped.
 
         Raises:
-            RunFolderError: the folder cannot be read.
+            RunFolderError: the folder cannot be read, or an older version wrote it.
         """
         try:
             names = sorted(path.name for path in self.folder.iterdir())
@@ -116,14 +116,16 @@ class Attempts:
                 stem = name.removesuffix(".began.json")
                 ended = self._read(f"{stem}.ended.json") or {}
                 started = self._read(f"{stem}.srun.json") or {}
-                found += _attempt({**begun, **started, **ended})
+                attempt = _attempt({**begun, **started, **ended})
+                if attempt is not None and is_current_format(begun, self.folder / name):
+                    found.append(attempt)
         return tuple(found)
 
     def begin(self, restart_count: int, *, after: int = 0) -> Attempt:
         """Record durably that an attempt begins.
 
         Args:
-            after: the greatest number that is in use elsewhere: :func:`last_recorded`.
+            after: the greatest number in use elsewhere: :func:`last_recorded`.
 
         Raises:
             RunFolderError: the folder cannot be written.
@@ -132,6 +134,7 @@ class Attempts:
         number = max(number, after) + 1
         attempt = Attempt(number, restart_count, time.time_ns())
         row = {
+            "v": FORMAT,
             "number": number,
             "restart_count": restart_count,
             "began_epoch_ns": attempt.began_epoch_ns,
@@ -140,7 +143,7 @@ class Attempts:
         return attempt
 
     def started(self, attempt: Attempt, *, srun_pid: int, srun_started: int) -> Attempt:
-        """Write down which process has its job step."""
+        """Record which process runs its job step."""
         row = {"srun_pid": srun_pid, "srun_started": srun_started}
         self._write(f"{attempt.number:06d}.srun.json", row)
         return replace(attempt, srun_pid=srun_pid, srun_started=srun_started)
@@ -154,7 +157,7 @@ class Attempts:
         status: int | None = None,
         final_decision: FinalDecision | None = None,
     ) -> Attempt:
-        """Write down how it ended; of two ends the first counts."""
+        """Record how it ended; of two ends the first counts."""
         row: dict[str, Any] = {
             "ending": ending.value,
             "replica": replica,
@@ -166,11 +169,11 @@ class Attempts:
         return next(one for one in self.all() if one.number == attempt.number)
 
     def restarts(self) -> int:
-        """What backoffLimit is compared with: also those after a success, which Always wants."""
+        """Those that count against backoffLimit, including restarts after a success (Always)."""
         return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in self.all())
 
     def preemptions(self) -> int:
-        """Lives that ended because somebody else wanted the nodes."""
+        """How many allocations ended because somebody else wanted the nodes."""
         return len({one.restart_count for one in self.all() if one.ending is Ending.PREEMPTED})
 
     def _read(self, name: str) -> dict[str, Any] | None:
@@ -183,7 +186,7 @@ class Attempts:
     def _write(
         self, name: str, row: Mapping[str, Any], *, new: bool = False, quietly: bool = False
     ) -> None:
-        """A file that is there whole or not at all; with ``new`` it must not be there yet."""
+        """Write a file atomically; with ``new`` it must not exist yet."""
         path = self.folder / name
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -195,17 +198,17 @@ class Attempts:
             raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _attempt(row: Mapping[str, Any]) -> list[Attempt]:
-    """None where a field is of another type: an attempt that we did not write."""
+def _attempt(row: Mapping[str, Any]) -> Attempt | None:
+    """None if a field has another type: we did not write it."""
     known = {name: row[name] for name in Attempt.__dataclass_fields__ if row.get(name) is not None}
     try:
-        return [TypeAdapter(Attempt).validate_python(known)]
+        return TypeAdapter(Attempt).validate_python(known)
     except ValidationError:
-        return []
+        return None
 
 
 def last_recorded(attempts_jsonl: Path) -> int:
-    """The greatest number of an attempt that a Run has recorded; 0: none, or it cannot be read."""
+    """The greatest attempt number that a Run has recorded; 0: none, or the file is unreadable."""
     try:
         lines = read_end(attempts_jsonl, most_bytes=_MOST_BYTES).splitlines()
     except OSError:
@@ -218,12 +221,12 @@ def last_recorded(attempts_jsonl: Path) -> int:
 
 
 LONGEST_TICK_S = 2.0
-"""More than this between two ticks was not spent running."""
+"""Time beyond this between two ticks was spent suspended."""
 WRITE_EVERY_S = 5.0
 
 
 class ActiveTime:
-    """Counts it, and keeps it in a file."""
+    """How long the job has held its nodes, without suspensions; kept in a file."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -232,7 +235,7 @@ class ActiveTime:
         self._ticked_mono_s = self._written_mono_s = clock()
 
     def tick(self) -> float:
-        """Count up to now; the seconds so far."""
+        """Count up to now; returns the seconds so far."""
         now_s = self._clock()
         self.seconds += min(now_s - self._ticked_mono_s, LONGEST_TICK_S)
         self._ticked_mono_s = now_s
@@ -241,7 +244,7 @@ class ActiveTime:
         return self.seconds
 
     def write(self) -> None:
-        """Put it into the file; what cannot be written is counted again after a restart."""
+        """Write the file; without it the time since the last write is lost at a restart."""
         self._written_mono_s = self._clock()
         with contextlib.suppress(OSError):
             write_atomically(self.path, json.dumps({"active_s": round(self.seconds, 3)}))

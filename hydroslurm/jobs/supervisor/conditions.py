@@ -2,9 +2,8 @@
 
     Created, Queued, Running, Paused, Preempted, Restarting, Succeeded, Failed
 
-The names are those of Kubernetes' jobs. The newest line is what the job is now; Paused is read from
-what the ranks themselves have written, for a supervisor that is suspended with them can write
-nothing.
+The names are those of Kubernetes jobs. The newest line says what the job is now, except for Paused:
+a supervisor that is suspended with its ranks can write nothing, so that is read from their events.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hydroslurm.core.files import open_regular, parse_json, read_end
 from hydroslurm.errors import RunFolderError
@@ -24,13 +23,15 @@ ConditionType = Literal[
     "Created", "Queued", "Running", "Paused", "Preempted", "Restarting", "Succeeded", "Failed"
 ]
 FINAL = frozenset({"Succeeded", "Failed"})
+FORMAT = 1
+"""Of the lines here and of the files of attempts: their field ``v``."""
 _TYPES = frozenset(get_args(ConditionType))
 _MOST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that became true.
+    """Something that became true of a job.
 
     Attributes:
         type: what.
@@ -48,7 +49,7 @@ class Condition:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it is the end of a job that has failed."""
+        """Whether the job has failed."""
         return self.type == "Failed"
 
 
@@ -61,7 +62,7 @@ def add_condition(
         RunFolderError: the file cannot be written.
     """
     condition = Condition(kind, time.time_ns(), reason, message, restart_count)
-    line = json.dumps(asdict(condition), ensure_ascii=False) + "\n"
+    line = json.dumps({"v": FORMAT, **asdict(condition)}, ensure_ascii=False) + "\n"
     try:
         handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
@@ -75,29 +76,49 @@ def add_condition(
 
 
 def read_conditions(path: Path) -> tuple[Condition, ...]:
-    """Oldest first; torn lines and those of a later version are passed over."""
+    """Oldest first; torn lines and those of a later version are skipped.
+
+    Raises:
+        RunFolderError: an older version wrote them.
+    """
     try:
         lines = read_end(path, most_bytes=_MOST_BYTES).splitlines()
     except OSError:
         return ()
-    return tuple(_conditions(lines))
+    return tuple(_conditions(lines, path))
 
 
 def final_condition(conditions: Iterable[Condition]) -> Condition | None:
-    """Succeeded or Failed, if it has come to that; the first counts."""
+    """Succeeded or Failed, once there is one; the first counts."""
     return next((one for one in conditions if one.type in FINAL), None)
 
 
-def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
+def is_current_format(row: Mapping[str, Any], path: Path) -> bool:
+    """Whether this version wrote a row; False: a later one did.
+
+    Raises:
+        RunFolderError: an older version did.
+    """
+    version = row.get("v")
+    if type(version) is not int or version < FORMAT:
+        raise RunFolderError(
+            f"{path} was written by an older version of hydroslurm (format {version!r}, wanted "
+            f"{FORMAT}). Finish the job with that version, or submit it again"
+        )
+    return version == FORMAT
+
+
+def _conditions(lines: Iterable[bytes], path: Path) -> Iterator[Condition]:
     for line in lines:
         try:
             row = parse_json(line)
             known = {name: row[name] for name in _KINDS if name in row}
             right = all(type(known[name]) is _KINDS[name] for name in known)
-            if right and known["type"] in _TYPES and "epoch_ns" in known:
-                yield Condition(**known)
+            condition = Condition(**known) if right and known["type"] in _TYPES else None
         except (ValueError, TypeError, KeyError):
             continue
+        if condition is not None and is_current_format(row, path):
+            yield condition
 
 
 _KINDS = {"type": str, "epoch_ns": int, "reason": str, "message": str, "restart_count": int}

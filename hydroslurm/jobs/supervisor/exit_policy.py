@@ -1,13 +1,14 @@
-"""What follows when tasks of an attempt have ended. Pure: statuses in, one decision out.
+"""What to do when tasks of an attempt have ended. Pure: statuses in, one decision out.
 
-The rules are T9k's and Kubeflow's: the end of the master is the job's, a failure is what the
-replica's restart policy says. What differs is what a restart is. Ranks that train together cannot
-go on when one of them is started anew, so all of them are; it counts as one failure, of the replica
-that failed first.
+The rules are T9k's and Kubeflow's: the job ends with its master, and a replica's restart policy
+says what its failure means. The difference is the restart: ranks that train together cannot go on
+when one of them starts anew, so all of them are restarted. That counts as one failure, of the
+replica that failed first.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -29,9 +30,9 @@ class Action(Enum):
     RESTART = "restart"
     FAIL = "fail"
     LEAVE = "leave"
-    """Saved, to be requeued."""
+    """Saved; requeue the job."""
     REQUEUE = "requeue"
-    """Nothing can be started on these nodes."""
+    """Nothing can be started on these nodes; requeue the job."""
 
 
 SRUN_KILLED = "SrunKilled"
@@ -39,11 +40,11 @@ SRUN_KILLED = "SrunKilled"
 
 @dataclass(frozen=True)
 class ExitDecision:
-    """What follows, and because of whom.
+    """What to do, and because of which replica.
 
     Attributes:
         action: what to do.
-        replica, status: whose end decided it.
+        replica, status: whose exit decided it.
         counts: whether the restart counts against backoffLimit.
         reason, message: for the job's conditions: one word, one sentence.
     """
@@ -57,11 +58,11 @@ class ExitDecision:
 
 
 def decide_exit(plan: Plan, statuses: Mapping[int, int], order: Sequence[int]) -> ExitDecision:
-    """Look at the ends in the order in which they came; the first that decides counts.
+    """Go through the exits in the order in which they came; the first that decides counts.
 
     Args:
         plan: what runs.
-        statuses: task -> how it has ended; those that run are not in it.
+        statuses: task -> exit status, of those that have ended.
         order: the tasks of ``statuses``, the first to end first.
     """
     saved = [task for task in order if statuses[task] == RUN_AGAIN]
@@ -84,7 +85,7 @@ def _of_one(
     policy = plan.policy_of(replica)
     is_master = replica == plan.replicas[0]
     if status == MUST_NOT_RUN_AGAIN:
-        message = f"{replica} says that it must not be run again (status {status})"
+        message = f"{replica} exited with status {status}: it must not be run again"
         return ExitDecision(Action.FAIL, replica, status, reason="MustNotRunAgain", message=message)
     if status == 0:
         own = [number for number, one in enumerate(plan.tasks) if one.replica == replica]
@@ -92,7 +93,7 @@ def _of_one(
         if not (done and is_master):
             return None
         if policy == "Always":
-            message = f"{replica} has ended, and restartPolicy Always starts it again"
+            message = f"{replica} has ended; restartPolicy Always restarts it"
             return ExitDecision(Action.RESTART, replica, 0, True, "Always", message)
         message = f"{replica} has ended with status 0"
         return ExitDecision(Action.SUCCEED, replica, 0, reason="MasterSucceeded", message=message)
@@ -101,52 +102,52 @@ def _of_one(
         return ExitDecision(Action.RESTART, replica, status, True, "ReplicaFailed", message)
     if is_master:
         message = (
-            f"{replica} failed with status {format_status(status)}, which restartPolicy {policy} "
-            "takes for final"
+            f"{replica} failed with status {format_status(status)}, which is final with "
+            f"restartPolicy {policy}"
         )
         return ExitDecision(Action.FAIL, replica, status, reason="MasterFailed", message=message)
     return None
 
 
 def unrequested_exit(plan: Plan, found: ExitDecision) -> ExitDecision:
-    """What to make of a rank that has left with 75 although nobody asked it to stop: no preemption,
-    or the job would go round for ever, but an end like any other, for its policy to judge."""
+    """Decide for a rank that exited with 75 although nobody asked it to stop. As a preemption it
+    would be requeued for ever, so it is an exit like any other, and the restart policy decides."""
     assert found.action is Action.LEAVE
     assert found.replica is not None
     policy = plan.policy_of(found.replica)
     message = (
-        f"{found.replica} left with status {RUN_AGAIN}, which says that it was stopped and has "
-        "saved; nobody has asked it to"
+        f"{found.replica} exited with status {RUN_AGAIN} (stopped and saved), but nobody has "
+        "asked it to stop"
     )
     if restarts(policy, RUN_AGAIN):
         return ExitDecision(
             Action.RESTART, found.replica, RUN_AGAIN, True, "StoppedUnasked", message
         )
-    message = f"{message}, and restartPolicy {policy} takes that for final"
+    message = f"{message}; that is final with restartPolicy {policy}"
     return ExitDecision(
         Action.FAIL, found.replica, RUN_AGAIN, reason="StoppedUnasked", message=message
     )
 
 
 def srun_was_killed(signal_number: int | None) -> ExitDecision:
-    """srun ended without a word about tasks that it had started: its end ends them, and is none of
-    their failures. ``signal_number``: what it died of, where that is known."""
+    """srun ended without reporting on tasks that it had started: it took them with it, which is no
+    failure of theirs. ``signal_number``: what killed it, if known."""
     how = "" if signal_number is None else f" ({format_status(128 + signal_number)})"
-    message = f"srun was killed{how}, and its tasks with it; that is no failure of theirs"
+    message = f"srun was killed{how} and took its tasks with it; this is not counted as a failure"
     return ExitDecision(Action.RESTART, reason=SRUN_KILLED, message=message)
 
 
 def step_cannot_start(why: str, waited_s: float) -> ExitDecision:
-    """Slurm makes no job step on nodes that the job has to itself."""
+    """Slurm creates no job step on nodes that belong to this job alone."""
     message = (
-        f"no job step could be started for {waited_s:.0f} s ({why}): Slurm counts one that is over "
-        "as running, as it does where its slurmstepd was killed"
+        f"no job step could be started for {waited_s:.0f} s ({why}): Slurm still counts one that "
+        "is over as running, as after its slurmstepd was killed"
     )
     return ExitDecision(Action.REQUEUE, reason="StepCannotStart", message=message)
 
 
 def restarts(policy: str, status: int) -> bool:
-    """Whether a policy starts a replica again that ended so."""
+    """Whether a policy restarts a replica that exited with this status."""
     if policy == "Always":
         return True
     if policy == "OnFailure":
@@ -156,8 +157,6 @@ def restarts(policy: str, status: int) -> bool:
 
 def format_status(status: int) -> str:
     """``137 (SIGKILL)``"""
-    import signal
-
     try:
         return f"{status} ({signal.Signals(status - 128).name})" if status > 128 else str(status)
     except ValueError:
@@ -169,10 +168,10 @@ DEADLINE_EXCEEDED = "DeadlineExceeded"
 
 @dataclass(frozen=True)
 class FinalDecision:
-    """The end of a job.
+    """How a job has ended.
 
     Attributes:
-        failed: whether it has.
+        failed: whether it failed.
         reason, message: one word, one sentence.
     """
 
@@ -184,18 +183,17 @@ class FinalDecision:
 def decide_job(
     decision: ExitDecision, policy: RunPolicy, *, earlier_restarts: int, is_over_deadline: bool
 ) -> FinalDecision | None:
-    """Compare what has happened with the limits of the job; None: it is started again."""
+    """Apply the limits of the job; None: it is restarted."""
     if decision.action is Action.SUCCEED:
         return FinalDecision(False, decision.reason, decision.message)
     if is_over_deadline:
-        message = f"activeDeadlineSeconds ({policy.active_deadline_seconds}) are over"
+        message = f"activeDeadlineSeconds ({policy.active_deadline_seconds}) is exceeded"
         return FinalDecision(True, DEADLINE_EXCEEDED, message)
     if decision.action is Action.FAIL:
         return FinalDecision(True, decision.reason, decision.message)
-    restarts = earlier_restarts + decision.counts
-    if decision.counts and restarts > policy.backoff_limit:
-        message = (
-            f"{decision.message}: restart {restarts}, with backoffLimit {policy.backoff_limit}"
-        )
+    limit = policy.backoff_limit
+    if decision.counts and earlier_restarts >= limit:
+        allowed = "no more restarts" if limit else "no restart"
+        message = f"{decision.message}; backoffLimit {limit} allows {allowed}"
         return FinalDecision(True, "BackoffLimitExceeded", message)
     return None

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.coordination.address import rendezvous_environment
+from hydroslurm.coordination.network import rendezvous_environment
 from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
-from hydroslurm.core.files import Tail, open_regular
+from hydroslurm.core.files import open_regular
 from hydroslurm.core.rundir import (
     ATTEMPTS_ENV,
     RUN_DIR_ENV,
@@ -37,71 +37,8 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     decide_exit,
     srun_was_killed,
 )
+from hydroslurm.jobs.supervisor.task_exits import LOST, TaskExits, last_error
 from hydroslurm.runtime.autoload import PREEMPT_ENV
-from hydroslurm.slurm.srun_text import step_launched, step_waits, task_ends
-
-LOST = 1
-"""The status of a task of which srun has said nothing when it ended badly."""
-
-
-@dataclass
-class TaskExits:
-    """Which tasks have ended, and how, as srun's file tells it so far.
-
-    Attributes:
-        statuses: task -> status.
-        order: the same tasks, the first to end first.
-        step_id: of the job step, once srun has said it.
-        waits: why there is no job step yet, in Slurm's words, while srun waits for one.
-    """
-
-    path: Path
-    statuses: dict[int, int] = field(default_factory=dict)
-    order: list[int] = field(default_factory=list)
-    step_id: int | None = None
-    waits: str | None = None
-    _since_mono_s: float = field(default_factory=time.monotonic)
-    _tail: Tail = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._tail = Tail(self.path)
-
-    def look(self) -> bool:
-        """Read what is new; whether any task has ended since."""
-        before = len(self.order)
-        for data in self._tail.lines():
-            line = data.decode(errors="replace").rstrip("\n")
-            self.waits = step_waits(line) or self.waits
-            if (step_id := step_launched(line)) is not None:
-                self.step_id, self.waits = step_id, None
-            for task, status in task_ends(line):
-                if task not in self.statuses:
-                    self.statuses[task] = status
-                    self.order.append(task)
-        return len(self.order) > before
-
-    @property
-    def waited_s(self) -> float:
-        """For how long srun has waited for a job step; 0 where it does not say that it waits, which
-        22.05 does late: after 10 s, or after 2 min."""
-        return 0.0 if self.waits is None else time.monotonic() - self._since_mono_s
-
-    def fill_in(self, tasks: int, status: int) -> None:
-        """srun has ended: those that it said nothing of have ended with it."""
-        for task in range(tasks):
-            if task not in self.statuses:
-                self.statuses[task] = status
-                self.order.append(task)
-
-
-def last_error(log: Path) -> str:
-    """The last line of srun's that is an error."""
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError as error:
-        return str(error)
-    found = [line for line in lines if line.startswith(("srun: error: ", "srun: fatal: "))]
-    return found[-1] if found else f"see {log}"
 
 
 @dataclass

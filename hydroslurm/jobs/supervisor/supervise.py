@@ -47,7 +47,6 @@ from hydroslurm.jobs.supervisor.exit_policy import (
 )
 from hydroslurm.jobs.supervisor.job_step import (
     RunningStep,
-    TaskExits,
     after_srun,
     python_of,
     srun_command,
@@ -60,6 +59,7 @@ from hydroslurm.jobs.supervisor.stop_requests import (
     recorded_stop_reason,
     was_stop_requested,
 )
+from hydroslurm.jobs.supervisor.task_exits import TaskExits
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.restarts import Start, check_newest, requeue

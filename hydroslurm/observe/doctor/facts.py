@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hydroslurm.observe.doctor.script import ScriptOptions
-from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.config import Config, PreemptAction
 from hydroslurm.slurm.policy import SitePolicy, StopCase, StopKind, TimeLeft
-from hydroslurm.slurm.preemption import PreemptAction
 from hydroslurm.slurm.values import Job, Partition
 
 

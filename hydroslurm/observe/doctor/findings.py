@@ -13,8 +13,8 @@ from typing import Any
 
 from hydroslurm.observe.doctor import clocks, manyranks, risks
 from hydroslurm.observe.doctor.facts import Facts, Finding, Saver, Severity
+from hydroslurm.slurm.config import PreemptAction
 from hydroslurm.slurm.policy import StopKind
-from hydroslurm.slurm.preemption import PreemptAction
 
 VERSION = 1
 """Raised when a name goes or changes its meaning; new names may come at any time."""

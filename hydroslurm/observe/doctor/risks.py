@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
-from hydroslurm.slurm.preemption import PreemptAction
+from hydroslurm.slurm.config import PreemptAction
 
 REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)"
 PATIENT_WAIT_S = 10

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
+from hydroslurm.core.files import atomic_file
 from hydroslurm.errors import NoCompiler, SlurmMissing, SpankError
 
 PLUGIN = "hydroslurm_spank.so"
@@ -63,10 +64,9 @@ def build_plugin(out: Path, *, environ: Mapping[str, str], include: Path | None 
             raise SpankError(f"the plugin cannot be compiled:\n{done.stderr.strip()}")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f".{target.name}.{os.getpid()}")
-            shutil.copyfile(made, temporary)
-            temporary.chmod(0o755)
-            temporary.replace(target)  # a slurmd that has the old one loaded keeps it
+            with atomic_file(target) as plugin:  # a slurmd that has loaded the old one keeps it
+                os.fchmod(plugin.fileno(), 0o755)  # whatever the umask: all users load it
+                plugin.write(made.read_bytes())
         except OSError as error:
             raise SpankError(
                 f"cannot write {target}: {error.strerror}. Name a place that you may write"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydroslurm.core.files import atomic_file
 from hydroslurm.errors import SlurmError, SlurmMissing, SpankError
 from hydroslurm.slurm.client import find_slurm_conf, open_client
 from hydroslurm.slurm.spank.build import PLUGIN
@@ -92,19 +93,15 @@ def apply(change: Change) -> None:
     """
     if change.before == change.after:
         return
-    file = change.path.resolve()
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    path = change.path.resolve()
     try:
-        temporary.write_text(change.after, encoding="utf-8", errors="surrogateescape")
-        temporary.chmod(0o644)
-        if file.exists():
-            had = file.stat()
-            if (had.st_uid, had.st_gid) != (os.geteuid(), os.getegid()):
-                os.chown(temporary, had.st_uid, had.st_gid)
-            temporary.chmod(had.st_mode & 0o7777)
-        temporary.replace(file)
+        had = path.stat() if path.exists() else None
+        with atomic_file(path) as file:
+            if had is not None and (had.st_uid, had.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(file.fileno(), had.st_uid, had.st_gid)
+            os.fchmod(file.fileno(), 0o644 if had is None else had.st_mode & 0o7777)
+            file.write(change.after.encode(errors="surrogateescape"))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise SpankError(
             f"cannot write {change.path}: {error.strerror}. It belongs to the administrators; as "
             "one of them run the same command again"

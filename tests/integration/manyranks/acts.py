@@ -28,8 +28,8 @@ COMPARABLE = ("--dropout=0", "--no-batch-norm")
 OTHERS = "n[9-12]"
 """The nodes of those whose nodes nobody else wants; they have room for four jobs of one processor
 each."""
-SPARE = "n[13-17]"
-"""Five for the four ranks of the job that loses one."""
+SPARE = "n[13-19]"
+"""For the four ranks of the job that loses one; it may be told three times."""
 
 
 @dataclass

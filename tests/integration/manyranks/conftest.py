@@ -48,39 +48,17 @@ def stage(
             CURTAIN.set()  # whoever has failed, or was interrupted, does not wait for the rest
 
 
-@pytest.fixture(scope="session")
-def ddp_story(stage: Stage) -> Story:
-    return stage.result("ddp", ENDS_WITHIN_S)
+def _story_of(name: str) -> Any:
+    @pytest.fixture(name=f"{name}_story")
+    def story(stage: Stage) -> Story:
+        return stage.result(name, ENDS_WITHIN_S)
+
+    return story
 
 
-@pytest.fixture(scope="session")
-def fsdp_story(stage: Stage) -> Story:
-    return stage.result("fsdp", ENDS_WITHIN_S)
-
-
-@pytest.fixture(scope="session")
-def worlds_story(stage: Stage) -> Story:
-    return stage.result("worlds", ENDS_WITHIN_S)
-
-
-@pytest.fixture(scope="session")
-def long_ddp_story(stage: Stage) -> Story:
-    return stage.result("long_ddp", ENDS_WITHIN_S)
-
-
-@pytest.fixture(scope="session")
-def long_fsdp_story(stage: Stage) -> Story:
-    return stage.result("long_fsdp", ENDS_WITHIN_S)
-
-
-@pytest.fixture(scope="session")
-def mixed_story(stage: Stage) -> Story:
-    return stage.result("mixed", ENDS_WITHIN_S)
-
-
-@pytest.fixture(scope="session")
-def agent_story(stage: Stage) -> Story:
-    return stage.result("agent", ENDS_WITHIN_S)
+ddp_story, fsdp_story, worlds_story = map(_story_of, ("ddp", "fsdp", "worlds"))
+long_ddp_story, long_fsdp_story = map(_story_of, ("long_ddp", "long_fsdp"))
+mixed_story, agent_story = map(_story_of, ("mixed", "agent"))
 
 
 @pytest.fixture(scope="session")

@@ -203,7 +203,7 @@ def test_run_gets_the_signals_of_its_command() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--mode", "other", "--", "true"], "--mode 'other' is not known; wanted pause or requeue"),
+        (["--mode", "other", "--", "true"], "unknown --mode 'other'; wanted pause or requeue"),
         (["--", "no-such-program-7"], "there is no program 'no-such-program-7' on the PATH"),
     ],
 )

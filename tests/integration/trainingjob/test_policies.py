@@ -72,7 +72,7 @@ def test_leaving_with_75_unasked_is_no_preemption(scene: Scene) -> None:
     assert statuses(scene) == [75, 75]
     assert [one.restart_count for one in scene.attempts] == [0, 0]
     assert scene.final_condition().reason == "BackoffLimitExceeded"
-    assert "nobody has asked it to" in scene.final_condition().message
+    assert "nobody has asked it to stop" in scene.final_condition().message
 
 
 @pytest.mark.scene("unasked_never")
@@ -115,7 +115,7 @@ def test_all_replicas_share_one_limit(scene: Scene) -> None:
     assert statuses(scene) == [3, 4, 137]
     verdict = scene.final_condition()
     assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")
-    assert "restart 3, with backoffLimit 2" in verdict.message
+    assert "failed with status 137 (SIGKILL); backoffLimit 2 allows no more" in verdict.message
 
 
 @pytest.mark.slow

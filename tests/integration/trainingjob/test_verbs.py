@@ -50,9 +50,11 @@ def debug(jobs_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) ->
     (scene.folder / "work").mkdir(parents=True)
     (scene.folder / "debug.yaml").write_text(DEBUG)
     scene.submit_file(scene.folder / "debug.yaml")
-    scene.wait(lambda: len(_sleepers(scene)) == 3, "three sleeping replicas")
-    yield scene
-    jobs_cluster.run(["scancel", str(scene.job_id)], check=False)
+    try:
+        scene.wait(lambda: len(_sleepers(scene)) == 3, "three sleeping replicas")
+        yield scene
+    finally:
+        jobs_cluster.run(["scancel", str(scene.job_id)], check=False)
 
 
 def _sleepers(scene: Scene) -> list[int]:
@@ -258,7 +260,7 @@ def test_describe_before_and_after(told: Scene) -> None:
         timeout=LIMIT_S,
         check=True,
     ).stdout
-    assert "Slurm:        knows nothing of it, or cannot be asked" in alone
+    assert "Slurm:        does not know it, or cannot be asked" in alone
     assert alone.partition("Run folder:")[2] == ended.partition("Run folder:")[2]
 
 

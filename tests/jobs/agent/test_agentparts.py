@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from hydroslurm.core.status import Moment, RankStatus
-from hydroslurm.jobs.agent import nodestate, rendezvous_keepalive
+from hydroslurm.jobs.agent import nodestate, rendezvous
 from hydroslurm.jobs.agent.exit_status import (
     Decision,
     decide,
@@ -22,8 +22,12 @@ from hydroslurm.jobs.agent.exit_status import (
     node_status,
     what_is_missing,
 )
-from hydroslurm.jobs.agent.rendezvous import Rendezvous, fill_in, find_rendezvous
-from hydroslurm.jobs.agent.rendezvous_keepalive import RendezvousKeepalive
+from hydroslurm.jobs.agent.rendezvous import (
+    Rendezvous,
+    RendezvousKeepalive,
+    fill_in,
+    find_rendezvous,
+)
 from hydroslurm.jobs.agent.signal_pipe import Interrupted, SignalPipe
 from hydroslurm.jobs.agent.workers import Worker
 
@@ -261,9 +265,9 @@ def test_silence_after_a_gap_is_excused(monkeypatch: pytest.MonkeyPatch) -> None
     """Nodes are given up as ever, but not in the time after this process was stopped, and the
     store is not asked between SIGTSTP and SIGCONT."""
     now_s = time.monotonic()
-    monkeypatch.setattr(rendezvous_keepalive.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s)
     holder = _Holder()
-    taught = RendezvousKeepalive(_handler(holder), leaving=lambda: False, say=pytest.fail)
+    taught = RendezvousKeepalive(_handler(holder), leaving=lambda: False, warn=pytest.fail)
     holder.sync()
     now_s += 1.5
     holder.sync()
@@ -286,9 +290,9 @@ def test_an_unknown_rendezvous_is_told_of() -> None:
     """A torch whose rendezvous looks different works as before, and that is said once; one without
     heartbeats needs nothing."""
     said: list[str] = []
-    RendezvousKeepalive(_handler(object()), leaving=lambda: False, say=said.append)
+    RendezvousKeepalive(_handler(object()), leaving=lambda: False, warn=said.append)
     assert len(said) == 1
-    RendezvousKeepalive(_handler(None), leaving=lambda: False, say=pytest.fail)
+    RendezvousKeepalive(_handler(None), leaving=lambda: False, warn=pytest.fail)
 
 
 def test_a_lost_store_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,17 +304,17 @@ def test_a_lost_store_is_borne_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
         raise RendezvousConnectionError("gone")
 
     now_s = time.monotonic()
-    monkeypatch.setattr(rendezvous_keepalive.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s)
     leaving = False
     handler = _handler(None)
     asks: Callable[[], int] = handler.num_nodes_waiting
     assert (
-        RendezvousKeepalive(handler, leaving=lambda: leaving, say=pytest.fail).num_nodes_waiting()
+        RendezvousKeepalive(handler, leaving=lambda: leaving, warn=pytest.fail).num_nodes_waiting()
         == asks()
     )
     handler = _handler(None)
     handler.num_nodes_waiting = lost
-    taught = RendezvousKeepalive(handler, leaving=lambda: leaving, say=pytest.fail)
+    taught = RendezvousKeepalive(handler, leaving=lambda: leaving, warn=pytest.fail)
     assert handler.num_nodes_waiting() == 0
     now_s += 31
     with pytest.raises(RendezvousConnectionError):

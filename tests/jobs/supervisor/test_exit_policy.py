@@ -153,7 +153,7 @@ def test_a_restart_after_a_success_counts_too() -> None:
     found = decide_job(again, policy, earlier_restarts=1, is_over_deadline=False)
     assert found is not None
     assert (found.reason, found.message) == (
-        "BackoffLimitExceeded", "worker-0 has ended: restart 2, with backoffLimit 1"
+        "BackoffLimitExceeded", "worker-0 has ended; backoffLimit 1 allows no more restarts"
     )  # fmt: skip
 
 

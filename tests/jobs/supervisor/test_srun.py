@@ -1,4 +1,5 @@
-"""What a supervisor makes of a srun that is killed, and of one that gets no job step."""
+"""What a supervisor makes of a srun that is killed, of one that gets no job step, and of its job
+which Slurm has started again on other nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob
 from hydroslurm.jobs.plan import plan_job
@@ -29,6 +30,13 @@ if [ "$(wc -l < "$CALLS")" = 1 ]; then
 fi
 echo "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
 exec sleep 1000
+"""
+
+
+GONE = """#!/bin/bash
+# Fake srun: writes down that it was called, and starts no task, as one whose nodes are gone.
+echo called >> "$CALLS"
+exit 1
 """
 
 
@@ -54,31 +62,56 @@ class Client:
         self.asked.append(("requeue", job_id))
 
 
+class Requeued:
+    """Slurm as it is after a requeue: the job runs, started once more, since just now."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def job(self, job_id: int) -> Job:
+        return Job(job_id=job_id, state=JobState.RUNNING, restart_count=1, start_epoch_s=1 << 40)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> str:
+            self.asked.append(name)
+            return "127.0.0.1"
+
+        return call
+
+
+def supervised(
+    spec: str, srun: str, client: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RunDir, supervise.Outcome]:
+    """A supervisor from its begin to its end, with a srun of our own."""
+    program = folder / "srun"
+    program.write_text(srun)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(folder / "calls"))
+    run, job = RunDir(folder / "run").create(), loads(spec).job
+    supervisor = supervise.Supervisor(
+        run,
+        job,
+        plan_job(job, folder=folder, python="python"),
+        client=client,
+        allocation=Allocation(job_id=7, nodes=("n1",)),
+        environ=dict(os.environ),
+        log=lambda _: None,
+    )
+    return run, supervisor.supervise()
+
+
 def test_neither_is_a_failure_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left of the job step of a killed srun is ended and started again, also where nothing
     that fails may be; where Slurm makes no job step in time the job goes back into the queue."""
-    srun = tmp_path / "srun"
-    srun.write_text(SRUN)
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setattr(supervise, "STEP_WITHIN_S", 0.3)
-    spec = loads(
-        "replicaSpecs: [{restartPolicy: Never, template: {command: [python, a.py]}}]\n"
-        "runPolicy: {backoffLimit: 0}\n"
-    ).job
-    client, run = Client(), RunDir(tmp_path / "run").create()
-    outcome = supervise.Supervisor(
-        run,
-        spec,
-        plan_job(spec, folder=tmp_path, python="python"),
-        client=client,  # type: ignore[arg-type]
-        allocation=Allocation(job_id=7, nodes=("n1",)),
-        environ=dict(os.environ),
-        log=lambda _: None,
-    ).supervise()
+    spec = "replicaSpecs: [{restartPolicy: Never, template: {command: [python, a.py]}}]\n"
+    client = Client()
+    run, outcome = supervised(
+        spec + "runPolicy: {backoffLimit: 0}\n", SRUN, client, tmp_path, monkeypatch
+    )
     assert client.asked == [("signal", 7, 9, 4), ("requeue", 7)]
     assert outcome.status == RUN_AGAIN
     attempts = Attempts(run.attempts).all()
@@ -96,3 +129,18 @@ def test_neither_is_a_failure_of_the_training(
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_it_ends_and_leaves_the_living_attempt_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job step is gone: it starts no other one, in what would be the living attempt's nodes,
+    requeues nothing, forbids nothing, and says nothing about how the job has ended."""
+    spec = "replicaSpecs: [{replicas: 1, template: {command: [python, a.py]}}]"
+    client = Requeued()
+    run, outcome = supervised(spec, GONE, client, tmp_path, monkeypatch)
+    assert outcome.status == MUST_NOT_RUN_AGAIN
+    assert "is left alone" in outcome.message
+    assert (tmp_path / "calls").read_text() == "called\n"
+    assert client.asked == ["node_address"]
+    assert [one.type for one in read_conditions(run.conditions_jsonl)] == ["Running"]

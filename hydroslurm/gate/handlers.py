@@ -1,11 +1,11 @@
-"""What Python shows of handlers that the kernel has from us.
+"""Who has a signal, and what Python shows of the handlers that the kernel has from us.
 
 A handler that is installed by ``sigaction`` alone does not exist for Python: ``signal.getsignal``
 says SIG_DFL. Libraries that find a signal free take it, and those that save all handlers and put
-them back (Lightning does, around each ``fit``) then remove ours without a word. So Python is shown
+them back (Lightning does, around each ``fit``) would then remove ours silently. So Python is shown
 a :class:`ShownHandler`, while the kernel's table keeps the native one: it runs at once, and
-Python's only where somebody calls it, or has restored it, which puts CPython's own C handler in the
-place of ours until the next look.
+Python's only when somebody calls it, or has restored it, which puts CPython's own C handler in the
+place of ours until the next check.
 
 The one that is never shown: ours for SIGINT as long as Python has ``default_int_handler`` there.
 asyncio looks for exactly that, and would not cancel its tasks at a Ctrl-C.
@@ -19,28 +19,35 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 
-from hydroslurm.gate.dispositions import (
-    NOBODY,
-    Handler,
-    Owner,
-    OwnerKind,
-    address_of,
-    is_hydroslurms,
-    kernel_kept,
-    library_of,
-)
-from hydroslurm.gate.protocol import Action, SignalRule
+from hydroslurm.gate.protocol import Action, Handler, Owner, OwnerKind, SignalRule
+
+NOBODY = (signal.SIG_DFL, signal.SIG_IGN)
+
+
+def owner_shown(signo: int, ours: Handler) -> Owner:
+    """Whose a signal is as far as Python knows. ``ours``: the gate's Python handler."""
+    handler = signal.getsignal(signo)
+    if handler in NOBODY:
+        kind = OwnerKind.DEFAULT if handler == signal.SIG_DFL else OwnerKind.IGNORED
+        return Owner(kind)
+    return Owner(OwnerKind.OURS) if handler == ours else Owner(OwnerKind.PYTHON, handler)
+
+
+def is_hydroslurms(handler: Handler) -> bool:
+    """Whether hydroslurm had put it there before (``autoload.keep_alive``)."""
+    return str(getattr(handler, "__module__", None)).startswith("hydroslurm.")
 
 
 class ShownHandler:
     """``signal.getsignal`` of a signal that is ours. Called with a signal that did not reach the
-    native handler, it hands it on; then it calls what was there before, where that is called.
+    native handler, it delivers it; then it calls the previous handler if that is to be called.
 
     Attributes:
-        before: what Python showed when we came; shown again afterwards.
+        before: what Python showed before us; shown again afterwards.
     """
 
     def __init__(self, rule: SignalRule, before: Handler, deliver: Callable[[int], int]) -> None:
@@ -50,18 +57,18 @@ class ShownHandler:
         self._pid = os.getpid()
 
     def __call__(self, signo: int, frame: FrameType | None) -> None:
-        told = self._deliver(self.rule.signo)
-        if told < 0:
+        calls_before = self._deliver(self.rule.signo)
+        if calls_before < 0:
             self._call_without_us(signo, frame)
-        elif told and callable(self.before):
+        elif calls_before and callable(self.before):
             self.before(signo, frame)
 
     def __repr__(self) -> str:
         return f"<hydroslurm's handler of {signal.Signals(self.rule.signo).name}>"
 
     def _call_without_us(self, signo: int, frame: FrameType | None) -> None:
-        """Uninstalled, or in a forked child: what happens without us, except that nobody dies of a
-        signal that was to pause or to continue."""
+        """Uninstalled, or in a forked child: what would happen without us, except that nobody
+        dies of a signal that was meant to pause or to resume."""
         of_pauses = self.rule.action is not Action.STOP and not self.rule.only_if_handled
         if of_pauses and os.getpid() != self._pid:
             return
@@ -75,7 +82,7 @@ class ShownHandler:
 class PythonView:
     """Keeps what Python shows in step with what the gate has installed. One per process.
 
-    Python changes it in the main thread only. What is asked for elsewhere happens there, soon.
+    Python can change it in the main thread only. What other threads ask for happens there, soon.
     """
 
     def __init__(self) -> None:
@@ -144,12 +151,12 @@ class PythonView:
             now.rule, self._shown[signo] = rule, now
             return
         else:
-            mine = self._shown[signo] = ShownHandler(rule, now, self._tell)
+            mine = self._shown[signo] = ShownHandler(rule, now, self._deliver_if_shown)
         with kernel_kept(signo):
             signal.signal(signo, mine)
             self._cpython = address_of(signo)
 
-    def _tell(self, signo: int) -> int:
+    def _deliver_if_shown(self, signo: int) -> int:
         return self._deliver(signo) if self._deliver is not None else -1
 
 
@@ -177,3 +184,62 @@ def _act_on_due(_: object) -> int:
 
 
 _ACT_ON_DUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_act_on_due)
+
+
+# --- the kernel's table, read and written past CPython
+
+# The layout (handler, 128 bytes of mask, the rest) is glibc's and musl's on every 64-bit Linux.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _SharedObject(ctypes.Structure):
+    _fields_ = [
+        ("path", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+def block_all_during(signo: int) -> None:
+    """Keep other signals off while CPython's C handler for this one runs.
+
+    CPython installs it with an empty mask. Of two that are pending at once the kernel then
+    interrupts the first handler, before its first instruction, with the second: USR1 and USR2
+    arrive in the pipe as USR2 and USR1, and the rank stays paused. With a full mask they arrive
+    by number.
+    """
+    if (action := _read(signo)) is not None:
+        ctypes.memset(ctypes.addressof(action) + ctypes.sizeof(ctypes.c_void_p), 0xFF, 128)
+        _libc.sigaction(signo, action, None)
+
+
+def _read(signo: int) -> ctypes.Array[ctypes.c_char] | None:
+    action = ctypes.create_string_buffer(256)
+    return action if _libc.sigaction(signo, None, action) == 0 else None
+
+
+def address_of(signo: int) -> int:
+    """Where the installed handler is; 0 for the default action, 1 where the signal is ignored."""
+    action = _read(signo)
+    return 0 if action is None else (ctypes.c_void_p.from_buffer(action).value or 0)
+
+
+@contextlib.contextmanager
+def kernel_kept(signo: int) -> Iterator[None]:
+    """Within it CPython may install; afterwards the kernel has again what it had before."""
+    action = _read(signo)
+    try:
+        yield
+    finally:
+        if action is not None:
+            _libc.sigaction(signo, action, None)
+
+
+def library_of(address: int) -> str:
+    """The file whose code is there; empty where it is not known."""
+    found = _SharedObject()
+    if not _libc.dladdr(ctypes.c_void_p(address), ctypes.byref(found)) or not found.path:
+        return ""
+    return Path(os.fsdecode(found.path)).name

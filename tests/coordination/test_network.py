@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.coordination import address
-from hydroslurm.coordination.address import located, rendezvous_environment, set_master_addr
+from hydroslurm.coordination import network
+from hydroslurm.coordination.network import located, rendezvous_environment, set_master_addr
 from hydroslurm.coordination.world import World
 from hydroslurm.errors import CoordinatorLost
 
@@ -20,9 +20,9 @@ NOWHERE = World(rank=1, world_size=2, host="no-such-node.invalid")
 def _no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nobody to ask, and nothing remembered."""
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
-    address._look_up.cache_clear()
+    network._look_up.cache_clear()
     yield
-    address._look_up.cache_clear()
+    network._look_up.cache_clear()
 
 
 def test_a_name_that_leads_nowhere() -> None:

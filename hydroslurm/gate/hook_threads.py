@@ -1,5 +1,5 @@
-"""The training threads' side of the module-hook gate: who is held, who may pass, who has gone
-quiet."""
+"""The training threads' side of the module-hook gate: which are held, which may pass, which have
+gone quiet."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import GateError
-from hydroslurm.gate.hook_events import EventQueue
 from hydroslurm.gate.marks import NvtxMarks
 from hydroslurm.gate.ophooks import (
     ExecutionOpHook,
@@ -22,10 +22,15 @@ from hydroslurm.gate.ophooks import (
     register_ophooks_recursively,
 )
 from hydroslurm.gate.protocol import Operator, Phase, Trace
-from hydroslurm.gate.thread_watch import ThreadWatch
 
 if TYPE_CHECKING:
     import torch
+
+QUIET_NS = 20_000_000
+"""How long a thread must have slept to be quiet. Longer than a wait for the GIL (5 ms), or for the
+other threads of a parallel operator, usually takes."""
+
+_TASKS = Path("/proc/self/task")
 
 
 class Holds:
@@ -42,16 +47,22 @@ class Holds:
         self,
         *,
         model: torch.nn.Module | None,
-        events: EventQueue,
+        emit: Callable[..., None],
         marks: NvtxMarks,
         on_held: Callable[[], None],
     ) -> None:
+        """
+        Args:
+            model: hook its leaf modules; default: every module of the process.
+            emit: :meth:`EventQueue.emit`.
+            on_held: called in a thread that is about to wait.
+        """
         self.parked = False
         self.passed_exempt = 0
         self.capturing: set[int] = set()
         self.quiet = 0
         self._model = model
-        self._events = events
+        self._emit = emit
         self._marks = marks
         self._on_held = on_held
         self._valve = ExecutionOpHook(self)
@@ -177,9 +188,9 @@ class Holds:
         self._local.releases = self._releases  # of this pause: the next may begin before we wake
         self._local.marked = self._marks.held()
         if self.parked:
-            self._events.emit(EventKind.LATE_OPERATOR_HELD, tid=tid, text=name, phase=phase)
+            self._emit(EventKind.LATE_OPERATOR_HELD, tid=tid, text=name, phase=phase)
         elif next(self._reports) == 0:
-            self._events.emit(EventKind.FIRST_OPERATOR_HELD, tid=tid, text=name, phase=phase)
+            self._emit(EventKind.FIRST_OPERATOR_HELD, tid=tid, text=name, phase=phase)
         self._on_held()
 
     def released(self) -> None:
@@ -189,10 +200,63 @@ class Holds:
             self._marks.released()
         if next(self._local.releases) == 0:
             self._marks.running()
-            self._events.emit(EventKind.FIRST_OPERATOR_RELEASED, tid=tid)
+            self._emit(EventKind.FIRST_OPERATOR_RELEASED, tid=tid)
 
     def passed(self, name: str, phase: Phase) -> None:
         traced = self._traced
         if traced is not None and next(self._trace_count) < self._trace_keep:
             tid = threading.get_native_id()
             traced.append(Operator(name, phase, tid, time.monotonic_ns()))
+
+
+class ThreadWatch:
+    """Which threads run modules, and whether those that are not held have gone quiet.
+
+    A thread that waits for data, in a collective or for a device reaches no hook, yet it issues
+    nothing. It is quiet when the kernel says that it sleeps and it has had no processor time for a
+    while. :meth:`see` takes no lock.
+    """
+
+    def __init__(self) -> None:
+        self._native_ids: dict[int, int] = {}  # by Python's thread ident
+        self._asleep: dict[int, tuple[str, int]] = {}  # native id -> (processor time, since)
+
+    def see(self) -> None:
+        """The calling thread runs modules."""
+        ident = threading.get_ident()
+        if ident not in self._native_ids:
+            self._native_ids[ident] = threading.get_native_id()
+
+    def begin(self) -> None:
+        """Forget who was asleep: a new pause has begun."""
+        self._asleep = {}
+
+    def quiet(self, *, excluding: Collection[int]) -> int | None:
+        """How many threads are quiet, when all but the excluded ones are; None while one is busy.
+
+        The main thread counts always. ``excluding`` holds native ids. Needs at least two calls in
+        one pause, :data:`QUIET_NS` apart, before a thread is quiet.
+        """
+        main = threading.main_thread()
+        known = {main.native_id or 0, *list(self._native_ids.values())}
+        quiet = [self._is_quiet(native_id) for native_id in known - set(excluding)]
+        return len(quiet) if all(quiet) else None
+
+    def _is_quiet(self, native_id: int) -> bool:
+        now_ns = time.monotonic_ns()
+        try:
+            state = (_TASKS / f"{native_id}/stat").read_text().rpartition(") ")[2][0]
+            used = (_TASKS / f"{native_id}/schedstat").read_text().split()[0]
+        except (OSError, IndexError):
+            self._forget(native_id)
+            return True
+        if state not in "SD" or self._asleep.get(native_id, ("", 0))[0] != used:
+            self._asleep[native_id] = (used, now_ns)
+            return False
+        return now_ns - self._asleep[native_id][1] >= QUIET_NS
+
+    def _forget(self, native_id: int) -> None:
+        """A thread that has ended; its ident may come back with another native id."""
+        for ident, known in list(self._native_ids.items()):
+            if known == native_id:
+                self._native_ids.pop(ident, None)

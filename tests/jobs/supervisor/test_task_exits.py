@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.slurm.srun_text import task_ends
+from hydroslurm.jobs.supervisor.task_exits import task_ends
 
-RECORDED = Path(__file__).parent / "recorded" / "srun-22.05.8.txt"
+RECORDED = Path(__file__).parent / "srun-22.05.8.txt"
 
 
 def test_a_recorded_step() -> None:

@@ -18,7 +18,7 @@ from checkpoint.states import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydroslurm.checkpoint.skeleton import join, split, tensor_keys
+from hydroslurm.checkpoint.tree import decode, encode, tensor_keys
 from hydroslurm.errors import CheckpointCorrupt, UnsavableState
 
 Point = namedtuple("Point", "x y")
@@ -29,8 +29,8 @@ class Colour(enum.IntEnum):
 
 
 def there_and_back(tree: Any) -> Any:
-    skeleton, tensors = split(tree, prefix="extra")
-    return join(json.loads(json.dumps(skeleton, allow_nan=False)), tensors)
+    encoded, tensors = encode(tree, prefix="extra")
+    return decode(json.loads(json.dumps(encoded, allow_nan=False)), tensors)
 
 
 SCALARS = (
@@ -134,10 +134,10 @@ def test_the_same_memory_is_kept_once() -> None:
     """Tied weights are one tensor in the file; another view of them is not lost."""
     weight = torch.randn(4, 4)
     tree = {"a": weight, "b": weight.detach(), "c": weight.t(), "d": weight[1:]}
-    skeleton, tensors = split(tree, prefix="model")
+    encoded, tensors = encode(tree, prefix="model")
     assert len(tensors) == 3
-    assert tensor_keys(skeleton) == set(tensors)
-    assert same(join(skeleton, tensors), tree)
+    assert tensor_keys(encoded) == dict.fromkeys(tensors)
+    assert same(decode(encoded, tensors), tree)
 
 
 def test_keys_that_look_alike_are_told_apart() -> None:
@@ -167,7 +167,7 @@ def test_keys_that_look_alike_are_told_apart() -> None:
 def test_unsavable_is_named(bad: object) -> None:
     """The first object that only pickle could save is refused with its place and its type."""
     with pytest.raises(UnsavableState, match=r"^extra\.sampler\.queue\[3\] is a "):
-        split({"sampler": {"queue": [0, 1, 2, bad]}}, prefix="extra")
+        encode({"sampler": {"queue": [0, 1, 2, bad]}}, prefix="extra")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_unsavable_is_named(bad: object) -> None:
 def test_an_array_is_refused_with_its_dtype(array: object, dtype: str) -> None:
     """Other arrays can be saved: what is wrong with this one is what it holds."""
     with pytest.raises(UnsavableState, match=rf"a numpy\.\w+ of dtype {dtype}, "):
-        split(array, prefix="extra")
+        encode(array, prefix="extra")
 
 
 def test_cycles_and_depth_are_refused() -> None:
@@ -189,16 +189,16 @@ def test_cycles_and_depth_are_refused() -> None:
     ring: list[Any] = []
     ring.append({"again": ring})
     with pytest.raises(UnsavableState, match=r"extra\[0\]\.again contains itself"):
-        split(ring, prefix="extra")
+        encode(ring, prefix="extra")
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(UnsavableState, match="too deeply"):
-        split(deep, prefix="extra")
+        encode(deep, prefix="extra")
 
 
 @pytest.mark.parametrize(
-    "skeleton",
+    "encoded",
     [
         {"$import": "os.system"},
         {"$tensor": "gone"},
@@ -206,9 +206,14 @@ def test_cycles_and_depth_are_refused() -> None:
         {"$numpy": ["O", "AAAAAAAAAAA="]},
         {"$defaultdict": ["eval", []]},
         {"$tuple": 3},
+        {"$tuple": {"$range": [0, 10**18, 1]}},
+        {"$deque": [{"$range": [0, 10**18, 1]}, None]},
+        {"$dict": [{"$range": [0, 10**18, 1]}]},
+        {"$ordered": [{"$range": [0, 10**18, 1]}, None]},
+        {"$ordered": []},
     ],
 )
-def test_a_foreign_tag_is_refused(skeleton: Any) -> None:
-    """A skeleton chooses among known types; what is not in the table is a damaged checkpoint."""
+def test_a_foreign_tag_is_refused(encoded: Any) -> None:
+    """A tag chooses among known types; what is not in the table is a damaged checkpoint."""
     with pytest.raises(CheckpointCorrupt):
-        join(skeleton, {})
+        decode(encoded, {})

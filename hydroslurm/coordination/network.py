@@ -1,19 +1,25 @@
-"""How the first node of a job step is reached: by its name, else by the address that Slurm has.
+"""How ranks and the coordinator reach each other: the address of the first node, and sockets.
 
-Nodes of clouds, containers and dev clusters often have names that do not resolve.
+Nodes of clouds, containers and dev clusters often have names that do not resolve: then the address
+that Slurm has is used.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
+import resource
 import socket
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from hydroslurm.coordination.world import World
 from hydroslurm.errors import CoordinatorLost, SlurmError
+
+if TYPE_CHECKING:  # the coordinator starts sooner without it
+    from hydroslurm.coordination.world import World
 
 LOOK_UP_S = 30.0
 """How long to retry a name server that does not answer; booting nodes have none yet."""
@@ -98,8 +104,71 @@ def _failure(name: str) -> str | None:
 
 def _slurms_address(host: str) -> str:
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.slurm.retry import RetryPolicy
+    from hydroslurm.slurm.refusals import RetryPolicy
 
     # not pyslurm: it would stay in the process of the training
     client = open_client("commands", retry_policy=RetryPolicy(give_up_after_s=30.0))
     return client.node_address(host)
+
+
+# --- sockets
+
+
+def configure_socket(connection: socket.socket) -> None:
+    """Send small messages at once, and notice a peer whose node has vanished. A process that is
+    only stopped keeps its connection, for its kernel answers."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def listen(host: str, ports: Sequence[int]) -> socket.socket:
+    """A listening socket at the first port that is free, reachable as ``host``, and at no other
+    address of this machine where that can be told.
+
+    Raises:
+        OSError: none is free.
+    """
+    failure: OSError | None = None
+    for port in ports:
+        for address in dict.fromkeys((_address(host), "0.0.0.0")):
+            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((address, port))
+                listener.listen(1024)
+            except OSError as error:
+                listener.close()
+                failure = error
+                continue
+            return listener
+    raise failure or OSError("no port to listen at")
+
+
+def _address(host: str) -> str:
+    """Where others reach it. A name that is loopback here may be another address elsewhere: Debian
+    gives a machine's own name 127.0.1.1; and one that does not resolve here may do so there."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return "0.0.0.0"
+    return address if address == host or not address.startswith("127.") else "0.0.0.0"
+
+
+def allow_descriptors(wanted: int) -> None:
+    """Raise the limit on open files to the hard limit.
+
+    Raises:
+        OSError: the hard limit is too low; the message says what to change.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise OSError(
+            errno.EMFILE,
+            f"so many ranks need {wanted} open files, and this node allows {hard} (ulimit -Hn). "
+            "Raise LimitNOFILE= of slurmd, and the limit of the shell that submits where "
+            "PropagateResourceLimits hands it on",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,25 +1,23 @@
-"""A child that trains stands still with its rank: it has a gate of its own, and does what the rank
-says.
+"""The child's side: a process that trains below a rank parks when the rank says so.
 
 Which children: those that multiprocessing makes (``mp.spawn``, ``Process``, ``Pool``), forked or
-spawned, and that use torch; not DataLoader workers, whose queues fill up and stop by themselves,
-and which a rank may need on its way to a collective. Such a child has no rank, listens to no signal
-and is never asked to save. It runs when its rank is gone, has uninstalled, or stops.
+spawned, and that use torch. Not DataLoader workers: their queues fill up and they stop by
+themselves, and a rank may need them on its way to a collective. Such a child has no rank, handles
+no signal and is never asked to save. It runs again when its rank is gone, has uninstalled, or
+stops.
 
-The rank's number is in the environment (:data:`hydroslurm.runtime.below.BELOW_ENV`), where it
-listens follows from that, and the kernel says that it is the one. A child that becomes a rank of
-its own (``hydroslurm.install()``) follows no more.
+The environment names the rank (:data:`hydroslurm.runtime.autoload.BELOW_ENV`), its address follows
+from that, and the kernel confirms who listens there. A child that becomes a rank of its own
+(``hydroslurm.install()``) stops following.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.util
 import os
 import select
-import socket
 import sys
 import threading
 import time
@@ -28,14 +26,14 @@ from typing import TYPE_CHECKING
 from hydroslurm.core import registry
 from hydroslurm.core.events import EventKind
 from hydroslurm.gate.protocol import Action, Cause
-from hydroslurm.runtime import autoload, below, workers
-from hydroslurm.runtime.followers import WORD, address, heard, peer_of, unshared
+from hydroslurm.runtime import autoload, child_signals
+from hydroslurm.runtime.leader import Link
 
 if TYPE_CHECKING:
     from hydroslurm.gate.native_gate import NativeGate
 
 _RETRY_S = 1.0
-_OF_DATA_LOADERS = ("torch.utils.data.", "torchdata.", workers.__name__)
+_OF_DATA_LOADERS = ("torch.utils.data.", "torchdata.", child_signals.__name__)
 """Modules of what a DataLoader worker runs: its loop, or our guard around that."""
 
 
@@ -55,57 +53,57 @@ class _Bootstrap:
 
 
 _bootstrap = _Bootstrap()
-_following: Following | None = None
+_follower: Follower | None = None
 
 
 def prepare() -> None:
-    """Have each process that multiprocessing makes of this one from now on follow the rank above
-    it; this one too, where multiprocessing is about to make it."""
+    """Make each process that multiprocessing makes of this one from now on follow the rank above
+    it; this one too, if multiprocessing is about to make it."""
     if not _bootstrap.registered:
         multiprocessing.util.register_after_fork(_bootstrap, _Bootstrap.run)
-        # a spawned one has the place for it, and calls nobody there
+        # a spawned process has the hook, but nothing calls it there
         multiprocessing.context.SpawnProcess._after_fork = _bootstrap.run  # type: ignore[attr-defined]
         _bootstrap.registered = True
 
 
 def follow() -> None:
-    """Give this process a gate, and have the rank above it hold that. Does nothing where there is
-    no such rank; a failure is one line on stderr."""
-    global _following
-    above = below.above(os.environ)
-    if above is None or (_following is not None and _following.pid == os.getpid()):
+    """Give this process a gate that the rank above it opens and closes. Does nothing if there is no
+    such rank; a failure is one line on stderr."""
+    global _follower
+    rank = autoload.rank_above(os.environ)
+    if rank is None or (_follower is not None and _follower.pid == os.getpid()):
         return
-    link = _connect(above)
-    if link is None:  # it has no gate that we could have too
+    link = _connect(rank)
+    if link is None:  # its gate is one that we could not have too
         return
     try:
-        _following = Following(above, link)
+        _follower = Follower(rank, link)
     except Exception as error:
-        autoload.say(f"process {os.getpid()} goes on when its rank is paused: {error}")
+        autoload.say_not_paused(error)
 
 
 def leave() -> None:
-    """Follow no more: this process becomes a rank."""
-    global _following
-    if _following is not None and _following.pid == os.getpid():
-        _following.stop()
-    _following = None
+    """Stop following: this process becomes a rank."""
+    global _follower
+    if _follower is not None and _follower.pid == os.getpid():
+        _follower.stop()
+    _follower = None
 
 
-class Following:
+class Follower:
     """A started gate, and the thread that opens and closes it as the rank says."""
 
-    def __init__(self, above: below.Above, link: socket.socket) -> None:
-        """Raises GateError or InstallError where this process can have no gate."""
+    def __init__(self, rank: autoload.RankAbove, link: Link) -> None:
+        """Raises GateError or InstallError if this process can have no gate."""
         from hydroslurm.gate.native_gate import NativeGate
 
         self.pid = os.getpid()
-        self._above = above
+        self._rank = rank
         self._gate: NativeGate = NativeGate()
         self._gate.start([])
         self._ended = threading.Event()
         self._thread = threading.Thread(
-            target=self._loop, args=(link,), name="hydroslurm-following", daemon=True
+            target=self._loop, args=(link,), name="hydroslurm-follower", daemon=True
         )
         self._thread.start()
 
@@ -115,7 +113,7 @@ class Following:
         self._thread.join()
         self._gate.stop()
 
-    def _loop(self, link: socket.socket | None) -> None:
+    def _loop(self, link: Link | None) -> None:
         with self._gate.exempt():
             while not self._ended.is_set():
                 if link is not None:
@@ -125,12 +123,12 @@ class Following:
                         link.close()
                         link = None
                         self._gate.request(Action.RESUME, Cause.PEERS)
-                elif registry.start_ticks(self._above.pid) != self._above.started:
+                elif registry.start_ticks(self._rank.pid) != self._rank.started:
                     return
                 if not self._ended.wait(_RETRY_S):  # it may install again
-                    link = _connect(self._above)
+                    link = _connect(self._rank)
 
-    def _obey(self, link: socket.socket) -> None:
+    def _obey(self, link: Link) -> None:
         """Until the connection ends."""
         poller = select.poll()
         poller.register(link, select.POLLIN)
@@ -140,10 +138,10 @@ class Following:
             ready = {fd for fd, _ in poller.poll()}
             answers = False
             if link.fileno() in ready:
-                word = heard(link)
-                if word is None:
+                message = link.receive()
+                if message is None:
                     return
-                pause = word
+                pause = message
                 parked = answers = parked and pause > 0
                 if not parked:
                     asked_ns = time.monotonic_ns()
@@ -153,18 +151,13 @@ class Following:
                 if event.kind is EventKind.PARKED and pause and event.value_ns >= asked_ns:
                     parked = answers = True
             if answers:
-                with contextlib.suppress(OSError):  # the rank is gone, which is heard next
-                    link.send(WORD.pack(pause))
+                link.send(pause)
 
 
-def _connect(above: below.Above) -> socket.socket | None:
+def _connect(rank: autoload.RankAbove) -> Link | None:
     """None: nobody listens there, or somebody else."""
-    link = unshared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    try:
-        link.connect(address(above.pid, above.started))
-        if peer_of(link) == (above.pid, os.getuid()):
-            return link
-    except OSError:
-        pass
+    link = Link()
+    if link.connect(rank.pid, rank.started):
+        return link
     link.close()
     return None

@@ -1,0 +1,236 @@
+"""The search for the newest good checkpoint: over all tiers, and the same on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+from hydroslurm.checkpoint import folders, manifest
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem
+from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.save_round import checked
+from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError
+
+LOOKS = 3
+"""At a folder in which another process removes what has just been listed."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint and the store that can load it."""
+
+    tier: Tier
+    store: CheckpointStore
+    checkpoint: Checkpoint
+
+
+def newest_good(
+    durable: CheckpointStore,
+    *,
+    fast: CheckpointStore | None = None,
+    topic: str = "newest",
+    timeout_s: float | None = None,
+) -> Found | None:
+    """The newest committed checkpoint that verifies, the same on all ranks; None when there is
+    none at all.
+
+    Of the same save on both tiers, the fast one: it loads sooner. What is newer and cannot be used
+    costs one RuntimeWarning, on rank 0, that says why and names what is used instead.
+
+    With several ranks every one calls it. Rank 0 proposes, each verifies a share of the files, so
+    that every file is read once in all, and a candidate that one rank rejects is rejected by all.
+
+    Args:
+        durable: the store of all ranks, with its peers.
+        fast: of a world of one only. It must belong to this run alone: what lies there is taken
+            for its own.
+        topic: begins those of the ranks' agreements; used once per job.
+        timeout_s: for each agreement; None waits until a rank is gone.
+
+    Raises:
+        CheckpointCorrupt: there are some, and none is good: starting over must be a decision.
+        CheckpointError: the durable tier cannot be listed.
+        AgreementFailed, CoordinatorLost: a rank is gone.
+    """
+    return _Search(durable, fast, topic=topic, timeout_s=timeout_s).run()
+
+
+class _Search:
+    """One rank's part in one search."""
+
+    def __init__(
+        self,
+        durable: CheckpointStore,
+        fast: CheckpointStore | None,
+        *,
+        topic: str,
+        timeout_s: float | None,
+    ) -> None:
+        self._durable = durable
+        self._peers = durable.peers
+        self._candidates = _Candidates(durable, fast)
+        self._topic = topic
+        self._timeout_s = timeout_s
+
+    def run(self) -> Found | None:
+        """Verify one candidate after the other, until one is good."""
+        for turn in itertools.count():
+            found = self._next(turn)
+            if found is None:
+                return None
+            bad = self._complaints(turn, found)
+            if bad is None:
+                found.store.checker.trust(found.checkpoint)
+                if self._peers.rank == 0:
+                    self._candidates.warn_of_rejected(found.checkpoint)
+                return found
+            if self._peers.rank == 0:
+                self._candidates.reject(found.store, found.checkpoint, bad)
+        raise AssertionError("the candidates come to an end")
+
+    def _next(self, turn: int) -> Found | None:
+        """The next candidate of rank 0, on all ranks; None when there is nothing at all."""
+        if self._peers.world_size == 1:
+            found = self._candidates.next()
+            _require_none_rejected(found, self._candidates.rejected)
+            return found
+        offer = self._offer() if self._peers.rank == 0 else None
+        told = self._agree(str(turn), offer)[0]
+        if isinstance(told, dict) and isinstance(told.get("failed"), str):
+            raise CheckpointError(told["failed"])
+        checked(told, rank=0, rejected=list, name=(str, NoneType))
+        if told["name"] is None:
+            _require_none_rejected(None, told["rejected"])
+            return None
+        checked(told, rank=0, manifest=str)
+        if folders.step_of(told["name"]) is None:
+            raise CheckpointError(
+                f"rank 0 names {told['name'][:80]!r}, which is no checkpoint's name; expected one "
+                f"such as step-000000084, in {self._durable.directory}"
+            )
+        path = self._durable.directory / told["name"]
+        there = Manifest.from_json(told["manifest"], where=path / manifest.NAME)
+        return Found(Tier.DURABLE, self._durable, Checkpoint(path, there))
+
+    def _offer(self) -> dict[str, Any]:
+        """What rank 0 tells the others: a candidate, or what came of all of them."""
+        try:
+            found = self._candidates.next()
+        except (CheckpointError, OSError) as error:
+            return {"failed": str(error)}
+        if found is None:
+            return {"rejected": self._candidates.rejected, "name": None}
+        one = found.checkpoint
+        return {"rejected": [], "name": one.path.name, "manifest": one.manifest.to_json()}
+
+    def _complaints(self, turn: int, found: Found) -> str | None:
+        """Why a candidate is rejected, by whichever rank; None when it is good."""
+        complaint = None
+        try:
+            share = (self._peers.rank, self._peers.world_size)
+            found.store.checker.verify(found.checkpoint, share=share)
+        except (CheckpointError, OSError) as error:
+            complaint = str(error)
+        if self._peers.world_size == 1:
+            return complaint
+        answers = self._agree(f"{turn}/verdict", complaint).items()
+        bad = [f"rank {rank}: {answer}" for rank, answer in answers if answer is not None]
+        return "; ".join(bad) if bad else None
+
+    def _agree(self, what: str, value: Any) -> Mapping[int, Any]:
+        return self._peers.agree(f"{self._topic}/{what}", value, timeout_s=self._timeout_s)
+
+
+class _Candidates:
+    """What is on the tiers, newest first. Touches no disk before :meth:`next`.
+
+    Attributes:
+        rejected: what cannot be used, and why.
+    """
+
+    def __init__(self, durable: CheckpointStore, fast: CheckpointStore | None) -> None:
+        self._stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
+        self._left: list[tuple[Tier, Checkpoint | Problem]] | None = None
+        self._looks = 0
+        self.rejected: list[str] = []
+
+    def next(self) -> Found | None:
+        """The next one whose manifest can be read, kept from retention; None after the last."""
+        while True:
+            if self._left is None:
+                self._left = self._look()
+            if not self._left:
+                return None
+            tier, one = self._left.pop()
+            store = self._stores[tier]
+            if isinstance(one, Checkpoint):
+                store.pins.pin(one.path)
+                return Found(tier, store, one)
+            self.reject(store, one, str(one.error))
+
+    def reject(self, store: CheckpointStore, one: Checkpoint | Problem, why: str) -> None:
+        """Go on with the next. One that another process has removed meanwhile was followed by
+        something newer: then everything is looked at again."""
+        if self._looks < LOOKS and not _is_there(store, one):
+            self._left = None
+            self.rejected = []
+        else:
+            self.rejected.append(f"{one.path} ({why})")
+
+    def warn_of_rejected(self, chosen: Checkpoint) -> None:
+        """Say what was rejected, and what is used instead."""
+        if self.rejected:
+            _warn(", ".join(self.rejected), f"continues from {chosen.path}")
+
+    def _look(self) -> list[tuple[Tier, Checkpoint | Problem]]:
+        """Oldest first. Of the same save the fast one comes last, and before it what has no
+        manifest that can be read, so that it is mentioned."""
+        self._looks += 1
+        there = [(tier, one) for tier, store in self._stores.items() for one in _list(tier, store)]
+        return sorted(
+            there,
+            key=lambda found: (
+                found[1].key,
+                isinstance(found[1], Problem),
+                found[0] is Tier.FAST,
+            ),
+        )
+
+
+def _list(tier: Tier, store: CheckpointStore) -> list[Checkpoint | Problem]:
+    """All of one tier. A fast tier that cannot be read is as good as an empty one; a durable one is
+    not."""
+    try:
+        return store.look()
+    except (CheckpointError, OSError) as error:
+        if tier is Tier.DURABLE:
+            raise
+        _warn(f"the fast tier ({error})", "looks at the durable one only")
+        return []
+
+
+def _is_there(store: CheckpointStore, one: Checkpoint | Problem) -> bool:
+    try:
+        return any(other.path == one.path for other in store.look())
+    except (CheckpointError, OSError):
+        return True
+
+
+def _require_none_rejected(found: Found | None, rejected: list[str]) -> None:
+    if found is None and rejected:
+        raise CheckpointCorrupt(
+            f"no checkpoint of this run can be loaded: {', '.join(map(str, rejected))}. Remove the "
+            "folders to start from the beginning"
+        )
+
+
+def _warn(unusable: str, instead: str) -> None:
+    warnings.warn(
+        f"hydroslurm cannot use {unusable}; the run {instead}", RuntimeWarning, stacklevel=5
+    )

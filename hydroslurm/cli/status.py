@@ -1,0 +1,179 @@
+"""``hydroslurm status``: a job in Slurm, and what its ranks report."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hydroslurm.core.agentstate import AgentState
+    from hydroslurm.core.status import RankStatus
+    from hydroslurm.jobs.control.requests import JobStatus
+    from hydroslurm.jobs.supervisor.conditions import Condition
+
+
+def status(
+    job_id: Annotated[int | None, typer.Argument(help="One job; default: all of mine.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per job, one per line.")
+    ] = False,
+) -> None:
+    """Show a job's state in Slurm and what its ranks report."""
+    import getpass
+
+    from hydroslurm.jobs.control.requests import find_job, job_status
+    from hydroslurm.slurm.client import open_client
+
+    client = open_client()
+    if job_id is None:
+        jobs = list(client.jobs(user=getpass.getuser()))
+    else:
+        jobs = [find_job(client, job_id)]
+    for found in (job_status(job) for job in jobs):
+        if as_json:
+            typer.echo(json.dumps(_as_json(found)))
+        else:
+            _print_status(found)
+    if not jobs:
+        typer.echo("no jobs")
+
+
+def echo(line: str, *, err: bool = False) -> None:
+    """Print a line of which others may have written a part."""
+    from hydroslurm.core.files import clean
+
+    typer.echo(clean(line, most=_MOST), err=err)
+
+
+_MOST = 2000
+"""Characters of a line."""
+
+
+def _newest_condition(found: JobStatus) -> tuple[Condition | None, str | None]:
+    """What the job is now, and why its run folder cannot be read, if so."""
+    from hydroslurm.errors import RunFolderError
+    from hydroslurm.jobs.control.overview import condition_now
+
+    first = next(iter(found.ranks), None)
+    try:
+        return condition_now(found.run_dir, found.job, first), found.problem
+    except RunFolderError as error:
+        return None, found.problem or str(error)
+
+
+def _print_status(found: JobStatus) -> None:
+    from hydroslurm.slurm.text import compress_nodes, format_duration
+
+    job = found.job
+    where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
+    limit = f"time limit {format_duration(job.time_limit_s)}"
+    echo(
+        f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
+        f"{limit}, restarts {job.restart_count}"
+    )
+    condition, problem = _newest_condition(found)
+    if condition is not None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
+        message = f": {condition.message}" if condition.message else ""
+        echo(f"  {condition.type} {condition.reason} since {since}{message}")
+    if problem is not None:
+        echo(f"  its run folder cannot be read: {problem}")
+    elif not found.ranks and not found.silent:
+        echo(f"  no rank has announced itself in {found.run_dir.events}")
+    for node in found.nodes:
+        echo(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
+    for rank in found.ranks:
+        echo(f"  {rank_line(rank, now_epoch_ns=time.time_ns())}")
+    for number, why in found.silent:
+        echo(f"  rank {number}: {why}")
+
+
+def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
+    since = _since(node.since_epoch_ns, now_epoch_ns)
+    causes = f" for {', '.join(node.held_for)}" if node.held_for else ""
+    parts = [f"node {node.node} {node.host}:{node.pid}  {node.state}{causes} {since}"]
+    parts.append(f"{node.workers} rank{'' if node.workers == 1 else 's'}")
+    if node.state == "mixed":
+        parts.append(", ".join(f"{count} {state}" for state, count in node.counts))
+    if node.asked is not None and not node.answered:
+        parts.append(f"asked for {node.asked}, and not all ranks have answered")
+    if node.status is not None:
+        parts.append(f"status {node.status}")
+    return ", ".join(parts)
+
+
+def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
+    """One line about a rank, as it reports itself."""
+    since = _since(rank.since.epoch_ns, now_epoch_ns)
+    causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
+    parts = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.message}{causes} {since}"]
+    if rank.children_message:
+        parts.append(rank.children_message)
+    if rank.step is not None:
+        parts.append(f"step {rank.step}")
+    if rank.committed_step is not None:
+        parts.append(f"saved to step {rank.committed_step}")
+    if rank.not_copied is not None:
+        parts.append(f"saves hold the training up: {rank.not_copied}")
+    if rank.park_us is not None:
+        pauses = "1 pause" if rank.pauses == 1 else f"{rank.pauses} pauses"
+        parts.append(f"{pauses}, last parked in {rank.park_us:.0f} us")
+    return ", ".join(parts)
+
+
+def _since(epoch_ns: int, now_epoch_ns: int) -> str:
+    """``since 3.2 s``; another host's clock may be ahead."""
+    since_s = (now_epoch_ns - epoch_ns) / 1e9
+    if since_s < -1.0:
+        return f"since {-since_s:,.0f} s in the future by this host's clock"
+    return f"since {max(0.0, since_s):.1f} s"
+
+
+def _as_json(found: JobStatus) -> dict[str, object]:
+    job = found.job
+    condition, problem = _newest_condition(found)
+    return {
+        "job_id": job.job_id,
+        "name": job.name,
+        "slurm_state": job.state.value,
+        "partition": job.partition,
+        "nodes": list(job.nodes),
+        "restart_count": job.restart_count,
+        "run_dir": str(found.run_dir.root),
+        "problem": problem,
+        "condition": None if condition is None else vars(condition),
+        "agents": [vars(node) for node in found.nodes],
+        "ranks": [_rank_as_json(rank) for rank in found.ranks],
+        "silent": dict(found.silent),
+    }
+
+
+_RANK_FIELDS = (
+    "rank",
+    "state",
+    "causes",
+    "step",
+    "pid",
+    "host",
+    "restart_count",
+    "pauses",
+    "park_us",
+    "committed_step",
+    "world_size",
+    "not_copied",
+    "children_parked",
+    "children_running",
+    "parked_together",
+)
+
+
+def _rank_as_json(rank: RankStatus) -> dict[str, object]:
+    all_parked = rank.all_parked
+    return {
+        **{name: getattr(rank, name) for name in _RANK_FIELDS},
+        "since_epoch_ns": rank.since.epoch_ns,
+        "all_parked_epoch_ns": None if all_parked is None else all_parked.epoch_ns,
+    }
