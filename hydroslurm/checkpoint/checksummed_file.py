@@ -1,4 +1,4 @@
-"""One file of a checkpoint: checksummed while it is written, and read back whole or not at all."""
+"""One file of a checkpoint: checksummed while it is written, and verified when it is read."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveAbandoned, UntrustedFile
 
 CHUNK_BYTES = 4 << 20
-"""Between two looks at ``cancel``: 4 MiB are 2 ms of a fast disk. Of 4, 8 and 16 MiB it was the
-fastest one too."""
+"""Between two checks of ``cancel``: 4 MiB take a fast disk 2 ms. Of 4, 8 and 16 MiB it was also the
+fastest."""
 
 MOST_WHOLE_BYTES = 4 << 30
-"""Of a file that is read into memory at once: what a state holds beside tensors, or DCP's index."""
+"""Limit for a file that is read into memory whole: a state without tensors, or DCP's index."""
 
 
 class ChecksummedFile:
     """Writes one new file in chunks; a second thread computes the checksum of each while it is
     written. A file that is smaller than a chunk does without the thread.
 
-    A binary file as far as ``torch.save`` needs one. ``write`` never raises, because torch's zip
-    writer ends the process when its destructor meets an error: the first failure is kept, what
-    follows is dropped, and :meth:`check` raises it.
+    Enough of a binary file for ``torch.save``. ``write`` never raises, because torch's zip writer
+    aborts the process when its destructor meets an error: the first failure is kept, what follows
+    is dropped, and :meth:`check` raises it.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class ChecksummedFile:
         return self._written + len(self._pending)
 
     def flush(self) -> None:
-        """Nothing: chunks stay whole until :meth:`finish`."""
+        """Do nothing: chunks stay whole until :meth:`finish`."""
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take bytes; ``data`` may be changed or freed as soon as this returns."""
+        """Append bytes; ``data`` may be changed or freed as soon as this returns."""
         view = memoryview(data).cast("B")
         if self._failure is None:
             try:
@@ -72,10 +72,10 @@ class ChecksummedFile:
             raise self._failure
 
     def finish(self) -> FileEntry:
-        """Wait until all of it is on the disk, and close.
+        """Write what is pending, fsync and close.
 
         Raises:
-            OSError: from any of the writes, or from now.
+            OSError: of this call or of any write before.
             SaveAbandoned: ``cancel`` was set.
         """
         self.check()
@@ -88,7 +88,7 @@ class ChecksummedFile:
         return FileEntry(size_bytes=self._written, checksum=f"{self._crc:08x}")
 
     def abandon(self) -> None:
-        """Give back what is still held. Never raises."""
+        """Release the descriptor and the thread if they are still held. Never raises."""
         if self._hasher is not None:
             self._hasher.shutdown()
         if self._fd >= 0:
@@ -115,7 +115,7 @@ class ChecksummedFile:
         running = self._hasher and self._hasher.submit(zlib.crc32, chunk, self._crc)
         try:
             self._storage.write(self._fd, chunk)
-            with contextlib.suppress(OSError):  # a hint: not every file system knows it
+            with contextlib.suppress(OSError):  # a hint that not every file system supports
                 self._storage.write_back(self._fd, offset=self._written, size_bytes=len(chunk))
         finally:
             self._crc = running.result() if running else zlib.crc32(chunk, self._crc)
@@ -140,7 +140,7 @@ def read_whole(path: Path, *, storage: Storage, limit_bytes: int = MOST_WHOLE_BY
     """All bytes of a file.
 
     Raises:
-        OSError: it cannot be read, or is longer than ``limit_bytes``.
+        OSError: it cannot be read or is longer than ``limit_bytes``.
     """
     found = bytearray()
     for chunk in chunks(path, storage=storage):
@@ -152,7 +152,7 @@ def read_whole(path: Path, *, storage: Storage, limit_bytes: int = MOST_WHOLE_BY
 
 
 def chunks(path: Path, *, storage: Storage, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """The bytes of a file, piece by piece; a piece is valid until the next one is asked for."""
+    """The bytes of a file in pieces; each is valid until the next one is requested."""
     fd = storage.open(path)
     try:
         buffer = memoryview(bytearray(chunk_bytes))
@@ -172,7 +172,7 @@ def copy_file(
     cancel: threading.Event | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> FileEntry:
-    """Copy one file durably; the entry is of what was read.
+    """Copy one file durably; returns the entry of what was read.
 
     Raises:
         CheckpointCorrupt: the source cannot be read. OSError: the target cannot be written.
@@ -199,8 +199,8 @@ def check_file(
     """Read a file and compare it with its entry.
 
     Raises:
-        CheckpointCorrupt: gone, unreadable, of another size or of another checksum.
-        CheckpointError: somebody else may have written it.
+        CheckpointCorrupt: missing, unreadable, or of another size or checksum.
+        CheckpointError: someone else may have written it.
         SaveAbandoned: ``cancel`` was set.
     """
     crc, size_bytes = 0, 0
@@ -209,7 +209,7 @@ def check_file(
         for chunk in chunks(path, storage=storage):
             crc = zlib.crc32(chunk, crc)
             size_bytes += len(chunk)
-            if size_bytes > entry.size_bytes:  # and may have no end
+            if size_bytes > entry.size_bytes:  # it may be endless
                 raise CheckpointCorrupt(
                     f"{path} has more than the {entry.size_bytes} bytes written"
                 )
@@ -223,7 +223,7 @@ def check_file(
 
 
 def compare(path: Path, wanted: FileEntry, seen: FileEntry) -> None:
-    """Raise CheckpointCorrupt, with both, when a file is not what was written."""
+    """Raise CheckpointCorrupt, with both entries, if a file is not what was written."""
     if seen.size_bytes != wanted.size_bytes:
         raise CheckpointCorrupt(
             f"{path} has {seen.size_bytes} bytes; {wanted.size_bytes} were written"

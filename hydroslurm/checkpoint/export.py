@@ -1,4 +1,4 @@
-"""A checkpoint -> one file that other programs read: torch's .pt, or .safetensors."""
+"""Exports a checkpoint to one file that other programs can read: torch's .pt, or .safetensors."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
 def export(checkpoint: Checkpoint, target: Path, *, only: Collection[str] | None = None) -> Path:
-    """Verify a checkpoint and write what it holds into one file, replaced atomically.
+    """Verify a checkpoint and write its state to one file, atomically.
 
     With a single name in ``only`` the file holds that state_dict itself, so that
-    ``model.load_state_dict(torch.load(target))`` does; else a dict by name. Everything is on the
-    CPU. A ``.pt`` can be read with ``weights_only=True``.
+    ``model.load_state_dict(torch.load(target))`` works; otherwise a dict by name. Everything is on
+    the CPU. A ``.pt`` can be read with ``weights_only=True``.
 
     Args:
-        only: names of what was saved; all that ranks have in common when None.
+        only: names of what was saved; everything that the ranks share when None.
 
     Raises:
-        UsageError: a suffix that is none of SUFFIXES, or values that the format has no place for.
-        CheckpointMissing, CheckpointCorrupt: as CheckpointStore.load. SaveFailed: disk full ...
+        UsageError: the suffix is not in SUFFIXES, or the format cannot hold these values.
+        CheckpointMissing, CheckpointCorrupt: as CheckpointStore.load.
+        SaveFailed: the file cannot be written.
     """
     if target.suffix not in SUFFIXES:
         raise UsageError(f"{target.name} ends in none of {', '.join(SUFFIXES)}")
@@ -81,7 +82,7 @@ def _write_safetensors(value: Any, path: Path) -> None:
 
 def _flatten(value: Any, name: str, into: dict[str, torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        # tied weights are two tensors in such a file; it refuses memory that is shared
+        # safetensors refuses shared memory: tied weights become two tensors
         into[name] = value.clone(memory_format=torch.contiguous_format)
     elif isinstance(value, Mapping):
         for key, one in value.items():

@@ -1,11 +1,11 @@
-"""The names in a checkpoints folder, and which leftovers may be removed.
+"""The names in a checkpoint folder, and which leftovers may be removed.
 
 step-000001234/                               committed: the only name that is ever believed
 step-000001234.2/                             the same, saved again at this step: the newer one
 .tmp-step-000001234.<place>.<pid>.<random>/   being written, or left by a save that was killed
 .tmp-step-000001234.<place>.<pid>.<random>.joint/   the same of several ranks; the first named it
 .old-step-000001234.<place>.<pid>.<random>/   being removed
-.pin-step-000001234.<place>.<pid>.<random>/   empty: it is being loaded, and is not to go
+.pin-step-000001234.<place>.<pid>.<random>/   empty: it is being loaded and must stay
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from hydroslurm.core.dates import boot_id
 
 STALE_S = 3600.0
-"""After so long without a write, a save of another node is dead. A live one writes a chunk every
-few milliseconds; an hour is more than a hung file server is waited for."""
+"""A save of another node is dead after so long without a write. A live one writes a chunk every few
+milliseconds, and nobody waits an hour for a hung file server."""
 
 JOINT_STALE_S = 600.0
 """The same for a save of several ranks whose first one is known to be dead: the others may be about
-to finish the commit, from other machines. That takes them some calls, and not minutes."""
+to finish the commit from other machines, which takes a few calls and not minutes."""
 
 _NAME = r"step-[0-9]{9,18}(?:\.(?:[2-9]|[1-9][0-9]{1,8}))?"
 _STEP = re.compile(_NAME)
@@ -41,8 +41,8 @@ def of_step(directory: Path, step: int, number: int = 1) -> Path:
 
 
 def key_of(name: str) -> tuple[int, int] | None:
-    """Step and number of a committed folder's name, by which the newer one is the greater one; None
-    for all other names."""
+    """Step and number in the name of a committed folder; the newer checkpoint has the greater key.
+    None for all other names."""
     if _STEP.fullmatch(name) is None:
         return None
     step, _, number = name.removeprefix("step-").partition(".")
@@ -50,32 +50,32 @@ def key_of(name: str) -> tuple[int, int] | None:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a committed folder's name, None for all other names."""
+    """The step in the name of a committed folder; None for all other names."""
     key = key_of(name)
     return None if key is None else key[0]
 
 
 def newest_number(names: Iterable[str], step: int) -> int:
-    """The number of the newest save of a step among these names, 0 where there is none.
+    """The number of the newest save of a step among these names, 0 if there is none.
 
-    One that is not committed counts: it may be yet, by another thread that was told to give it up.
+    Unfinished ones count: another thread may still commit one that it was told to give up.
     """
     found = [key_of(_unfinished_name(name) or name) for name in names]
     return max((key[1] for key in found if key is not None and key[0] == step), default=0)
 
 
 def temporary(target: Path, *, joint: bool = False) -> Path:
-    """A name for the save that becomes ``target``; no other save of any process has the same.
+    """A unique name for the save that becomes ``target``.
 
-    ``joint``: for a save of several ranks; the process that chooses it tells it to the others.
+    ``joint``: for a save of several ranks; the process that chooses it sends it to the others.
     """
     path = _mine(target.parent, "tmp", target.name)
     return path.with_name(f"{path.name}.joint") if joint else path
 
 
 def target_of(joint: str, step: int) -> str | None:
-    """What a joint save of this step in a folder of this name becomes; None for a name that no
-    process can have chosen by :func:`temporary`."""
+    """The final name of a joint save of this step in a folder of this name; None for a name that
+    :func:`temporary` cannot have made."""
     match = _LEFTOVER.fullmatch(joint)
     if match is None or (match[1], match[5]) != ("tmp", ".joint") or step_of(match[2]) != step:
         return None
@@ -83,13 +83,13 @@ def target_of(joint: str, step: int) -> str | None:
 
 
 def condemned(path: Path) -> Path:
-    """What a folder is called while its files are removed."""
+    """A name for a folder while its files are removed."""
     return _mine(path.parent, "old", path.name)
 
 
 def revoked(unfinished: Path) -> Path | None:
-    """What the folder of an unfinished save is called when it is taken from its owner; None for all
-    other names, and for our own saves."""
+    """A new name for the folder of another process's unfinished save; None for all other names,
+    including our own saves."""
     match = _LEFTOVER.fullmatch(unfinished.name)
     if match is None or match[1] != "tmp":
         return None
@@ -99,25 +99,25 @@ def revoked(unfinished: Path) -> Path | None:
 
 
 def pin(path: Path) -> Path:
-    """A name that says that this process is loading a checkpoint."""
+    """A name that says this process is loading a checkpoint."""
     return _mine(path.parent, "pin", path.name)
 
 
 def pinned(name: str) -> str | None:
-    """The checkpoint that a pin of this name is for, None for all other names."""
+    """The checkpoint that a pin of this name keeps; None for all other names."""
     match = _LEFTOVER.fullmatch(name)
     return match[2] if match and match[1] == "pin" else None
 
 
 def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
-    """Whether nobody works on a ``.tmp-``, ``.old-`` or ``.pin-`` folder any more.
+    """Whether nobody is working on a ``.tmp-``, ``.old-`` or ``.pin-`` folder any more.
 
-    A process of this machine is asked for by its number; of one elsewhere the age decides. Of a
-    joint save the death of the process that named it is not enough: it must have been left alone
-    for a while too, because another rank may be finishing it.
+    Of a process on this machine, its pid tells; of one elsewhere, the age of the folder. The death
+    of the process that named a joint save is not enough: another rank may be finishing it, so it
+    must also have been untouched for a while.
 
     Raises:
-        OSError: it cannot be looked at; FileNotFoundError when somebody else removed it.
+        OSError: it cannot be examined; FileNotFoundError: someone else has removed it.
     """
     match = _LEFTOVER.fullmatch(path.name)
     if match is None:
@@ -132,9 +132,9 @@ def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
 
 
 def place() -> str:
-    """Within what a process number means one process: this boot of this host, this namespace.
+    """Where a pid is unique: this boot of this host, and this pid namespace.
 
-    Two containers can share a host name, and one node can be back after a crash.
+    Two containers can share a host name, and a node can come back after a crash.
     """
     parts = [socket.gethostname()]
     parts.append(boot_id())
@@ -163,6 +163,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's process: the number was given out again, or it is a save
+    except OSError:  # another user's process: a reused pid, or a save
         return True
     return True

@@ -1,8 +1,8 @@
 """The commit marker of a checkpoint: what belongs to it, and who wrote it.
 
-``manifest.json`` is one object in :func:`canonical <Manifest.to_json>` form whose last entry,
-``checksum``, is over all before it. That rule holds for every future schema, so that a damaged
-manifest and one from the future can be told apart.
+``manifest.json`` is one object in :func:`canonical <Manifest.to_json>` form. Its last entry,
+``checksum``, covers everything before it. That holds for every future schema, so that a damaged
+manifest can be told from one of a newer release.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SCHEMA = 1
 
 NAME = "manifest.json"
 MOST_BYTES = 64 << 20
-"""Of the text: three files of each of a hundred thousand ranks are half of it."""
+"""Of the text: three files each of a hundred thousand ranks take half of it."""
 
 MOST_DEPTH = 200
-"""Of ``meta``, which is the caller's."""
+"""Of ``meta``, which the caller provides."""
 
 ALGORITHM = "crc32"
-"""Of all checksums: zlib's, 8 hexadecimal digits. It finds every error of up to 32 bits in a row,
-and one in 2**32 of any other. Chosen by measurement: 4.3 GB/s on one core, so that it hides behind
-the writing in a second thread; SHA-256 took as long as the disk where the CPU has instructions for
-it, and four times that where not. Checkpoints are protected from decay, not from attackers: what
-keeps a forged one harmless is that nothing in it is ever run."""
+"""Of all checksums: zlib's, 8 hexadecimal digits. It detects every burst error of up to 32 bits and
+misses one in 2**32 others. Chosen by measurement: 4.3 GB/s on one core, so that a second thread
+hides it behind the writing; SHA-256 took as long as the disk on CPUs with instructions for it, and
+four times as long on others. It protects checkpoints from decay, not from attackers: a forged one
+is harmless because nothing in it is ever executed."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class WrittenBy:
-    """Who wrote a checkpoint, with what. For people and for messages; nothing depends on it."""
+    """Who wrote a checkpoint, and with what. For people; nothing depends on it."""
 
     job_id: int | None = None
     restart_count: int = 0
@@ -75,8 +75,8 @@ class Manifest:
         created_epoch_ns: when the save began. save_s: from then to the manifest; of several ranks,
             until all parts were on the disk.
         state_bytes: of all tensors, as they are in memory.
-        files: name inside the folder -> its entry; all but the manifest itself.
-        meta: what the caller wanted kept, plain JSON values.
+        files: name in the folder -> its entry; all but the manifest itself.
+        meta: the caller's own, plain JSON values.
     """
 
     step: int
@@ -120,7 +120,7 @@ class Manifest:
         """Read the text of a file; ``where`` is for the messages.
 
         Raises:
-            CheckpointTooNew: of a newer schema; both versions are named.
+            CheckpointTooNew: a newer schema; names both versions.
             CheckpointCorrupt: anything but what was written.
         """
         try:
@@ -152,17 +152,17 @@ class Manifest:
 
 
 def checksum(data: bytes | memoryview, running: int = 0) -> str:
-    """Of some bytes, as it stands in manifests."""
+    """The checksum of some bytes, as manifests have it."""
     return f"{zlib.crc32(data, running):08x}"
 
 
 def begun(
     *, step: int, epoch: int, kind: str, meta: Mapping[str, Any], torch_version: str
 ) -> Manifest:
-    """The manifest of a save by this process that has written no files yet.
+    """The manifest of a save by this process that has not written any files yet.
 
     Raises:
-        UsageError: ``meta`` holds what JSON cannot say.
+        UsageError: ``meta`` holds what JSON cannot express.
     """
     return Manifest(
         step=step,
@@ -179,14 +179,14 @@ def begun(
 
 @functools.lru_cache(maxsize=1)
 def this_process(*, torch_version: str) -> WrittenBy:
-    """About this process, as it was at its first save."""
+    """This process, as it was at its first save."""
     return written_by(os.environ, argv=sys.argv, work_dir=Path.cwd(), torch_version=torch_version)
 
 
 def written_by(
     environ: Mapping[str, str], *, argv: Sequence[str], work_dir: Path, torch_version: str
 ) -> WrittenBy:
-    """Gather what is known about this process. Reads two small files and starts no program."""
+    """Gather what is known about this process. Reads a few small files; starts no program."""
     job_id = environ.get("SLURM_JOB_ID", "")
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     return WrittenBy(
@@ -203,7 +203,7 @@ def written_by(
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit that is checked out around a folder, None where that cannot be read cheaply."""
+    """The commit that is checked out around a folder; None if it cannot be read cheaply."""
     try:
         root = next(p for p in (folder, *folder.parents) if (p / ".git").is_dir())
         head = (root / ".git/HEAD").read_text().strip()
@@ -243,10 +243,10 @@ def _canonical(body: Mapping[str, Any]) -> str:
 
 
 def _from_body(body: Mapping[str, Any]) -> Manifest:
-    """Typed, once: whoever wrote it, what is made of it can be calculated with and shown.
+    """Check all types once: whoever wrote it, the result is safe to calculate with and to show.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it is none.
+        ValueError, TypeError, KeyError, AttributeError: it is not a manifest.
     """
     writer = dict(body["written_by"])
     writer["argv"] = tuple(writer["argv"])
@@ -274,7 +274,7 @@ def file_entries(body: Mapping[str, Any]) -> dict[str, FileEntry]:
     """The files that a manifest or an index names.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: they are none.
+        ValueError, TypeError, KeyError, AttributeError: they are malformed.
     """
     for name in body:
         if Path(name).name != name or name in ("", "..") or "\0" in name:

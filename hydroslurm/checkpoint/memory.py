@@ -1,8 +1,8 @@
-"""How much more memory this process may take before the kernel ends it or somebody beside it.
+"""How much more memory this process may take before the kernel kills it or a neighbour.
 
-Read from the limits of its cgroup and of all above it (v1 and v2), and from what the machine has
-available. Slurm's ``ConstrainRAMSpace`` and containers set such limits, and the kernel ends a job
-that goes beyond without a word to it.
+Read from the limits of its cgroup and all its ancestors (v1 and v2), and from what the machine has
+available. Slurm's ``ConstrainRAMSpace`` and containers set such limits, and the kernel kills a job
+that exceeds them without warning.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 KEPT_FREE = 0.1
-"""The part of a limit that is never asked for: page tables, stacks and the kernel's own memory
-count against it too."""
+"""The fraction of a limit that is left alone: page tables, stacks and the kernel's own memory count
+against it too."""
 
 _UNLIMITED_BYTES = 1 << 60
 """v1 says "no limit" by a number near 2**63."""
@@ -23,10 +23,10 @@ class Room:
     """What one process may still take.
 
     Attributes:
-        free_bytes: so much, all that is said below considered.
-        limit_bytes, used_bytes: of the narrowest bound; page cache that the kernel can drop is not
-            counted as used.
-        bound: what that is, in words.
+        free_bytes: how much.
+        limit_bytes, used_bytes: of the tightest bound; page cache that the kernel can drop does not
+            count as used.
+        bound: what that bound is, for people.
     """
 
     free_bytes: int
@@ -41,10 +41,10 @@ class Room:
 
 
 def room(*, ranks_here: int = 1, root: Path = Path("/")) -> Room:
-    """What this process may take, by its fair share among so many like it on this node.
+    """What this process may take: its fair share among the ranks on this node.
 
-    A process is given back what it needs at its own peak: what it has used for a moment within a
-    step, it will use again. What the system does not tell is no bound.
+    What the process needs at its own peak is reserved for it: what it has used for a moment within
+    a step, it will use again. What the system does not report is not a bound.
 
     Args:
         root: where /proc and /sys are; for tests.
@@ -67,8 +67,8 @@ def room(*, ranks_here: int = 1, root: Path = Path("/")) -> Room:
 
 
 def is_kept_in_memory(folder: Path, *, root: Path = Path("/")) -> bool:
-    """Whether what is written into a folder is kept in memory, as /dev/shm is: it counts against
-    the limits of the job that has written it, until it is removed."""
+    """Whether a folder is in memory, like /dev/shm: what a job writes there counts against its
+    limits until it is removed."""
     kinds: dict[PurePosixPath, str] = {}
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, described = line.partition(" - ")
@@ -96,7 +96,7 @@ def _machine_bound(root: Path) -> list[_Bound]:
 
 
 def _cgroup_bounds(root: Path) -> list[_Bound]:
-    """Of the cgroup that this process is in, and of each one above that can be seen."""
+    """Of the cgroup of this process, and of all visible ancestors."""
     found = []
     for folder, is_v2 in _cgroups(root):
         limit, used, cache = (
@@ -107,7 +107,7 @@ def _cgroup_bounds(root: Path) -> list[_Bound]:
         limit_bytes, usage_bytes = _number(folder / limit), _number(folder / used)
         if limit_bytes is None or usage_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
             continue
-        # what was written or read once lies there until somebody needs the place
+        # page cache stays until somebody needs the memory
         dropped_bytes = _fields(folder / "memory.stat").get(cache, 0)
         used_bytes = max(0, usage_bytes - dropped_bytes)
         found.append(_Bound(limit_bytes, used_bytes, f"the limit in {folder}"))
@@ -115,7 +115,7 @@ def _cgroup_bounds(root: Path) -> list[_Bound]:
 
 
 def _cgroups(root: Path) -> list[tuple[Path, bool]]:
-    """The folders of this process's memory cgroup and of those above, and whether they are v2."""
+    """The folders of this process's memory cgroup and its ancestors, and whether they are v2."""
     mounts = _mounts(root)
     found = []
     for line in _lines(root / "proc/self/cgroup"):
@@ -130,7 +130,7 @@ def _cgroups(root: Path) -> list[tuple[Path, bool]]:
         if kind not in mounts:
             continue
         top, point = mounts[kind]
-        # in a container the mount may show the container's own cgroup as its top
+        # in a container, the root of the mount may be the container's own cgroup
         inner = PurePosixPath(path)
         below = inner.relative_to(top) if inner.is_relative_to(top) else PurePosixPath()
         folder = root / point.lstrip("/") / below
@@ -157,7 +157,7 @@ def _mounts(root: Path) -> dict[str, tuple[PurePosixPath, str]]:
 
 
 def _below_peak_bytes(root: Path) -> int:
-    """How far this process is below the most that it has used."""
+    """How far this process is below its own peak."""
     fields = _fields(root / "proc/self/status")
     return max(0, fields.get("VmHWM:", 0) - fields.get("VmRSS:", 0)) * 1024
 

@@ -1,7 +1,7 @@
-"""The files of a checkpoint -> a state, its tensors on the CPU; nothing is unpickled freely.
+"""The files of a checkpoint -> a state, its tensors on the CPU; no pickle is trusted.
 
-DCP keeps its index in a pickle. It is read by an unpickler that knows the dozen classes such an
-index consists of, and refuses every other name. Tensors are read by ``torch.load`` with
+DCP keeps its index in a pickle. An unpickler reads it that knows the dozen classes of which such an
+index consists and refuses every other name. ``torch.load`` reads the tensors with
 ``weights_only=True``. DCP's third kind of content, pickled objects, is refused.
 """
 
@@ -32,7 +32,7 @@ from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing
 _FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 
 _MOST_DEPTH = 1000
-"""A state that is nested deeper could not be saved either."""
+"""A state that is nested more deeply cannot be saved either."""
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
@@ -58,13 +58,13 @@ def read_state(
     only: Collection[str] | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> State:
-    """Read a state, or the parts of it that ``only`` names, laid out as ``like`` says.
+    """Read a state, or the names in ``only``, laid out as ``like`` says.
 
     A rank that had no part in the save has nothing of its own.
 
     Raises:
-        CheckpointCorrupt: a file is gone or does not hold what it should.
-        CheckpointMissing: there is nothing of a name in ``only``.
+        CheckpointCorrupt: a file is missing or does not hold what it should.
+        CheckpointMissing: a name in ``only`` was not saved.
     """
     shared = _read_json(folder / SHARED_JSON, storage=storage)
     mine = own_json(rank)
@@ -77,7 +77,6 @@ def read_state(
             )
         shared = {name: value for name, value in shared.items() if name in only}
         own = {name: value for name, value in own.items() if name in only}
-    # no container around them: a state's name may look like a tag
     layouts: dict[str, torch.Tensor | None] = {}
     for name, value in shared.items():
         layouts |= tensor_keys(value, (like or {}).get(name))
@@ -93,11 +92,11 @@ def read_state(
 def read_own(
     folder: Path, files: Collection[str], *, storage: Storage, rank: int
 ) -> dict[str, Any]:
-    """What was one rank's own.
+    """The ``own`` of one rank.
 
     Raises:
         CheckpointMissing: that rank had no part in the save.
-        CheckpointCorrupt: a file is gone or does not hold what it should.
+        CheckpointCorrupt: a file is missing or does not hold what it should.
     """
     mine = own_json(rank)
     if mine not in files:
@@ -124,7 +123,7 @@ def read_metadata(folder: Path, *, storage: Storage) -> dcp.Metadata:
     """DCP's index of a checkpoint.
 
     Raises:
-        CheckpointCorrupt: it is gone, is no such index, or names anything else than its classes.
+        CheckpointCorrupt: it is missing, is not an index, or names anything but its classes.
     """
     path = folder / METADATA
     try:
@@ -147,11 +146,11 @@ def read_tensors(
 
     Args:
         only: their keys; all of them when None.
-        like: by their keys, DTensors of this process, or None; a tensor of the same shape comes
-            back as one that is laid out alike, and only the pieces that it needs are read.
+        like: key -> a DTensor of this process, or None. A tensor of the same shape is laid out like
+            it, and only the pieces that this takes are read.
 
     Raises:
-        CheckpointCorrupt: a key that is not there, or files that do not hold what they should.
+        CheckpointCorrupt: a key is missing, or a file does not hold what it should.
     """
     metadata = read_metadata(folder, storage=storage)
     keys = metadata.state_dict_metadata if only is None else only
@@ -169,10 +168,10 @@ def read_tensors(
 
 
 def _stored_bytes(metadata: dcp.Metadata, folder: Path, *, storage: Storage) -> dict[object, int]:
-    """Key -> bytes of its pieces, of which no two lie in one place.
+    """Key -> bytes of its pieces, which together fit into their files.
 
     Raises:
-        ValueError: a piece that lies elsewhere than in a file of this folder.
+        ValueError: a piece is not in a file of this folder.
         OSError: such a file cannot be read.
     """
     left: dict[str, int] = {}
@@ -205,11 +204,11 @@ def _size_bytes(path: Path, storage: Storage) -> int:
 def _require_room(
     metadata: dcp.Metadata, keys: Collection[str], stored: Mapping[object, int]
 ) -> None:
-    """A tensor is as large as what is stored of it, or smaller; a shape is not believed.
+    """Check that no tensor is larger than what is stored of it: a shape alone is not trusted.
 
     Raises:
-        KeyError: a tensor that is not there.
-        TypeError, ValueError: one that is none, or larger.
+        KeyError: a tensor is missing.
+        TypeError, ValueError: one is not a tensor, or is larger.
     """
     for key in keys:
         found = metadata.state_dict_metadata[key]

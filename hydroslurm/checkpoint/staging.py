@@ -1,9 +1,8 @@
-"""A copy of the training state in host memory that is kept from save to save.
+"""A copy of the training state in host memory, which is reused from save to save.
 
-The training stands still for this copy only; a background thread writes the copy. What the copy
-costs is the memory traffic, provided the memory is there: touching fresh pages takes five to twenty
-times as long as the copy itself, so that the memory is kept, and can be had in advance
-(:meth:`Staging.reserve`).
+The training stalls for this copy only; a background thread writes it. Touching fresh pages takes
+five to twenty times as long as the copy itself, so the memory is kept and can be allocated in
+advance (:meth:`Staging.reserve`).
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from hydroslurm.checkpoint.write_plan import WritePlan
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one piece of staging memory. A power of two: torch rounds pinned memory up to the next
-one, and a single large piece could take twice what it holds. A larger tensor gets a piece of its
-own."""
+one, so that one large piece could take twice what it holds. A larger tensor gets its own piece."""
 
 _ALIGN_BYTES = 64
 _SLACK_BYTES = 2**16
 
 
 class Staging:
-    """Copies of a state in host memory; the next copy overwrites the last, unless a save is still
-    reading it. For the thread that trains."""
+    """Copies of a state in host memory; each overwrites the last unless a save is still reading it.
+    For the training thread."""
 
     def __init__(
         self,
@@ -41,7 +39,7 @@ class Staging:
         """
         Args:
             exempt: makes the context in which no pause holds a thread.
-            room: says how much memory may be taken.
+            room: says how much memory copies may take.
         """
         self._exempt = exempt
         self._room = room
@@ -51,12 +49,12 @@ class Staging:
         self._others_bytes = 0
 
     def leave(self, others_bytes: int) -> None:
-        """Leave so much of what may be taken to others."""
+        """Leave so much memory to others."""
         self._others_bytes = others_bytes
 
     @property
     def refused(self) -> str:
-        """Why there is no memory for copies, for people; empty where there is."""
+        """Why there is no memory for copies, for people; empty if there is."""
         return self._refused
 
     @property
@@ -65,13 +63,13 @@ class Staging:
         return self._pageable.capacity_bytes + self._pinned.capacity_bytes
 
     def reserve(self, plan: WritePlan) -> None:
-        """Have the memory for copies like this one in the background, so that the first copy is as
-        fast as the others. Once; nothing where it would be too much.
+        """Allocate the memory for copies like this one in the background, so that the first copy is
+        as fast as the others. Does so once, and not if it would be too much.
 
         Reads sizes only, no tensor's content.
         """
-        # asked before the thread begins to take any: the ranks of a node come here together, and
-        # one that finds the memory of another taken already would think that there is less
+        # asked before the thread allocates: the ranks of a node get here together, and one that
+        # finds another's memory already taken would think there is less
         if self._reserving is not None or not self._may_hold(plan):
             return
 
@@ -86,16 +84,15 @@ class Staging:
         self._reserving.start()
 
     def join(self) -> None:
-        """Wait until the memory is there."""
+        """Wait until the memory is allocated."""
         if self._reserving is not None:
             self._reserving.join()
 
     def copy(self, plan: WritePlan, *, being_read: bool = False) -> WritePlan | None:
-        """What this rank writes as it is now, in host memory of our own: the caller may change the
-        state at once. None where there is no memory for a copy (see :attr:`refused`).
+        """Copy what this rank writes, so that the caller may change the state at once. None if
+        there is no memory for a copy (see :attr:`refused`).
 
-        Tensors of an accelerator are copied into pinned memory. The same memory seen in two places
-        is one tensor in the copy as well.
+        Tensors of an accelerator are copied into pinned memory.
 
         Args:
             being_read: a save under way is reading the last copy.
@@ -106,7 +103,7 @@ class Staging:
         if being_read:
             self._drop()
         if not self._may_hold(plan):
-            self._drop()  # what is held is of no use any more
+            self._drop()  # of no use any more
             return None
         self._rewind(plan)
         with torch.no_grad():
@@ -130,8 +127,8 @@ class Staging:
         self._pinned.rewind(sizes[True])
 
     def _may_hold(self, plan: WritePlan) -> bool:
-        """Whether a copy has its place, or may take it. Once refused it stays so: what was too much
-        after a step may seem to fit in another moment, and end the job in the next."""
+        """Whether there is memory for a copy. A refusal is final: what was too much after one step
+        may seem to fit a moment later, and get the job killed."""
         sizes = _sizes(plan)
         more_bytes = self._pageable.lacks(sizes[False]) + self._pinned.lacks(sizes[True])
         if more_bytes == 0:
@@ -178,31 +175,31 @@ class _Arena:
         return sum(len(piece) for piece in self._pieces)
 
     def rewind(self, expected_bytes: int) -> None:
-        """Begin again; so many bytes will be asked for, alignment aside."""
+        """Begin again; so many bytes will be asked for, plus alignment."""
         self._used = [0] * len(self._pieces)
         self._expected_bytes = expected_bytes
 
     def lacks(self, expected_bytes: int) -> int:
-        """How much more has to be had before so many bytes can be asked for."""
+        """How much more must be allocated for so many bytes."""
         if expected_bytes <= self.capacity_bytes:
             return 0
         return _with_slack(expected_bytes) - self.capacity_bytes
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory of the tensor's dtype and shape, dense, in its order of dimensions:
-        a copy between the two is one memcpy wherever the tensor itself is dense."""
+        if the tensor is dense, copying is one memcpy."""
         wanted_bytes = size_bytes(tensor)
         if wanted_bytes == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        # frombuffer gives each its own torch storage. A view into one large storage would be cloned
-        # by whoever writes it, because torch.save writes the whole storage behind a view
+        # frombuffer gives each its own torch storage. The writer would have to clone a view into
+        # one large storage, because torch.save writes the whole storage behind a view
         flat = torch.frombuffer(self._take(wanted_bytes), dtype=tensor.dtype)
         if tensor.is_contiguous():
             return flat.view(tensor.shape)
         return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
     def touch(self) -> None:
-        """Make the kernel back all of it with real pages. What is in it is lost."""
+        """Make the kernel back all of it with real pages; overwrites the contents."""
         for piece in self._pieces:
             torch.frombuffer(piece, dtype=torch.uint8).zero_()
 
@@ -215,7 +212,7 @@ class _Arena:
             index, start, piece = len(self._pieces), 0, self._new(wanted_bytes)
             self._pieces.append(piece)
             self._used.append(0)
-        # the next begins where every dtype may begin, and on a cache line of its own
+        # aligned for every dtype, and on a cache line of its own
         self._used[index] = start + -(-wanted_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         self._expected_bytes -= wanted_bytes
         return piece[start : start + wanted_bytes]
@@ -229,16 +226,16 @@ class _Arena:
 
 
 def _with_slack(expected_bytes: int) -> int:
-    """With what alignment and the ends of pieces may waste."""
+    """With room for what alignment and the ends of pieces may waste."""
     return expected_bytes + expected_bytes // 16 + _SLACK_BYTES
 
 
 def _pages(wanted_bytes: int) -> mmap.mmap:
-    """Private memory in huge pages where the kernel gives them, and of this process alone.
+    """Private memory, in huge pages if possible, that children do not inherit.
 
-    Huge pages: the first copy then takes a fifth of the time. Not inherited by children: a fork (of
-    a DataLoader worker) would make every page copy-on-write, and the next copy into it would stall
-    the training for as long as the first.
+    With huge pages the first copy takes a fifth of the time. Inherited by a child (a DataLoader
+    worker), every page would become copy-on-write, and the next copy would stall the training as
+    long as the first.
     """
     pages = mmap.mmap(-1, wanted_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):

@@ -1,11 +1,11 @@
-"""A state, and who writes what of it. Pure: nothing is communicated.
+"""A state, and which rank writes what of it. Pure: the ranks do not communicate.
 
     a tensor of ``own``               its rank
-    a plain tensor of ``shared``      one rank: large ones are divided by size, others rank 0
-    a DTensor of ``shared``           every rank its shard; of replicas the first one
+    a plain tensor of ``shared``      one rank: large ones are distributed by size, small: rank 0
+    a DTensor of ``shared``           each rank its shard; of replicas, the first one
 
-Every rank computes this for itself from keys, shapes and types, which are the same everywhere;
-``layout`` is what the ranks compare to be sure of that.
+Every rank computes this from keys, shapes and types, which are the same everywhere; the ranks
+compare their ``layout`` to be sure.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hydroslurm.checkpoint.tree import JsonValue, encode, is_dtensor
 from hydroslurm.errors import UnsavableState, UsageError
 
 LEAST_DIVIDED_BYTES = 64 * 1024
-"""A plain tensor of this size or more is taken to be a replica, bit for bit the same on all ranks,
-as DDP keeps parameters and optimizers. Smaller ones are rank 0's: DDP's BatchNorm statistics differ
-between the ranks, and rank 0's are the ones that torch.save would have kept."""
+"""A plain tensor of at least this size is taken to be a replica, bit for bit the same on all ranks,
+like parameters and optimizer states under DDP. Smaller ones are rank 0's: the BatchNorm statistics
+of DDP ranks differ, and rank 0's are the ones that torch.save would have kept."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What is saved, by name: what all ranks have in common, and what is this rank's own."""
+    """What is saved, by name: what all ranks share, and this rank's own."""
 
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -56,12 +56,11 @@ class WritePlan:
     """What one rank has to write of a state.
 
     Attributes:
-        shared: the state that ranks have in common, without tensors; only rank 0 writes it.
-        own: this rank's own, without tensors.
-        shards: the tensors, or parts of them, that are this rank's to write.
-        state_bytes: of the whole state of all ranks, where the others' own is as large as this
-            rank's.
-        layout: equal on all ranks when they divide the same tensors.
+        shared: the state that all ranks share, without tensors; only rank 0 writes it.
+        own: this rank's own state, without tensors.
+        shards: the tensors, or parts of them, that this rank writes.
+        state_bytes: of the state of all ranks, assuming that each has as much of its own.
+        layout: equal on all ranks if they have the same tensors.
     """
 
     rank: int
@@ -74,11 +73,11 @@ class WritePlan:
 
 
 def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
-    """What is this rank's to write.
+    """What this rank writes of a state.
 
     Raises:
         UnsavableState: the state holds what cannot be saved.
-        UsageError: a name that is not one.
+        UsageError: an invalid name.
     """
     for name in (*state.shared, *state.own):
         if not isinstance(name, str) or not name or name.startswith("$"):
@@ -106,15 +105,15 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
 
 
 def plan_of(state: State | WritePlan, *, rank: int, world_size: int) -> WritePlan:
-    """What is this rank's to write, of a state or of what was divided before."""
+    """What this rank writes of a state, which may have been divided before."""
     if isinstance(state, WritePlan):
         return state
     return divide(state, rank=rank, world_size=world_size)
 
 
 def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Key -> the rank that writes this plain tensor. The largest first, each to the rank that has
-    least so far."""
+    """Key -> the rank that writes this plain tensor: the largest first, each to the rank that has
+    the least so far."""
     small = [key for key, size_bytes in sizes_bytes.items() if size_bytes < LEAST_DIVIDED_BYTES]
     found = dict.fromkeys(small, 0)
     load_bytes = [sum(sizes_bytes[key] for key in small)] + [0] * (world_size - 1)
@@ -127,7 +126,7 @@ def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def _shard(key: str, tensor: torch.Tensor, *, mine: bool) -> Shard | None:
-    """The part that this rank writes, None for none."""
+    """The part that this rank writes, if any."""
     if not is_dtensor(tensor):
         whole = (0,) * tensor.dim()
         return Shard(key, tuple(tensor.shape), whole, tensor) if mine else None

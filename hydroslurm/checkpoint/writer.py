@@ -1,14 +1,14 @@
 """What one rank writes of a state: its shards in torch's distributed checkpoint format (DCP).
 
-shared.json       what all ranks have in common, tensors as references; rank 0 writes it
+shared.json       what all ranks share, tensors as references; rank 0 writes it
 rank-00000.json   what only that rank has
-__0_0.distcp      that rank's shards: one ``torch.save`` each, one behind the other
-part-00000.json   of several ranks: which files a rank has written, and where its shards lie
+__0_0.distcp      that rank's shards: one ``torch.save`` each, one after the other
+part-00000.json   of several ranks: the files that a rank has written, and where its shards are
 .metadata         DCP's index of all shards
 
-One rank and many write the same, except for ``part-*.json``, which lets any rank write the index.
-DCP's own FileSystemWriter is not used: it neither checksums, nor can be given up, and it computes a
-CRC of every tensor while it holds the GIL, which would stall a training that goes on meanwhile.
+One rank writes the same as many, except for ``part-*.json``, which let any rank write the index.
+DCP's own FileSystemWriter is not used: it does not checksum, cannot be cancelled, and computes a
+CRC of every tensor while it holds the GIL, which would stall the training meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHARED_JSON = "shared.json"
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a tensor, and where it lies in its rank's file.
+    """A piece of a tensor, and where it is in its rank's file.
 
     Attributes:
         key: of the whole tensor. shape: of the whole tensor. dtype: its name without ``torch.``.
@@ -135,7 +135,7 @@ def write_part(
     cancel: Event | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> PartIndex:
-    """Write and fsync all that is this rank's into an existing folder.
+    """Write and fsync what is this rank's into an existing folder.
 
     Raises:
         OSError: a call failed. SaveAbandoned: ``cancel`` was set.
@@ -159,10 +159,10 @@ def write_part(
 
 
 def write_index(folder: Path, index: PartIndex, *, storage: Storage) -> FileEntry:
-    """Write and fsync what a rank has written, for the rank that commits; raises OSError.
+    """Write and fsync the index of a part for the rank that commits; raises OSError.
 
     Returns:
-        The entry of that file, through which all the others can be checked.
+        The entry of that file, through which all others can be verified.
     """
     path = folder / part_json(index.rank)
     entry = write_whole(path, index.to_json().encode(), storage=storage)
@@ -174,7 +174,7 @@ def metadata_of(indexes: Iterable[PartIndex]) -> dcp.Metadata:
     """DCP's index of all parts; of pieces that two ranks have written, the first.
 
     Raises:
-        CheckpointCorrupt: the pieces of a tensor are not the whole of it.
+        CheckpointCorrupt: the pieces of a tensor do not make up the whole.
     """
     tensors: dict[str, dcp.TensorStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
@@ -201,7 +201,7 @@ def metadata_of(indexes: Iterable[PartIndex]) -> dcp.Metadata:
 
 
 def pickled(metadata: dcp.Metadata) -> bytes:
-    """The text of DCP's index, the same bytes wherever it is made of the same parts."""
+    """DCP's index as bytes, which depend on the parts only."""
     return pickle.dumps(metadata)
 
 
@@ -232,7 +232,7 @@ def _check_whole(tensors: Mapping[str, dcp.TensorStorageMetadata]) -> None:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, in memory of its own size: torch.save writes the whole memory behind a view."""
+    """On the CPU, with a storage of its own: torch.save writes the whole storage behind a view."""
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
@@ -241,10 +241,10 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _without_zip_crc() -> Iterator[None]:
-    """Spare torch's own CRC, which torch.load never checks.
+    """Skip torch's own CRC, which torch.load never checks.
 
-    The setting is a thread's own in torch 2.13; in older ones a torch.save of another thread in the
-    same moment goes without it too. Before 2.6 there is no setting.
+    The setting is per thread in torch 2.13; in older releases a concurrent torch.save of another
+    thread goes without it too. Before 2.6 there is no setting.
     """
     try:
         from torch.serialization import get_crc32_options, set_crc32_options

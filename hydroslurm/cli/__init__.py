@@ -33,7 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # boxes and colours would take half of the time of --help
+    rich_markup_mode=None,  # boxes and colours would take half the time of --help
 )
 
 
@@ -54,7 +54,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Its own docstring is not shown: the app has a help."""
+    """Not shown: the app has a help of its own."""
 
 
 app.command(
@@ -88,11 +88,11 @@ app.command("schema", short_help="Print the JSON Schema of a job spec.")(spec.sc
 app.command("describe", short_help="Show what was asked for and what became of it.")(
     describe.describe
 )
-app.command("list", short_help="List my jobs of hydroslurm.")(describe.list_jobs)
+app.command("list", short_help="List my hydroslurm jobs.")(describe.list_jobs)
 app.command("cancel")(job.cancel)
 app.command("logs")(job.logs)
 app.command("attach", short_help="Get a shell where a replica runs.")(job.attach)
-app.command("doctor", short_help="Say what a preemption does here, and what is risky.")(
+app.command("doctor", short_help="Explain what a preemption does here, and what is risky.")(
     doctor.doctor
 )
 app.command("report", short_help="Show every pause and stop of a run with its latencies.")(
@@ -112,12 +112,12 @@ app.add_typer(
 app.add_typer(
     spank.spank_app,
     name="spank",
-    help="The option --preempt of srun: build, install, uninstall.",
+    help="Build, install or uninstall srun's option --preempt.",
 )
 
 
 def main() -> None:
-    """Run the command line; errors of ours become one line on stderr and exit status 1."""
+    """Run the command line; our own errors become one line on stderr and exit status 1."""
     try:
         app()
     except (HydroslurmError, UsageError) as error:

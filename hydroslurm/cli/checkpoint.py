@@ -1,4 +1,5 @@
-"""``hydroslurm checkpoint ls|verify|export``: what a run has saved, and whether it is good."""
+"""``hydroslurm checkpoint ls|verify|export``: what a run has saved, and whether it can be
+loaded."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ Where = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-Check = Annotated[bool, typer.Option("--verify", help="Read all files too, as verify does.")]
+Check = Annotated[bool, typer.Option("--verify", help="Also read all files, as verify does.")]
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="model.pt or model.safetensors")]
 Only = Annotated[
     list[str] | None,
     typer.Option(
-        "--only", metavar="NAME", help="Only that, such as model (one alone is written as it is)."
+        "--only", metavar="NAME", help="Export only this, such as model; may be repeated."
     ),
 ]
 
 
 @checkpoint_app.command("ls")
 def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run, oldest first: manifests are read, sizes are looked at."""
+    """List the checkpoints of a run, oldest first. Reads manifests and checks file sizes."""
     store, names = _open(where)
     rows = _rows(store, names, verify=verify)
     if as_json:
@@ -64,7 +65,7 @@ def list_checkpoints(where: Where, verify: Check = False, as_json: AsJson = Fals
 
 @checkpoint_app.command("verify")
 def verify(where: Where, as_json: AsJson = False) -> None:
-    """Read every file and compare it with its checksum. Exit status 1: something is wrong."""
+    """Compare every file with its checksum; exit status 1 if a checkpoint cannot be loaded."""
     store, names = _open(where)
     rows = _rows(store, names, verify=True)
     bad = [row for row in rows if row["state"] != "whole"]
@@ -80,7 +81,7 @@ def verify(where: Where, as_json: AsJson = False) -> None:
 
 @checkpoint_app.command("export")
 def export(where: Where, out: Out, only: Only = None) -> None:
-    """Write the newest good checkpoint, or the one named, into one file for other programs."""
+    """Export the newest good checkpoint, or the given one, to a single file for other programs."""
     from hydroslurm.checkpoint.export import export as write_file
     from hydroslurm.checkpoint.newest import newest_good
     from hydroslurm.errors import CheckpointMissing
@@ -98,7 +99,7 @@ def export(where: Where, out: Out, only: Only = None) -> None:
 
 
 def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
-    """The store, and the one folder in it that is meant; None when all are."""
+    """The store, and the name of the one checkpoint that is meant; None for all."""
     from hydroslurm.checkpoint import folders
     from hydroslurm.checkpoint.storage import AnyonesStorage, LocalStorage
     from hydroslurm.checkpoint.store import CheckpointStore
@@ -107,22 +108,22 @@ def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
 
     where = where.absolute()
     if not where.is_dir():
-        raise CheckpointMissing(f"{where} is no folder; a run folder or a checkpoint is wanted")
+        raise CheckpointMissing(f"{where} is not a folder; wanted a run folder or a checkpoint")
     if folders.step_of(where.name) is not None:
         return CheckpointStore(where.parent, storage=AnyonesStorage()), frozenset([where.name])
     run = RunDir(where)
     _require_run(run)
     folder = run.checkpoints if run.checkpoints.is_dir() else where
-    # in a run of ours what a stranger has put there is shown as such, and never the newest
+    # in our own run, a stranger's checkpoint is shown as untrusted and is never the newest
     storage = LocalStorage() if where.stat().st_uid == os.getuid() else AnyonesStorage()
     return CheckpointStore(folder, storage=storage), None
 
 
 def _require_run(run: RunDir) -> None:
-    """Of a folder that is none, "no checkpoints" would be true and of no help.
+    """For a folder that is not a run, "no checkpoints" would be true but no help.
 
     Raises:
-        CheckpointMissing: nothing in it is a run's.
+        CheckpointMissing: the folder holds nothing of a run.
     """
     from hydroslurm.checkpoint import folders
     from hydroslurm.errors import CheckpointMissing
@@ -135,14 +136,14 @@ def _require_run(run: RunDir) -> None:
             return
         names = sorted(path.name for path in run.root.iterdir())
     except OSError as error:
-        raise CheckpointMissing(f"{run.root} cannot be looked at: {error.strerror}") from error
+        raise CheckpointMissing(f"{run.root} cannot be read: {error.strerror}") from error
     if any(folders.step_of(name) is not None for name in names):
         return
     held = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
     raise CheckpointMissing(
-        f"{run.root} is neither a run folder nor one of checkpoints: it "
+        f"{run.root} is neither a run folder nor a checkpoints folder: it "
         f"{f'holds {held}' if names else 'is empty'}. Give a run folder (with {run.events.name}/ "
-        f"or {run.checkpoints.name}/ in it), its {run.checkpoints.name} folder, or one checkpoint "
+        f"or {run.checkpoints.name}/), its {run.checkpoints.name} folder, or one checkpoint "
         "(step-...)"
     )
 

@@ -11,42 +11,42 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
-Directory = Annotated[Path, typer.Option("--dir", help="The cluster's folder.")]
+Directory = Annotated[Path, typer.Option("--dir", help="The folder of the cluster.")]
 DEFAULT_DIRECTORY = Path(".hydroslurm/cluster")
 
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option(help="How many slurmd.")] = 4,
-    cpus: Annotated[int, typer.Option(help="CPUs that each node claims.")] = 4,
+    nodes: Annotated[int, typer.Option(help="Number of nodes, each a slurmd.")] = 4,
+    cpus: Annotated[int, typer.Option(help="CPUs per node.")] = 4,
     profile: Annotated[
         str,
         typer.Option(
-            help="What happens to a preempted job of partition low: it is suspended (pause), "
-            "requeued (requeue), or requeued by gang scheduling, without grace (gang-requeue)."
+            help="What happens to a preempted job in partition low: suspended (pause), requeued "
+            "(requeue), or requeued by gang scheduling without grace time (gang-requeue)."
         ),
     ] = "pause",
     grace_s: Annotated[
-        int, typer.Option("--grace", help="GraceTime of low, seconds; counts with requeue.")
+        int, typer.Option("--grace", help="GraceTime of partition low, seconds; for requeue.")
     ] = 5,
     kill_wait_s: Annotated[int, typer.Option("--kill-wait", help="KillWait, seconds.")] = 30,
     proctrack: Annotated[
         str,
         typer.Option(
-            help="What holds the processes of a job step together: linuxproc, or cgroup as in "
-            "production (for root, with cgroup v1 controllers)."
+            help="How Slurm tracks the processes of a job step: linuxproc, or cgroup as in "
+            "production (needs root and cgroup v1 controllers)."
         ),
     ] = "linuxproc",
     constrain_memory: Annotated[
         bool,
         typer.Option(
             "--constrain-memory",
-            help="With cgroup: jobs ask for memory (--mem), and are ended when they take more.",
+            help="With cgroup: jobs request memory (--mem), and are killed if they use more.",
         ),
     ] = False,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
-    """Start a cluster that lives until `hydroslurm cluster down`."""
+    """Start a cluster that runs until `hydroslurm cluster down`."""
     from hydroslurm.devcluster import ClusterSpec, DevCluster
     from hydroslurm.devcluster.config import WARNING
     from hydroslurm.devcluster.spec import Proctrack, Profile
@@ -68,14 +68,14 @@ def up(
     if proctrack == "cgroup":
         typer.echo(f"proctrack/cgroup, nodes {', '.join(cluster.spec.node_names)}")
     if cluster.no_preempt:
-        typer.echo(f"srun --preempt is not there: {cluster.no_preempt}")
+        typer.echo(f"srun --preempt is not available: {cluster.no_preempt}")
     typer.echo(f'use it:  eval "$(hydroslurm cluster env{option})"')
     typer.echo(f"end it:  hydroslurm cluster down{option}")
 
 
 @app.command()
 def down(directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Cancel all jobs, end the cluster, remove everything but its logs."""
+    """Cancel all jobs, stop the cluster, and remove everything but its logs."""
     from hydroslurm.devcluster.cluster import end_cluster
 
     ended = end_cluster(directory)
@@ -85,9 +85,9 @@ def down(directory: Directory = DEFAULT_DIRECTORY) -> None:
 @app.command()
 def status(
     directory: Directory = DEFAULT_DIRECTORY,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the daemons and the nodes; exit status 1 when no cluster is up."""
+    """Show the daemons and the nodes; exit status 1 if no cluster is up."""
     from dataclasses import asdict
 
     from hydroslurm.devcluster import DevCluster
@@ -107,7 +107,7 @@ def status(
 
 @app.command()
 def env(directory: Directory = DEFAULT_DIRECTORY) -> None:
-    """Print shell commands that lead Slurm's programs to the cluster; for eval."""
+    """Print shell commands that point Slurm's programs to the cluster; use it with eval."""
     from hydroslurm.devcluster import DevCluster
 
     for name, value in DevCluster.attach(directory).environ().items():

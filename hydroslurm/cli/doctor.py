@@ -1,4 +1,5 @@
-"""``hydroslurm doctor [JOBID]``: what this site does to a job, and whether a save fits."""
+"""``hydroslurm doctor [JOBID]``: what this site does to a job, and whether there is time to
+save."""
 
 from __future__ import annotations
 
@@ -12,29 +13,29 @@ import typer
 if TYPE_CHECKING:
     from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Severity
 
-JobId = Annotated[int | None, typer.Argument(metavar="[JOBID]", help="One job; default: a plan.")]
-PartitionName = Annotated[
-    str, typer.Option("--partition", "-p", help="Where a job is planned; default: the default one.")
+JobId = Annotated[
+    int | None, typer.Argument(metavar="[JOBID]", help="A job. Default: a planned one.")
 ]
-QosName = Annotated[str, typer.Option("--qos", "-q", help="The QOS of a planned job.")]
+PartitionName = Annotated[
+    str, typer.Option("--partition", "-p", help="Partition of a planned job. Default: the site's.")
+]
+QosName = Annotated[str, typer.Option("--qos", "-q", help="QOS of a planned job.")]
 Run = Annotated[
     Path | None,
-    typer.Option("--run", help="A run folder: how long a save takes there, and who can change it."),
+    typer.Option("--run", help="A run folder: how long its saves take, and who can write to it."),
 ]
 SaveS = Annotated[
     float | None, typer.Option("--save-s", min=0.0, help="How long a save takes, seconds.")
 ]
 StateBytes = Annotated[
-    int | None, typer.Option("--state-bytes", min=0, help="The size of the state, for the record.")
+    int | None, typer.Option("--state-bytes", min=0, help="Size of the state, to be shown.")
 ]
-ScriptFile = Annotated[
-    Path | None, typer.Option("--script", help="The batch script of a planned job.")
-]
+ScriptFile = Annotated[Path | None, typer.Option("--script", help="Batch script of a planned job.")]
 SuspendS = Annotated[
     float | None,
-    typer.Option("--suspend-s", min=0.0, help="The longest suspend to be survived, seconds."),
+    typer.Option("--suspend-s", min=0.0, help="The longest suspend to survive, seconds."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def doctor(
@@ -48,8 +49,9 @@ def doctor(
     suspend_s: SuspendS = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say in plain words what a preemption does here, how long each stop leaves, what is risky and
-    which line would change it. Exit status 1: work would be lost; 2: Slurm could not be asked."""
+    """Explain what a preemption does here, how long each kind of stop leaves to save, what is
+    risky, and which setting to change. Exit status 1: work would be lost; 2: Slurm could not be
+    asked."""
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.observe.doctor import findings
     from hydroslurm.observe.doctor.gather import gather, read_file, why_no_munge
@@ -69,7 +71,7 @@ def doctor(
             no_munge=why_no_munge(os.environ),
         )
     except (HydroslurmError, UsageError) as error:
-        # not the usual 1, which says that work would be lost
+        # not the usual 1, which means that work would be lost
         typer.echo(f"hydroslurm: {error}", err=True)
         raise typer.Exit(2) from error
     found = findings.diagnose(facts)
@@ -93,7 +95,7 @@ def _save(run: Path | None, save_s: float | None, state_bytes: int | None) -> Sa
     if run is None:
         return None
     if not run.is_dir():
-        raise UsageError(f"--run {run}: no such folder; wanted the folder of a run")
+        raise UsageError(f"--run {run}: no such folder; wanted a run folder")
     return last_save(run)
 
 
@@ -111,7 +113,7 @@ def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
     for kind, left in facts.stops():
         times.add_row(label(kind), f"{left.seconds:.1f}", left.why)
     console.print()
-    console.print("At least so long from the first signal to SIGKILL:")
+    console.print("Minimum time from the first signal to SIGKILL:")
     console.print(times)
     console.print()
     for finding in found:

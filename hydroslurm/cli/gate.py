@@ -1,4 +1,4 @@
-"""``hydroslurm gate build|info|trace``: the native operator gate of the torch that is installed."""
+"""``hydroslurm gate build|info|trace``: the native operator gate for the installed torch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ TRACE_CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": Tru
 
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="For a site: build there, not in the user's cache."),
+    typer.Option(
+        "--out", metavar="DIR", help="Build here instead of in the user's cache, for a site."
+    ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Build although there is one.")]
+Force = Annotated[bool, typer.Option("--force", help="Build even if there is one already.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
-Keep = Annotated[int, typer.Option("--keep", min=0, help="How many operators to write down.")]
+Keep = Annotated[int, typer.Option("--keep", min=0, help="How many operators to record.")]
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False)]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...")]
 
 
 @app.command("build")
 def build_gate(out: Out = None, force: Force = False) -> None:
-    """Build the gate for the installed torch and test it. Needs a C++ compiler; ten seconds."""
+    """Build the gate for the installed torch and test it. Needs a C++ compiler and ten seconds."""
     from hydroslurm.errors import GateError
     from hydroslurm.gate import build, compiler
 
@@ -41,7 +43,7 @@ def build_gate(out: Out = None, force: Force = False) -> None:
         root = out.absolute() if out else build.cache_root(os.environ)
         folder = root / build.key_of(torch)
         if not force and build.is_usable(folder):
-            typer.echo(f"{folder / build.LIBRARY} is there already (--force builds it again)")
+            typer.echo(f"{folder / build.LIBRARY} exists already (--force rebuilds it)")
         else:
             built = build.build(root, environ=os.environ, torch=torch)
             typer.echo(f"{built.path} built and tested in {built.built_s:.1f} s")
@@ -53,7 +55,7 @@ def build_gate(out: Out = None, force: Force = False) -> None:
 
 @app.command("info")
 def info(as_json: AsJson = False) -> None:
-    """Say which gate a job here would get, without building one. Exit status 1: it cannot work."""
+    """Show which gate a job here would get, without building one; exit status 1 if none works."""
     from hydroslurm.errors import NoCompiler
     from hydroslurm.gate import build, compiler
 
@@ -76,7 +78,7 @@ def info(as_json: AsJson = False) -> None:
 
         facts["granularity"] = NativeGate(found.path).granularity
     facts["gate"] = "native" if found else "native, built on first use" if usable else "hooks"
-    facts["marks"] = "NVTX" if torch.nvtx else "none: pip install nvidia-nvtx, and build it again"
+    facts["marks"] = "NVTX" if torch.nvtx else "none: pip install nvidia-nvtx and rebuild the gate"
     if as_json:
         typer.echo(json.dumps(facts))
     else:

@@ -1,4 +1,4 @@
-"""``hydroslurm metrics``: all jobs, for Prometheus."""
+"""``hydroslurm metrics``: Prometheus metrics of all jobs."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ LEAST_EVERY_S = 1.0
 def metrics(
     textfile: Annotated[
         Path | None,
-        typer.Option(help="Write them here, for node_exporter's textfile collector; *.prom."),
+        typer.Option(help="Write to this *.prom file, for node_exporter's textfile collector."),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Serve them on this port of 127.0.0.1; 0: any."),
+        typer.Option(min=0, max=65535, help="Serve on this port of 127.0.0.1; 0: any."),
     ] = None,
     every_s: Annotated[
         float | None,
         typer.Option(
             "--every",
-            help="With --textfile: write again every so many seconds, default: once. With --port: "
-            f"ask Slurm no more often; default {EVERY_S:g}.",
+            help="Seconds. With --textfile: rewrite the file at this interval (default: write it "
+            f"once). With --port: ask Slurm no more often than this (default: {EVERY_S:g}).",
         ),
     ] = None,
-    all_users: Annotated[bool, typer.Option("--all-users", "-a", help="Not only mine.")] = False,
+    all_users: Annotated[
+        bool, typer.Option("--all-users", "-a", help="Jobs of all users.")
+    ] = False,
     partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="Only this one's.")
+        str | None, typer.Option("--partition", "-p", help="Only jobs in it.")
     ] = None,
 ) -> None:
     """Export Prometheus metrics for my jobs: step, rate, ranks parked, newest checkpoint,
     preemptions, how long ranks took to park. One request to Slurm each time, however many jobs
-    there are. Without --textfile or --port, print them."""
+    there are. Without --textfile or --port, print them once."""
     import getpass
 
     from hydroslurm.errors import UsageError
@@ -76,11 +78,11 @@ def metrics(
 
 
 def _write(collector: JobCollector, textfile: Path | None, every_s: float | None) -> None:
-    """Once, or again and again.
+    """Write once, or every ``every_s``.
 
     Raises:
         RunFolderError: the file cannot be written.
-        ControllerUnreachable: Slurm did not answer the only time that it was asked.
+        ControllerUnreachable: Slurm did not answer the last time that it was asked.
     """
     from prometheus_client import generate_latest, write_to_textfile
 
@@ -104,10 +106,10 @@ def _write(collector: JobCollector, textfile: Path | None, every_s: float | None
 
 
 def _serve(collector: JobCollector, port: int) -> None:
-    """Until Ctrl-C.
+    """Serve until Ctrl-C.
 
     Raises:
-        UsageError: the port cannot be had.
+        UsageError: the port is not available.
     """
     from prometheus_client import start_http_server
 

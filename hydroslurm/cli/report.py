@@ -22,15 +22,19 @@ Paths = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="RUN_FOLDER | REPORT.nsys-rep | REPORT.sqlite ...",
-        help="A run folder, reports of nsys, or both: those of its ranks are joined to it.",
+        help="A run folder, nsys reports of its ranks, or both.",
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON and no table.")]
-NoPicture = Annotated[bool, typer.Option("--no-picture", help="Draw no pictures.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
+]
+NoPicture = Annotated[bool, typer.Option("--no-picture", help="Do not draw pictures.")]
 NoSlurm = Annotated[bool, typer.Option("--no-slurm", help="Do not ask Slurm's accounting.")]
 Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of figures.json.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="With --schema: print it for people.")]
+Markdown = Annotated[
+    bool, typer.Option("--markdown", help="With --schema: print a reference page instead.")
+]
 
 _PROFILES = (".nsys-rep", ".sqlite")
 _PATIENCE_S = 5.0
@@ -44,12 +48,12 @@ def report(
     schema: Schema = False,
     markdown: Markdown = False,
 ) -> None:
-    """Show every pause and stop of a run, link by link, where its time went and what it lost.
+    """Show every pause and stop of a run step by step, where its time went, and what was lost.
 
     Writes figures.json, timeline.png, histograms.png, report.html (one page with everything) and
-    trace.json (for ui.perfetto.dev) into the run folder's report/. Profiles of nsys in its profile/
-    are joined, and so is Slurm's accounting. Works while the run is
-    still going. A report of nsys alone shows the marks in it.
+    trace.json (for ui.perfetto.dev) into report/ in the run folder. Includes nsys profiles in its
+    profile/ folder and Slurm's accounting. Works while the run is going on. For an nsys report
+    alone, shows the marks in it.
     """
     import gc
 
@@ -65,8 +69,8 @@ def report(
     folders = [path for path in paths or () if path.suffix not in _PROFILES]
     if len(folders) > 1 or not (folders or profiles):
         raise UsageError(
-            f"one run folder, reports of nsys, or both are wanted; given: {len(folders)} folders. "
-            "Write one report after the other"
+            f"wanted one run folder, nsys reports, or both; got {len(folders)} folders. Write one "
+            "report after the other"
         )
     if folders:
         _report_run(folders[0], profiles, as_json, no_picture, no_slurm)
@@ -75,7 +79,7 @@ def report(
 
 
 def _console() -> Console:
-    """Brackets and colons in names are not markup."""
+    """A console that does not take brackets and colons in names for markup."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False)
@@ -123,7 +127,7 @@ def _report_run(
 
 
 def _rendered(view: RenderableType) -> str:
-    """As text: rich's own print ends the program when its reader has left."""
+    """As text: rich's own print ends the program on a broken pipe."""
     console = _console()
     with console.capture() as captured:
         console.print(view)
@@ -131,8 +135,8 @@ def _rendered(view: RenderableType) -> str:
 
 
 def _print(text: str, *, err: bool = False) -> None:
-    """If the reader of a pipe has left (``| head``), the rest is not printed; the files are still
-    written."""
+    """Print; if the reader of a pipe has left (``| head``), drop the rest: the files are still to
+    be written."""
     try:
         typer.echo(text, err=err)
     except BrokenPipeError:
@@ -142,7 +146,8 @@ def _print(text: str, *, err: bool = False) -> None:
 
 
 def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
-    """The profiles that can be read, and why the others cannot: the rest of the report stands."""
+    """The profiles that can be read, and why the others cannot; the report goes on without
+    those."""
     from hydroslurm.errors import HydroslurmError
     from hydroslurm.report.nsys.reader import read_profile
 

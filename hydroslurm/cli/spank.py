@@ -10,13 +10,13 @@ import typer
 spank_app = typer.Typer(no_args_is_help=True)
 
 Include = Annotated[
-    Path | None, typer.Option(help="Folder that holds slurm/spank.h; default: the compiler's.")
+    Path | None, typer.Option(help="Folder with slurm/spank.h. Default: the compiler's.")
 ]
 Plugstack = Annotated[
-    Path | None, typer.Option(help="plugstack.conf; default: the one that Slurm reads.")
+    Path | None, typer.Option(help="plugstack.conf. Default: the one that Slurm reads.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")
+    bool, typer.Option("--dry-run", help="Show what would change, without changing it.")
 ]
 
 
@@ -28,7 +28,7 @@ def build(
     """Compile the plugin against this machine's Slurm and print its path. Changes nothing else.
 
     Needs a C compiler and Slurm's headers (libslurm-dev on Debian and Ubuntu, slurm-devel on RPM
-    systems). A plugin works with the release of Slurm that it was built for.
+    systems). A plugin only works with the Slurm release that it was built for.
     """
     import os
 
@@ -41,19 +41,19 @@ def build(
 def install(
     plugstack: Plugstack = None,
     lib: Annotated[
-        Path | None, typer.Option(help="Folder for the plugin; default: beside plugstack.conf.")
+        Path | None, typer.Option(help="Folder for the plugin. Default: beside plugstack.conf.")
     ] = None,
     include: Include = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Build the plugin and name it in plugstack.conf, as optional; says what it changes.
+    """Build the plugin, add it to plugstack.conf as optional, and show what changes.
 
-    All other lines stay. May be run again, after an upgrade of Slurm for example, for which the
-    plugin has to be built anew; uninstall takes it back.
+    All other lines stay. Run it again after an upgrade of Slurm, which needs a new plugin;
+    uninstall reverts it.
 
-    srun, sbatch and salloc read plugstack.conf at each start, slurmstepd for each job step: nothing
-    has to be restarted. The file and the plugin must be there on every node that submits or
-    computes, under the same paths. Where the plugin is missing, jobs run without --preempt.
+    Nothing has to be restarted: srun, sbatch and salloc read plugstack.conf at each start,
+    slurmstepd for each job step. The file and the plugin must have the same paths on all submit and
+    compute nodes. Where the plugin is missing, jobs run without --preempt.
     """
     import os
 
@@ -70,14 +70,14 @@ def install(
     apply(change)
     typer.echo(f"built {target}\n{change.message}")
     typer.echo(
-        "every node needs both files under the same paths (configless clusters hand out "
-        "plugstack.conf, not the plugin). Try it: srun --help | grep -A1 preempt"
+        "every node needs both files under the same paths (configless clusters distribute "
+        "plugstack.conf, but not the plugin). Try it: srun --help | grep -A1 preempt"
     )
 
 
 @spank_app.command("uninstall")
 def uninstall(plugstack: Plugstack = None, dry_run: DryRun = False) -> None:
-    """Take the line out of plugstack.conf again. The plugin's file stays, for jobs that run."""
+    """Remove the line from plugstack.conf. The plugin's file stays, for running jobs."""
     import os
 
     from hydroslurm.slurm.spank.plugstack import apply, plugstack_of, removed

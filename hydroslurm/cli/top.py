@@ -1,4 +1,4 @@
-"""``hydroslurm top``: all jobs live."""
+"""``hydroslurm top``: all my jobs live."""
 
 from __future__ import annotations
 
@@ -24,28 +24,32 @@ if TYPE_CHECKING:
 EVERY_S = 5.0
 LEAST_EVERY_S = 0.2
 _SLOW_S = 5.0
-"""So long after an answer is due the screen says that Slurm is late."""
+"""How long after an answer is due the screen says that Slurm is late."""
 
 
 def top(
     jobs: Annotated[
         list[int] | None, typer.Argument(help="Only these jobs, or tasks of these arrays.")
     ] = None,
-    all_users: Annotated[bool, typer.Option("--all-users", "-a", help="Not only mine.")] = False,
+    all_users: Annotated[
+        bool, typer.Option("--all-users", "-a", help="Jobs of all users.")
+    ] = False,
     partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="Only this one's.")
+        str | None, typer.Option("--partition", "-p", help="Only jobs in it.")
     ] = None,
     interval_s: Annotated[
         float | None,
         typer.Option(
             "--interval",
             "-n",
-            help=f"Seconds between two requests to Slurm; default {EVERY_S:g}. In a pipe: go on.",
+            help=f"Seconds between two requests to Slurm. Default: {EVERY_S:g}; in a pipe: once.",
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once; the default in a pipe.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once; the default in a pipe.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per job and line; implies no screen.")
+        bool, typer.Option("--json", help="Print one JSON object per job, one per line.")
     ] = False,
 ) -> None:
     """Show all my jobs live: state, ranks parked, step and rate, newest checkpoint, preemptions,
@@ -77,10 +81,10 @@ def top(
 
 
 def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> None:
-    """For programs: once, or again and again.
+    """For programs: print once, or every ``every_s``.
 
     Raises:
-        SlurmError: the only time it was asked, Slurm did not answer.
+        SlurmError: Slurm did not answer the only time that it was asked.
     """
     from hydroslurm.errors import ControllerUnreachable
 
@@ -117,8 +121,8 @@ def _print_view(view: View, *, as_json: bool) -> None:
 
 
 class _Screen:
-    """The alternate screen, the keys and the thread that asks Slurm: it may be long in answering,
-    and ``q`` shall work meanwhile."""
+    """The alternate screen, the keys, and a thread that asks Slurm: it may be slow to answer, and
+    ``q`` has to work meanwhile."""
 
     def __init__(self, watcher: Watcher, *, every_s: float) -> None:
         self._watcher = watcher
@@ -131,7 +135,7 @@ class _Screen:
         os.set_blocking(self._wakes, False)
 
     def run(self) -> None:
-        """Until ``q``, Ctrl-C or a signal; the terminal is then as before.
+        """Run until ``q``, Ctrl-C or a signal, then restore the terminal.
 
         Raises:
             SlurmMissing: there is no Slurm here.
@@ -148,7 +152,7 @@ class _Screen:
             Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
         ):
             while self._error is None:
-                # not what COLUMNS said when we started
+                # the current size, not COLUMNS of when we started
                 size = os.get_terminal_size(sys.stdout.fileno())
                 console.size = size
                 live.update(self._shown(max(1, size.columns), max(1, size.lines)), refresh=True)
@@ -172,7 +176,7 @@ class _Screen:
         )
 
     def _wait(self, height: int) -> bool:
-        """Until there is something new to show; True to leave."""
+        """Wait until there is something new to show; returns True to quit."""
         from hydroslurm.observe.screen import page_rows
 
         late_s = self._due_mono_s + _SLOW_S - time.monotonic()
@@ -211,8 +215,8 @@ class _Screen:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """A new size is a reason to draw; what ends us shall not skip the way out. A Ctrl-Z would
-        leave the shell on our screen."""
+        """Redraw at a new size; leave the screen properly when a signal ends us. Ctrl-Z is ignored:
+        it would leave the shell on our screen."""
 
         def leave(signo: int, _: object) -> None:
             raise SystemExit(128 + signo)
@@ -233,7 +237,7 @@ class _Screen:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Keys one by one and unseen; Ctrl-C goes on to be a signal."""
+    """Read keys one by one without echo; Ctrl-C still is a signal."""
     import termios
     import tty
 

@@ -283,11 +283,6 @@ class EventLog:
         self._lock = threading.Lock()
 
     @property
-    def working(self) -> bool:
-        """False while events cannot be written, or when there is no file."""
-        return self.path is not None and not self._held
-
-    @property
     def retry_s(self) -> float | None:
         """How soon :meth:`retry` is worth a call; None: nothing is held."""
         return RETRY_S if self._held else None

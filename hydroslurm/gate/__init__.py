@@ -1,4 +1,4 @@
-"""The gate: hold a rank between two operators, and let it go. :func:`open_gate` chooses which."""
+"""The gate: holds a rank between two operators and lets it go. :func:`open_gate` chooses which."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def open_gate(
     """The gate for this process, not started. The first native one builds its library, in seconds.
 
     Args:
-        kind: ``auto`` is native where it can be had, else hooks with one warning that says what is
+        kind: ``auto`` is native if that is available, else hooks with a warning that says what is
             lost. ``HYDROSLURM_GATE`` overrides it.
         model: for the hooks, the model whose leaf modules are hooked; default: every module.
         environ: instead of ``os.environ``.
 
     Raises:
-        GateError: ``native`` was asked for and it cannot be built, loaded or trusted.
+        GateError: ``native`` was requested and cannot be built, loaded or trusted.
         UsageError: no such kind.
     """
     chosen = _chosen(kind, os.environ if environ is None else environ)

@@ -7,10 +7,10 @@ Looked for in this order; each folder holds one sub-folder per key:
 3. a private temporary folder, when the cache cannot be written or others could have written it.
 
 The key covers all that the binary depends on: torch's version and C++ ABI, the machine and its C
-library, our sources and the flags. A library is believed only beside its manifest and with the
-checksum that is written there: the loader would die of a truncated one. It runs with all rights of
-its user, so that it is loaded only where nobody else can have put it: checked on the library and on
-every folder above it, so that nobody can replace it between the check and the loading either.
+library, our sources and the flags. A library is used only if its manifest is beside it and has its
+checksum: the loader would crash on a truncated one. It runs with all rights of its user, so it is
+loaded only if nobody else can have put it there. That is checked for the library and for every
+folder above it, so nobody can replace it between the check and the loading either.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
     """The gate that is there, whole and nobody else's, without building one.
 
-    A site's folder that is not used for what others could do there costs a warning: somebody has
-    set the variable. The cache is asked for silently, for it is built anew.
+    A site's folder that others could write to is skipped with a warning: somebody has set the
+    variable. The cache is skipped silently, for the gate is then built again.
     """
     key = key_of(torch)
     if site := environ.get(SITE_DIR_ENV):
         try:
-            # who owns this very file decides already what runs here: a site's software account
+            # the owner of this very file already decides what runs here: a site's account
             if is_usable(Path(site) / key, owners={Path(__file__).stat().st_uid}):
                 return Library(Path(site) / key / LIBRARY, key, "site")
         except UntrustedFile as error:
@@ -120,10 +120,10 @@ def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
 
 
 def is_usable(folder: Path, *, owners: Collection[int] = ()) -> bool:
-    """Whether it has a whole library; raises UntrustedFile before anything in it is read.
+    """Whether it has an intact library; raises UntrustedFile before anything in it is read.
 
     Args:
-        owners: are believed besides this user and root.
+        owners: trusted besides this user and root.
     """
     try:
         check_trusted(folder / LIBRARY, what="the gate library", owners=owners)
@@ -141,8 +141,8 @@ def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
     """The gate for this torch, built and self-tested when there is none yet.
 
     Any number of processes may call this at once: one builds, the others wait for it. A library of
-    origin ``private`` lies in a temporary folder of its own, which the caller removes once it is
-    loaded.
+    origin ``private`` is in a temporary folder of its own, which the caller removes after loading
+    it.
 
     Raises:
         NoCompiler: it would have to be built, and there is no C++ compiler.
@@ -181,7 +181,7 @@ def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
 
 
 def _private_folder() -> Path:
-    """A new folder that nobody else can replace; TMPDIR may be one where everybody can.
+    """A new folder that nobody else can replace; in TMPDIR everybody may be able to.
 
     Raises:
         GateError: there is none.
@@ -243,7 +243,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def _put_in_place(workshop: Path, target: Path) -> None:
-    """The manifest becomes visible last: readers believe a library only with its manifest."""
+    """The manifest becomes visible last: readers use a library only with its manifest."""
     target.mkdir(mode=0o755, exist_ok=True)
     (workshop / LIBRARY).chmod(0o755)  # whatever the umask says: others must not write it
     for name in (LIBRARY, MANIFEST):
@@ -263,10 +263,10 @@ def checksum(path: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, as far as the file system has locks.
+    """Hold a lock between processes, if the file system has locks.
 
     Without them (some network file systems), or when the holder takes longer than any build, go
-    on: two builders are a waste, but each renames a whole library into place.
+    on: two builders waste time, but each renames a complete library into place.
     """
     fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:

@@ -1,4 +1,4 @@
-"""Who has a signal, and what Python shows of the handlers that the kernel has from us.
+"""Who owns a signal's handler, and what Python shows of the handlers that the kernel has from us.
 
 A handler that is installed by ``sigaction`` alone does not exist for Python: ``signal.getsignal``
 says SIG_DFL. Libraries that find a signal free take it, and those that save all handlers and put
@@ -80,7 +80,7 @@ class ShownHandler:
 
 
 class PythonView:
-    """Keeps what Python shows in step with what the gate has installed. One per process.
+    """Keeps what Python shows consistent with what the gate has installed. One per process.
 
     Python can change it in the main thread only. What other threads ask for happens there, soon.
     """
@@ -98,7 +98,7 @@ class PythonView:
         in_main_thread(self._sync)
 
     def add(self, rules: Iterable[SignalRule]) -> None:
-        """Show ours for these as well, and again where Python shows nobody's."""
+        """Show ours for these as well, and again where Python shows none."""
         self._wanted.update({rule.signo: rule for rule in rules})
         in_main_thread(self._sync)
 
@@ -109,7 +109,7 @@ class PythonView:
         in_main_thread(self._sync)
 
     def owner(self, signo: int) -> Owner:
-        """Who is installed for a signal in the place of the native handler."""
+        """Who owns the handler that is installed in place of the native one."""
         address = address_of(signo)
         shown = signal.getsignal(signo)
         mine = self._shown.get(signo)

@@ -2,16 +2,16 @@
 
 CPython calls a Python handler in the main thread, between two bytecodes, and several that wait are
 called by number and not in the order in which they came: SIGCONT (18) before SIGTSTP (20), so that
-a suspend and a resume within one long operator would leave the rank paused for ever. The *wakeup
-descriptor* has neither fault: CPython's C handler writes the number of each signal into a pipe at
-once, in order, in whatever thread it came. So the pipe is what counts, a watcher thread reads it,
-and the Python handler only calls the one that it replaced. Where somebody has put in another wakeup
-descriptor (asyncio does), our handler writes the number itself: late, but not never.
+a suspend and a resume within one long operator would leave the rank paused forever. The *wakeup
+descriptor* has neither flaw: CPython's C handler writes the number of each signal into a pipe at
+once, in order, in whatever thread received it. So the pipe is what counts, a watcher thread reads
+it, and the Python handler only calls the one that it replaced. If somebody has installed another
+wakeup descriptor (asyncio does), our handler writes the number itself: late, but it does.
 
-What stays worse than native: no stamp of the arrival, no sender, and no ``si_code``, so that Ctrl-Z
-is told from ``scontrol suspend`` by whether this process is in the foreground of a terminal. The
-pipe holds 65,536 signals that nobody has read; more than that are lost. As everywhere in Unix, two
-different signals sent within microseconds have no order of their own.
+What remains worse than native: no timestamp of the arrival, no sender, and no ``si_code``, so
+Ctrl-Z is told from ``scontrol suspend`` by whether this process is in the foreground of a terminal.
+The pipe holds 65,536 unread signals; more are lost. As everywhere in Unix, two different signals
+sent within microseconds have no order of their own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hydroslurm.gate.handlers import NOBODY, block_all_during, is_hydroslurms
 from hydroslurm.gate.protocol import Handler, SignalOutcome, SignalRule
 
 NUDGE = 0
-"""The byte that is no signal: look at the requests and at who is held."""
+"""The byte that is not a signal: check the requests and who is held."""
 
 
 class SignalPipe:
-    """A pipe that the signals of a table arrive in. One reader thread; starts once."""
+    """A pipe through which the signals of a table arrive. One reader thread; starts once."""
 
     def __init__(self) -> None:
         self._replaced: dict[int, Handler] = {}
@@ -76,7 +76,7 @@ class SignalPipe:
         return outcomes
 
     def claim(self, rules: Sequence[SignalRule]) -> int:
-        """Take the signals of these rules over, those of others included; chain none of them.
+        """Take over the signals of these rules, even from others' handlers; chain none of them.
 
         Raises:
             InstallError: not the main thread.
@@ -94,7 +94,7 @@ class SignalPipe:
         return listening
 
     def unclaim(self, rules: Sequence[SignalRule]) -> None:
-        """Take :meth:`claim` back.
+        """Undo :meth:`claim`.
 
         Raises:
             InstallError: not the main thread.

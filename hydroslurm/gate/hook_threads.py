@@ -37,10 +37,10 @@ class Holds:
     """The hooks, and what threads do at them. The gate's watcher closes and opens.
 
     Attributes:
-        parked: set by the watcher once all are held or quiet; who comes after that is late.
-        passed_exempt: how often exempt threads came by since the gate closed.
+        parked: set by the watcher once all are held or quiet; a thread held after that is late.
+        passed_exempt: how often exempt threads have passed since the gate closed.
         capturing: native ids of threads let through by a CUDA graph capture since then.
-        quiet: threads that sleep elsewhere, as of the last look.
+        quiet: threads that sleep elsewhere, as of the last :meth:`check`.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Holds:
         self.parked = False
         self._valve.open()
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Whether the main thread and every other that runs modules is held or quiet.
 
-        To be asked again and again while the gate is closed: a thread is quiet only after a while.
+        Call it repeatedly while the gate is closed: a thread is quiet only after a while.
         """
         quiet = self._threads.quiet(excluding=(*self._held, *self._exempt))
         self.quiet = quiet or 0
@@ -165,7 +165,7 @@ class Holds:
         self.parked = False
         self.remove_hooks()
 
-    # --- called by the hook, in the thread that comes by --------------------------------------
+    # --- called by the hook, in the thread that reaches it
 
     def thread_seen(self) -> None:
         self._threads.see()

@@ -152,7 +152,7 @@ class Watcher:
                     self._take_requests()
                 elif byte in rules:
                     self._take_signal(rules[byte], count)
-            if self.state is GateState.PARKING and self._holds.look():
+            if self.state is GateState.PARKING and self._holds.check():
                 self._park()
             if self._stop_wanted:
                 self._stop_for_terminal()

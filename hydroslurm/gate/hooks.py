@@ -25,11 +25,6 @@ from hydroslurm.gate.hook_signals import SignalPipe
 from hydroslurm.gate.hook_threads import Holds
 from hydroslurm.gate.hook_watcher import EventQueue, Watcher
 from hydroslurm.gate.marks import NvtxMarks
-from hydroslurm.gate.ophooks import (
-    BaseOpHook,
-    ExecutionOpHook,
-    register_ophooks_recursively,
-)
 from hydroslurm.gate.protocol import (
     Action,
     Cause,
@@ -43,8 +38,6 @@ from hydroslurm.gate.protocol import (
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["BaseOpHook", "ExecutionOpHook", "HooksGate", "register_ophooks_recursively"]
 
 
 class HooksGate:

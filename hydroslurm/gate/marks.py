@@ -7,9 +7,9 @@ That package also gives a script ranges of its own in the same domain, beside th
     with nvtx.annotate("load batch", domain="hydroslurm"):
         ...
 
-``HYDROSLURM_NVTX`` chooses: nothing said, the marks and ranges of pauses, stops and saves;
-``steps`` and ``operators`` add a range per training step and per operator (``steps,operators``);
-``off`` emits nothing. While no tool listens a call ends at one comparison.
+By default the marks and ranges of pauses, stops and saves are emitted. ``HYDROSLURM_NVTX`` changes
+that: ``steps`` and ``operators`` add a range per training step and per operator
+(``steps,operators``); ``off`` emits nothing. Without a profiler a call ends at one comparison.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Marks:
         self.emitting = Emit.NOTHING
 
     def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:
-        """Look for a tool, and emit from now on if one listens.
+        """Look for a profiler, and emit from now on if there is one.
 
         Args:
-            signals: those whose names the tool shows.
+            signals: those whose names the profiler shows.
         """
         if self._library is None:
             return
@@ -157,7 +157,7 @@ class NvtxMarks(Marks):
             return
         import nvtx  # only where marks are wanted: it takes a while to import
 
-        # without a tool in the process the package returns a domain that does nothing
+        # without a profiler in the process the package returns a domain that does nothing
         domain = nvtx.get_domain(DOMAIN)
         if isinstance(domain, nvtx.nvtx.DummyDomain):
             return

@@ -87,7 +87,7 @@ class NativeGate:
         outcomes = {line.signo: SignalOutcome(line.result) for line in table}
         self._rules = tuple(rules)
         installed = [r for r in rules if outcomes[r.signo] is SignalOutcome.INSTALLED]
-        if rules:  # a child that follows its rank listens to none, and shows what it has inherited
+        if rules:  # a child that follows its rank handles none, and shows what it has inherited
             VIEW.show(installed, self._library.hs_gate_deliver)
         return outcomes
 
@@ -135,7 +135,7 @@ class NativeGate:
             raise InstallError("the gate holds nobody: it was not started in this process")
 
     def claim(self, action: Action) -> int:
-        """Listen to all signals of an action and chain none of them; returns how many.
+        """Handle all signals of an action and chain none of them; returns how many.
 
         Raises:
             InstallError: the gate does not run in this process.
@@ -145,7 +145,7 @@ class NativeGate:
         return listening
 
     def unclaim(self, action: Action) -> None:
-        """Take :meth:`claim` back."""
+        """Undo :meth:`claim`."""
         self._claim(action, 0)
         VIEW.hide(r for r in self._rules if r.action is action and not _is_caught(r))
 
@@ -167,7 +167,7 @@ class NativeGate:
         return self._read_all()
 
     def fileno(self) -> int:
-        """To poll, where :meth:`wait_events` is not all that is waited for."""
+        """For callers that poll other descriptors as well."""
         return self._event_fd
 
     def wake(self) -> None:
@@ -189,7 +189,7 @@ class NativeGate:
         return int(self._library.hs_gate_check_handlers())
 
     def owner(self, signo: int) -> Owner:
-        """Whose the installed handler of this signal is."""
+        """Who owns the installed handler of this signal."""
         return Owner(OwnerKind.OURS) if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
 
     def take_back(self, signo: int) -> None:
@@ -237,7 +237,7 @@ class NativeGate:
         return result
 
     def _check_sees_operators(self) -> None:
-        """The self-test of every load: takes microseconds, and holds nobody."""
+        """A self-test at every load: takes microseconds, and holds nobody."""
         import torch
 
         with self.trace(1) as trace:
@@ -278,8 +278,8 @@ def _is_caught(rule: SignalRule) -> bool:
 def _load() -> tuple[Path, ctypes.CDLL]:
     """Find or build the library, and load it.
 
-    One that is whole and still cannot be loaded (built on another machine of a shared home) is
-    built again, once.
+    A library that is intact and still cannot be loaded (built on another machine of a shared home)
+    is built again, once.
     """
     torch = compiler.installed_torch()
     found = build.ensure(os.environ, torch=torch)

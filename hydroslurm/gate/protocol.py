@@ -84,11 +84,11 @@ start at 1. That header says which fields each kind fills."""
 
 
 class SignalOutcome(IntEnum):
-    """What became of one line of the signal table."""
+    """What became of one rule of the signal table."""
 
     INSTALLED = 0
     LEFT_ALONE = 1
-    """The signal was ignored when we came (nohup), or had no handler and the rule asks for one."""
+    """The signal was ignored before us (nohup), or had no handler and the rule asks for one."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SignalRule:
         action: what it asks for.
         causes: added by PAUSE, removed by RESUME, unused by STOP.
         even_if_ignored: install although the process was started with the signal ignored.
-        chain: call the handler that was there before, too.
+        chain: call the previous handler as well.
         only_if_handled: leave the default disposition alone.
     """
 
@@ -117,7 +117,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class OwnerKind(Enum):
-    """Whose a handler is that is installed in the place of the gate's."""
+    """Who owns a handler that is installed in place of the gate's."""
 
     OURS = auto()
     """The gate's own, but only as Python knows it: somebody saved and restored it."""
@@ -144,7 +144,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class GateEvent:
-    """One thing that a gate saw. Times are nanoseconds; 0 where the kind does not fill a field."""
+    """Something that a gate saw. Times are nanoseconds; 0 where the kind does not fill a field."""
 
     kind: EventKind
     mono_ns: int
@@ -238,13 +238,13 @@ class Gate(Protocol):
         ...
 
     def let_through(self, n: int) -> None:
-        """Let the training threads go on, while the gate stays closed, until ``n`` more collectives
+        """Let the training threads run, while the gate stays closed, until ``n`` more collectives
         of torch.distributed have been issued. Returns at once.
 
-        Each thread is then held before the first one that is not allowed for; all its other
-        operators pass. Further calls add to what is left, which is lost when the gate opens. With
+        Each thread is then held before the first collective beyond that allowance; all its other
+        operators pass. Further calls add to the allowance, which is lost when the gate opens. With
         0, or an open gate, nothing happens. A LET_THROUGH event says when it is in force, and a
-        PARKED that follows it that all have come to rest.
+        PARKED after it that all threads have come to rest.
 
         Raises:
             InstallError: the gate does not run here, cannot see collectives, or ``n`` is negative.
@@ -252,8 +252,8 @@ class Gate(Protocol):
         ...
 
     def hold_here(self) -> None:
-        """Take :meth:`let_through` back: what is left is lost, and whoever is not held is held at
-        the next operator of any kind. Returns at once.
+        """Undo :meth:`let_through`: what is left of the allowance is lost, and every thread that is
+        not held is held at its next operator of any kind. Returns at once.
 
         Raises:
             InstallError: the gate does not run here.
@@ -261,14 +261,14 @@ class Gate(Protocol):
         ...
 
     def claim(self, action: Action) -> int:
-        """Listen to every signal of the table that has this action, those included that were left
-        alone because nobody handled them, and call no old handler: the caller answers for what
-        follows. A handler that somebody put over ours since is replaced. Returns how many signals
-        are listened to."""
+        """Handle every signal of the table that has this action, including those that were left
+        alone because nobody handled them, and call no old handler: the caller is responsible for
+        what follows. A handler that somebody put over ours since is replaced. Returns how many
+        signals are handled."""
         ...
 
     def unclaim(self, action: Action) -> None:
-        """Take :meth:`claim` back: chain again, and leave to the default what had it before."""
+        """Undo :meth:`claim`: chain again, and restore the default where it was before."""
         ...
 
     def status(self) -> GateStatus: ...
@@ -294,23 +294,23 @@ class Gate(Protocol):
         ...
 
     def owner(self, signo: int) -> Owner:
-        """Whose the installed handler of this signal is."""
+        """Who owns the installed handler of this signal."""
         ...
 
     @property
     def hears_beside_others(self) -> bool:
-        """Does the gate hear signals that somebody else has the handler of?"""
+        """Does the gate see signals whose handler belongs to somebody else?"""
         ...
 
     def take_back(self, signo: int) -> None:
-        """Put our handler back over the one that is there. A Python handler is called after it,
-        as it would be had it been there before us; one of C code is not, for it may lead back to us
-        in ways that never end."""
+        """Put our handler back over the one that is there. A Python handler is called after it, as
+        if it had been there before us; one of C code is not, for it may call ours in turn, without
+        end."""
         ...
 
     @property
     def marks(self) -> Marks:
-        """What tells a profiler of this process; never emits for a gate without a library."""
+        """The NVTX marks of this process; a gate without a library emits none."""
         ...
 
     def trace(self, keep: int) -> AbstractContextManager[Trace]:

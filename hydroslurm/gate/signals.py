@@ -1,8 +1,7 @@
 """Which signal means what.
 
-The table is data. A gate installs it (:meth:`hydroslurm.gate.protocol.Gate.start`):
-natively where the gate is native, so that a handler runs at once even while the main thread is
-inside a long C++ ``backward()``.
+The table is data. A gate installs it (:meth:`hydroslurm.gate.protocol.Gate.start`). The native
+gate's handlers run at once, even while the main thread is inside a long C++ ``backward()``.
 
 How each kind of process is covered:
 
@@ -13,11 +12,11 @@ How each kind of process is covered:
   (:mod:`hydroslurm.runtime.guard`).
 - **a forked child** (DataLoader workers by default): inherits the handlers, which compare the
   process id first and do nothing in a child. So a child neither pauses nor dies of a pause signal;
-  nor, once stops are claimed, of a SIGTERM that comes from neither its parent nor the rank.
+  nor, once stops are claimed, of a SIGTERM from anybody but its parent and the rank.
 - **what is started with exec** (``multiprocessing`` spawn, forkserver, the resource tracker;
   ``subprocess``): starts with default dispositions, of which USR1 and USR2 kill and TSTP stops.
-  :mod:`hydroslurm.runtime.child_signals` has these start with the signals blocked that kill, and
-  multiprocessing's with all that pause; a Python among them ignores them from then on
+  :mod:`hydroslurm.runtime.child_signals` blocks the signals that would kill them at their start,
+  and for multiprocessing's all that pause; a Python among them ignores these from then on
   (:mod:`hydroslurm.runtime.autoload`). SIGTERM means to them what it would mean without us.
 - **a child that trains** follows its rank (:mod:`hydroslurm.runtime.follower`).
 - **started with a signal ignored** (nohup, some batch wrappers): left ignored, unless
@@ -42,7 +41,7 @@ _CANNOT_BE_CAUGHT = frozenset({int(signal.SIGKILL), int(signal.SIGSTOP)})
 
 @dataclass(frozen=True)
 class SignalPlan:
-    """The signals that hydroslurm listens to. None means: not this one.
+    """The signals that hydroslurm handles. None: not this one.
 
     Attributes:
         slurm_pause: what ``scontrol suspend`` and gang scheduling send first; also Ctrl-Z.
@@ -50,12 +49,12 @@ class SignalPlan:
             pauses of Slurm and of the terminal, never one that a person asked for.
         user_pause: ``scancel --signal=USR1``, ``hydroslurm pause --pid``.
         user_resume: the way back from ``user_pause``.
-        stop: save and leave. Taken only where somebody has a handler: the default action needs no
-            help from us. A ``Run`` takes it over, whether handled or not.
+        stop: save and leave. Handled only if the process has a handler already: the default action
+            needs no help from us. A ``Run`` takes it over in any case.
         warning: the same, sent ahead of a time limit (``sbatch --signal=URG@120``). SIGURG, because
             USR1 and USR2 are taken, and a process that does not know it ignores it.
-        interrupt: Ctrl-C. Ends every pause, so that Python gets to run its own handler.
-        even_if_ignored: listen also to signals that were ignored when the process started.
+        interrupt: Ctrl-C. Ends every pause, so that Python can run its own handler.
+        even_if_ignored: also handle signals that were ignored when the process started.
     """
 
     slurm_pause: int | None = int(signal.SIGTSTP)
@@ -110,7 +109,7 @@ class SignalPlan:
         return frozenset(signo for signo in (self.stop, self.warning) if signo is not None)
 
     def pausing(self) -> frozenset[int]:
-        """The signals whose default action would stop or kill a child that was meant no harm."""
+        """The signals of pauses; their default action would stop or kill a child."""
         chosen = (self.slurm_pause, self.slurm_resume, self.user_pause, self.user_resume)
         return frozenset(signo for signo in chosen if signo is not None)
 

@@ -35,20 +35,20 @@ def send_signal(pid: int, action: str, *, environ: Mapping[str, str] | None = No
 
     Raises:
         UsageError: another action.
-        TargetError: no such process, not ours, or it does not listen: the signal would have killed
-            it, or meant something else to it.
+        TargetError: no such process, not ours, or it does not handle the signal, which would have
+            killed it or meant something else to it.
     """
     entry = _entry(pid, environ)
     _send(pid, _signal_for(action, entry), entry)
 
 
 def pause(pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | None = None) -> Answer:
-    """Pause a process and wait until it says that it is parked.
+    """Pause a process and wait until it reports that it is parked.
 
     Raises:
-        TargetError: as :func:`send_signal`; or the process keeps no events, so that it cannot
-            answer (it was not signalled).
-        AckTimeout: signalled, and no answer in time.
+        TargetError: as :func:`send_signal`; or the process keeps no events, so it could not answer
+            (it was not signalled).
+        AckTimeout: it was signalled and did not answer in time.
     """
     return _ask(pid, "pause", timeout_s, environ)
 
@@ -56,8 +56,7 @@ def pause(pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | Non
 def resume(
     pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | None = None
 ) -> Answer:
-    """Take a pause of :func:`pause` back and wait until the process runs; raises as
-    :func:`pause`."""
+    """Undo :func:`pause` and wait until the process runs; raises as that does."""
     return _ask(pid, "resume", timeout_s, environ)
 
 
@@ -154,7 +153,7 @@ def _listens(pid: int, signo: int) -> bool:
 
 
 def _is_replaced(entry: registry.Entry, signo: int) -> bool:
-    """Whether the process has seen that somebody put another handler over ours."""
+    """Whether the process has reported another handler over ours."""
     replaced = False
     try:
         for event in read_events(Path(entry.events)):

@@ -40,7 +40,7 @@ from hydroslurm.gate.protocol import (
 from hydroslurm.gate.signals import SignalPlan, signal_name
 from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
-from hydroslurm.runtime.guard import LOOK_S, Guard
+from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.leader import Children
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.status_writer import StatusWriter
@@ -343,10 +343,10 @@ class Controller:
         with self.gate.exempt():
             while not self._leaving:
                 due_s = self._status.wait_s(), self._log.retry_s, self._children.wait_s
-                wait_s = min(s for s in (*due_s, LOOK_S) if s is not None)
+                wait_s = min(s for s in (*due_s, CHECK_S) if s is not None)
                 self._handle(self.gate.wait_events(wait_s))
                 self._log.retry()
-                self._guard.look()
+                self._guard.check()
                 self._report_drains()
                 self._report_children()
                 self._status.write(self.step)

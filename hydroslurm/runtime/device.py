@@ -3,7 +3,7 @@
 A parked rank issues nothing more, but what it launched still runs. Draining waits until every CUDA
 device that this process has used is idle. It is done from a thread of its own, which gives up the
 GIL while it waits, and it is bounded: a device whose queue holds a collective that waits for a peer
-never gets idle, and is reported as such.
+never becomes idle, and is reported as such.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _drain_bounded(
 ) -> None:
     """Wait for a synchronising thread, but no longer than the limit.
 
-    cudaDeviceSynchronize cannot be interrupted or given a time-out, so that a thread which waits
-    for ever must be left behind. It ends by itself when the device gets idle after the resume.
+    cudaDeviceSynchronize cannot be interrupted or given a time-out, so a thread that would wait
+    forever has to be left behind. It ends by itself once the device is idle after the resume.
     """
     start = time.monotonic()
     failures: list[str] = []

@@ -89,14 +89,14 @@ def od_execution_wrapper(model: torch.nn.Module, **options: Any) -> Engine:
     """Wrap a model so that training can be paused at every operator and continued in place.
 
     Installs pausing in this process when that was not done yet (by ``hydroslurm submit`` it was); a
-    second model only gets its wrapper.
+    second model only gets the wrapper.
 
     Args:
         model: the model; it is not copied or changed.
-        options: for :func:`hydroslurm.install`, when it is to be called.
+        options: for :func:`hydroslurm.install`, if that is still to be called.
 
     Raises:
-        UsageError: not a module; an engine already; or options although pausing is installed.
+        UsageError: not a module, an engine already, or options although pausing is installed.
         InstallError, GateError: as :func:`hydroslurm.install`.
     """
     import torch

@@ -1,19 +1,20 @@
-"""Signals that others take from us while we are installed: noticed, told in one line, taken back.
+"""Handlers that other code puts over ours while we are installed: noticed, reported in one line,
+taken back.
 
 - **Saved and restored** (Lightning does it with every signal): Python shows a handler that leads
-  to ours (:mod:`hydroslurm.gate.handlers`); nothing is said.
+  to ours (:mod:`hydroslurm.gate.handlers`); nothing is reported.
 - **Set to the default action, or ignored** (asyncio's ``remove_signal_handler``): taken back.
-- **Given to a library's handler**: taken back; that handler is called after ours, as it would be
-  had it been there before us. Not where a ``Run`` has claimed the signal: it answers for the stop.
+- **Given to a library's handler**: taken back; that handler is called after ours, as if it had been
+  there before us. Not if a ``Run`` has claimed the signal: the Run handles the stop.
 - **Given to C code, past Python** (``faulthandler.register``): taken back, and that code is not
   called any more.
-- **Given to a handler of the user's own script** (defined in ``__main__``): left, for that was on
-  purpose; what it means is said. Signals that end a pause are taken back even so: a parked main
-  thread runs no Python handler, and the pause would never end. So are all with the module-hook
-  gate, which hears a signal whoever has the handler.
+- **Given to a handler of the user's own script** (defined in ``__main__``): left alone, for that
+  was on purpose; the line says what it means. Signals that end a pause are taken back even so: a
+  parked main thread runs no Python handler, and the pause would never end. So are all signals with
+  the module-hook gate, which sees a signal whoever owns the handler.
 
-Runs in the controller's thread, also while the main thread is held. So it takes no locks of others:
-the lines go to the descriptor of stderr.
+Runs in the controller's thread, also while the main thread is held. So it takes no lock of another
+thread: the lines go to stderr's descriptor.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hydroslurm.errors import InstallError
 from hydroslurm.gate.protocol import Action, Gate, Owner, OwnerKind, SignalRule
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan, signal_name
 
-LOOK_S = 2.0
+CHECK_S = 2.0
 """How often the installed handlers are compared with ours."""
 _DOES = {
     Action.PAUSE: "pauses this process",
@@ -39,11 +40,11 @@ _DOES = {
 
 @dataclass(frozen=True)
 class Replaced:
-    """What became of a signal that somebody took.
+    """What became of a signal whose handler was replaced.
 
     Attributes:
         by: whose handler it was, in words.
-        taken_back: it does again what hydroslurm promises.
+        taken_back: the signal does again what hydroslurm promises.
         still_called: that handler is called as well.
     """
 
@@ -54,7 +55,7 @@ class Replaced:
 
 
 class Guard:
-    """Decides about signals whose handler the gate has found replaced."""
+    """Decides what to do about a signal whose handler the gate has found replaced."""
 
     def __init__(self, gate: Gate, plan: SignalPlan) -> None:
         self._gate = gate
@@ -62,28 +63,28 @@ class Guard:
         self._rules = {rule.signo: rule for rule in plan.rules()}
         self._last: dict[int, Replaced] = {}
         self._said: set[str] = set()
-        self._look_mono_s = time.monotonic() + LOOK_S
+        self._check_mono_s = time.monotonic() + CHECK_S
 
-    def look(self) -> None:
-        """Now and then have the gate compare the handlers; what it finds comes as events."""
+    def check(self) -> None:
+        """Have the gate compare the handlers if that is due; it reports what it finds as events."""
         now_mono_s = time.monotonic()
-        if now_mono_s >= self._look_mono_s:
-            self._look_mono_s = now_mono_s + LOOK_S
+        if now_mono_s >= self._check_mono_s:
+            self._check_mono_s = now_mono_s + CHECK_S
             self._gate.check_handlers()
 
     def see(self, signo: int, *, claimed: bool) -> Replaced | None:
-        """Take a signal back or leave it, and say so.
+        """Take a signal back or leave it alone, and report that.
 
         Args:
-            claimed: its stop was taken over, so that no other handler is called.
+            claimed: stops were claimed, so that no other handler is called.
 
         Returns:
-            For the events; None where there is nothing new to tell.
+            The data of an event; None if there is nothing new to report.
         """
         rule, owner = self._rules[signo], self._gate.owner(signo)
         helps_only = rule.only_if_handled and not (claimed and rule.action is Action.STOP)
         if helps_only and owner.kind in (OwnerKind.DEFAULT, OwnerKind.IGNORED):
-            return None  # nobody is left whom the signal would have to reach
+            return None  # nobody is left that the signal would have to reach
         found = self._judge(rule, owner, helps_only=helps_only)
         if found.taken_back:
             try:
@@ -94,7 +95,7 @@ class Guard:
         if owner.kind is not OwnerKind.OURS and not helps_only:
             self._say(_message(found, rule, owner, self._names.get(signo, "")))
         elif last is None or (last.taken_back and not last.still_called):
-            return None  # it was ours all the time, for all that was told
+            return None  # as far as anybody was told, it was ours all the time
         if last == found:
             return None
         self._last[signo] = found

@@ -33,8 +33,8 @@ from hydroslurm.runtime import autoload, follower
 from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
-from hydroslurm.runtime.outlook import Outlook
 from hydroslurm.runtime.status_writer import StatusWriter, interval_s
+from hydroslurm.runtime.unsaved_warning import UnsavedWarning
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
@@ -183,7 +183,9 @@ def _set_up(
         undo.callback(controller.stop)
         _announce(base, identity, log, plan)
         if folder is not None and identity.rank == 0 and identity.job_id is not None:
-            beside.callback(Outlook(controller, folder, identity.job_id, environ).start().stop)
+            warning = UnsavedWarning(controller, folder, identity.job_id, environ)
+            warning.start()
+            beside.callback(warning.stop)
         undo.pop_all()
         return _Installed(os.getpid(), controller, beside.pop_all(), base)
 

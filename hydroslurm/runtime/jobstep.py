@@ -1,8 +1,8 @@
-"""What a rank tells of the job step that it is in, for whoever wants to signal that from outside.
+"""What a rank reports about its job step, for commands that signal the job step from outside.
 
-``scancel`` signals job steps, never single processes, and /proc of a compute node cannot be seen
-from where it is typed. So each rank looks around once, when it is installed, and writes down what
-it finds: which task of how many it belongs to, and who else on the way to slurmstepd would die.
+``scancel`` signals job steps, never single processes, and the login node cannot see /proc of a
+compute node. So each rank looks once, when it is installed, and reports what it finds: which task
+of how many it belongs to, and which processes between it and slurmstepd a signal would kill.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def jobstep_of(environ: Mapping[str, str], signals: Collection[int]) -> dict[str
     """Fields for the ``installed`` event; empty outside of a job.
 
     ``node_name``: Slurm's. ``step_id``: None for a process of the batch shell. ``task`` of
-    ``step_tasks``. ``held``: tasks that have not come so far do not die of ``signals``, either.
-    ``deaf``: ancestors that would.
+    ``step_tasks``. ``held``: tasks that are not installed yet survive ``signals`` too. ``deaf``:
+    ancestors that would not.
     """
     allocation = Allocation.from_environ(environ)
     if allocation is None:
@@ -42,8 +42,8 @@ def jobstep_of(environ: Mapping[str, str], signals: Collection[int]) -> dict[str
 
 
 def _deaf_ancestors(signals: Collection[int]) -> list[str]:
-    """Those between this process and slurmstepd that one of the signals would kill; nobody where
-    slurmstepd is not above us, for then nothing of Slurm's comes along this way."""
+    """The processes between this one and slurmstepd that one of the signals would kill; none if
+    slurmstepd is not above us, for then Slurm does not signal them."""
     found: list[str] = []
     pid = "self"
     for _ in range(_MOST_ANCESTORS):
@@ -67,7 +67,7 @@ def _status(pid: str) -> dict[str, str] | None:
 
 
 def _would_die(status: Mapping[str, str], signals: Collection[int]) -> bool:
-    """A blocked signal waits for whoever the process becomes, and kills nobody so far."""
+    """A blocked signal kills nobody: it waits for the program that the process becomes."""
     safe = 0
     for mask in ("SigBlk", "SigIgn", "SigCgt"):
         safe |= int(status.get(mask, "0"), 16)

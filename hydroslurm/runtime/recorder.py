@@ -1,7 +1,7 @@
 """Turn gate events into lines of the event log. Pure.
 
-Numbers the pauses and turns stamps into latencies. All records of one pause carry the same
-``pause`` number. A latency starts at the stamp taken by the signal handler, or by the request.
+Numbers the pauses and turns timestamps into latencies. All records of one pause carry the same
+``pause`` number. A latency starts at the timestamp of the signal handler, or of the request.
 """
 
 from __future__ import annotations

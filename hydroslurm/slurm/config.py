@@ -111,11 +111,6 @@ class Config(Mapping[str, str]):
         return self.get("JobRequeue", "1") != "0"
 
     @property
-    def requeue_exit(self) -> str:
-        """The exit codes of a batch script that requeue it, ``75,130-143``; empty for none."""
-        return self.get("RequeueExit", "")
-
-    @property
     def requeue_wait_s(self) -> int:
         """How long a requeued job waits at the least before it may start again.
 

@@ -67,7 +67,7 @@ def test_a_missing_folder_costs_one_warning_and_nothing_else(tmp_path: Path) -> 
     with pytest.warns(RuntimeWarning, match="cannot be written"):
         log.append(Event(EventKind.PARKED, 1, 1))
     log.append(Event(EventKind.RESUMED, 2, 2))  # a second warning would fail the test
-    assert not log.working
+    assert log.retry_s is not None
 
 
 @contextmanager
@@ -93,12 +93,12 @@ def test_a_full_disk_costs_one_warning_and_no_event(tmp_path: Path) -> None:
         with pytest.warns(RuntimeWarning, match="training goes on"):
             log.append(Event(EventKind.PARKED, 2, 2))
         log.append(Event(EventKind.ALL_PARKED, 3, 3))  # a second warning would fail the test
-        assert not log.working
+        assert log.retry_s is not None
         # what asks meanwhile is answered by the spare file
         assert [e.kind.value for e in read_events(path)] == ["installed", "parked", "all_parked"]
     with pytest.warns(RuntimeWarning, match="again"):
         log.append(Event(EventKind.RESUMED, 4, 4))
-    assert log.working
+    assert log.retry_s is None
     log.close()
     kinds = [Event.from_json(line).kind.value for line in path.read_bytes().splitlines()[:1]]
     kinds += [Event.from_json(line).kind.value for line in path.read_bytes().splitlines()[2:]]
@@ -243,7 +243,7 @@ def test_a_log_without_a_file_keeps_nothing() -> None:
     """EventLog(None) takes events and says that it keeps none."""
     log = EventLog(None)
     log.append(Event(EventKind.INSTALLED, 1, 1))
-    assert not log.working
+    assert (log.path, log.retry_s) == (None, None)
 
 
 def test_events_are_readable_by_their_owner_only(tmp_path: Path) -> None:

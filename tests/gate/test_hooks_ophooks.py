@@ -10,12 +10,12 @@ import torch
 from processes import wait_until
 from torch import nn
 
-from hydroslurm.gate.hooks import (
+from hydroslurm.gate.ophooks import (
     BaseOpHook,
     ExecutionOpHook,
+    register_global_ophooks,
     register_ophooks_recursively,
 )
-from hydroslurm.gate.ophooks import register_global_ophooks
 
 
 class Recorder(BaseOpHook):

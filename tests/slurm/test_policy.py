@@ -168,7 +168,7 @@ def test_settings_of_slurm_conf() -> None:
     plain = Config({})
     assert (plain.job_requeue, plain.send_user_signal, plain.gang) == (True, False, False)
     assert plain.requeue_wait_s == 121
-    assert (plain.has_accounting, plain.appends_output, plain.requeue_exit) == (False, False, "")
+    assert (plain.has_accounting, plain.appends_output) == (False, False)
     assert Config({"PreemptParameters": "a,send_user_signal"}).send_user_signal
     assert Config({"SlurmctldParameters": "preempt_send_user_signal"}).send_user_signal
     delay = {"SchedulerParameters": "x=1,requeue_delay=3"}

@@ -1,9 +1,8 @@
-"""The batch scripts of jobs that stop, save and are requeued. Pure: values in, text out.
+"""The batch scripts of jobs that save, stop and are requeued. Pure: values in, text out.
 
-``sbatch/requeue.sbatch`` is what :func:`requeue_script` gives for its defaults,
-``sbatch/multi-node.sbatch`` for :data:`MULTI_NODE` and ``sbatch/torchrun.sbatch`` for
-:data:`TORCHRUN`; a test compares them. ``hydroslurm submit`` and
-the executor use :func:`requeue_lines` in submitit's script.
+:func:`requeue_script` generates ``sbatch/requeue.sbatch`` by default, ``sbatch/multi-node.sbatch``
+for :data:`MULTI_NODE` and ``sbatch/torchrun.sbatch`` for :data:`TORCHRUN`; a test compares them.
+``hydroslurm submit`` and the executor put :func:`requeue_lines` into submitit's script.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from hydroslurm.errors import UsageError
 
 @dataclass(frozen=True)
 class RequeueScript:
-    """What differs between two such scripts.
+    """The parameters of a script.
 
     Attributes:
-        command: what srun starts: words of a shell command, ``"$PYTHON"`` and ``"$@"`` allowed.
+        command: what srun starts: part of a shell command, may use ``"$PYTHON"`` and ``"$@"``.
         job_name, partition: for sbatch.
         time_min: the time limit of each attempt.
-        warning_s: how long before the time limit the ranks are warned. Slurm may be up to 60 s
+        warning_s: how long before the time limit the ranks are warned. Slurm may warn up to 60 s
             early, never late.
         cpus_per_task: for sbatch and, because of 22.05 to 23.02, for srun.
-        nodes, tasks_per_node: how many ranks, and where. An attempt may have other ``nodes``
+        nodes, tasks_per_node: how many ranks, and where. ``nodes`` may change between attempts
             (``scontrol update JobId=... NumNodes=...`` while the job waits).
-        file, example: where the script lies and what it runs, for the words at its top.
+        file, example: the path of the script and what it runs, for the comment at its top.
         remarks: more lines there.
     """
 
@@ -48,7 +47,7 @@ class RequeueScript:
         for name in ("time_min", "warning_s", "cpus_per_task", "nodes", "tasks_per_node"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}={value!r}: wanted a whole number of 1 or more")
+                raise UsageError(f"{name}={value!r}: wanted a whole number, 1 or more")
         if self.warning_s >= 60 * self.time_min:
             raise UsageError(
                 f"a warning {self.warning_s} s before a limit of {self.time_min} min would come at "
@@ -73,9 +72,9 @@ TORCHRUN = RequeueScript(
     file="sbatch/torchrun.sbatch",
     example="train_ddp.py",
     remarks=(
-        "One task on each node, which starts the ranks as torchrun does: RANKS_PER_NODE of them, 2",
-        "by default. `srun torchrun` in its place would get pauses and warnings that no rank hears",
-        "of, and die of some; `hydroslurm agent` takes the same options and hands them on.",
+        "One task per node starts RANKS_PER_NODE ranks (default: 2) as torchrun does. With a plain",
+        "`srun torchrun` no rank would get pauses and warnings, and torchrun would die of some;",
+        "`hydroslurm agent` takes the same options and forwards the signals.",
     ),
 )
 """Two ranks of torchrun's on each of two nodes."""
@@ -105,28 +104,28 @@ def requeue_script(script: RequeueScript | None = None) -> str:
 
 
 def in_option_line(text: str) -> str:
-    """A text as submitit is to be given it for a line of ``#SBATCH``: it quotes for a shell, but
-    sbatch reads a backslash as an escape between single quotes, too. Seen on Slurm 22.05.8."""
+    """Escape a text that submitit puts into an ``#SBATCH`` line: submitit quotes for a shell, but
+    sbatch takes a backslash for an escape even between single quotes. Seen on Slurm 22.05.8."""
     return text.replace("\\", "\\\\")
 
 
 def requeue_lines() -> list[str]:
-    """Shell lines for the end of a batch script: the status of srun in ``$status`` becomes a
-    requeue, or the status of the job.
+    """Shell lines for the end of a batch script: turn srun's status in ``$status`` into a requeue,
+    or into the status of the job.
 
-    A rank asks for the requeue itself. Status 75 says that it saved and could not ask: scontrol is
-    missing in its container, or the controller did not answer. 143 says that SIGTERM killed a rank
-    before its Run was there, while it was importing; inside a grace Slurm 22.05 would then take the
-    job for failed. Without a PreemptTime it is another rank's failure: srun ends the rest with
-    SIGTERM for it. A cancelled job must not be requeued (Slurm would do it, as long as its
-    processes live): it is COMPLETING, as is one that has been requeued or whose time is over, and
-    only the last of them has a reason. Before each try Slurm is asked whether this is still the
-    attempt that it knows of: the script of one that it has replaced must not end the next one.
+    Normally a rank requests the requeue itself. Status 75 means that it saved but could not: its
+    container has no scontrol, or the controller did not answer. 143 means that SIGTERM killed a
+    rank before its Run existed, during the imports; within a grace time Slurm 22.05 would then
+    count the job as failed. Without a PreemptTime another rank has failed, and srun ended the rest
+    with SIGTERM. A cancelled job must not be requeued, which Slurm would do while its processes
+    live: it is COMPLETING, like a requeued one and one whose time is over, and only the last has a
+    reason. Before each try the script checks that this is still Slurm's current attempt, so that it
+    cannot end the one that replaced it.
     """
     return textwrap.dedent(f"""\
         case "$status:$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)" in
         {RUN_AGAIN}:*JobState=COMPLETING*Reason=TimeLimit*) again=1 ;;
-        {RUN_AGAIN}:*JobState=COMPLETING*) again= ;; # cancelled, or requeued already
+        {RUN_AGAIN}:*JobState=COMPLETING*) again= ;; # cancelled or already requeued
         {RUN_AGAIN}:*) again=1 ;;
         {CANCELLED}:*JobState=RUNNING*PreemptTime=None*) again= ;; # a rank failed
         {CANCELLED}:*JobState=RUNNING*) again=1 ;;
@@ -137,12 +136,12 @@ def requeue_lines() -> list[str]:
                 case "$(scontrol show job "$SLURM_JOB_ID" 2>&1)" in
                 *" Restarts=${{SLURM_RESTART_COUNT:-0}} "*)
                     answer=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break ;;
-                *" Restarts="*) break ;; # requeued already, or replaced
+                *" Restarts="*) break ;; # already requeued, or replaced
                 *) answer="scontrol does not say how often the job was restarted" ;;
                 esac
-                case "$answer" in *pending*) break ;; esac # requeued already
+                case "$answer" in *pending*) break ;; esac # already requeued
                 echo "$answer"
-                # --no-requeue: no try will be granted, and an urgent job waits for these nodes
+                # --no-requeue: no try will succeed, and an urgent job waits for these nodes
                 case "$answer" in *"presently disabled"*) break ;; esac
                 sleep "$pause"
             done
@@ -161,14 +160,14 @@ def _remarks(script: RequeueScript) -> str:
 
 
 def _several(script: RequeueScript) -> str:
-    """What somebody who runs several ranks has to know before; nothing for one."""
+    """What to know before running several ranks; empty for one."""
     if _is_one_rank(script):
         return ""
     tasks = "" if script.tasks_per_node == 1 else f" NumTasks={script.tasks_per_node}*N"
     return (
         "#\n"
-        "# The folder that you call sbatch in must be one that all nodes share. The number of\n"
-        "# nodes may change from attempt to attempt, while the job waits in the queue:\n"
+        "# Call sbatch in a folder that all nodes share. While the job waits in the queue, the\n"
+        "# number of nodes can be changed for the next attempt:\n"
         f"#   scontrol update JobId=JOBID NumNodes=N{tasks}\n"
     )
 
@@ -185,9 +184,9 @@ def _size(script: RequeueScript) -> str:
 
 
 def _srun(script: RequeueScript) -> str:
-    """srun and its options. The number of tasks is said: with --cpus-per-task alone srun 22.05
-    starts one for each processor that the job has, and SLURM_NTASKS is still that of the submission
-    when the number of nodes was changed since."""
+    """srun and its options. It names the number of tasks: with --cpus-per-task alone srun 22.05
+    starts one per processor of the job, and SLURM_NTASKS is still that of the submission if the
+    number of nodes has changed since."""
     common = 'srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \\\n'
     if _is_one_rank(script):
         return common
@@ -200,30 +199,30 @@ def _srun(script: RequeueScript) -> str:
 
 _HEAD = """\
 #!/bin/bash
-# A training that saves and leaves when it must, is requeued, and goes on where it was, bit for bit.
+# A training that saves and exits when it must, is requeued, and resumes bit for bit.
 #
 #   {alone:<46} from the top of the repository
 #   {with_options:<46} options for {example}
 #
-# It is stopped by a preemption, by the warning before its time limit, and by `scontrol requeue`.
+# It stops at a preemption, at the warning before its time limit, and at `scontrol requeue`.
 #   hydroslurm doctor JOBID                        how long it has to save here: is that enough?
 #   hydroslurm status JOBID
 #   hydroslurm checkpoint ls hydroslurm-runs/JOBID
 {several}#
-# Made by hydroslurm.jobs.launch.batch_script; a test compares the two.
+# Generated by hydroslurm.jobs.launch.batch_script; a test compares the two.
 
 #SBATCH --job-name={job_name}
 # A partition whose jobs are requeued for urgent ones: see partitions-requeue.conf.
 #SBATCH --partition={partition}
 {size}#SBATCH --cpus-per-task={cpus_per_task}
-# Of each attempt. The run may have many.
+# For each attempt; a run may have many.
 #SBATCH --time={hours:02d}:{minutes:02d}:00
-# SIGURG so many seconds before the limit, to the ranks: it means "save and leave", and harms no
-# process that does not know it. Slurm may send it up to 60 s early. No "B:", which would reach this
-# shell only.
+# SIGURG to the ranks, so many seconds before the limit: it means "save and exit", and harms no
+# process that does not handle it. Slurm may send it up to 60 s early. No "B:", which would signal
+# this shell only.
 #SBATCH --signal=URG@{warning_s}
 #SBATCH --requeue
-# Or the second attempt would empty the log of the first.
+# Otherwise the second attempt would truncate the log of the first.
 #SBATCH --open-mode=append
 #SBATCH --output={job_name}-%j.out
 
@@ -233,7 +232,7 @@ _BODY = """\
 set -uo pipefail
 
 # Checkpoints, attempts and events go to hydroslurm-runs/JOBID in the folder where you called
-# sbatch; a requeue keeps the job id. For another place, which every node must be able to write:
+# sbatch; a requeue keeps the job id. For another folder, which all nodes must be able to write:
 #   export HYDROSLURM_RUN_DIR=/some/shared/folder
 cd "$SLURM_SUBMIT_DIR" || exit 1
 if [ -z "${PYTHON:-}" ]; then
@@ -241,16 +240,16 @@ if [ -z "${PYTHON:-}" ]; then
     if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; fi
 fi
 
-# bash runs a trap only between two commands, so srun goes to the background, and `wait` is what a
-# signal interrupts. Without the trap SIGTERM would end this shell at once, while the ranks are
-# still saving. It is not handed on: the ranks get their own, and srun would make a SIGKILL of it.
+# bash runs a trap only between two commands, so srun goes to the background, and a signal
+# interrupts `wait`. Without the trap SIGTERM would end this shell at once, while the ranks are
+# still saving. It is not forwarded: the ranks get their own, and srun would turn it into SIGKILL.
 trap 'echo "batch shell: SIGTERM; the ranks are saving"' TERM
 @SRUN@    @COMMAND@ &
 ranks=$!
 while :; do
     wait "$ranks"
     status=$?
-    # more than 128: a signal interrupted `wait`, unless srun itself has ended with such a status
+    # above 128: a signal interrupted `wait`, unless srun itself exited with such a status
     if [ "$status" -le 128 ] || ! kill -0 "$ranks" 2>/dev/null; then break; fi
 done
 

@@ -7,16 +7,15 @@
     job.result()           # as with submitit
 
 submitit writes the batch script, pickles the callable and starts every rank as a direct srun task,
-which is what Slurm's signals need. What is added: a run folder per job, pausing installed before
-the user's code, and submitit's own preemption signal moved to SIGURG, because USR1 and USR2 mean
-pause and resume here, and SIGURG harms no process that does not know it.
+which Slurm's signals need. We add a run folder per job, install pausing before the user's code, and
+move submitit's preemption signal to SIGURG: USR1 and USR2 mean pause and resume here, and SIGURG
+harms no process that does not handle it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shlex
 import shutil
 import subprocess
@@ -36,11 +35,11 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
+from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
-from hydroslurm.jobs.launch.sbatch import call_sbatch, removing_on_refusal
+from hydroslurm.jobs.launch.sbatch import call_sbatch, new_run, removing_on_refusal
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
@@ -54,13 +53,13 @@ class Executor(SlurmExecutor):
     """Submits callables and scripts through submitit, each with a run folder of its own.
 
     Args:
-        folder: holds the run folders; on a file system that all nodes share. May hold submitit's
-            ``%j`` (``logs/%j``): the run folders are then in what comes before it, and this path
-            of each job leads to its logs.
-        max_num_timeout, max_pickle_size_gb: as submitit's.
-        python: the interpreter of the ranks; default the running one.
-        cluster: ``slurm``; or as of submitit's AutoExecutor ``local``, processes of this machine,
-            or ``debug``, this very process when the result is asked for.
+        folder: for the run folders; on a file system that all nodes share. May contain submitit's
+            ``%j`` (``logs/%j``): run folders then go into the part before it, and this path of each
+            job is a link to its logs.
+        max_num_timeout, max_pickle_size_gb: as for submitit.
+        python: the interpreter of the ranks; default: the running one.
+        cluster: ``slurm``, or as for submitit's AutoExecutor: ``local`` for processes on this
+            machine, ``debug`` for this process, at the time the result is requested.
 
     Raises:
         SlurmMissing: no srun on the PATH.
@@ -92,7 +91,7 @@ class Executor(SlurmExecutor):
         super().__init__(path, **options)
 
     def update_parameters(self, **parameters: Any) -> None:
-        """Set what sbatch is asked for: submitit's names (``timeout_min``, ``nodes``,
+        """Set sbatch's parameters by submitit's names (``timeout_min``, ``nodes``,
         ``tasks_per_node``, ``mem_gb``, ``partition`` or ``slurm_partition`` ...).
 
         Raises:
@@ -111,7 +110,7 @@ class Executor(SlurmExecutor):
                 "is none"
             )
         for name in _set_by_us({**plain, **(plain.get("additional_parameters") or {})}):
-            raise UsageError(f"{name!r} is set by hydroslurm, which needs it; leave it out")
+            raise UsageError(f"{name!r} is set by hydroslurm, which needs it; omit it")
         try:
             super().update_parameters(**plain)
         except (ValueError, TypeError, NameError) as error:
@@ -128,8 +127,8 @@ class Executor(SlurmExecutor):
         """
         if not module and not Path(script).is_file():
             raise UsageError(
-                f"there is no script {script!r}; give the path of a Python file, or say that it is "
-                "a module (-m, or module=True)"
+                f"there is no script {script!r}; give the path of a Python file, or -m "
+                "(module=True) for a module"
             )
         target = script if module else str(Path(script).absolute())
         job = self.submit(Script(target, tuple(arguments), is_module=module))
@@ -138,11 +137,10 @@ class Executor(SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        """What submitit calls this kind of cluster; its ranks look for it in their environment."""
+        """submitit's name for this kind of cluster; its ranks look for it in their environment."""
         return "slurm"
 
-    # --- submitit's seams
-    # --------------------------------------------------------------------------------------
+    # --- what submitit calls
 
     def _internal_process_submissions(
         self, delayed_submissions: list[submitit_utils.DelayedSubmission]
@@ -187,21 +185,20 @@ class Executor(SlurmExecutor):
         return job
 
     def _lead_to(self, jobs: Sequence[submitit.Job[Any]]) -> None:
-        """Links from where submitit has a job's files to the run folder that has them here: of a
-        folder with ``%j`` each job's own, else that of the batch script, by which a job is found
-        again with its id alone."""
+        """Link from where submitit expects a job's files to the run folder: the job's own folder if
+        the path has ``%j``, else its batch script, by which a job is found again by its id."""
         for job in jobs:
             theirs = JobPaths(self.folder, job.job_id)
             by_id = theirs.folder != self.folder
             link = theirs.folder if by_id else theirs.submission_file
             link.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # of an array the first one; an old job's id
+            with contextlib.suppress(FileExistsError):  # an array's second task, or a reused job id
                 link.symlink_to(job.paths.folder if by_id else job.paths.submission_file)
 
     def _submit_into(
         self, run: RunDir, name: str, delayed: list[submitit_utils.DelayedSubmission]
     ) -> list[submitit.Job[Any]]:
-        """Let submitit submit with its files in the run folder."""
+        """Submit by submitit, with its files in the run folder."""
         inner = copy(self)
         inner.folder = run.logs
         inner.parameters = {
@@ -211,7 +208,7 @@ class Executor(SlurmExecutor):
             "setup": [
                 *(self.parameters.get("setup") or []),
                 f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
-                # pausable before InRank is: torch is imported by what is unpickled
+                # install pausing before InRank runs: unpickling the function may import torch
                 f'export {PREEMPT_ENV}="${{{PREEMPT_ENV}:-pause}}"',
                 f"export {rundir.RUN_DIR_ENV}={shlex.quote(str(run.root))}"
                 + ('/"$SLURM_ARRAY_TASK_ID"' if len(delayed) > 1 else ""),
@@ -230,31 +227,14 @@ class Executor(SlurmExecutor):
 
 
 def _set_by_us(given: Mapping[str, Any]) -> list[str]:
-    """What was given of the parameters that hydroslurm sets. Its own values are no contradiction:
-    submitit hands them on to the executor that it makes for an array."""
+    """The given parameters that only hydroslurm may set. Its own values are fine: submitit passes
+    them on to the executor that it creates for an array."""
     signal = f"{SUBMITIT_SIGNAL}@{given.get('signal_delay_s', 90)}"
     is_ours = {
         "comment": rundir.is_named(str(given.get("comment"))),
         "signal": given.get("signal") == signal,
     }
     return [name for name, same in is_ours.items() if name in given and not same]
-
-
-def new_run(base: Path, name: str) -> RunDir:
-    """A run folder that nobody else has, named so that the newest sorts last.
-
-    Raises:
-        RunFolderError: it cannot be made there.
-    """
-    odd = next((c for c in str(base) if c in "%\\" or not c.isprintable()), None)
-    if odd is not None:
-        raise RunFolderError(
-            f"run folders cannot be made in {str(base)!r}: in the name of a log file Slurm takes "
-            f"{odd!r} for something else. Choose another folder (--folder)"
-        )
-    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:40].strip("-.") or "job"
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return RunDir(base / f"{stamp}-{safe}-{secrets.token_hex(2)}").create()
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -278,10 +258,10 @@ Cluster = Literal["slurm", "local", "debug"]
 
 
 class WithoutSlurm:
-    """submitit's own executor of this machine, chosen and set as its AutoExecutor does."""
+    """submitit's executor for this machine, chosen and configured by its AutoExecutor."""
 
     def __init__(self, folder: Path, cluster: str, **options: Any) -> None:
-        """``options``: of submitit's LocalExecutor.
+        """``options``: those of submitit's LocalExecutor.
 
         Raises:
             UsageError: no such cluster.
@@ -292,7 +272,7 @@ class WithoutSlurm:
         self._auto = submitit.AutoExecutor(folder, cluster=cluster, **prefixed)
 
     def update_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Set what submitit's AutoExecutor takes; what is Slurm's alone has no meaning here."""
+        """Set what submitit's AutoExecutor accepts; parameters for Slurm alone have no effect."""
         named = {
             name if self._is_auto(name) else f"slurm_{name}": value
             for name, value in parameters.items()
@@ -303,7 +283,7 @@ class WithoutSlurm:
             raise UsageError(str(error)) from error
 
     def submit(self, run: RunDir, delayed: submitit_utils.DelayedSubmission) -> submitit.Job[Any]:
-        """Have submitit run one call, with its files in the run folder."""
+        """Run one call by submitit, with its files in the run folder."""
         delayed.function = InRank(delayed.function, run.root)
         inner = copy(self._auto._executor)
         inner.folder = run.logs
@@ -322,10 +302,10 @@ class WithoutSlurm:
 
 
 class _Watcher(SlurmInfoWatcher):
-    """submitit's poll of sacct. submitit itself takes a suspended job for one that has ended.
+    """submitit's poll of sacct, which by itself takes a suspended job for an ended one.
 
-    Each asks the Slurm that its jobs were submitted to, whatever ``SLURM_CONF`` says by then: job
-    ids of two clusters are the same numbers.
+    Always asks the Slurm that its jobs were submitted to, whatever ``SLURM_CONF`` is by then: two
+    clusters use the same job ids.
     """
 
     def __init__(self, slurm_conf: str | None) -> None:
@@ -344,29 +324,29 @@ class _Watcher(SlurmInfoWatcher):
 
 
 class PausableJob(SlurmJob[Any]):
-    """submitit's job handle, which knows the run folder and waits through suspensions."""
+    """submitit's job handle that knows the run folder and waits through suspensions."""
 
     watcher = _Watcher(None)
 
     def __init__(
         self, folder: str | os.PathLike[str], job_id: str, tasks: Sequence[int] = (0,)
     ) -> None:
-        """Of a job that was submitted, now or by another process: ``folder`` is that of its
-        executor, or has submitit's files in it."""
+        """For a job submitted by this or another process: ``folder`` is its executor's, or the one
+        with submitit's files."""
         script = JobPaths(Path(folder), job_id).submission_file
-        # the executor has left a link there, or in the folder's place
+        # follow the link that the executor left there, or in place of the folder
         logs = script.resolve().parent if script.exists() else Path(folder)
         super().__init__(logs, job_id, tasks)
         self.run_dir = RunDir(logs.parent / job_id.partition("_")[2])
 
     def _interrupt(self, timeout: bool = False) -> None:
-        """As submitit's, by the signals that mean it here: SIGUSR2, which submitit sends, resumes a
-        pause."""
+        """Like submitit's, but with our signals: the SIGUSR2 that submitit sends would resume a
+        paused job."""
         for name in (SUBMITIT_SIGNAL,) if timeout else ("TERM", SUBMITIT_SIGNAL):
             subprocess.check_call(["scancel", self.job_id, "--signal", name])
 
     def _register_in_watcher(self) -> None:
-        """Called once, by submitit's constructor."""
+        """Called by submitit's constructor, once."""
         conf = os.environ.get("SLURM_CONF")
         if conf is not None:
             self.watcher = _WATCHERS.setdefault(conf, _Watcher(conf))
@@ -374,4 +354,4 @@ class PausableJob(SlurmJob[Any]):
 
 
 _WATCHERS: dict[str, _Watcher] = {}
-"""SLURM_CONF -> the watcher of that Slurm, shared by its jobs as submitit's is."""
+"""SLURM_CONF -> the watcher of that Slurm, shared by its jobs like submitit's."""

@@ -43,20 +43,20 @@ from hydroslurm.errors import LaunchError, UsageError
 from hydroslurm.gate.signals import SignalPlan, signal_number
 
 SUBMITIT_SIGNAL = "URG"
-"""submitit's preemption signal, moved away from USR2: Slurm accepts it, and a process without a
-handler ignores it."""
+"""submitit's preemption signal, instead of USR2: Slurm accepts it, and a process without a handler
+ignores it."""
 FOLDER_ENV = "SUBMITIT_FOLDER"
 """Set by submitit in a job's own process, before the function is called."""
 
 
 @dataclass(frozen=True)
 class InRank:
-    """A callable wrapped so that it is pausable from its first operator on.
+    """A callable that is pausable from its first operator on.
 
     Attributes:
         function: the user's.
-        root: the run folder; for a task of a job array the folder that holds those of all tasks.
-        is_array: this is one task of an array.
+        root: the run folder; for a task of a job array, the folder with those of all tasks.
+        is_array: whether this is a task of an array.
     """
 
     function: Callable[..., Any]
@@ -68,10 +68,10 @@ class InRank:
             return self.function(*args, **kwargs)
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission | None:
-        """What submitit asks for at its signal; never called once a ``Run`` has taken that over.
+        """Called by submitit at its signal, unless a ``Run`` has taken that over.
 
-        A function with a ``checkpoint`` of its own decides what runs next, or with None that
-        nothing does; any other one is called again as it was.
+        A function with its own ``checkpoint`` decides what runs next (None: nothing); any other is
+        called again as it was.
         """
         own = getattr(self.function, "checkpoint", None)
         if own is None:
@@ -82,7 +82,7 @@ class InRank:
         return following
 
     def run_dir(self, environ: Mapping[str, str]) -> Path:
-        """The run folder of the rank that has this environment."""
+        """The run folder of the rank with this environment."""
         if not self.is_array:
             return self.root
         return self.root / environ["SLURM_ARRAY_TASK_ID"]
@@ -90,7 +90,7 @@ class InRank:
 
 @dataclass(frozen=True)
 class Script:
-    """A Python script, or a module, run as if by ``python``.
+    """A Python script or module, run as if by ``python``.
 
     Attributes:
         target: the script's path, or the module's name.
@@ -107,14 +107,14 @@ class Script:
         return self.target if self.is_module else Path(self.target).stem
 
     def __call__(self) -> None:
-        """Run it; an exit status that is not 0 ends the rank with the same status.
+        """Run it; a non-zero exit status ends the rank with the same status.
 
         Raises:
-            LaunchError: the script cannot be seen from this node.
+            LaunchError: the script is not visible on this node.
         """
         if not self.is_module and not Path(self.target).is_file():
             raise LaunchError(
-                f"the script {self.target} cannot be seen on this node; put it on a file system "
+                f"the script {self.target} is not visible on this node; put it on a file system "
                 "that all nodes share"
             )
         sys.argv = [self.target, *self.arguments]
@@ -126,17 +126,16 @@ class Script:
                 sys.path.insert(0, str(Path(self.target).resolve().parent))
                 runpy.run_path(self.target, run_name="__main__")
         except SystemExit as leaving:
-            # submitit takes any SystemExit for a job that was cut off; a script that says exit(0)
-            # has ended well
+            # submitit takes any SystemExit for an interrupted job, but exit(0) is a success
             if leaving.code not in (0, None):
                 raise
 
 
 @contextlib.contextmanager
 def in_rank(run: Path, *, signals: SignalPlan | None = None) -> Iterator[None]:
-    """Within it this process can be paused, and its events and checkpoints go into this run folder.
-    A process that is pausable already, because submitit calls the function in its own (debug),
-    stays as it is."""
+    """Inside the block this process can be paused, and its events and checkpoints go into this run
+    folder. A process that is pausable already, as with submitit's debug executor, stays as it
+    is."""
     from hydroslurm.runtime.install import gives_way, installed, is_installed
 
     is_mine = not is_installed() or gives_way()
@@ -150,11 +149,11 @@ def in_rank(run: Path, *, signals: SignalPlan | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving_as_submitit_does() -> Iterator[None]:
-    """Where no Slurm starts a rank again, a Run that leaves does so in a way that submitit knows.
+    """Without Slurm, which would restart the rank, translate the exit of a Run for submitit.
 
     Raises:
-        UncompletedJobError: this process is not the job's own (debug executor, or no executor), so
-            that it is not ended.
+        UncompletedJobError: this process is not the job's own (debug executor, or no executor) and
+            must not end.
     """
     try:
         yield
@@ -163,15 +162,15 @@ def leaving_as_submitit_does() -> Iterator[None]:
             raise SystemExit(LOCAL_REQUEUE_RETURN_CODE) from leaving
         if isinstance(leaving, ExitForRequeue) and FOLDER_ENV not in os.environ:
             raise UncompletedJobError(
-                f"the run left with status {leaving.code}, which ends a job's own process, and "
-                "this one stays: what it said before tells why"
+                f"the run exited with status {leaving.code}, which would end a process of the job; "
+                "this process is not one. Its last messages say why"
             ) from leaving
         raise
 
 
 def _torch_ranks() -> dict[str, str]:
-    """The ranks of submitit's local executor in the variables that torch and we read; under Slurm
-    its own count."""
+    """The ranks of submitit's local executor in the variables that torch and we read; Slurm sets
+    its own."""
     if os.environ.get("SUBMITIT_EXECUTOR") != "local":
         return {}
     job = JobEnvironment()
@@ -187,7 +186,7 @@ def _torch_ranks() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Preemptible:
-    """A callable for submitit, made by :func:`preemptible`."""
+    """A callable for submitit, created by :func:`preemptible`."""
 
     function: Callable[..., Any]
 
@@ -201,7 +200,7 @@ class Preemptible:
             return self.function(*args, **kwargs)
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission:
-        """What submitit asks for at its signal, where no Run has taken it over: the same call
+        """Called by submitit at its signal, unless a Run has taken that over: the same call
         again."""
         return DelayedSubmission(self, *args, **kwargs)
 
@@ -211,23 +210,23 @@ def preemptible(function: Callable[..., Any]) -> Preemptible:
 
     Its run folder is ``<submitit's folder>/<job id>_run`` unless HYDROSLURM_RUN_DIR names another.
     Pausing by SIGUSR1 and SIGUSR2 is off, because submitit uses USR2; ``scontrol suspend`` works.
-    Called by submitit's debug executor, or by hand, it is the function itself, with a run folder
-    that is removed after the call.
+    With submitit's debug executor, or called directly, it just calls the function, with a run
+    folder that is removed afterwards.
 
     Raises:
         UsageError: not callable.
     """
     if not callable(function):
         raise UsageError(
-            f"preemptible() wants a function, got {type(function).__name__}; give it the function "
-            "itself and its arguments to executor.submit()"
+            f"preemptible() wants a function, got {type(function).__name__}; pass it the function, "
+            "and the arguments to executor.submit()"
         )
     return Preemptible(function)
 
 
 @contextlib.contextmanager
 def _run_folder_for_now() -> Iterator[None]:
-    """Where a Run without ``directory=`` saves while somebody debugs it."""
+    """A temporary run folder for a Run without ``directory=`` that is being debugged."""
     if os.environ.get(rundir.RUN_DIR_ENV):
         yield
         return

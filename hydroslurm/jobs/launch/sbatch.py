@@ -1,12 +1,15 @@
-"""What sbatch refuses, said once; and what it takes though it can never start."""
+"""Calling sbatch: the run folder before, a clear error for a refusal, and a warning about a job
+that can never start."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
+import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +17,7 @@ from typing import TypeVar
 from submitit.core import utils as submitit_utils
 
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import LaunchError, SlurmError, UsageError
+from hydroslurm.errors import LaunchError, RunFolderError, SlurmError, UsageError
 from hydroslurm.slurm.client import Job, SlurmClient
 from hydroslurm.slurm.policy import find_partition
 from hydroslurm.slurm.text import format_duration
@@ -22,58 +25,76 @@ from hydroslurm.slurm.text import format_duration
 Answer = TypeVar("Answer")
 
 _MAYBE_TAKEN = ("timed out", "time out", "timeout", "zero bytes", "unexpected message", "killed")
-"""In such words sbatch says that no answer came; slurmctld may have the job all the same."""
+"""In messages of sbatch that got no answer: slurmctld may have the job all the same."""
 _NEVER = re.compile(
     r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints|InvalidAccount"
     r"|InvalidQOS|(?:Assoc|QOS)\w*PerJob(?:Limit)?|QOSMin\w+"
 )
-"""Reasons of a pending job that no end of another job takes away."""
+"""Reasons of a pending job that do not go away when other jobs end."""
+
+
+def new_run(base: Path, name: str) -> RunDir:
+    """Create a run folder with a unique name; the newest sorts last.
+
+    Raises:
+        RunFolderError: it cannot be created there.
+    """
+    odd = next((c for c in str(base) if c in "%\\" or not c.isprintable()), None)
+    if odd is not None:
+        raise RunFolderError(
+            f"run folders cannot be created in {str(base)!r}: Slurm would not take {odd!r} in the "
+            "name of a log file literally. Choose another folder (--folder)"
+        )
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:40].strip("-.") or "job"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return RunDir(base / f"{stamp}-{safe}-{secrets.token_hex(2)}").create()
 
 
 def call_sbatch(submit: Callable[[], Answer], run: RunDir, *, is_new: bool) -> Answer:
-    """Let submitit call sbatch. A refusal is said in the error alone, which submitit prints, too.
+    """Let submitit call sbatch. A refusal is reported by the error alone, although submitit prints
+    it.
 
     Args:
-        run: what was written for the job.
-        is_new: nothing else needs the run folder, so that a refusal removes it; it stays where
-            Slurm may have the job.
+        run: the job's run folder.
+        is_new: nothing else needs the run folder: remove it at a refusal, unless Slurm may have the
+            job.
 
     Raises:
-        LaunchError: sbatch refused it, or did not say that it has it.
+        LaunchError: sbatch refused the job, or did not confirm it.
     """
-    heard = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(heard):
+        with contextlib.redirect_stderr(stderr):
             answer = submit()
     except (submitit_utils.FailedJobError, submitit_utils.FailedSubmissionError) as error:
-        _pass_on(heard.getvalue().replace(str(error), ""))
+        _print_stderr(stderr.getvalue().replace(str(error), ""))
         raise LaunchError(_refusal(error, run, is_new=is_new)) from error
     except BaseException:
-        _pass_on(heard.getvalue())
+        _print_stderr(stderr.getvalue())
         raise
-    _pass_on(heard.getvalue())
+    _print_stderr(stderr.getvalue())
     return answer
 
 
 @contextlib.contextmanager
 def removing_on_refusal(base: Path) -> Iterator[None]:
-    """A refusal inside leaves nothing of the folder of run folders where that was made for it."""
-    made = [path for path in (base, *base.parents) if not path.exists()]
+    """At a refusal inside the block, remove the folder of run folders if it was created for it."""
+    created = [path for path in (base, *base.parents) if not path.exists()]
     try:
         yield
     except LaunchError:
-        for path in made:
-            with contextlib.suppress(OSError):  # what Slurm may have stays in it
+        for path in created:
+            with contextlib.suppress(OSError):  # not empty: Slurm may have that job
                 path.rmdir()
         raise
 
 
 def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:
-    """Why a job that was just submitted can never start as things are; None where that is not
-    known. Never raises for Slurm's sake: the job is submitted.
+    """Why a job that was just submitted can never start as things are; None if that is unknown.
+    Does not raise if Slurm fails: the job is submitted.
 
     Args:
-        nodes: what it asked for.
+        nodes: how many it asked for.
     """
     try:
         job = client.job(job_id)
@@ -97,18 +118,17 @@ def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:
 
 def _refusal(error: Exception, run: RunDir, *, is_new: bool) -> str:
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(str(error))]
-    said = f"sbatch refused the job: {'; '.join(lines) or 'it gave no reason'}"
-    told = str(error).lower()
+    message = f"sbatch refused the job: {'; '.join(lines) or 'it gave no reason'}"
     is_refused = isinstance(error, submitit_utils.FailedJobError)
-    if not is_refused or any(words in told for words in _MAYBE_TAKEN):
+    if not is_refused or any(phrase in str(error).lower() for phrase in _MAYBE_TAKEN):
         return (
-            f"{said}. Slurm may have it all the same: look with squeue --me before you submit it "
-            f"again. What was asked for is in {run.root}"
+            f"{message}. Slurm may have it all the same: check squeue --me before you submit it "
+            f"again. The request is in {run.root}"
         )
     if is_new:
         shutil.rmtree(run.root, ignore_errors=True)
-        return f"{said}. Nothing is left of it in {run.root.parent}"
-    return said
+        return f"{message}. Nothing is left of it in {run.root.parent}"
+    return message
 
 
 def _because(job: Job) -> str:
@@ -119,8 +139,8 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _pass_on(message: str) -> None:
-    """What others wrote on stderr meanwhile."""
+def _print_stderr(message: str) -> None:
+    """Print what others wrote to stderr meanwhile."""
     if message.strip():
         sys.stderr.write(message.strip() + "\n")
 

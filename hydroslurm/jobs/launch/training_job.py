@@ -1,5 +1,5 @@
-"""Submit a TrainingJob: its run folder, its batch script by submitit, and the job that cleans up
-behind it.
+"""Submit a TrainingJob: its run folder, its batch script by submitit, and a second job that cleans
+up after it.
 
     run folder/
       job.yaml      the resolved spec
@@ -7,8 +7,8 @@ behind it.
       conditions.jsonl, attempts/    how it went: see hydroslurm.jobs.supervisor
 
 submitit runs the supervisor in the batch script, without srun; the supervisor starts the job step
-with the ranks. No string of the spec is part of a shell line: those that sbatch is given are words
-that cannot be anything else, and all the others are read from plan.json by the tasks themselves.
+with the ranks. No string of the spec is part of a shell command: what sbatch gets is checked to be
+one harmless word, and the tasks read all the rest from plan.json.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from hydroslurm.errors import LaunchError, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
 from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
-from hydroslurm.jobs.launch.executor import new_run
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL
-from hydroslurm.jobs.launch.sbatch import call_sbatch, removing_on_refusal
+from hydroslurm.jobs.launch.sbatch import call_sbatch, new_run, removing_on_refusal
 from hydroslurm.jobs.plan import Plan, plan_job
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import JobSpec, dumps
@@ -46,19 +45,19 @@ from hydroslurm.jobs.supervisor.conditions import (
 from hydroslurm.jobs.supervisor.main import Clean, Supervise
 
 SUPERVISOR_STARTS = 10
-"""How often the batch script starts a supervisor that was killed."""
+"""How often the batch script starts the supervisor, if it is killed each time."""
 JANITOR_MIN = 10
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A TrainingJob that Slurm has.
+    """A TrainingJob that Slurm has accepted.
 
     Attributes:
         job_id: Slurm's.
         run: its run folder.
         plan: what it runs.
-        notes: sentences that the user should read.
+        notes: sentences for the user.
     """
 
     job_id: int
@@ -68,10 +67,10 @@ class SubmittedJob:
 
 
 def plan_for(spec: JobSpec, *, environ: Mapping[str, str]) -> tuple[Plan, tuple[str, ...]]:
-    """The plan on this cluster, and what the user should know about it.
+    """The plan for this cluster, and what the user should know about it.
 
     Raises:
-        LaunchError: an image, and nothing to run it with.
+        LaunchError: there is an image, but nothing to run it with.
         UsageError: as :func:`plan_job`.
     """
     images = sorted({one.template.image for one in spec.job.replica_specs if one.template.image})
@@ -81,41 +80,38 @@ def plan_for(spec: JobSpec, *, environ: Mapping[str, str]) -> tuple[Plan, tuple[
         if not spec.is_manifest:
             raise no_runtime(images[0])
         left_out.append(
-            f"image {', '.join(images)} (this cluster can run no containers; the commands run on "
+            f"image {', '.join(images)} (this cluster cannot run containers; the commands run on "
             f"the nodes, with {sys.executable})"
         )
     plan = plan_job(
         spec.job, folder=spec.folder, python=sys.executable, use_images=runtime is not None
     )
     if runtime is Runtime.PYXIS and len({task.image for task in plan.tasks}) > 1:
-        raise LaunchError(
-            "replicas of different images cannot run in one job step with pyxis; give all the same"
-        )
+        raise LaunchError("with pyxis, all replicas of a job need the same image")
     if runtime is not None:
         plan = replace(plan, runtime=runtime.value)
     if not left_out:
         return plan, ()
     listed = "".join(f"\n  {one}" for one in left_out)
-    return plan, (f"these fields have no effect on this Slurm and are left out:{listed}",)
+    return plan, (f"these fields have no effect on this Slurm and are ignored:{listed}",)
 
 
 def render(spec: JobSpec, plan: Plan, *, root: Path) -> str:
-    """The batch script, as it would be submitted with this run folder."""
+    """The batch script that would be submitted with this run folder."""
     executor = _executor(spec.job, plan, RunDir(root))
     return str(executor._make_submission_file_text(executor._submitit_command_str, "render"))
 
 
 def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> SubmittedJob:
-    """Submit it.
+    """Submit a job.
 
     Args:
         spec: what to run.
-        folder: where its run folder is made; all nodes must see it.
+        folder: where its run folder is created; all nodes must see it.
 
     Raises:
-        LaunchError: sbatch refused it, or an image cannot be run; the run folder says what was
-            asked for.
-        RunFolderError: it cannot be made.
+        LaunchError: sbatch refused it, or an image cannot be run; the run folder holds the request.
+        RunFolderError: the run folder cannot be created.
     """
     plan, notes = plan_for(spec, environ=environ)
     with removing_on_refusal(folder.absolute()):
@@ -142,17 +138,17 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     try:
         janitor = _submit(_janitor(spec.job, run, job_id), Clean(run.root), run)
     except LaunchError as error:
-        notes = (*notes, f"no job that cleans up behind it could be submitted: {error}")
+        notes = (*notes, f"the job that cleans up after it could not be submitted: {error}")
     else:
-        notes = (*notes, f"job {janitor} cleans up behind it, whatever ends it")
+        notes = (*notes, f"job {janitor} cleans up after it, however it ends")
     return SubmittedJob(job_id, run, plan, notes)
 
 
 def wait_for_end(job: SubmittedJob, *, every_s: float = 0.5) -> Condition:
     """Wait until a job has Succeeded or Failed, over its requeues.
 
-    It reads the run folder and asks Slurm nothing: the supervisor writes the verdict, and where it
-    cannot any more, the janitor.
+    Reads only the run folder: the supervisor writes how the job ended, or the janitor if that could
+    not.
     """
     while True:
         found = final_condition(read_conditions(job.run.conditions_jsonl))
@@ -162,8 +158,8 @@ def wait_for_end(job: SubmittedJob, *, every_s: float = 0.5) -> Condition:
 
 
 def _resolved(spec: JobSpec) -> TrainingJob:
-    """The job with nothing in it that is relative to the folder of the spec, for the supervisor
-    does not know that."""
+    """The job without paths relative to the folder of the spec, which the supervisor does not
+    know."""
     board = spec.job.tensorboard
     if board is None:
         return spec.job
@@ -181,11 +177,11 @@ def _submit(executor: SlurmExecutor, function: Any, run: RunDir) -> int:
 
 
 def _executor(job: TrainingJob, plan: Plan, run: RunDir) -> SlurmExecutor:
-    """submitit's own, for the supervisor in the batch script."""
+    """submitit's executor for the supervisor in the batch script."""
     where = _where(job)
     executor = SlurmExecutor(run.logs)
     warning = {"signal": f"{SUBMITIT_SIGNAL}@{job.preemption.warning_seconds}"}
-    if job.preemption.mode == "pause":  # there is nobody who would save
+    if job.preemption.mode == "pause":  # nobody would save
         warning = {}
     python, folder = shlex.quote(sys.executable), shlex.quote(str(run.root))
     again = f"{python} -u -m hydroslurm.jobs.supervisor.main {folder}"
@@ -202,14 +198,14 @@ def _executor(job: TrainingJob, plan: Plan, run: RunDir) -> SlurmExecutor:
         "stderr_to_stdout": True,
         "use_srun": False,
         "setup": [
-            # the ranks have the signals too; this shell must outlive them
+            # the ranks get these signals, too; this shell must outlive them
             "trap : TERM URG USR1 USR2",
             f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
         ],
         "teardown": [
             "status=$?",
             f"for start in {' '.join(str(n + 2) for n in range(SUPERVISOR_STARTS - 1))}; do",
-            "    # killed by a signal other than SIGTERM: it goes on where it was",
+            "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
             '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
             f"    {again}",
             "    status=$?",
@@ -218,7 +214,7 @@ def _executor(job: TrainingJob, plan: Plan, run: RunDir) -> SlurmExecutor:
         ],
         "additional_parameters": {
             **where["additional_parameters"],
-            # not the janitor's: it would be held, begin late, or ask for what the job needs
+            # not for the janitor: it would be held, start late, or request what the job needs
             **job.scheduler.options,
             "requeue": True,
             **warning,
@@ -256,7 +252,7 @@ def _janitor(job: TrainingJob, run: RunDir, job_id: int) -> SlurmExecutor:
 
 
 def _link_checkpoints(run: RunDir, directory: Path) -> None:
-    """Let checkpoints lie elsewhere. A later job that names the same folder goes on from them."""
+    """Keep checkpoints elsewhere; a later job with the same folder resumes from them."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         run.checkpoints.symlink_to(directory)
@@ -267,7 +263,7 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, readable by the owner only."""
+    """Write a file atomically, readable by its owner only."""
     try:
         write_atomically(path, text, durable=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``TrainingJob``: what a user wants to run, how, and what is to happen when it is interrupted."""
+"""``TrainingJob``: what to run, how, and what happens when it is interrupted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hydroslurm.jobs.spec.sections import (
 from hydroslurm.jobs.spec.source import KeyPath, path_text
 
 DOES_NOT_FIT = "does_not_fit"
-"""pydantic's name for the error whose context holds complaints under ``found``."""
+"""pydantic's type of the error whose context holds complaints under ``found``."""
 
 
 def _without_default(schema: JsonDict) -> None:
@@ -31,9 +31,9 @@ def _without_default(schema: JsonDict) -> None:
 
 
 class TrainingJob(Part):
-    """A PyTorch training job for Slurm: frozen and complete, every default filled in.
+    """A PyTorch training job for Slurm: frozen and complete, with every default filled in.
 
-    Ranks are counted over the replicas in the order of their types, the master's first.
+    Ranks are numbered over the replicas in the order of their types, the master first.
     """
 
     api_version: Literal["hydroslurm/v1"] = Field(
@@ -44,8 +44,8 @@ class TrainingJob(Part):
     )
     name: Line = Field(
         default="training",
-        description="The job's name in Slurm, and part of its run folder's. Default: the name of "
-        "the file, without its suffix.",
+        description="The job's name in Slurm, also part of its run folder's name. Default: the "
+        "name of the file, without its suffix.",
         json_schema_extra=_without_default,
     )
     labels: dict[Line, Printable] = Field(
@@ -54,35 +54,35 @@ class TrainingJob(Part):
     )
     replica_specs: Annotated[
         tuple[ReplicaSpec, ...], Field(min_length=1), BeforeValidator(as_tuple)
-    ] = Field(description="What is run, and how often. Required.")
+    ] = Field(description="What to run, and how many of each. Required.")
     torchrun_config: TorchrunConfig = Field(
         default_factory=TorchrunConfig,
         description="torch's elastic launcher between Slurm and the ranks. Default: off.",
     )
     run_policy: RunPolicy = Field(
         default_factory=RunPolicy,
-        description="When the job is given up, and what is left then. Default: three restarts.",
+        description="When to give the job up, and what to clean up then. Default: three restarts.",
     )
     scheduler: Scheduler = Field(
         default_factory=Scheduler,
-        description="Where in Slurm the job goes. Default: the site's.",
+        description="Where to run the job in Slurm. Default: the site's.",
     )
     tensorboard: TensorBoard | None = Field(
         default=None,
-        description="A TensorBoard that is there as long as the job runs. Default: none.",
+        description="A TensorBoard that runs as long as the job. Default: none.",
     )
     run_mode: RunMode = Field(
-        default_factory=RunMode, description="How the job is run. Default: to train."
+        default_factory=RunMode, description="Train, or debug. Default: train."
     )
     preemption: Preemption = Field(
         default_factory=Preemption,
-        description="What happens when somebody else wants the nodes. Default: it parks or is "
-        "requeued, as Slurm asks.",
+        description="What to do when another job needs the nodes. Default: park or requeue, as "
+        "Slurm asks.",
     )
 
     @property
     def replicas(self) -> int:
-        """Of all types together."""
+        """The number of replicas of all types."""
         return sum(spec.replicas for spec in self.replica_specs)
 
     @model_validator(mode="after")
@@ -90,14 +90,14 @@ class TrainingJob(Part):
         found = complaints(self)
         if found:
             message = "; ".join(f"{path_text(one.path)}: {one.message}" for one in found)
-            # the braces of a user's text are none of pydantic's template
+            # as a value: braces in a user's text must not be part of pydantic's template
             raise PydanticCustomError(
                 DOES_NOT_FIT, "{message}", {"message": message, "found": found}
             )
         return self
 
 
-# --- fields that are right one by one, and do not fit together
+# --- fields that are valid one by one, but do not fit together
 
 MOST_RANKS = 65536
 
@@ -108,12 +108,12 @@ _PROCS = (*_TORCHRUN, "procPerNode")
 
 @dataclass(frozen=True)
 class Complaint:
-    """Something that no field can know alone.
+    """A problem that no field has alone.
 
     Attributes:
-        path: of the field that is to be changed, most likely.
-        message: what was seen, what was wanted, what to do.
-        because: what else it was concluded from.
+        path: of the field that most likely has to change.
+        message: what was found, what was wanted, what to do.
+        because: the other fields that cause it.
     """
 
     path: KeyPath
@@ -122,7 +122,7 @@ class Complaint:
 
 
 def complaints(job: TrainingJob) -> tuple[Complaint, ...]:
-    """All of them, in the order of the fields."""
+    """All problems, in the order of the fields."""
     found = [*_types(job), *_size(job)]
     for number, spec in enumerate(job.replica_specs):
         found += _of_replicas(job, spec, ("replicaSpecs", number))
@@ -130,12 +130,12 @@ def complaints(job: TrainingJob) -> tuple[Complaint, ...]:
 
 
 def unused(job: TrainingJob) -> Iterator[Complaint]:
-    """What is no mistake, and has no effect in this job; people should know."""
+    """What is not wrong but has no effect in this job; users should know."""
     torchrun = job.torchrun_config
     if torchrun.enable and torchrun.has_own_server and job.replicas == 1:
         message = (
-            f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so that its agent runs "
-            "torchrun --standalone and asks no server; leave it out, or raise replicas"
+            f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so its agent runs "
+            "torchrun --standalone without a server; omit it, or raise replicas"
         )
         yield Complaint((*_TORCHRUN, "rdzvBackend"), message)
     if not torchrun.enable and torchrun.proc_per_node != "1":

@@ -29,24 +29,23 @@ from hydroslurm.jobs.spec.fields import (
 RestartPolicy = Literal["Never", "OnFailure", "Always", "ExitCode"]
 
 MASTER = "master"
-"""The type, in small letters, whose end is the job's."""
+"""The type, in lower case, whose exit ends the job."""
 MOST_BYTES = 2**60
-"""Of memory; a GiB of GiB."""
+"""Of memory: 1 EiB."""
 
 
 class EnvVar(Part):
-    """One variable of the environment."""
+    """One environment variable."""
 
     name: EnvName = Field(description="Letters, digits and _. Required.")
     value: Text = Field(
         default="",
-        description="Always text: numbers, true and false go in quotes. No shell reads it. "
-        'Default: "".',
+        description='Always text: quote numbers, true and false. No shell expands it. Default: "".',
     )
 
 
 def _env_list(value: object) -> object:
-    """Both ways of writing an environment, ``{NAME: value}`` and Kubernetes' list."""
+    """Accept both forms of an environment, ``{NAME: value}`` and Kubernetes' list."""
     if isinstance(value, Mapping):
         return tuple({"name": name, "value": text} for name, text in value.items())
     if isinstance(value, str):
@@ -55,7 +54,7 @@ def _env_list(value: object) -> object:
 
 
 class _OrMapping:
-    """Adds ``{NAME: value}`` to what JSON Schema says of a list of variables."""
+    """Adds ``{NAME: value}`` to the JSON Schema of a list of variables."""
 
     def __get_pydantic_json_schema__(
         self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -90,36 +89,36 @@ Memory = Annotated[
 
 
 class Resources(Part):
-    """What the replicas of one type get."""
+    """The resources of the replicas of one type."""
 
     nodes: Count | None = Field(
         default=None,
-        description="Nodes that the replicas of this type share evenly. Default: a node for each "
+        description="Nodes that the replicas of this type share evenly. Default: one node per "
         "replica.",
         json_schema_extra=unit("nodes"),
     )
     tasks: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
-        description="Ranks of one replica, each started by srun. With torchrun it is "
-        "torchrunConfig.procPerNode that counts, and this must be 1. Default: 1.",
+        description="Ranks per replica, each started by srun. With torchrun this must be 1; set "
+        "torchrunConfig.procPerNode instead. Default: 1.",
         json_schema_extra=unit("ranks per replica"),
     )
     cpus: Cpus = Field(
         default=1,
-        description="CPUs of one task, as 4 or 500m; rounded up, for Slurm gives out whole ones. "
-        "Default: 1.",
+        description="CPUs per task, such as 4 or 500m; rounded up, since Slurm allocates whole "
+        "CPUs. Default: 1.",
         json_schema_extra=unit("CPUs per task"),
     )
     memory_bytes: Memory | None = Field(
         default=None,
         alias="memory",
-        description="Memory of one replica, as 8Gi, 512Mi, 2G or a number of bytes. Default: what "
-        "the partition gives.",
+        description="Memory per replica, such as 8Gi, 512Mi, 2G or a number of bytes. Default: the "
+        "partition's.",
         json_schema_extra=unit("bytes per replica"),
     )
     gpus: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
-        description="GPUs of one replica; 0 asks for none. Default: 0.",
+        description="GPUs per replica; 0 requests none. Default: 0.",
         json_schema_extra=unit("GPUs per replica"),
     )
 
@@ -130,7 +129,7 @@ class Resources(Part):
 
 
 class InitStep(Part):
-    """A command that runs to its end before the training of a replica is started."""
+    """A command that has to finish before the training of a replica starts."""
 
     name: Line = Field(default="init", description="For messages. Default: init.")
     command: Command = Field(description="The program and its first arguments. Required.")
@@ -138,95 +137,93 @@ class InitStep(Part):
 
 
 class Template(Part):
-    """What a replica runs."""
+    """What each replica runs."""
 
     command: Command = Field(
-        description="The program and its first arguments, one item each; no shell reads them. "
-        "python is the Python that hydroslurm was installed in, unless an image is given. "
+        description="The program and its first arguments, one item each; no shell expands them. "
+        "python means the Python that hydroslurm is installed in, unless there is an image. "
         "Required.",
     )
     args: Words = Field(
         default=(),
-        description="More arguments. With command: [python] and the rest here, switching torchrun "
-        "on and off needs no other change. Default: [].",
+        description="More arguments. With command: [python] and the rest here, torchrun can be "
+        "switched on and off without other changes. Default: [].",
     )
     env: Environment = Field(
         default=(),
         description="Variables for the ranks, as {NAME: value} or a list of name and value. Values "
-        "are never printed, and the run folder that holds them is yours alone (0700). Default: [].",
+        "are never printed, and only you can read the run folder that holds them (0700). "
+        "Default: [].",
     )
     working_directory: Text | None = Field(
         default=None,
-        description="Where the command is started; a relative one begins at the folder of the "
-        "spec. Default: that folder.",
+        description="Where the command starts; relative to the folder of the spec. Default: that "
+        "folder.",
     )
     image: Line | None = Field(
         default=None,
-        description="Container image, run by pyxis (srun --container-image) or Apptainer; where "
-        "the cluster has neither, the job is refused. Default: no container.",
+        description="Container image, run by pyxis (srun --container-image) or Apptainer; if the "
+        "cluster has neither, the job is refused. Default: no container.",
     )
     resources: Resources = Field(
         default_factory=Resources,
-        description="What a replica gets. Default: a node, one task, one CPU.",
+        description="Resources of each replica. Default: one node, one task, one CPU.",
     )
     init: Annotated[tuple[InitStep, ...], BeforeValidator(as_tuple)] = Field(
         default=(),
-        description="Commands that run one after the other before each start of a replica; one "
-        "that fails fails the replica. Default: [].",
+        description="Commands that run one after the other before each start of a replica; if one "
+        "fails, the replica fails. Default: [].",
     )
 
 
 class ReplicaSpec(Part):
-    """Replicas that are alike."""
+    """Identical replicas."""
 
     type: Annotated[Line, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = Field(
         default="worker",
-        description="What they are called: letters, digits, _ and -. master has rank 0, and its "
-        "end is the job's; without a master, that is the first replica of the first type. "
+        description="Their name: letters, digits, _ and -. The master has rank 0, and the job ends "
+        "when it does; without a master, that is the first replica of the first type. "
         "Default: worker.",
     )
     replicas: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default=1, description="How many. Default: 1.", json_schema_extra=unit("replicas")
+        default=1, description="How many there are. Default: 1.", json_schema_extra=unit("replicas")
     )
     restart_policy: RestartPolicy = Field(
         default="OnFailure",
-        description="What a replica's end means. Never: a failure is final. OnFailure: all are "
-        "started again unless its status is 0. Always: also then; every restart counts "
-        "against backoffLimit. ExitCode: only after 130, 137, "
-        "138, 140 and 143, which are signals. A preemption is no failure. Default: OnFailure.",
+        description="When all replicas are restarted because one has ended. Never: a failure is "
+        "final. OnFailure: its status is not 0. Always: even if it is 0. ExitCode: its status is "
+        "130, 137, 138, 140 or 143, which stand for signals. Every restart counts against "
+        "backoffLimit; a preemption is not a failure. Default: OnFailure.",
     )
-    template: Template = Field(description="What each of them runs. Required.")
+    template: Template = Field(description="What each replica runs. Required.")
 
 
 class DebugReplica(Part):
     """What replicas of one type do instead of training."""
 
-    type: Line = Field(default="worker", description="Which replicas. Default: worker.")
+    type: Line = Field(default="worker", description="Their type. Default: worker.")
     command: Command = Field(
         default=("sleep", "infinity"),
-        description="Run in the place of the command. Default: [sleep, infinity].",
+        description="Runs instead of the command. Default: [sleep, infinity].",
     )
-    skip_init: bool = Field(
-        default=False, description="Do not run the init steps either. Default: false."
-    )
+    skip_init: bool = Field(default=False, description="Skip the init steps, too. Default: false.")
 
 
 class Debug(Part):
-    """Everything is up, the training is not started: `hydroslurm attach` gives a shell there."""
+    """Start everything but the training; `hydroslurm attach` gives a shell there."""
 
     enable: bool = Field(default=False, description="Do not start the training. Default: false.")
     replica_specs: Annotated[tuple[DebugReplica, ...], BeforeValidator(as_tuple)] = Field(
         default=(),
-        description="What replicas do instead; those of a type that is not listed sleep. "
-        "Default: [].",
+        description="What replicas do instead; types that are not listed sleep. Default: [].",
     )
 
 
 class RunMode(Part):
-    """How the job is run."""
+    """Train, or debug."""
 
     debug: Debug = Field(
         default_factory=Debug,
-        description="Everything is up, the training is not started, and `hydroslurm attach` gives "
-        "a shell there. Default: off.",
+        description="Start everything but the training; `hydroslurm attach` gives a shell there. "
+        "Default: off.",
     )

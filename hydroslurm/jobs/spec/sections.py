@@ -26,63 +26,63 @@ PreemptionMode = Literal["pause", "requeue", "both"]
 
 
 class RunPolicy(Part):
-    """When the job is given up, and what is left then."""
+    """When to give the job up, and what to clean up then."""
 
     backoff_limit: Whole = Field(
         default=3,
-        description="How often the job is started again by its restartPolicy, for all replicas "
-        "together; once more, and it has failed. Preemptions do not count. Default: 3.",
+        description="How often restartPolicy may restart the job, for all replicas together; after "
+        "that the next failure is final. Preemptions do not count. Default: 3.",
         json_schema_extra=unit("restarts"),
     )
     preemption_limit: Whole | None = Field(
         default=None,
-        description="How often the job may be preempted or requeued; once more, and it has failed. "
-        "Default: unlimited.",
+        description="How often the job may be preempted or requeued; after that the next "
+        "preemption makes it fail. Default: unlimited.",
         json_schema_extra=unit("preemptions"),
     )
     active_deadline_seconds: Count | None = Field(
         default=None,
-        description="How long the job may hold its nodes, over all its attempts, without the time "
-        "that it was suspended. Default: unlimited.",
+        description="How long the job may hold its nodes, over all attempts, not counting the time "
+        "that it is suspended. Default: unlimited.",
         json_schema_extra=unit("seconds"),
     )
     clean_policy: CleanPolicy = Field(
         default="Unfinished",
-        description="What is done once the job has succeeded or failed. Unfinished: replicas that "
-        "still run are ended. All: and their scratch folders are removed. None: they go on to "
-        "their own end, and nothing is removed. Default: Unfinished.",
+        description="What to do once the job has succeeded or failed. Unfinished: end replicas "
+        "that still run. All: also remove the scratch folders. None: let replicas run to their end "
+        "and remove nothing. Default: Unfinished.",
     )
 
 
 class Preemption(Part):
-    """What happens when somebody else wants the nodes."""
+    """What to do when another job needs the nodes."""
 
     mode: PreemptionMode = Field(
         default="both",
-        description="pause: park in place when suspended, and go on in place. requeue: save, "
-        "leave, be requeued and go on. both: whichever Slurm asks for. Default: both.",
+        description="pause: park when suspended, and resume in place. requeue: save, exit, requeue "
+        "and resume from the checkpoint. both: whichever Slurm asks for. Default: both.",
     )
     warning_seconds: Annotated[int, Field(ge=1, le=65535)] = Field(
         default=120,
-        description="How long before the time limit the ranks are told to save; Slurm may be 60 s "
-        "early. Default: 120.",
+        description="How long before the time limit the ranks are told to save; Slurm may warn up "
+        "to 60 s earlier. Default: 120.",
         json_schema_extra=unit("seconds"),
     )
     checkpoint_directory: Text | None = Field(
         default=None,
-        description="Where a hydroslurm.Run of the script saves; a relative one begins at the "
-        "folder of the spec. Default: checkpoints in the run folder.",
+        description="Where a hydroslurm.Run in the script saves; relative to the folder of the "
+        "spec. Default: checkpoints in the run folder.",
     )
     save_every_seconds: Whole | None = Field(
         default=None,
         description="How long such a Run trains between two saves; 0: it saves only when it is "
-        "stopped. Default: what the script says, else 600.",
+        "stopped. Default: the script's, else 600.",
         json_schema_extra=unit("seconds"),
     )
     attempts_without_progress: Count | None = Field(
         default=None,
-        description="The job is ended after so many attempts in a row of such a Run that begin at "
-        "the same step. Default: what the script says, else 5.",
+        description="End the job after so many attempts of such a Run in a row that begin at the "
+        "same step. Default: the script's, else 5.",
         json_schema_extra=unit("attempts"),
     )
 
@@ -94,12 +94,12 @@ _SBATCH_RESERVED = frozenset({
     "export", "export-file", "priority", "dependency", "wait", "parsable", "test-only", "uid",
     "gid", "help", "usage", "version",
 })  # fmt: skip
-"""sbatch's options that ``scheduler.options`` cannot hold."""
+"""Options of sbatch that ``scheduler.options`` refuses."""
 
 
 def _not_ours(name: str) -> str:
     bare = name.replace("_", "-")
-    # sbatch takes any unambiguous beginning of an option for the option
+    # sbatch accepts any unambiguous prefix of an option
     if any(one.startswith(bare) for one in _SBATCH_RESERVED):
         raise ValueError(f"{name!r} is set by hydroslurm, or has a field of its own")
     return name
@@ -109,14 +109,14 @@ def _sbatch_value(value: object) -> object:
     if value is True:
         return value
     if value is False:
-        raise ValueError("false is no value of an option; leave the option out")
+        raise ValueError("an option cannot be false; omit it")
     if isinstance(value, (list, dict)):
         raise ValueError("wanted one word, or true for an option without a value")
     return slurm_word(str(is_text(value)))
 
 
 Nice = Annotated[int, Field(ge=0, le=2147483645)]
-"""What a user may take off a job's priority."""
+"""What a user may subtract from a job's priority."""
 FreeOption = Annotated[OptionName, AfterValidator(_not_ours)]
 """An option of sbatch that hydroslurm leaves to the user."""
 SbatchValue = Annotated[
@@ -128,17 +128,17 @@ SbatchValue = Annotated[
 
 
 class Scheduler(Part):
-    """Where in Slurm the job goes."""
+    """Where to run the job in Slurm."""
 
     partition: SlurmWord | None = Field(
         default=None,
-        description="Partition, or several with commas; what other systems call a queue. Default: "
-        "the site's.",
+        description="Partition, or several separated by commas; other systems call it a queue. "
+        "Default: the site's.",
     )
     qos: SlurmWord | None = Field(
         default=None,
-        description="Quality of service: what gives a job a higher priority, or makes it "
-        "preemptible, where the site has such. Default: the account's.",
+        description="Quality of service, which may raise a job's priority or make it preemptible, "
+        "as the site has set it up. Default: the account's.",
     )
     account: SlurmWord | None = Field(
         default=None, description="Account to charge. Default: the user's."
@@ -148,40 +148,39 @@ class Scheduler(Part):
     )
     nice: Nice = Field(
         default=0,
-        description="Taken off the job's priority, so that others go first. There is no field that "
-        "raises it: Slurm lets only operators set a priority or a nice below 0. Default: 0.",
+        description="Subtracted from the job's priority, so that others go first. No field raises "
+        "the priority: only operators of Slurm may. Default: 0.",
         json_schema_extra=unit("points of priority"),
     )
     time_limit_minutes: Count | None = Field(
         default=None,
-        description="Limit of each attempt of the job. One that saves when it is warned "
-        "(preemption.warningSeconds) is requeued and goes on. Default: the partition's.",
+        description="Time limit of each attempt. A job that saves when it is warned "
+        "(preemption.warningSeconds) is requeued and resumes. Default: the partition's.",
         json_schema_extra=unit("minutes"),
     )
     options: dict[FreeOption, SbatchValue] = Field(
         default_factory=dict,
-        description="More options of sbatch by their long names, such as "
+        description="More sbatch options by their long names, such as "
         "{constraint: a100, exclusive: true}. Those that hydroslurm sets are refused. Default: {}.",
     )
 
 
 class TensorBoard(Part):
-    """A TensorBoard that is there as long as the job runs; `hydroslurm describe` says where."""
+    """A TensorBoard that runs as long as the job; `hydroslurm describe` shows its address."""
 
     log_directory: Text = Field(
         default="runs",
-        description="What it shows; a relative one begins at the folder of the spec. "
-        "Default: runs.",
+        description="The folder that it shows; relative to the folder of the spec. Default: runs.",
     )
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=0,
-        description="TCP port; 0 takes any free one. Default: 0.",
+        description="TCP port; 0 picks a free one. Default: 0.",
         json_schema_extra=unit("port"),
     )
     host: Line = Field(
         default="127.0.0.1",
-        description="Address that it binds. The default is reached through ssh only, for "
-        "TensorBoard asks nobody for a password. Default: 127.0.0.1.",
+        description="Address to bind. The default can only be reached through ssh, because "
+        "TensorBoard asks for no password. Default: 127.0.0.1.",
     )
 
 
@@ -191,13 +190,13 @@ _TORCHRUN_RESERVED = frozenset({
     "node-rank", "master-addr", "master-port", "standalone", "module", "no-python", "run-path",
     "local-addr",
 })  # fmt: skip
-"""torchrun's options that a spec cannot pass on: hydroslurm sets them, or a field says them."""
+"""torchrun options that a spec cannot pass on: hydroslurm sets them, or they have a field."""
 ENDPOINT = "--rdzv-endpoint"
-"""Where the server of etcd is; of the other backends hydroslurm knows it."""
+"""Where the etcd server is; for the other backends hydroslurm sets it."""
 
 
 def _number_as_text(value: object) -> object:
-    """T9k's is text; people write a number."""
+    """T9k writes text; people write a number."""
     return str(value) if type(value) is int else value
 
 
@@ -219,45 +218,45 @@ class TorchrunConfig(Part):
     enable: bool = Field(
         default=False,
         description="true: one torchrun agent per replica, which starts procPerNode ranks. false: "
-        "srun starts the ranks, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set "
-        "for them. Default: false.",
+        "srun starts the ranks, and hydroslurm sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+        "MASTER_PORT. Default: false.",
     )
     min_nodes: Count | None = Field(
         default=None,
-        description="Fewest replicas that may train together. Default: all of them.",
+        description="The least number of replicas that may train together. Default: all.",
         json_schema_extra=unit("replicas"),
     )
     max_restarts: Whole = Field(
         default=0,
-        description="How often an agent restarts its ranks by itself before its replica counts as "
-        "failed. Default: 0.",
+        description="How often an agent restarts its ranks itself before its replica has failed. "
+        "Default: 0.",
         json_schema_extra=unit("restarts"),
     )
     proc_per_node: ProcPerNode = Field(
         default="1",
-        description="Ranks of a replica: a number, or gpu for one on each of its GPUs. Default: 1.",
+        description="Ranks per replica: a number, or gpu for one per GPU. Default: 1.",
         json_schema_extra=unit("ranks per replica"),
     )
     rdzv_backend: Annotated[Line, WithJsonSchema({"enum": list(RDZV_BACKENDS)})] = Field(
         default="c10d",
         description="How the agents find each other: c10d, static, etcd or etcd-v2. The last two "
-        "need a server of yours, in extraOptions: [--rdzv-endpoint, HOST:PORT]. Default: c10d.",
+        "need your own server, in extraOptions: [--rdzv-endpoint, HOST:PORT]. Default: c10d.",
     )
     extra_options: Words = Field(
         default=(),
-        description="More options for torchrun, such as [--log-dir, logs]. Those that hydroslurm "
-        "sets are refused. Default: [].",
+        description="More torchrun options, such as [--log-dir, logs]. Those that hydroslurm sets "
+        "are refused. Default: [].",
     )
 
     @property
     def names_endpoint(self) -> bool:
-        """Whether extraOptions say where the agents meet."""
+        """Whether extraOptions name the rendezvous endpoint."""
         names = (word.partition("=")[0].replace("_", "-") for word in self.extra_options)
         return any(len(word) > len("--rdzv-") and ENDPOINT.startswith(word) for word in names)
 
     @property
     def has_own_server(self) -> bool:
-        """Whether the agents meet at a server that is the user's."""
+        """Whether the agents meet at the user's own server."""
         return self.rdzv_backend.startswith("etcd")
 
     @field_validator("proc_per_node")
@@ -288,7 +287,7 @@ class TorchrunConfig(Part):
 
 
 def _is_reserved(word: str) -> bool:
-    """argparse takes any unambiguous beginning of an option for the option."""
+    """argparse accepts any unambiguous prefix of an option."""
     name = word.lstrip("-").partition("=")[0].replace("_", "-")
     if not word.startswith("--"):
         return word in ("-m", "-r")

@@ -234,7 +234,7 @@ def cleaned(cluster: DevCluster, folder: Path, *, policy: str, with_shell: bool)
             scene.touch("end")
     scene.final_condition()
     scene.wait(lambda: not is_alive(worker), "end of the worker")
-    janitor = re.search(r"job (\d+) cleans up behind it", scene.said)
+    janitor = re.search(r"job (\d+) cleans up after it", scene.said)
     assert janitor is not None
     log = scene.run.logs / f"{janitor[1]}_0_log.out"
     scene.wait(lambda: "Exiting after successful" in _text(log), "end of the janitor")

@@ -7,7 +7,7 @@ import signal
 
 from submitit.core.job_environment import SignalHandler
 
-from hydroslurm.runtime.outlook import handles_sigterm, what_is_lost
+from hydroslurm.runtime.unsaved_warning import handles_sigterm, what_is_lost
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 
 

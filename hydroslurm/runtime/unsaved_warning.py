@@ -1,10 +1,10 @@
-"""One line at the start for who would lose work: a script that trains where jobs are stopped for
-others, in which nobody saves at a stop.
+"""One line of warning for a script that would lose work: it trains where jobs are preempted, and
+nothing in it saves when the job is stopped.
 
-The first rank of a job looks, once per job, and asks slurmctld three things. It waits
-until there is an optimizer, and a while longer: a script with a ``Run`` makes that next, and one
-that has neither will train. So a loop may have begun by then, but not for long. An answer that does
-not come is not waited for; the thread is a daemon, issues no operator and holds nothing.
+The first rank of a job checks, once per job, with three questions to slurmctld. It waits until
+there is an optimizer, and a while longer: a script with a ``Run`` makes that next, and one that has
+neither will train. So the training loop may have begun by then, but not for long. Nothing waits for
+slurmctld's answer: the thread is a daemon, issues no operator and holds nothing.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from hydroslurm.runtime.controller import Controller
     from hydroslurm.slurm.policy import SitePolicy
 
-LOOK_S = 2.0
-"""How often it is looked for an optimizer."""
+CHECK_S = 2.0
+"""How often to check for an optimizer."""
 FIRST_S, SPREAD_S = 10.0, 5.0
-"""How long after that a Run is waited for; the jobs of an array do not all ask in one second."""
+"""How long to wait for a Run after that; the jobs of an array must not all ask in one second."""
 ANSWER_S = 10.0
 
-_some_saver = False
-"""Somebody has saved in this process, and has left."""
+_had_saver = False
+"""Something in this process has saved, and is gone."""
 
 
-class Outlook:
-    """Of one installation; ends with it, or when it has spoken."""
+class UnsavedWarning:
+    """Of one installation; ends with it, or once the warning was printed."""
 
     def __init__(
         self, controller: Controller, run: RunDir, job_id: int, environ: Mapping[str, str]
@@ -44,29 +44,30 @@ class Outlook:
         self._run = run
         self._job_id = job_id
         self._environ = dict(environ)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="hydroslurm-outlook", daemon=True)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="hydroslurm-unsaved-warning", daemon=True
+        )
 
-    def start(self) -> Outlook:
+    def start(self) -> None:
         self._thread.start()
-        return self
 
     def stop(self) -> None:
-        """At once; what is being asked is not told any more."""
-        global _some_saver
-        _some_saver = _some_saver or self._controller.had_saver
-        self._over.set()
+        """At once; an answer that is still to come is dropped."""
+        global _had_saver
+        _had_saver = _had_saver or self._controller.had_saver
+        self._ended.set()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not has_optimizer():
-            if self._over.wait(LOOK_S) or self._is_settled():
+            if self._ended.wait(CHECK_S) or self._is_settled():
                 return
-        if self._over.wait(FIRST_S + random.uniform(0.0, SPREAD_S)) or self._is_settled():
+        if self._ended.wait(FIRST_S + random.uniform(0.0, SPREAD_S)) or self._is_settled():
             return
-        # Slurm's programs missing in a container, a controller that is busy: not worth a word
+        # Slurm's programs are missing in a container, slurmctld is busy: not worth a message
         with contextlib.suppress(HydroslurmError, UsageError, OSError):
             message = what_is_lost(self._policy(), self._job_id) if self._is_first() else None
-            if message is not None and not self._over.is_set() and not self._is_settled():
+            if message is not None and not self._ended.is_set() and not self._is_settled():
                 sys.stderr.write(f"hydroslurm: {message}\n")
                 sys.stderr.flush()
 
@@ -81,10 +82,10 @@ class Outlook:
         )
 
     def _is_settled(self) -> bool:
-        return _some_saver or self._controller.had_saver or handles_sigterm()
+        return _had_saver or self._controller.had_saver or handles_sigterm()
 
     def _is_first(self) -> bool:
-        """Whether no job step of this job, and no attempt, has looked before."""
+        """Whether no other job step and no earlier attempt of this job has checked."""
         mark = self._run.told(self._job_id)
         with contextlib.suppress(FileExistsError):
             mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ class Outlook:
 
 
 def has_optimizer() -> bool:
-    """Whether an optimizer was made in this process: torch marks a class at the first of it."""
+    """Whether an optimizer was made in this process: torch marks a class at its first."""
     module = sys.modules.get("torch.optim.optimizer")
     classes = [] if module is None else [module.Optimizer]
     while classes:
@@ -106,16 +107,16 @@ def has_optimizer() -> bool:
 
 
 def handles_sigterm() -> bool:
-    """Whether the script has a handler of its own, which may save. submitit's does not: it passes
-    SIGTERM over."""
+    """Whether the script has a handler of its own, which may save. submitit's does not: it ignores
+    SIGTERM."""
     handler = signal.getsignal(signal.SIGTERM)
     module = str(getattr(handler, "__module__", ""))
     return callable(handler) and module.partition(".")[0] != "submitit"
 
 
 def what_is_lost(policy: SitePolicy, job_id: int) -> str | None:
-    """A sentence on what a preemption costs a job in which nobody saves; None where none stops
-    it."""
+    """A sentence on what a preemption costs a job in which nothing saves; None if preemption does
+    not stop it."""
     how = {"requeue": "stops this job and requeues it", "cancel": "ends this job for good"}
     if policy.action.value not in how:
         return None
