@@ -1,10 +1,12 @@
-"""Removes the checkpoints of a folder that need not be kept, and what dead saves left there."""
+"""Removes the checkpoints of a folder that need not be kept, and what dead saves left there; keeps
+those that somebody is loading."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydroslurm.checkpoint import commit, folders
@@ -70,3 +72,37 @@ def _is_gone(pin: Path, *, now_epoch_s: float) -> bool:
         return folders.is_leftover(pin, now_epoch_s=now_epoch_s)
     except FileNotFoundError:  # loaded just now
         return True
+
+
+class Pins:
+    """Keep checkpoints that this process loads from everybody's retention; of one store."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._held: dict[Path, Path] | None = None
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Nobody's retention removes what is pinned or verified within this context before its end:
+        for the time between choosing a checkpoint and having loaded it."""
+        if self._held is not None:  # within another one, which lasts longer
+            yield
+            return
+        self._held = {}
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for pin in held.values():
+                with suppress(OSError):
+                    self._storage.rmdir(pin)
+
+    def pin(self, path: Path) -> None:
+        """Keep a checkpoint until the end of :meth:`holding`; outside of that context this does
+        nothing. A process that may only read the folder cannot pin, and takes the chance."""
+        if self._held is None or path in self._held or folders.key_of(path.name) is None:
+            return
+        pin = folders.pin(path)
+        with suppress(OSError):
+            self._storage.mkdir(pin)
+            self._held[path] = pin

@@ -53,7 +53,6 @@ class Saver:
         topic: str = "save",
         patience_s: float = PATIENCE_S,
         room: Callable[[], Room] = room,
-        meta: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Reads the manifests of earlier attempts to learn how long a save takes here.
 
@@ -69,7 +68,6 @@ class Saver:
             topic: of this saver in the peers' agreements; unique per saver.
             patience_s: how long to wait for the others before a save begins.
             room: says how much memory copies may take.
-            meta: returns what every manifest keeps in addition to the ``meta`` of its save.
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
@@ -88,7 +86,6 @@ class Saver:
             room=room,
         )
         self._on_save_error = on_save_error
-        self._meta = meta
         self._owner_pid = os.getpid()
         self._state = 0
         self._staging = Staging(exempt=exempt, room=room)
@@ -134,7 +131,7 @@ class Saver:
         self._check_ours()
         begin_s = time.monotonic()
         save_round = self._next_round(step)
-        request = SaveRequest(step, kind, epoch, {**self._meta(), **meta}, topic=save_round.topic)
+        request = SaveRequest(step, kind, epoch, meta, topic=save_round.topic)
         try:
             plan = self._begin(save_round, state)
         except SaveFailed as error:
@@ -178,9 +175,9 @@ class Saver:
         save_round = self._next_round(step)
         try:
             plan = self._divide(state)
-            number, about = self._new_state(), {**self._meta(), **meta}
+            number = self._new_state()
             request = SaveRequest(
-                step, kind, epoch, about, plan.state_bytes, save_round.topic, number, again
+                step, kind, epoch, meta, plan.state_bytes, save_round.topic, number, again
             )
         except BaseException as error:
             save_round.decline(error)
@@ -232,9 +229,8 @@ class Saver:
         try:
             plan = self._divide(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
-            about = {**self._meta(), **meta}
             request = SaveRequest(
-                step, kind, epoch, about, plan.state_bytes, save_round.topic, number
+                step, kind, epoch, meta, plan.state_bytes, save_round.topic, number
             )
         except BaseException as error:
             self._saves.wait(deadline_mono_s - time.monotonic())

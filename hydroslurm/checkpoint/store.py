@@ -14,7 +14,7 @@ from hydroslurm.checkpoint import commit, manifest, reader, retention
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES
-from hydroslurm.checkpoint.pins import Pins
+from hydroslurm.checkpoint.retention import Pins
 from hydroslurm.checkpoint.save import Save
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
 from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs

@@ -104,7 +104,7 @@ class JobRun(Run):
         )
 
     def save(self, *, kind: str = "manual") -> Saved:
-        """As :meth:`Run.save`; refused where the state is none to go on from.
+        """As :meth:`Run.save`; refused where the state cannot be resumed from.
 
         Raises:
             UsageError: in ``download``, ``build``, ``init`` and ``exit``, and without a manager.
@@ -118,8 +118,8 @@ class JobRun(Run):
 
     @contextmanager
     def unsaved(self, why: str) -> Iterator[None]:
-        """Within it a stop leaves without saving, and says so in these words; nothing is saved from
-        time to time either. For when the state is none to go on from, or is saved already."""
+        """Within it a stop exits without saving, with ``why`` as its message, and there are no
+        periodic saves: for a state that cannot be resumed from, or that is saved already."""
         before = self._unsaved
         self._unsaved = before or why
         try:
@@ -179,7 +179,12 @@ class JobRun(Run):
             return
         with self._leaving_when_stale():
             self._saver.save(
-                self._state(), step=self.step, epoch=self.epoch, kind=EPOCH, again=False
+                self._state(),
+                step=self.step,
+                epoch=self.epoch,
+                kind=EPOCH,
+                meta=self._made_of(),
+                again=False,
             )
             self._last_save_s = time.monotonic()
             self._saver.poll()

@@ -23,7 +23,7 @@ from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SaveFailed, UsageError
 from hydroslurm.training import finished
-from hydroslurm.training.notice import notice
+from hydroslurm.training.reporting import notice
 
 
 class JobRunner:
@@ -269,7 +269,7 @@ class JobAttempt:
                     raise
                 warnings.warn(
                     f"hydroslurm: the checkpoint of epoch {run.epoch} was not saved: {error}. The "
-                    "training goes on",
+                    "training continues",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -283,7 +283,7 @@ class JobAttempt:
         with self._run.unsaved(f"epoch {self._run.epoch} is committed already"):
             self._run.check_stop()
 
-    # --- words
+    # --- messages
     # --------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -308,4 +308,4 @@ class JobAttempt:
         where = f"The checkpoint of step {newest.step} ({newest.path}) is committed"
         if self._run.progress.ended and self._run.epoch == newest.epoch:
             return f"{where}: a restart runs the exit group again"
-        return f"{where}: a restart goes on from there, in epoch {newest.epoch}, without init"
+        return f"{where}: a restart resumes from there, in epoch {newest.epoch}, without init"

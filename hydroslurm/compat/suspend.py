@@ -27,8 +27,8 @@ from hydroslurm.errors import UsageError
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training.notice import notice
 from hydroslurm.training.rank_group import RankGroup
+from hydroslurm.training.reporting import notice
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.stopping import agree_on_plan, exit_together
 

@@ -1,12 +1,12 @@
-"""Containers: what this cluster can run an image with, and how. Asked of srun and of the PATH,
-never assumed; apart from that pure.
+"""Containers: what this cluster runs an image with, and how. srun and the PATH decide; the rest is
+pure.
 
-pyxis   srun starts each task inside: ``hydroslurm.jobs.task`` is run by the
-        image's own Python, so that the image must hold hydroslurm.
+pyxis   srun starts each task inside: the image's own Python runs ``hydroslurm.jobs.task``, so the
+        image must contain hydroslurm.
 Apptainer, Singularity
         the task becomes ``apptainer exec``. Its first process stays between Slurm and the rank and
-        hands signals on, but for SIGURG (seen in Apptainer's monitor_linux.go); where only srun's
-        tasks are signalled (proctrack/cgroup) the rank hears no warning before the time limit.
+        forwards all signals except SIGURG (seen in Apptainer's monitor_linux.go); where only srun's
+        tasks are signalled (proctrack/cgroup), the rank gets no warning before the time limit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Runtime(str, Enum):
     """What runs an image."""
 
     PYXIS = "pyxis"
-    """srun's own --container-image, which a SPANK plugin adds."""
+    """srun --container-image, which a SPANK plugin adds."""
     APPTAINER = "apptainer"
-    """Or Singularity, which takes the same words."""
+    """Or Singularity, which takes the same options."""
 
 
 def find_runtime(environ: Mapping[str, str]) -> Runtime | None:
-    """pyxis where srun knows it, else Apptainer (or Singularity) where it is on the PATH; None."""
+    """pyxis if srun has it, else Apptainer (or Singularity) if it is on the PATH, else None."""
     srun = shutil.which("srun", path=environ.get("PATH", ""))
     if srun is not None:
         try:
@@ -49,17 +49,17 @@ def find_runtime(environ: Mapping[str, str]) -> Runtime | None:
 
 
 def find_program(environ: Mapping[str, str]) -> str | None:
-    """Apptainer's or Singularity's, on the PATH."""
+    """The path of Apptainer or Singularity."""
     path = environ.get("PATH", "")
     return next((found for name in PROGRAMS if (found := shutil.which(name, path=path))), None)
 
 
 def no_runtime(image: str, where: str = "this cluster") -> LaunchError:
-    """What to say where there is none."""
+    """The error if nothing can run an image."""
     return LaunchError(
         f"image {image!r}: {where} has neither pyxis (srun --container-image) nor Apptainer on the "
-        "PATH, so that no container can be started. Leave the image out and use a Python "
-        "environment on a shared file system, or ask the administrators for one of them"
+        "PATH, so no container can be started. Omit the image and use a Python environment on a "
+        "shared file system, or ask the administrators for one of the two"
     )
 
 
@@ -72,18 +72,18 @@ def contained_argv(
     working_directory: str,
     has_gpus: bool,
 ) -> tuple[str, ...]:
-    """The words by which Apptainer runs other words in an image.
+    """The command line that runs ``argv`` in an image by Apptainer.
 
     Args:
-        argv: what is run.
-        image: a reference as Docker's, a URI, or the path of a .sif file.
+        argv: the program and its arguments.
+        image: a Docker reference, a URI, or the path of a .sif file.
         program: Apptainer or Singularity.
-        folders: visible in the container under the same path.
-        working_directory: where it is started.
+        folders: to be visible in the container under the same path.
+        working_directory: where it starts.
         has_gpus: whether the host's driver is needed.
 
     Raises:
-        LaunchError: a path that --bind cannot be told.
+        LaunchError: a path that --bind cannot express.
     """
     binds = []
     for folder in dict.fromkeys(map(str, folders)):
@@ -101,18 +101,18 @@ def contained_argv(
 def contained_environ(
     environ: Mapping[str, str], outer: Mapping[str, str], *, program: str
 ) -> dict[str, str]:
-    """``environ`` for Apptainer: what differs from ``outer`` is also named so that it counts above
-    what the image sets. Not by --env, which others see in the list of processes."""
+    """``environ`` for Apptainer: what differs from ``outer`` is repeated with the prefix that makes
+    it override the image's variables. Not with --env, which others can see in the process list."""
     prefix = f"{Path(program).name.upper()}ENV_"
     ours = {name: value for name, value in environ.items() if outer.get(name) != value}
     return {**environ, **{f"{prefix}{name}": value for name, value in ours.items()}}
 
 
 def pyxis_options(image: str, *, folders: Sequence[Path], working_directory: str) -> list[str]:
-    """srun's, for tasks in an image; arguments as of :func:`contained_argv`.
+    """srun's options for tasks in an image; arguments as for :func:`contained_argv`.
 
     Raises:
-        LaunchError: a path that --container-mounts cannot be told.
+        LaunchError: a path that --container-mounts cannot express.
     """
     mounts = []
     for folder in dict.fromkeys(map(str, folders)):
@@ -127,7 +127,7 @@ def pyxis_options(image: str, *, folders: Sequence[Path], working_directory: str
 
 
 def apptainer_image(image: str) -> str:
-    """Docker's references need a scheme here."""
+    """Docker references need a scheme here."""
     return image if "://" in image or _is_path(image) else f"docker://{image}"
 
 

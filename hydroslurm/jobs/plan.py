@@ -1,7 +1,6 @@
 """What a TrainingJob is on Slurm: nodes, tasks, and what each task runs.
 
-A plan is made once, at the submission (:mod:`hydroslurm.jobs.plan`), and read from the run
-folder by the supervisor and by each task.
+A plan is made once, at the submission; the supervisor and each task read it from the run folder.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, Template
 
 @dataclass(frozen=True)
 class Step:
-    """A command that runs to its end before the task's own."""
+    """A command that has to finish before the task's own starts."""
 
     name: str
     argv: tuple[str, ...]
@@ -33,13 +32,13 @@ class TaskPlan:
     Attributes:
         replica: such as ``worker-2``.
         type: of the replica.
-        node: which of the job's nodes, from 0.
+        node: index among the job's nodes, from 0.
         argv: the program and its arguments.
-        env: variables besides those of the job.
+        env: variables in addition to the job's.
         working_directory: absolute.
-        init: run before it.
+        init: what runs before it.
         image: container image, or None.
-        is_agent: whether ``argv`` is a torchrun agent and no rank itself.
+        is_agent: whether ``argv`` is a torchrun agent instead of a rank.
     """
 
     replica: str
@@ -55,15 +54,15 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job as Slurm is asked for it.
+    """A job as it is requested from Slurm.
 
     Attributes:
         nodes: how many.
-        cpus_per_node, memory_mib_per_node, gpus_per_node: of each; None and 0: not asked for.
+        cpus_per_node, memory_mib_per_node, gpus_per_node: of each; None and 0: not requested.
         tasks: in the order of their ranks.
         policies: replica type -> restart policy.
-        is_debug: the training is not started.
-        runtime: what runs the images of the tasks: pyxis, apptainer, or None.
+        is_debug: whether the training is not started.
+        runtime: what runs the tasks' images: pyxis, apptainer, or None.
     """
 
     nodes: int
@@ -89,12 +88,12 @@ class Plan:
 
     @property
     def is_even(self) -> bool:
-        """Whether all nodes have equally many tasks."""
+        """Whether all nodes have the same number of tasks."""
         return len(set(self.tasks_per_node)) == 1
 
     @property
     def cpus_per_task(self) -> int:
-        """What srun gives to each task, on the fullest node."""
+        """What srun gives each task on the fullest node."""
         return max(1, self.cpus_per_node // max(self.tasks_per_node))
 
     def policy_of(self, replica: str) -> str:
@@ -130,7 +129,7 @@ def _task(value: dict[str, Any]) -> TaskPlan:
 
 
 PYTHONS = ("python", "python3")
-"""Commands that mean the Python which hydroslurm is installed in."""
+"""Commands that mean the Python that hydroslurm is installed in."""
 
 
 def plan_job(job: TrainingJob, *, folder: Path, python: str, use_images: bool = True) -> Plan:
@@ -138,9 +137,9 @@ def plan_job(job: TrainingJob, *, folder: Path, python: str, use_images: bool = 
 
     Args:
         job: what is wanted.
-        folder: absolute; what relative paths in the job start from.
+        folder: absolute; the base of relative paths in the job.
         python: the interpreter that ``python`` means, absolute.
-        use_images: False leaves images out, where the cluster cannot run any.
+        use_images: False ignores images, for a cluster that cannot run any.
 
     Raises:
         UsageError: a command that torchrun cannot start.
@@ -180,7 +179,7 @@ class _Demand:
 
 
 def _cpus(tasks: Sequence[TaskPlan], demands: Sequence[_Demand]) -> int:
-    """Of each node: srun gives every task the same number."""
+    """CPUs of each node, given that every task gets the same number."""
     counts = [0] * len(demands)
     for task in tasks:
         counts[task.node] += 1
@@ -238,11 +237,11 @@ def _resolved(words: tuple[str, ...], interpreter: str) -> tuple[str, ...]:
 
 
 def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[str, ...]:
-    """``python train.py ...`` as ``hydroslurm agent -- ... train.py ...``, which starts the ranks
-    as torchrun does and hands Slurm's signals on to them.
+    """Turn ``python train.py ...`` into ``hydroslurm agent -- ... train.py ...``, which starts the
+    ranks as torchrun does and forwards Slurm's signals to them.
 
-    ``-m module`` stays, ``-u`` is what torchrun does anyway. Any other option of Python's, and any
-    other program, is started by the agent as it is.
+    ``-m module`` stays; ``-u`` is dropped, torchrun does that anyway. With any other option of
+    Python, and for any other program, the agent starts the command as it is.
 
     Raises:
         UsageError: a Python without a script.
@@ -253,7 +252,7 @@ def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[st
     nodes = f"{least}:{job.replicas}" if least < job.replicas else str(job.replicas)
     meeting = [f"--nnodes={nodes}", f"--rdzv-backend={config.rdzv_backend}"]
     options = [
-        # one agent alone looks for a port that is free, and not for torch's usual one
+        # a single agent picks a free port, not torch's default one
         *(["--standalone"] if job.replicas == 1 else meeting),
         f"--nproc-per-node={procs}",
         f"--max-restarts={config.max_restarts}",

@@ -1,7 +1,7 @@
 """submission.json: the intent before sbatch, the job id after it.
 
-Written whole by rename, so that a crash between the two is found later: an intent without an id may
-have become a job, and its name tells which.
+Replaced atomically, so that a crash between the two can be found later: an intent without an id may
+have become a job, which its name identifies.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Submission:
-    """What was asked of Slurm.
+    """What Slurm was asked for.
 
     Attributes:
         name: the job's name.
-        command: what each rank runs, for people.
+        command: what each rank runs, to be shown.
         requested_epoch_ns: when.
         job_id: Slurm's, as submitit writes it (``12`` or ``12_3``); None before sbatch answered.
     """

@@ -1,7 +1,7 @@
 """``python -m hydroslurm.jobs.task PLAN``: what srun starts for each task of a TrainingJob.
 
-It becomes the task's own program by exec, so that the rank is the very process that Slurm signals;
-below proctrack/cgroup no other hears anything. No shell is in between.
+It becomes the task's program by exec, so that the rank is the process that Slurm signals; with
+proctrack/cgroup no other process gets signals. There is no shell in between.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from hydroslurm.jobs.plan import Plan, TaskPlan
 from hydroslurm.runtime import autoload
 
 SCRATCH_ENV = "HYDROSLURM_SCRATCH"
-"""Environment variable: a folder of this replica's own in the run folder, which cleanPolicy All
-removes."""
+"""Environment variable: this replica's own folder in the run folder, removed by cleanPolicy All."""
 REPLICA_ENV = "HYDROSLURM_REPLICA"
 """Environment variable: such as ``worker-2``."""
 
@@ -47,7 +46,7 @@ def main(arguments: list[str]) -> int:
     if autoload.is_asked(environ):
         autoload.hold(autoload.killing(environ))
     else:
-        # this Python, which the job's own environment asked, holds them
+        # the autoload hook of this Python has blocked them, as the job's environment asked for it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, autoload.killing(environ))
     try:
         Path(environ[SCRATCH_ENV]).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,16 +67,16 @@ def main(arguments: list[str]) -> int:
 
 
 def task_environ(task: TaskPlan, environ: Mapping[str, str], *, root: Path) -> dict[str, str]:
-    """The environment of a task: the job's, ours, and above all the spec's. torch.distributed's
-    variables are set for a rank, and left to torchrun for an agent."""
+    """The environment of a task: the job's, overridden by ours, overridden by the spec's.
+    torch.distributed's variables are set for a rank; for an agent torchrun sets them."""
     made = dict(environ)
-    # as below torchrun: what a rank has printed is in its log at once, also when it is killed
+    # as torchrun does: output is in the log at once, even if the rank is killed
     made.setdefault("PYTHONUNBUFFERED", "1")
     made[REPLICA_ENV] = task.replica
     made[SCRATCH_ENV] = str(root / "scratch" / task.replica)
     if not task.is_agent:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-            made.pop(name, None)  # of the shell that sbatch was called in
+            made.pop(name, None)  # left over from the shell that called sbatch
         set_torch_environment(made)
     made.update(task.env)
     return made
@@ -96,11 +95,11 @@ def enter(task: TaskPlan) -> None:
 def as_run(
     plan: Plan, task: TaskPlan, argv: Sequence[str], environ: Mapping[str, str], *, root: Path
 ) -> tuple[Sequence[str], Mapping[str, str]]:
-    """The words and the environment that are really run: the same, or Apptainer's around them. With
-    pyxis this process is in the container already.
+    """The command and environment to run: the same, or wrapped for Apptainer. With pyxis this
+    process is already in the container.
 
     Raises:
-        LaunchError: this node has no Apptainer, or a path that it cannot be told.
+        LaunchError: this node has no Apptainer, or a path cannot be bound.
     """
     if task.image is None or plan.runtime != Runtime.APPTAINER:
         return argv, environ
@@ -108,7 +107,7 @@ def as_run(
     if program is None:
         raise no_runtime(task.image, f"node {environ.get('SLURMD_NODENAME', '')}")
     there = Path(task.working_directory)
-    words = contained_argv(
+    wrapped = contained_argv(
         argv,
         image=task.image,
         program=program,
@@ -116,7 +115,7 @@ def as_run(
         working_directory=task.working_directory,
         has_gpus=plan.gpus_per_node > 0,
     )
-    return words, contained_environ(environ, os.environ, program=program)
+    return wrapped, contained_environ(environ, os.environ, program=program)
 
 
 def _run_init(argv: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""SLURM_* variables -> a frozen Allocation. Pure: the environment is an argument."""
+"""From SLURM_* variables to a frozen Allocation. Pure: the environment is an argument."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hydroslurm.slurm.text import expand_nodes
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What a process inside a Slurm job can tell about itself from its variables.
+    """What a process inside a Slurm job knows about itself from its environment.
 
-    A process that srun started is a rank of a job step. Any other one (the batch script, a Python
-    started by it without srun) has ``step_id`` None, rank 0 and a world of 1: sbatch sets
-    SLURM_NTASKS and SLURM_PROCID for the batch shell too, where they say nothing about processes.
+    A process started by srun is a rank of a job step. Any other (the batch script, a Python that it
+    starts without srun) has ``step_id`` None, rank 0 and a world size of 1: sbatch sets
+    SLURM_NTASKS and SLURM_PROCID for the batch shell, too, where they say nothing about processes.
 
     Attributes:
         job_id: the raw id, with which Slurm's programs can be asked about this very task of an

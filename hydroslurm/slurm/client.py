@@ -1,4 +1,4 @@
-"""The client that all other rooms use to talk to Slurm, and the choice of its backend.
+"""The entry point for talking to Slurm, and the choice of the backend.
 
 client = open_client()
 client.job(123).state
@@ -49,8 +49,8 @@ _CONF_PLACES = (
 )
 
 _bound_conf: str | None = None
-"""The slurm.conf that this process's libslurm has read: it reads one, when pyslurm is imported, and
-asks that cluster for ever after, whatever SLURM_CONF says then (seen on 25.11.7)."""
+"""The slurm.conf that libslurm of this process has read: it reads one when pyslurm is imported, and
+asks that cluster from then on, whatever SLURM_CONF becomes (seen on 25.11.7)."""
 
 
 def open_client(
@@ -59,15 +59,12 @@ def open_client(
     environ: Mapping[str, str] | None = None,
     retry_policy: RetryPolicy | None = None,
 ) -> SlurmClient:
-    """Choose a backend: pyslurm where it works, else Slurm's own programs. Asks Slurm nothing.
+    """Choose a backend: pyslurm if it works, else Slurm's own programs. Does not ask Slurm.
 
     Args:
-        prefer: ``"commands"`` or ``"pyslurm"``; None leaves it to HYDROSLURM_SLURM_BACKEND, and
-            without
-            that to what is there.
-        environ: the environment of the programs, SLURM_CONF and PATH above all; None takes a copy
-            of this
-            process's. pyslurm reads this process's own, so another SLURM_CONF rules it out.
+        prefer: ``"commands"`` or ``"pyslurm"``; None: HYDROSLURM_SLURM_BACKEND, else what works.
+        environ: for the programs, most of all SLURM_CONF and PATH; None: a copy of this process's.
+            pyslurm reads this process's own, so another SLURM_CONF rules it out.
         retry_policy: time-outs and retries.
 
     Raises:
@@ -106,7 +103,7 @@ def find_slurm_conf(environ: Mapping[str, str]) -> Path | None:
 
 
 def _conf_name(environ: Mapping[str, str]) -> str | None:
-    """One name for one slurm.conf, however it is spelt."""
+    """The canonical path of the slurm.conf."""
     conf = find_slurm_conf(environ)
     return None if conf is None else os.path.realpath(conf)
 

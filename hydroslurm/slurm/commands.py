@@ -1,4 +1,4 @@
-"""The client: what can be asked of Slurm, over scontrol, squeue, sacct and scancel."""
+"""The client: all requests to Slurm, by scontrol, squeue, sacct and scancel."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Result = TypeVar("Result")
 
 
 class SlurmClient:
-    """What can be asked of Slurm. Every call may raise, beside what it names:
+    """All requests to Slurm. Every call may raise, besides what it documents:
 
     - SlurmMissing: no Slurm here.
     - ControllerUnreachable: slurmctld is away, and the retries are used up.
-    - SlurmTimeout: one call took too long; whether Slurm acted on it is not known.
+    - SlurmTimeout: a call took too long; Slurm may have acted on it or not.
     - NoSuchJob: slurmctld does not know the job (it forgets ended ones after MinJobAge).
     - NotPermitted: this user may not do that.
-    - UnreadableOutput: an answer of a form that no known release has.
+    - UnreadableOutput: the answer has a form that no known release has.
 
-    Calls block. They may be made from any thread, several at once, never from a signal handler. An
-    id is a raw job id; the id of an array stands for all its tasks with the commands backend.
+    Calls block. They are thread-safe, but not to be made from a signal handler. Ids are raw job
+    ids; with the commands backend the id of an array stands for all its tasks.
 
     Attributes:
         backend: ``commands`` or ``pyslurm``.
@@ -52,7 +52,7 @@ class SlurmClient:
         retry_policy: RetryPolicy | None = None,
         why: str = "commands: asked for by the caller",
     ) -> None:
-        """``environ`` is all that the programs see; ``os.environ`` is not read."""
+        """``environ``: all that the programs see; ``os.environ`` is not read."""
         self.why = why
         self._programs = Programs(dict(environ))
         self._retry_policy = retry_policy or RetryPolicy()
@@ -68,11 +68,11 @@ class SlurmClient:
     def jobs(
         self, *, user: str | None = None, ids: Collection[int] | None = None
     ) -> tuple[Job, ...]:
-        """Describe the jobs that slurmctld knows, ended ones included, with one request.
+        """Describe the jobs that slurmctld knows, ended ones included, in one request.
 
         Args:
             user: only this user's.
-            ids: only these jobs, and the tasks of these arrays. Unknown ones are left out.
+            ids: only these jobs, and the tasks of these arrays. Unknown ones are ignored.
         """
         if ids is not None and not ids:
             return ()
@@ -85,10 +85,10 @@ class SlurmClient:
         )
 
     def history(self, job_id: int) -> tuple[Job, ...]:
-        """Every start of a job from accounting, oldest first; a requeue begins a new one.
+        """Every start of a job according to accounting, oldest first; a requeue adds one.
 
         Raises:
-            NoSuchJob: accounting has nothing on it (yet: records arrive a moment late).
+            NoSuchJob: accounting has no record of it (yet: records arrive a moment late).
         """
         columns = ",".join(listings.SACCT_FIELDS)
         options = ("-D", "-X", "-P", "-n", f"--delimiter={listings.DELIMITER}", "-o", columns)
@@ -96,13 +96,13 @@ class SlurmClient:
         attempts = tuple(job for job in listings.read_attempts(output) if job.job_id == job_id)
         if not attempts:
             raise NoSuchJob(
-                f"sacct -D -j {job_id}: accounting has nothing on it. Records arrive a moment "
+                f"sacct -D -j {job_id}: accounting has no record of it. Records arrive a moment "
                 "late, and a cluster without slurmdbd keeps none"
             )
         return attempts
 
     def submit_line(self, job_id: int) -> str:
-        """The words that the job was submitted with, from accounting; empty where it has none."""
+        """The command line of the submission, from accounting; empty if it has none."""
         options = ("-X", "-P", "-n", "-o", "SubmitLine")
         return self._ask("sacct", *options, "-j", str(checked_job_id(job_id))).rstrip("\n")
 
@@ -115,7 +115,7 @@ class SlurmClient:
         columns = f"format={','.join(listings.QOS_FIELDS)}"
         timeout_s = self._retry_policy.call_timeout_s
         try:
-            # one attempt: without slurmdbd it would be refused for as long as one asks
+            # no retries: without slurmdbd every try is refused
             output = self._programs.run(
                 "sacctmgr", "-n", "-P", "show", "qos", columns, timeout_s=timeout_s
             )
@@ -124,7 +124,7 @@ class SlurmClient:
         return listings.read_qoses(output)
 
     def batch_script(self, job_id: int) -> str | None:
-        """The batch script as submitted; None for what has none, or is another user's."""
+        """The batch script as submitted; None if there is none, or it is another user's."""
         try:
             script = self._ask(
                 "scontrol", "write", "batch_script", str(checked_job_id(job_id)), "-"
@@ -138,7 +138,7 @@ class SlurmClient:
         return scontrol_text.read_config(self._ask("scontrol", "show", "config"))
 
     def suspend(self, job_id: int) -> None:
-        """Send SIGTSTP to a running job, then SIGSTOP; success when it is suspended already.
+        """Send SIGTSTP to a running job, then SIGSTOP; success if it is already suspended.
 
         Raises:
             WrongJobState: it does not run.
@@ -154,10 +154,10 @@ class SlurmClient:
         self._act(job_id, "scontrol", "resume", str(job_id))
 
     def requeue(self, job_id: int) -> None:
-        """End a batch job and put it back into the queue; success when it is pending already.
+        """End a batch job and put it back into the queue; success if it is already pending.
 
-        An ended batch job is started once more. Nothing tells "requeued by this call" from "was
-        requeued before it": what matters to the caller is that the job will run again.
+        An ended batch job is started again. "Requeued by this call" and "already requeued" look the
+        same: what matters is that the job will run again.
 
         Raises:
             WrongJobState: not a batch job, or submitted with --no-requeue.
@@ -177,7 +177,7 @@ class SlurmClient:
 
         Args:
             signal: ``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signal.SIGUSR1``.
-            step: only this job step; one that does not exist is not noticed by Slurm.
+            step: only this job step; Slurm does not report one that does not exist.
             batch: the batch shell only.
             full: the job steps and the batch shell.
 
@@ -194,13 +194,13 @@ class SlurmClient:
         self._send_signal(job_id, number, step=step, batch=batch, full=full)
 
     def cancel(self, job_id: int) -> None:
-        """Cancel a job; success when it has ended already."""
-        # scancel says nothing of an id that does not exist, and exits with 0
+        """Cancel a job; success if it has already ended."""
+        # for an id that does not exist scancel prints nothing and exits with 0
         self.job(job_id)
         self._act(job_id, "scancel", str(job_id))
 
     def set_requeue(self, job_id: int, *, allowed: bool) -> None:
-        """Say whether Slurm may start a job again; its owner may change that while it runs.
+        """Set whether Slurm may requeue a job; its owner may change that while it runs.
 
         Raises:
             WrongJobState: it has ended.
@@ -208,8 +208,8 @@ class SlurmClient:
         self._act(job_id, "scontrol", "update", f"JobId={job_id}", f"Requeue={int(allowed)}")
 
     def node_address(self, name: str) -> str:
-        """Where a node is reached: a host name or an address. Slurm knows it also where the name of
-        the node does not resolve.
+        """The host name or address of a node, which Slurm knows even if the node's name does not
+        resolve.
 
         Raises:
             SlurmError: there is no such node.
@@ -217,11 +217,10 @@ class SlurmClient:
         return scontrol_text.read_node_address(self._ask("scontrol", "-o", "show", "node", name))
 
     def _all_jobs(self, user: str | None) -> tuple[Job, ...]:
-        # JSON first: exact, and no comment can pass for a record. 22.05 pays no heed to --user with
-        # it, later releases ask slurmctld for less; what comes is filtered again. Not every Slurm
-        # is built with JSON, and 22.05 answers with an empty list and "Unspecified error" when the
-        # controller is away, so whatever goes wrong is asked again through scontrol, which names
-        # causes.
+        # JSON first: it is exact, and no comment can pass for a record. 22.05 ignores --user with
+        # it, so the answer is filtered again. Not every Slurm is built with JSON, and 22.05 answers
+        # with an empty list and "Unspecified error" while the controller is away: whatever fails is
+        # asked again by scontrol, which names causes.
         chosen = [] if user is None else [f"--user={user}"]
         try:
             timeout_s = self._retry_policy.call_timeout_s
@@ -256,7 +255,8 @@ class SlurmClient:
         pending_is_success: bool = False,
         may_repeat: Callable[[ControllerUnreachable], bool] = lambda _: True,
     ) -> None:
-        """Run a program that changes something, and find out why if it does not say why not."""
+        """Run a program that changes something; if it fails without a reason, find out the
+        reason."""
         checked_job_id(job_id)
 
         def once() -> None:
@@ -267,8 +267,8 @@ class SlurmClient:
                 if not (pending_is_success and refusals.ALREADY_PENDING in str(error)):
                     raise
             except SlurmTimeout as error:
-                # with MessageTimeout=30 scontrol itself looks for an absent controller for 58 s.
-                # What is harmless twice is asked again
+                # with MessageTimeout=30 scontrol itself looks for an absent controller for 58 s; a
+                # request that is harmless twice is repeated
                 if pending_is_success:
                     raise ControllerUnreachable(str(error)) from error
                 raise
@@ -283,10 +283,10 @@ class SlurmClient:
 
 
 def _check_signallable(job: Job, number: int) -> None:
-    """Let pass what has processes that can get the signal.
+    """Check that a job has processes that can get the signal.
 
     Raises:
-        WrongJobState: it has ended, waits, or is suspended (when nothing but SIGKILL gets through).
+        WrongJobState: it has ended, waits, or is suspended (only SIGKILL reaches it then).
     """
     suspended = job.state is JobState.SUSPENDED and number != signals.SIGKILL
     if job.state.has_ended or job.state.is_waiting or suspended:

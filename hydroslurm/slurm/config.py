@@ -16,7 +16,7 @@ from hydroslurm.slurm.values import Partition, Qos
 class Config(Mapping[str, str]):
     """slurm.conf as the controller has it: Slurm's names -> text, empty for Slurm's (null).
 
-    With the pyslurm backend only the names in ``pyslurm_backend.CONFIG_NAMES`` are there.
+    The pyslurm backend provides only the names in ``pyslurm_backend.CONFIG_NAMES``.
     """
 
     entries: Mapping[str, str] = field(repr=False)
@@ -35,7 +35,7 @@ class Config(Mapping[str, str]):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The controller's release, (22, 5, 8); (0,) when it is not given."""
+        """The controller's release, (22, 5, 8); (0,) if unknown."""
         return tuple(
             int(part) for part in re.findall(r"\d+", self.get("SLURM_VERSION", "")[:12])
         ) or (0,)
@@ -61,25 +61,25 @@ class Config(Mapping[str, str]):
 
     @property
     def kill_wait_s(self) -> int:
-        """Seconds between SIGTERM and SIGKILL of a job that is being ended."""
+        """Seconds between SIGTERM and SIGKILL when a job is ended."""
         return self._seconds("KillWait", 30)
 
     @property
     def cred_expire_s(self) -> int:
-        """Life of a credential; a requeued job waits that long, and one more, to start."""
+        """Lifetime of a credential; a requeued job waits one second longer before it starts."""
         found = re.search(r"cred_expire=(\d+)", self.get("AuthInfo", ""))
         return int(found[1]) if found else 120
 
     @property
     def proctrack_type(self) -> str:
-        """``proctrack/cgroup``: signals reach the srun tasks only; others: every process."""
+        """With ``proctrack/cgroup`` signals reach only srun's tasks, else every process."""
         return self.get("ProctrackType", "")
 
     @property
     def signals_children(self) -> bool:
-        """Whether a signal to a job step reaches every process of it, not its srun tasks only.
+        """Whether a signal to a job step reaches all its processes, not only srun's tasks.
 
-        SignalChildrenProcesses of cgroup.conf is told by releases that know it.
+        Newer releases report SignalChildrenProcesses of cgroup.conf.
         """
         if self.get("SignalChildrenProcesses", "").lower() == "yes":
             return True
@@ -92,14 +92,14 @@ class Config(Mapping[str, str]):
 
     @property
     def gang(self) -> bool:
-        """Whether gang scheduling preempts; it pays no heed to GraceTime."""
+        """Whether gang scheduling preempts; it ignores GraceTime."""
         return "GANG" in self.preempt_mode.upper().split(",")
 
     @property
     def send_user_signal(self) -> bool:
-        """Whether a preempted job gets its ``--signal`` in place of the first SIGTERM.
+        """Whether a preempted job gets its ``--signal`` instead of the first SIGTERM.
 
-        A word of PreemptParameters from 23.02 on, of SlurmctldParameters in 22.05.
+        An option of PreemptParameters since 23.02, of SlurmctldParameters in 22.05.
         """
         newer = self.get("PreemptParameters", "").lower().split(",")
         older = self.get("SlurmctldParameters", "").lower().split(",")
@@ -107,15 +107,15 @@ class Config(Mapping[str, str]):
 
     @property
     def job_requeue(self) -> bool:
-        """Whether a batch job may be requeued that says neither --requeue nor --no-requeue."""
+        """Whether a batch job with neither --requeue nor --no-requeue may be requeued."""
         return self.get("JobRequeue", "1") != "0"
 
     @property
     def requeue_wait_s(self) -> int:
-        """How long a requeued job waits at the least before it may start again.
+        """How long a requeued job waits at least before it starts again.
 
-        The lifetime of a credential and one second more; 25.11 and later read requeue_delay in
-        SchedulerParameters instead, where it is given (batch_requeue_fini in job_mgr.c).
+        The lifetime of a credential plus one second; since 25.11 requeue_delay in
+        SchedulerParameters, if given (batch_requeue_fini in job_mgr.c).
         """
         found = re.search(r"requeue_delay=(\d+)", self.get("SchedulerParameters", ""))
         waits_s = int(found[1]) if found and self.version >= (25, 11) else self.cred_expire_s
@@ -123,7 +123,7 @@ class Config(Mapping[str, str]):
 
     @property
     def has_accounting(self) -> bool:
-        """Whether there is a slurmdbd, without which sacct and QOS know nothing."""
+        """Whether there is a slurmdbd, which sacct and QOS need."""
         return self.get("AccountingStorageType", "").endswith("/slurmdbd")
 
     @property
@@ -154,7 +154,7 @@ _ACTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The settings that hold, each with where it stands. As in :class:`SitePolicy`."""
+    """The settings that apply, each with where it is set. See :class:`SitePolicy`."""
 
     action: PreemptAction
     action_why: str
@@ -239,6 +239,6 @@ def _by_qos(config: Config, qos: str, qoses: tuple[Qos, ...] | None) -> Rule:
 
 
 def _action(mode: str) -> PreemptAction:
-    """``GANG,SUSPEND`` -> PAUSE. GANG, WITHIN and PRIORITY say nothing about what is done."""
-    words = mode.upper().split(",")
-    return next((_ACTIONS[word] for word in words if word in _ACTIONS), PreemptAction.NEVER)
+    """``GANG,SUSPEND`` -> PAUSE. GANG, WITHIN and PRIORITY are not actions."""
+    parts = mode.upper().split(",")
+    return next((_ACTIONS[part] for part in parts if part in _ACTIONS), PreemptAction.NEVER)

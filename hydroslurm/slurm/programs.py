@@ -1,4 +1,5 @@
-"""Run one of Slurm's programs: the right environment, a time-out, a checked answer."""
+"""Run one of Slurm's programs: checked arguments, a clean environment, a time-out, a checked
+answer."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ _MEANT_FOR_RANKS = frozenset(
 
 @dataclass(frozen=True)
 class Programs:
-    """Slurm's programs as one environment finds them. Making the value touches no disk."""
+    """Slurm's programs as found in one environment. Creating the value does not touch the disk."""
 
     environ: Mapping[str, str]
 
     def child_environ(self) -> dict[str, str]:
-        """Plain English, moments as epoch seconds, no formatting of the user's."""
+        """English messages, times as epoch seconds, none of the user's format settings."""
         kept = {name: value for name, value in self.environ.items() if not _AMBIENT.match(name)}
         return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
@@ -40,16 +41,14 @@ class Programs:
         """Run it and return what it printed.
 
         Args:
-            silent: it prints nothing when all went well. Then a complaint on stderr is a failure
-                whatever
-                the exit status: ``scancel 99`` of an unknown job exits with 0.
+            silent: it prints nothing on success. Then an error on stderr is a failure whatever the
+                exit status: ``scancel 99`` of an unknown job exits with 0.
 
         Raises:
-            SlurmMissing: no such program, or SLURM_CONF names no file. (Slurm's programs would look
-                for it
-                again for a minute.)
-            SlurmTimeout: it was ended after ``timeout_s``.
-            SlurmError: what ``refusals.refusal`` makes of its message.
+            SlurmMissing: no such program, or SLURM_CONF names no file, for which Slurm's programs
+                would look again and again for a minute.
+            SlurmTimeout: it was killed after ``timeout_s``.
+            SlurmError: as :func:`refusals.refusal` maps its message.
         """
         command = [self._find(program), *arguments]
         doing = " ".join([program, *arguments])
@@ -89,12 +88,12 @@ class Programs:
 def _run_apart(
     command: list[str], environ: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[bytes]:
-    """subprocess.run for a child that does not hear the signals of the job that it is part of.
+    """subprocess.run for a child that ignores the signals meant for the ranks of its job.
 
     Under proctrack/linuxproc every process of a job step gets them, and the second SIGTERM of a
-    preemption comes some 20 ms after the first: it killed the very scontrol that asked for the
-    requeue. A blocked mask is inherited through exec; here it is blocked for the start only, so
-    that this process still hears them.
+    preemption comes some 20 ms after the first: it used to kill the very scontrol that was asking
+    for the requeue. The child inherits the blocked mask through exec; this process only blocks it
+    while starting the child.
     """
     before = signals.pthread_sigmask(signals.SIG_BLOCK, _MEANT_FOR_RANKS)
     try:

@@ -100,7 +100,7 @@ _HINTS: dict[type[SlurmError], str] = {
 
 
 def meaning(sentence: str) -> type[SlurmError] | None:
-    """The error that a sentence of Slurm's stands for, None for one that is not known."""
+    """The error class for a message of Slurm's; None if it is unknown."""
     lowered = sentence.lower()
     for error, phrases in _MEANINGS:
         if any(phrase.lower() in lowered for phrase in phrases):
@@ -109,7 +109,7 @@ def meaning(sentence: str) -> type[SlurmError] | None:
 
 
 def refusal(sentence: str, *, doing: str) -> SlurmError:
-    """The error to raise: what was being done, Slurm's own words, and what to do next."""
+    """The error to raise: what was being done, Slurm's message, and what to do next."""
     message = " / ".join(line.strip() for line in sentence.splitlines() if line.strip())[:500]
     error = meaning(sentence) or SlurmError
     hint = f"; {_HINTS[error]}" if error in _HINTS else ""
@@ -117,12 +117,12 @@ def refusal(sentence: str, *, doing: str) -> SlurmError:
 
 
 def says_nothing(error: SlurmError) -> bool:
-    """True when Slurm's sentence fits several causes, so that one has to ask further."""
+    """Whether Slurm's message fits several causes, so that one has to ask further."""
     return type(error) is SlurmError and any(words in str(error) for words in _SAYS_NOTHING)
 
 
 def never_arrived(error: SlurmError) -> bool:
-    """True when the request cannot have reached the controller, so that it is safe to repeat."""
+    """Whether the request cannot have reached the controller and is safe to repeat."""
     return bool(_NEVER_ARRIVED.search(str(error)))
 
 
@@ -131,14 +131,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """The numbers, and the outside things that a test replaces.
+    """Time-outs and retries, with the clock, sleep and random source that tests replace.
 
     Attributes:
-        call_timeout_s: for one call. Slurm's programs give up on an absent controller by themselves
-            after 9 to 18 s (twice MessageTimeout), so less than 20 s hides why.
-        give_up_after_s: no retry begins later than this after the first call.
-        first_delay_s, longest_delay_s: the pause before the first retry, doubled for each next one.
-            Each pause is drawn from its upper half, so that many ranks do not return together.
+        call_timeout_s: for one call. Slurm's programs give up on an absent controller after 9 to
+            18 s (twice MessageTimeout), so less than 20 s hides the reason.
+        give_up_after_s: no retry starts later than this after the first call.
+        first_delay_s, longest_delay_s: the delay before the first retry, which doubles each time,
+            and its maximum. Each delay is drawn from its upper half, so that ranks spread out.
         monotonic, sleep, uniform: the clock (s), the sleep (s) and the random source.
     """
 
@@ -159,7 +159,7 @@ class RetryPolicy:
         """Call until it does not raise ControllerUnreachable.
 
         Args:
-            may_repeat: False for a request that may have been heard and must not be made twice.
+            may_repeat: False if the request may have arrived and must not be made twice.
 
         Raises:
             ControllerUnreachable: the last one, with the number of attempts and the time spent.

@@ -1,7 +1,7 @@
-"""Requeueing a job from inside: only the attempt that Slurm knows of may.
+"""Requeueing a job from inside: only the attempt that is current for Slurm may.
 
-A process of a dead attempt, of a node that did not answer for a while, can hear its SIGTERM when
-the job runs again. ``scontrol requeue`` takes a job id, so that it would end the living attempt.
+A process of a dead attempt, on a node that did not respond for a while, may get its SIGTERM when
+the job already runs again. ``scontrol requeue`` takes a job id, so it would end the living attempt.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Start:
 
 
 def requeue(client: SlurmClient, start: Start) -> None:
-    """Have the job started again, unless it waits for that already. What is asked of Slurm first
-    leaves a moment in which only somebody else's requeue and a whole start would have to fit.
+    """Requeue the job, unless it is already pending.
+
+    This could only hit the wrong attempt if somebody else's requeue and a whole start of the job
+    happened between the check and the request.
 
     Raises:
         StaleAttempt: Slurm has started it again since; nothing was done.
@@ -43,11 +45,11 @@ def requeue(client: SlurmClient, start: Start) -> None:
 
 
 def check_newest(job: Job, start: Start) -> None:
-    """Compare what Slurm says of a job with a start of it. Pure.
+    """Compare a start of a job with what Slurm says about the job. Pure.
 
-    While the processes of a requeued attempt are being ended Slurm counts one restart more already;
-    the job is pending then. And a count of 0 may only be a variable that was lost (``srun
-    --export=NONE``, containers): a process that began after the newest start is of no older one.
+    While a requeued attempt is being ended, Slurm already counts the next restart; the job is
+    pending then. A count of 0 may be a lost variable (``srun --export=NONE``, containers): a
+    process that began after the newest start belongs to no older one.
 
     Raises:
         StaleAttempt: the start is over, and the job runs, or ran, without it.

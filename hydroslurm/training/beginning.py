@@ -1,7 +1,7 @@
-"""How a run begins: it claims its folder, and goes on from the newest checkpoint there.
+"""How a run begins: it claims its folder and resumes from the newest checkpoint there.
 
-The first part of :class:`~hydroslurm.training.run.Run`. A loop that forgets to resume is helped
-where that can still be made good, and stopped where it would train from 0 over what is committed.
+The first part of :class:`~hydroslurm.training.run.Run`. A loop that forgets to resume is resumed
+where that is still possible, and stopped where it would train from 0 over what is committed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hydroslurm.runtime.controller import Controller
 from hydroslurm.training import finished
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
-from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
+from hydroslurm.training.reporting import notice
 from hydroslurm.training.resuming import differences, load_for, set_aside
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping
@@ -83,12 +83,12 @@ class Beginning(ABC):
     def step(self) -> int:
         """Training steps completed. Settable, for loops that do not use :meth:`batches`.
 
-        Who reads it wants to know where to go on, so that the first look resumes the run where
-        :meth:`resume` was not called: with several ranks, on all of them.
+        A script that reads it wants to know where to resume, so the first read resumes the run if
+        :meth:`resume` was not called: with several ranks, read it on all of them.
 
         Raises:
             UsageError: the run was not resumed, a checkpoint is committed, and something may have
-                been trained since; or it is set before the run was resumed.
+                been trained since; or it was set before the run was resumed.
         """
         if not self._has_begun:
             self._begin_unasked("run.step was read")
@@ -115,11 +115,11 @@ class Beginning(ABC):
         self._saves.behind_batches = False
         self._epoch = epoch
 
-    # --- registering and going on
+    # --- registering and resuming
     # --------------------------------------------------------------------------------------------
 
     def register(self, name: str, thing: Any) -> None:
-        """Save one more object, as those in ``extra``; before :meth:`resume`.
+        """Save one more object, like those in ``extra``; before :meth:`resume`.
 
         Raises:
             UsageError: the run has begun, the name is taken, or it is not an object with
@@ -133,13 +133,13 @@ class Beginning(ABC):
         self._add(name, thing)
 
     def resume(self) -> bool:
-        """Go on from the newest committed checkpoint; False when there is none.
+        """Resume from the newest committed checkpoint; False when there is none.
 
-        A run that has finished leaves with status 0 here; one that must not go on (a limit is
-        spent, or attempts make no progress) with 93. From here on the folder is this attempt's:
-        an older one that is still alive can neither save nor remove anything there, and leaves with
-        93 when it tries. Called by :meth:`batches` when it was not called before, and by the first
-        look at :attr:`step` or :attr:`epoch`.
+        A run that has finished exits with status 0 here; one that must not continue (a limit is
+        spent, or attempts make no progress) with 93. From here on the folder belongs to this
+        attempt: an older one that is still alive can neither save nor remove anything there, and
+        exits with 93 when it tries. :meth:`batches` and the first read of :attr:`step` or
+        :attr:`epoch` call it if it was not called before.
 
         Raises:
             StateMismatch: the checkpoint belongs to other objects; names the keys.
@@ -155,8 +155,8 @@ class Beginning(ABC):
         return self._begin(may_load=True, seen="")
 
     def _begin_unasked(self, seen: str, *, may_load: bool = True) -> None:
-        """The loop begins, and nobody has called :meth:`resume`. That is made good where the state
-        is still what the script has made; in the middle of a loop it would be too late.
+        """The loop begins without a call of :meth:`resume`. The run is resumed here if its state is
+        still what the script has made; in the middle of a loop it would be too late.
 
         Raises:
             UsageError: a checkpoint is committed, which the loop would begin without.
@@ -273,7 +273,7 @@ class Beginning(ABC):
 
     @contextlib.contextmanager
     def _leaving_when_stale(self) -> Iterator[None]:
-        """Of an attempt that a newer one has taken the place of nothing is wanted any more.
+        """Exit once a newer attempt has replaced this one.
 
         Raises:
             ExitForRequeue: in the place of StaleAttempt.

@@ -30,7 +30,7 @@ from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile, UsageError
-from hydroslurm.training.notice import notice
+from hydroslurm.training.reporting import notice
 
 _LIMIT_BYTES = 4096
 

@@ -29,7 +29,7 @@ from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.restarts import Start, requeue
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
 from hydroslurm.training.attempts import Ending
-from hydroslurm.training.notice import notice
+from hydroslurm.training.reporting import notice
 
 ANSWER_S = 2.0
 """How long a save waits for Slurm to say why; waiting longer would eat into the grace."""

@@ -16,12 +16,12 @@ from hydroslurm.training.rank_group import RankGroup
 
 
 def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
-    """The state of a checkpoint that has just been verified, as this rank goes on with it.
+    """The state of a checkpoint that was just verified, as this rank resumes from it.
 
-    With another number of ranks than saved it there is nobody whose own state a rank could take
-    over as it is. What the ranks have in common it gets all the same; its place in the data is the
-    first rank's, which counts what all have consumed; and its random numbers are its own where a
-    rank of this number was there, else made from the first rank's.
+    With another world size than at the save, no rank can take over a saved rank's own state as it
+    is. It still gets what all ranks share; its position in the data is that of rank 0, which counts
+    what all ranks have consumed; its random numbers are its own if a rank of this number took part
+    in the save, otherwise they are derived from those of rank 0.
 
     Args:
         like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
@@ -37,11 +37,11 @@ def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
 def differences(
     rank_group: RankGroup, found: Found, state: State, *, objects: Objects, loading: Loading
 ) -> Iterator[str]:
-    """Say what is not as it was when this was saved; of loaders the first rank's, for each rank may
-    have its own.
+    """Report what has changed since the checkpoint was saved. Of the loaders, which may differ per
+    rank, only rank 0 reports.
 
     Raises:
-        StateMismatch: the run cannot go on with it.
+        StateMismatch: the run cannot resume from it.
     """
     manifest = found.checkpoint.manifest
     yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
@@ -51,8 +51,8 @@ def differences(
 
 
 def set_aside(checkpoints: Path) -> Path | None:
-    """Rename a folder of checkpoints, for a run that begins anew: a later attempt would go on from
-    the newest of them, which is further. None where there is none.
+    """Rename a folder of checkpoints, for a run that starts over: a later attempt would otherwise
+    resume from the newest of them, which is further. Returns None if there is no such folder.
 
     Raises:
         RunFolderError: it cannot be renamed.

@@ -1,13 +1,13 @@
-"""``Run``: the loop that a user writes around their training, made to survive.
+"""``Run``: makes a training loop survive preemption.
 
     run = hydroslurm.Run(model=model, optimizer=optimizer, loader=loader, directory="runs/a")
     for batch in run.batches(epochs=10):
         ...
 
-Safe points lie between two steps. There, and only there, is the state consistent: periodic saves
-begin there, and a stop is obeyed there. Nothing is exchanged, synchronised or asked for at a safe
-point as long as nobody wants anything: two attribute reads and, with ``every_s``, a clock. The same
-holds for several ranks, which are told of a stop from outside the loop, and meet at one place (see
+Safe points lie between two steps. Only there is the state consistent, so that is where periodic
+saves begin and stops are obeyed. As long as nothing was requested, a safe point exchanges and
+synchronises nothing: it costs two attribute reads and, with ``every_s``, a clock. The same holds
+for several ranks: they learn of a stop outside the loop, and agree on one safe point (see
 :mod:`hydroslurm.training.rank_group`).
 """
 
@@ -53,11 +53,10 @@ from hydroslurm.training.composition import Composition
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import UNSETTLED, is_settled
-from hydroslurm.training.notice import notice
 from hydroslurm.training.objects import Objects, require_savable
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.recording import SaveRecorder
+from hydroslurm.training.reporting import SaveRecorder, notice
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping
@@ -69,19 +68,19 @@ class Run(Beginning):
     Takes over SIGTERM and the warning signal (see :meth:`Controller.claim_stops`); both mean:
     continue to the next safe point, save, and exit. Installs pausing if that was not done yet.
 
-    One at a time in a process, used from the main thread. As a context manager it also finishes the
-    run: a restart of a finished run exits at once, with status 0.
+    A process has one at a time, used from the main thread. As a context manager it also finishes
+    the run: a restart of a finished run exits at once, with status 0.
 
-    A run has finished when the block has ended and its process ends well, with status 0 (of several
-    ranks the first one's). Whoever ends it between the two (SIGTERM, an exception, a node that
-    dies), the next start comes back to the last step, trains nothing, and what follows the loop is
-    done again, in the block and behind it, until it has come to its end once. So write an export
-    under another name, and rename it.
+    A run has finished when its block has ended and its process exits with status 0 (with several
+    ranks, that of rank 0). If anything ends the process in between (SIGTERM, an exception, a node
+    failure), the next start resumes at the last step, trains nothing, and repeats what follows the
+    loop, inside the block and after it, until that has completed once. So write an export under
+    another name and rename it.
 
-    With several ranks each makes the same calls: all load, save and stop together, at one step,
-    whichever of them was signalled. Each saves its own part, its random numbers and its place in
-    the data; a run may come back with another number of ranks. They find each other by the
-    variables of Slurm or torchrun.
+    With several ranks, each makes the same calls: all load, save and stop together at one step,
+    whichever of them was signalled. Each saves its shard, its random numbers and its position in
+    the data; a run may resume with another number of ranks. They find each other by the variables
+    of Slurm or torchrun.
 
     Args:
         model, optimizer, scheduler, scaler: what is saved under these names; all optional.
@@ -89,30 +88,31 @@ class Run(Beginning):
             iterable (see :func:`hydroslurm.data.position.position_of`).
         directory: where the run keeps its checkpoints and attempts, on a file system that all nodes
             share; default: the run folder of this job (``hydroslurm-runs/JOBID``).
-        every_steps, every_s: save so often while training, in the background; every 600 s when
-            neither is given, never when both are 0. The background needs memory for a copy of the
-            state: where a limit leaves too little, the training waits for each save.
-        keep: how many periodic checkpoints stay, at least 2. Two of stops stay besides.
+        every_steps, every_s: how often to save in the background while training; every 600 s when
+            neither is given, never when both are 0. A save in the background needs memory for a
+            copy of the state: where a limit leaves too little, the training waits for each save.
+        keep: how many periodic checkpoints to keep, at least 2; two of stops are kept in addition.
         extra: more objects by name, each with ``state_dict`` and ``load_state_dict``. They are
-            loaded in this order, before model, optimizer, scheduler and scaler: one can rebuild
-            what was added to these while training, such as a parameter group.
-        fast_directory: a local folder (/dev/shm, NVMe) that is written first; each run makes one
-            of its own in it. It survives the process, and a requeue to the same node, not the node.
-        on_save_error: ``warn`` goes on when a periodic save fails, ``fail`` raises SaveFailed at
+            loaded in this order, before model, optimizer, scheduler and scaler, so that they can
+            rebuild what was added to those while training, such as a parameter group.
+        fast_directory: a local folder (/dev/shm, NVMe) that is written first; each run makes a
+            folder of its own in it. It survives the process and a requeue to the same node, but
+            not the node.
+        on_save_error: ``warn`` continues when a periodic save fails, ``fail`` raises SaveFailed at
             the next safe point.
-        limits: how often the run may be started again.
-        resume: False begins at step 0, and sets aside what is committed in the folder. A restart of
-            the same job goes on all the same, from what its first start has saved.
+        limits: how often the run may be restarted.
+        resume: False starts at step 0 and sets aside what is committed in the folder. A restart of
+            the same job still resumes, from what its first start has saved.
 
     Raises:
-        UsageError: a wrong argument; no directory outside of a job; several ranks and a fast tier;
-            another Run that is open in this process, or has finished in this folder there; not the
-            main thread.
+        UsageError: a wrong argument; no directory outside of a job; a fast tier with several
+            ranks; another Run is open in this process, or has finished in this folder in this
+            process; not the main thread.
         InstallError, GateError: as :func:`hydroslurm.install`.
     """
 
     _rest_is_redone = True
-    """What follows the training is repeated until the process that has done it ends well."""
+    """What follows the training is repeated until the process that has done it exits well."""
 
     _keep_epochs: int | None = None
     """How many checkpoints of kind ``epoch`` stay, which only a job makes; None: all of them."""
@@ -151,15 +151,9 @@ class Run(Beginning):
         self._watch = LoopWatch()
         self._model = model
         self._objects = Objects()
-        for name, thing in {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "scaler": scaler,
-        }.items():
-            if thing is not None:
-                self._add(name, thing)
-        for name, thing in (extra or {}).items():
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        present = {name: thing for name, thing in named.items() if thing is not None}
+        for name, thing in [*present.items(), *(extra or {}).items()]:
             self._add(name, thing)
         self._cursor = Cursor()
         self._saves = Saves()
@@ -167,11 +161,11 @@ class Run(Beginning):
         self._fence = fence_of(self.dir, allocation)
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
         self._controller, self._installed_here = controller_for(self.dir, environ)
-        self._rank_group = RankGroup(self._controller)
         self._world = World.from_environ(environ)
-        self._room = functools.partial(memory.room, ranks_here=self._world.local_world_size)
-        peers = self._rank_group.peers
-        self._durable = CheckpointStore(self.dir.checkpoints, peers=peers, fence=self._fence)
+        self._rank_group = RankGroup(self._controller)
+        self._durable = CheckpointStore(
+            self.dir.checkpoints, peers=self._rank_group.peers, fence=self._fence
+        )
         with contextlib.ExitStack() as undo:
             if self._installed_here:
                 undo.callback(installation.uninstall)
@@ -185,51 +179,55 @@ class Run(Beginning):
                 allocation=allocation,
                 at_least=least_number(environ, allocation),
             )
-            self._saver = Saver(
-                self._durable,
-                fast=self._fast,
-                keep=keep,
-                keep_epochs=self._keep_epochs,
-                on_save_error=on_save_error,
-                exempt=self._controller.exempt,
-                tell=SaveRecorder(self._controller),
-                peers=peers,
-                room=self._room,
-                meta=self._made_of,
-            )
-            stop_handler = StopHandler(
-                allocation,
-                self._controller,
-                environ=environ,
-                fence=self._fence,
-                reads_ahead=self._rank_group.rank == 0,
-            )
-            self._stopping = Stopping(
-                self._rank_group,
-                attempt=self._attempt,
-                saver=self._saver,
-                stop_handler=stop_handler,
-            )
-            self._controller.claim_stops(stop_handler.note_request)
+            self._saver = self._make_saver(keep=keep, on_save_error=on_save_error)
+            self._stopping = self._take_over_stops(allocation, environ)
             undo.pop_all()
         oversights.opened(self, self._controller)
+
+    def _make_saver(self, *, keep: int, on_save_error: Literal["warn", "fail"]) -> Saver:
+        return Saver(
+            self._durable,
+            fast=self._fast,
+            keep=keep,
+            keep_epochs=self._keep_epochs,
+            on_save_error=on_save_error,
+            exempt=self._controller.exempt,
+            tell=SaveRecorder(self._controller),
+            peers=self._rank_group.peers,
+            room=functools.partial(memory.room, ranks_here=self._world.local_world_size),
+        )
+
+    def _take_over_stops(
+        self, allocation: Allocation | None, environ: Mapping[str, str]
+    ) -> Stopping:
+        stop_handler = StopHandler(
+            allocation,
+            self._controller,
+            environ=environ,
+            fence=self._fence,
+            reads_ahead=self._rank_group.rank == 0,
+        )
+        self._controller.claim_stops(stop_handler.note_request)
+        return Stopping(
+            self._rank_group, attempt=self._attempt, saver=self._saver, stop_handler=stop_handler
+        )
 
     # --- the loop
     # --------------------------------------------------------------------------------------------
 
     def batches(self, *, epochs: int, accumulate: int = 1) -> Iterator[Any]:
-        """Yield the batches that are left of ``epochs`` epochs; one is one step.
+        """Yield the remaining batches of ``epochs`` epochs; each is one step.
 
-        A safe point lies behind each. Leaving the loop early leaves the run where it is.
+        Each is followed by a safe point. Leaving the loop early leaves the run where it is.
 
-        At its end the state is saved as one of the last epoch, all batches of which are used. What
+        At the end the state is saved as one of the last epoch, with all its batches used. What
         follows in the script (an evaluation, ``scheduler.step()``) belongs to that epoch until the
-        next :meth:`batches` or :meth:`save`: whoever ends the attempt there, the next one comes
-        back behind the last batch and does it once, from the state that it began with.
+        next :meth:`batches` or :meth:`save`: if the attempt ends there, the next one resumes after
+        the last batch and does it once, from the same state.
 
         Args:
-            accumulate: safe points only behind every so many batches, which are then one step:
-                gradients that are being accumulated are not saved.
+            accumulate: batches per step. Safe points follow only complete steps, because gradients
+                that are being accumulated are not saved.
         """
         if self._cursor.position is None:
             raise UsageError("batches() needs a loader; give one to Run(loader=...)")
@@ -254,17 +252,17 @@ class Run(Beginning):
         self._save_behind_batches(since=self._step)
 
     def safe_point(self) -> None:
-        """Say that a step is complete and the state consistent: save if it is time to, and leave if
-        a stop was asked for. :meth:`batches` calls it; a loop of one's own does, once per step.
+        """Declare a step complete and the state consistent: save if a save is due, and exit if a
+        stop was requested. :meth:`batches` calls it; your own loop does so once per step.
 
-        In the body of a loop over :meth:`batches` call it, :meth:`check_stop` and :meth:`save` only
-        when the batch has been trained: it counts as used from the moment it was handed out.
+        In the body of a loop over :meth:`batches`, call it, :meth:`check_stop` and :meth:`save`
+        only after the batch was trained: a batch counts as used once it was handed out.
 
         Raises:
-            SystemExit: the run was saved and leaves (75, or 143 when it was cancelled).
+            SystemExit: the run was saved and exits (75, or 143 when it was cancelled).
             SaveFailed: an earlier save failed, with ``on_save_error="fail"``.
-            UnsavableState: at the first step of an attempt; the state holds something that could be
-                saved by pickling only.
+            UnsavableState: at the first step of an attempt; the state holds something that only
+                pickling could save.
             UsageError: the run was not resumed, and a checkpoint is committed; or the optimizer
                 steps, and nobody counts.
         """
@@ -275,17 +273,7 @@ class Run(Beginning):
             self._watch.at_safe_point(self._step)
         stop = self._arrive()
         if self._attempt.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
-            if self._rank_group.world_size > 2 and is_settled(self._model) is False:
-                self._log_once(UNSETTLED)
-            if message := oversights.recompiles(self._model, self._cursor.loader):
-                self._log_once(message)
-            state = self._state()  # now that the optimizer has its own
-            require_savable(state)
-            if refused := self._saver.reserve(state):
-                self._log_once_per_node(
-                    f"{refused}. So each save holds the training up until it is written. "
-                    "More memory (--mem) spares that"
-                )
+            self._check_first_step()
         if stop is not None:
             self._stop(stop)
         self._poll()
@@ -294,18 +282,18 @@ class Run(Beginning):
             step = self._completed_step()
             if self._saves.takes_periodic(step):
                 took_s = self._saver.start(
-                    self._state(), step=step, epoch=self._epoch, kind="periodic"
+                    self._state(), step=step, epoch=self._epoch, meta=self._made_of()
                 )
                 if took_s > 0:
                     self._saves.began(periodic_step=step)
 
     def check_stop(self) -> None:
-        """Leave if a stop was asked for: for what takes long between two safe points, which a stop
-        would else wait for.
+        """Exit if a stop was requested: for long work between two safe points, which a stop would
+        otherwise wait for.
 
-        What is saved is the state as it is now, and the next attempt goes on from ``run.step`` and
-        ``run.epoch``: what follows this call is not made up for. Two places are exact: behind a
-        loop over :meth:`batches` nothing is saved, and all that follows the loop is done anew; and
+        This saves the state as it is now, and the next attempt resumes from ``run.step`` and
+        ``run.epoch``; it does not repeat what follows this call. Two places are exact: after a
+        loop over :meth:`batches` nothing is saved and all that follows the loop is repeated; and
         within :meth:`evaluation`.
 
         Raises:
@@ -316,7 +304,7 @@ class Run(Beginning):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """A block that a stop cuts off and the next attempt begins anew: an evaluation, say.
+        """A block that a stop cuts off and the next attempt repeats, such as an evaluation.
 
             for batch in run.batches(epochs=run.epoch + 1):
                 ...
@@ -326,16 +314,16 @@ class Run(Beginning):
                     ...
             scheduler.step()
 
-        A stop is obeyed where it begins and at each :meth:`check_stop` in it, with the state and
-        the random numbers of its beginning. The block must change nothing that is saved; what does
-        (``scheduler.step()``) comes behind it, and is then done once. Behind a loop of one's own
-        the script has to come back here from ``run.step`` and ``run.epoch`` as they are here: count
-        the epoch behind the block.
+        A stop is obeyed where the block begins and at each :meth:`check_stop` in it, with the state
+        and the random numbers from its beginning. The block must not change anything that is saved;
+        what does (``scheduler.step()``) belongs after it and is then done once. With your own loop
+        the script has to return here from ``run.step`` and ``run.epoch`` as they are here: count
+        the epoch after the block.
 
         Raises:
             SystemExit: as :meth:`safe_point`.
-            UsageError: in the body of a loop over :meth:`batches`, to which no attempt can come
-                back; within another one.
+            UsageError: in the body of a loop over :meth:`batches`, to which no attempt can return;
+                within another such block.
         """
         if not self._has_begun:
             self._begin_unasked("an evaluation begins")
@@ -356,16 +344,16 @@ class Run(Beginning):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether one of the next safe points will be the last. Of several ranks some know sooner
-        than others: it is no condition to leave a loop by that all have to leave."""
+        """Whether one of the next safe points will be the last. Some ranks know this sooner than
+        others, so do not leave a loop by it that all ranks have to leave together."""
         return self._rank_group.stop_wanted()
 
     def request_stop(self) -> None:
-        """Ask for a stop from inside the program: save, requeue, leave at the next safe point."""
+        """Request a stop from inside the program: save, requeue and exit at the next safe point."""
         self._controller.request_stop()
 
     def save(self, *, kind: str = "manual") -> Saved:
-        """Save now, and come back when it is committed on the durable tier.
+        """Save now; return when the checkpoint is committed on the durable tier.
 
         Raises:
             SaveFailed: it is not; what was committed before is whole.
@@ -381,7 +369,9 @@ class Run(Beginning):
             )
         step = self._completed_step()
         with self._leaving_when_stale():
-            saved = self._saver.save(self._state(), step=step, epoch=self._epoch, kind=kind)
+            saved = self._saver.save(
+                self._state(), step=step, epoch=self._epoch, kind=kind, meta=self._made_of()
+            )
         self._saves.began()
         self._last_save_s = time.monotonic()
         return saved
@@ -390,9 +380,9 @@ class Run(Beginning):
     # --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The training is done: save its last step where that is not saved, and close. The marker
-        that makes a restart leave at once follows at the good end of this process: see
-        :class:`Run`.
+        """Declare the training done: save its last step unless that is saved already, and close.
+        The marker that makes a restart exit at once is written when this process exits with status
+        0: see :class:`Run`.
 
         Raises:
             AgreementFailed: a rank has failed before it was done, so that the run is not finished.
@@ -415,7 +405,7 @@ class Run(Beginning):
         self._leave()
 
     def close(self) -> None:
-        """Wait for a save in flight and restore the signal handlers. Nothing else is needed."""
+        """Wait for a save in flight and restore the signal handlers; no other cleanup is needed."""
         self._is_closed = True
         oversights.closed(self)
         self._watch.close()
@@ -450,6 +440,25 @@ class Run(Beginning):
     # --- inside
     # --------------------------------------------------------------------------------------------
 
+    def _check_first_step(self) -> None:
+        """What can be known once the optimizer has its own state.
+
+        Raises:
+            UnsavableState: the state holds something that could be saved by pickling only.
+        """
+        if self._rank_group.world_size > 2 and is_settled(self._model) is False:
+            self._log_once(UNSETTLED)
+        if message := oversights.recompiles(self._model, self._cursor.loader):
+            self._log_once(message)
+        state = self._state()
+        require_savable(state)
+        refused = self._saver.reserve(state)
+        if refused and self._world.local_rank == 0:  # one rank speaks for those of its node
+            notice(
+                f"{refused}. So each save holds the training up until it is written. More memory "
+                "(--mem) spares that"
+            )
+
     def _leave_if_cut_short(self, error: Exception) -> None:
         """A rank that died in the middle of a stop makes the collectives of the others fail. That
         is no error of the program: within the grace its status would end the job.
@@ -478,8 +487,8 @@ class Run(Beginning):
         )
 
     def _arrive(self) -> StopRequest | None:
-        """This rank is at a place: the stop that is obeyed here. Where one is wanted and the ranks
-        cannot come to one place, leave."""
+        """This rank is at a safe point: the stop that is obeyed here. Exit where one is wanted and
+        the ranks cannot reach one safe point together."""
         try:
             return self._rank_group.arrive()
         except RanksError as error:
@@ -524,7 +533,7 @@ class Run(Beginning):
             self._controller.request_stop()
 
     def _save_by(self, deadline_mono_s: float) -> str:
-        """Save for a stop; what came of it, in words."""
+        """Save for a stop; return what came of it, as a message."""
         if self._saves.behind_batches:
             return (
                 f"step {self._step} is committed as it was behind its last batch, and what follows "
@@ -537,6 +546,7 @@ class Run(Beginning):
                 step=step,
                 epoch=self._epoch,
                 deadline_mono_s=deadline_mono_s,
+                meta=self._made_of(),
                 unchanged=self._saves.unchanged,
             ).reason
         except UnsavableState as error:
@@ -563,11 +573,6 @@ class Run(Beginning):
         else:
             finished.write(self.dir, step=self._step)
         clear_fast(durable=self._durable, fast=self._fast)
-
-    def _log_once_per_node(self, message: str) -> None:
-        """One rank speaks for those of its node."""
-        if self._world.local_rank == 0:
-            notice(message)
 
     def _state(self) -> State:
         if self._rank_group.rank == 0 and (message := self._folder.look()):

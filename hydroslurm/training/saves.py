@@ -1,4 +1,4 @@
-"""What the newest save of a run has to do with its state as it is now."""
+"""How the newest save of a run relates to its current state."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass
 class Saves:
-    """Known for certain only where nothing but the run itself has had control since.
+    """Certain only as long as nothing but the run itself has had control since.
 
-    The same on all ranks, which make the same calls.
+    The same on all ranks, because they make the same calls.
 
     Attributes:
         unchanged: the state is that of the newest save, which may still be under way.
-        periodic_step: of the newest periodic save, or the one that this attempt goes on from. There
-            is one at a step: a loop may call several safe points at it.
-        behind_batches: the newest save is the one behind the last batch of an epoch, and no step
-            was counted since. It is what a stop comes back to.
-        evaluation: what this rank saves beside its objects, as it was at the beginning of the block
-            that the training is in; None outside of one.
+        periodic_step: of the newest periodic save, or of the checkpoint that this attempt resumed
+            from. A step has one at most: a loop may call several safe points at it.
+        behind_batches: the newest save is the one after the last batch of an epoch, and no step
+            was counted since. A stop resumes there.
+        evaluation: what this rank saves in addition to its objects, as it was at the beginning of
+            the current ``evaluation()`` block; None outside of one.
         in_body: the training is in the body of a loop over ``batches()``.
     """
 
@@ -31,8 +31,8 @@ class Saves:
     in_body: bool = False
 
     def takes_periodic(self, step: int) -> bool:
-        """Whether a periodic save at this step is of use: none may come between the end of the
-        batches, or the beginning of an evaluation, and what is to be done anew from there."""
+        """Whether to make a periodic save at this step. None may come between the end of the
+        batches, or the beginning of an evaluation, and what is to be repeated from there."""
         is_cut_off = self.behind_batches or self.evaluation is not None
         return not is_cut_off and step != self.periodic_step
 

@@ -22,8 +22,8 @@ from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, ExitForRequ
 from hydroslurm.errors import CoordinatorLost, RanksError, SaveFailed, StaleAttempt
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.current_attempt import CurrentAttempt
-from hydroslurm.training.notice import notice
 from hydroslurm.training.rank_group import RankGroup
+from hydroslurm.training.reporting import notice
 from hydroslurm.training.requeue import StopHandler, StopPlan
 
 

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import child
+from zygote import forked
 
 PROGRAM = """
     import os, signal, sys
@@ -38,7 +38,7 @@ def gate(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("signo", [signal.SIGTERM, signal.SIGURG])
 def test_claimed_signal_asks_for_a_stop(gate: str, signo: signal.Signals, tmp_path: Path) -> None:
     """A signal that nobody handled is a stop once claimed, and the process lives on."""
-    with child(PROGRAM, tmp_path, gate, "claim") as program:
+    with forked(PROGRAM, tmp_path, gate, "claim") as program:
         program.expect("ready")
         program.signal(signo)
         assert program.expect("stop") == signo.name
@@ -48,7 +48,7 @@ def test_claimed_signal_asks_for_a_stop(gate: str, signo: signal.Signals, tmp_pa
 
 def test_handlers_of_others_are_not_called(gate: str, tmp_path: Path) -> None:
     """Whoever claims the stops answers for them: the old handler stays silent until the release."""
-    with child(PROGRAM, tmp_path, gate, "claim", "handled") as program:
+    with forked(PROGRAM, tmp_path, gate, "claim", "handled") as program:
         program.expect("ready")
         program.signal(signal.SIGTERM)
         assert program.expect("stop") == "SIGTERM"
@@ -61,7 +61,7 @@ def test_handlers_of_others_are_not_called(gate: str, tmp_path: Path) -> None:
 
 def test_first_of_two_stops_counts(gate: str, tmp_path: Path) -> None:
     """Slurm sends two SIGTERMs: the second changes nothing and kills nobody."""
-    with child(PROGRAM, tmp_path, gate, "claim") as program:
+    with forked(PROGRAM, tmp_path, gate, "claim") as program:
         program.expect("ready")
         program.signal(signal.SIGURG)
         program.expect("stop")
@@ -76,7 +76,7 @@ def test_without_a_claim_sigterm_ends_the_process(
     gate: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Nobody claimed, or gave it back: SIGTERM does what it always did, SIGURG nothing."""
-    with child(PROGRAM, tmp_path, gate, *options) as program:
+    with forked(PROGRAM, tmp_path, gate, *options) as program:
         program.expect("ready")
         program.signal(signal.SIGURG)
         program.say("state")
@@ -87,7 +87,7 @@ def test_without_a_claim_sigterm_ends_the_process(
 
 def test_released_handler_is_called_again(gate: str, tmp_path: Path) -> None:
     """After the release the handler of the user is chained as before."""
-    with child(PROGRAM, tmp_path, gate, "claim", "release", "handled") as program:
+    with forked(PROGRAM, tmp_path, gate, "claim", "release", "handled") as program:
         program.expect("ready")
         program.signal(signal.SIGTERM)
         assert program.expect("mine") == "SIGTERM"

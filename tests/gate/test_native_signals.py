@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child, wait_until
+from processes import Child, child, is_stopped, wait_until
+from zygote import forked
 
 from hydroslurm.gate.native_gate import NativeGate
 
@@ -67,7 +68,7 @@ def program(code: str) -> str:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Iterator[Child]:
-    with child(program(TRAIN), tmp_path) as started:
+    with forked(program(TRAIN), tmp_path) as started:
         started.expect("ready")
         yield started
 
@@ -119,7 +120,7 @@ print("same", all(torch.equal(a, w.grad) for a, w in zip(paused, weights)))
 def test_parks_inside_a_long_backward(tmp_path: Path) -> None:
     """SIGUSR1 during one long C++ backward parks the rank inside it, three times over; the
     gradients have the bits of a backward that was never paused."""
-    with child(program(BACKWARD), tmp_path) as rank:
+    with forked(program(BACKWARD), tmp_path) as rank:
         rank.expect("inside")
         for _ in range(3):
             rank.signal(signal.SIGUSR1)
@@ -140,7 +141,7 @@ def test_sigcont_ends_slurms_pause_only(train: Child) -> None:
         train.signal(signo)
         train.expect("CAUSES_CHANGED")
     train.signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, train.pid, os.WSTOPPED)
+    wait_until(lambda: is_stopped(train.pid), "SIGSTOP")
     train.signal(signal.SIGCONT)
     train.expect(f"SIGNAL_RECEIVED {signal.SIGCONT:d}")
     seen = len(train.lines)
@@ -167,7 +168,7 @@ def test_python_handler_runs_while_parked(tmp_path: Path) -> None:
         print("left")
         sys.stdin.readline()
     """
-    with child(program(code), tmp_path) as rank:
+    with forked(program(code), tmp_path) as rank:
         rank.expect("ready")
         pause(rank)
         resume(rank)
@@ -192,7 +193,7 @@ def test_later_handler_is_noticed_and_left(tmp_path: Path) -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
     print("alive", signal.getsignal(signal.SIGUSR2) is mine)
     """
-    with child(program(code), tmp_path) as rank:
+    with forked(program(code), tmp_path) as rank:
         assert rank.expect("replaced") == "1 1"
         assert rank.expect("alive") == "True"
         assert rank.wait() == 0
@@ -233,7 +234,7 @@ for line in sys.stdin:
 def test_forked_workers_neither_act_nor_die(tmp_path: Path) -> None:
     """Pause signals to forked DataLoader workers do nothing to them: the next batches come, in
     order; and the workers end with their loader, which sends them SIGTERM."""
-    with child(program(LOADER), tmp_path) as rank:
+    with forked(program(LOADER), tmp_path) as rank:
         workers = [int(pid) for pid in rank.expect("workers").split()]
         for signo in (signal.SIGUSR1, signal.SIGTSTP, signal.SIGUSR1):
             for pid in workers:
@@ -279,7 +280,7 @@ def test_collective_in_flight_ends_while_held(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     code = program(GLOO)
-    with child(code, folders[0], "0", store) as zero, child(code, folders[1], "1", store) as one:
+    with forked(code, folders[0], "0", store) as zero, child(code, folders[1], "1", store) as one:
         zero.expect("ready")
         one.expect("ready")
         for n in range(1, 4):
@@ -310,7 +311,7 @@ def test_exit_while_a_daemon_thread_is_held(tmp_path: Path) -> None:
         time.sleep(0.001)
     sys.exit(5)
     """
-    with child(program(code), tmp_path) as rank:
+    with forked(program(code), tmp_path) as rank:
         assert rank.wait() == 5, str(rank)
 
 
@@ -325,7 +326,7 @@ def test_quiet_main_thread_counts_as_parked(tmp_path: Path) -> None:
     print("stepped")
     sys.stdin.readline()
     """
-    with child(program(code), tmp_path) as rank:
+    with forked(program(code), tmp_path) as rank:
         rank.expect("ready")
         pause(rank)
         rank.say("go on")
@@ -354,6 +355,6 @@ def test_forked_child_of_a_paused_rank_runs(tmp_path: Path) -> None:
     print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     print("closed", gate.status().closed_mono_ns > 0)
     """
-    with child(program(code), tmp_path) as rank:
+    with forked(program(code), tmp_path) as rank:
         assert rank.expect("child") == "0"
         assert rank.expect("closed") == "True"

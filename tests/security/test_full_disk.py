@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import child, wait_until
+from processes import wait_until
+from zygote import forked
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import read_spare, spare_of
@@ -83,7 +84,7 @@ def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) ->
     every event, in order, none glued to the one that was torn."""
     run = RunDir(small_disk / "run")
     log = run.rank_events(0)
-    with child(
+    with forked(
         TRAIN, tmp_path, str(run.root), environ={"HYDROSLURM_HEARTBEAT_S": "0.1"}
     ) as trainer:
         trainer.expect("ready")
@@ -121,7 +122,7 @@ def test_the_next_attempt_begins_with_a_whole_line(small_disk: Path, tmp_path: P
     attempt's first line is whole."""
     run = RunDir(small_disk / "run")
     log = run.rank_events(0)
-    with child(TRAIN, tmp_path, str(run.root)) as trainer:
+    with forked(TRAIN, tmp_path, str(run.root)) as trainer:
         trainer.expect("ready")
         with _full(small_disk):
             for _ in range(5):
@@ -130,7 +131,7 @@ def test_the_next_attempt_begins_with_a_whole_line(small_disk: Path, tmp_path: P
             assert client.pause(trainer.pid).done
             trainer.process.kill()
             trainer.process.wait()
-    with child(TRAIN, tmp_path, str(run.root)) as trainer:
+    with forked(TRAIN, tmp_path, str(run.root)) as trainer:
         trainer.expect("ready")
         wait_until(lambda: not read_spare(spare_of(log)), "what was kept is written")
         found, _ = _whole_lines(log)

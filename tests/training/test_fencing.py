@@ -149,6 +149,7 @@ def test_no_start_loses_what_it_loads(hold_at: str, begin: Begin, run: RunDir) -
     to anybody."""
     first = begin()
     reach(first, further=10)
+    wait_until(lambda: bool(CheckpointStore(run.checkpoints).committed()), "a checkpoint")
     first.signal(signal.SIGKILL)  # so that what it leaves is not a stop's, of which two stay
     first.wait()
     slow = begin(hold_at=hold_at)

@@ -9,7 +9,7 @@ from hydroslurm.compat.manager import CheckpointManager
 
 SETUP = ["download", "build"]
 GOES_ON = (
-    "step-000000004) is committed: a restart goes on from there, in epoch 1, without init",
+    "step-000000004) is committed: a restart resumes from there, in epoch 1, without init",
     [*SETUP, *since("train 1.0")],
 )
 

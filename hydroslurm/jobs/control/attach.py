@@ -1,5 +1,4 @@
-"""A shell beside a replica or a rank: one more job step in its allocation, which shares its
-processors."""
+"""A shell beside a replica or a rank: another job step in its allocation, sharing its CPUs."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ def attach_command(
     environ: Mapping[str, str],
     has_terminal: bool,
 ) -> list[str]:
-    """The srun that starts it.
+    """The srun command that starts it.
 
     Args:
         found: the job.
-        replica: such as ``worker-2``, without a spec ``rank-2``; None: the master, or the first.
-        command: nothing: the shell of ``environ``.
-        environ: of the person who attaches.
+        replica: such as ``worker-2``; without a spec ``rank-2``. None: the master, or rank 0.
+        command: empty for the shell of ``environ``.
+        environ: of the user who attaches.
         has_terminal: whether the command gets one.
 
     Raises:
         WrongJobState: the job does not run.
-        UsageError: it has no such replica, or no rank that has said where it is.
+        UsageError: it has no such replica, or no rank has announced where it is.
     """
     if found.slurm is None or found.slurm.state is not JobState.RUNNING:
         state = "unknown to Slurm" if found.slurm is None else found.slurm.state.value
@@ -72,8 +71,8 @@ def _of_plan(found: Overview, slurm: Job, replica: str | None) -> tuple[str, lis
 
 
 def _of_rank(found: PlainJob, slurm: Job, replica: str | None) -> tuple[str, list[str]]:
-    """The same of a rank, which has said on which node it is. A job of one node needs nobody who
-    does: a shell there can be had before the ranks are up, or where they have no torch."""
+    """The same for a rank, which has announced its node. On a job of one node that is not needed: a
+    shell is possible before the ranks are up, or if they have no torch."""
     here = {f"rank-{rank}": event for rank, event in _announced(found, slurm).items()}
     name = replica or "rank-0"
     if name in here:

@@ -1,4 +1,4 @@
-"""What a job has printed: which files, and their growth."""
+"""The output of a job: which files hold it, and following them."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def task_logs(found: Overview, replica: str | None) -> list[Path]:
 
 
 def output_logs(found: PlainJob, replica: str | None) -> list[Path]:
-    """The files that a job without a spec prints into, in all its attempts: those of one rank where
-    submitit made one for each, else the job's.
+    """The output files of a job without a spec, for all its attempts: those of one rank if submitit
+    made one per rank, else the job's.
 
     Raises:
-        UsageError: there are none, or no such rank; where a rank has none of its own, which file
-            has all.
+        UsageError: there are none, or no such rank; or the rank has no file of its own, and the
+            message says where the output is.
     """
     files = _slurm_files(found)
     if not files:
         raise UsageError(
-            f"Slurm has no output file of {found.name}: srun and salloc print on the terminal that "
-            "they were called from. srun --output=FILE makes one"
+            f"Slurm has no output file for {found.name}: srun and salloc print to the terminal "
+            "that they were called from, unless they get --output=FILE"
         )
     of_ranks = _rank_files(files)
     if of_ranks and (number := _rank_number(replica)) in of_ranks:
@@ -102,7 +102,7 @@ def _slurm_files(found: PlainJob) -> list[Path]:
 
 
 def _rank_files(files: Sequence[Path]) -> dict[int, list[Path]]:
-    """submitit's, rank by rank; Slurm knows those of the first only."""
+    """submitit's files of each rank; Slurm knows only those of the first."""
     found: dict[int, list[Path]] = {}
     for file in files:
         name = _OF_RANK.fullmatch(file.name)
@@ -124,27 +124,26 @@ def _rank_number(replica: str | None) -> int | None:
 
 
 def supervisor_logs(found: Overview) -> list[Path]:
-    """The file that the batch script prints into, in all attempts of the job."""
+    """The output of the batch script, for all attempts of the job."""
     return [found.run.logs / f"{submission.read(found.run.root).job_id}_0_log.out"]
 
 
 def follow_files(
     files: Sequence[Path], *, tail: int = 0, until: Callable[[], bool] | None = None
 ) -> Iterator[str]:
-    """What is in the files, and with ``until`` also what is appended, until that says that nothing
-    more will come.
+    """Yield what is in the files; with ``until`` also what is appended, until it returns True.
 
     Args:
-        files: those that are not there yet are waited for.
-        tail: only so many last lines of what is there; 0: everything.
-        until: asked a few times a second.
+        files: may not exist yet.
+        tail: start with so many last lines; 0: all.
+        until: called a few times a second.
     """
     growing = [_Growing(file, whole_lines=len(files) > 1) for file in files]
     for one in growing:
         yield from (deque(_lines(one.new()), tail) if tail else one.new())
     is_over = until is None
     while until is not None and not is_over:
-        is_over = until()  # before the last look: what comes after it is nothing
+        is_over = until()  # before the last look, which then finds everything
         for one in growing:
             yield from one.new()
         if not is_over:
@@ -154,7 +153,8 @@ def follow_files(
 
 
 class _Growing:
-    """A file that others append to; a character is handed out whole, of several files a line."""
+    """A file that others append to; yields whole characters, or whole lines if there are several
+    files."""
 
     def __init__(self, file: Path, *, whole_lines: bool) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""One job step with all tasks of an attempt: start it, see its tasks end, end it.
+"""The job step with all tasks of an attempt: start it, wait for it, end it.
 
-srun's output goes to a file in the run folder and not to a pipe: a supervisor that is killed and
-restarted finds it there, and the step keeps running meanwhile.
+srun's output goes to a file in the run folder instead of a pipe: a restarted supervisor finds it
+there, and the step keeps running meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 @dataclass
 class RunningStep:
-    """The process that has a job step; a child of ours, or of a supervisor that is no more."""
+    """The srun process of a job step: our child, or that of a supervisor that was killed."""
 
     pid: int
     started: int
@@ -57,7 +57,7 @@ class RunningStep:
 
     @property
     def status(self) -> int | None:
-        """srun's own, where it was our child and has ended."""
+        """srun's own exit status, if it was our child and has ended."""
         return None if self.child is None else self.child.returncode
 
     def wait(self, until_mono_s: float, poll_s: float = 0.05) -> bool:
@@ -69,8 +69,8 @@ class RunningStep:
         return True
 
     def end(self, patience_s: float = 30.0) -> None:
-        """End its tasks, at once: srun makes a SIGKILL of a SIGTERM. Ranks that listen to SIGTERM
-        would take that for a stop of the job, save, and have it requeued."""
+        """Kill its tasks: srun turns a SIGTERM into SIGKILL. Ranks would take a SIGTERM of their
+        own for a stop of the job, save, and have it requeued."""
         self._signal(signal.SIGTERM)
         if not self.wait(time.monotonic() + patience_s):
             self._signal(signal.SIGKILL)
@@ -82,8 +82,8 @@ class RunningStep:
 
 
 def after_srun(plan: Plan, step: RunningStep, ends: TaskExits) -> ExitDecision:
-    """What follows when srun has ended, and nothing that it has said of its tasks decides."""
-    # the one of another supervisor has no status; what ends by itself names its tasks
+    """What to do when srun has ended, and the exits that it reported decide nothing."""
+    # another supervisor's srun has no status here; one that ends by itself names its tasks
     killed = not ends.order if step.status is None else step.status < 0
     if killed and ends.step_id is not None:
         return srun_was_killed(None if step.status is None else -step.status)
@@ -96,13 +96,13 @@ def after_srun(plan: Plan, step: RunningStep, ends: TaskExits) -> ExitDecision:
 
 def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> list[str]:
     """The command that starts all tasks of a plan."""
-    # SLURM_HOSTFILE names the nodes of an uneven plan: from 25.11 on srun refuses --nodes beside it
+    # SLURM_HOSTFILE names the nodes of an uneven plan: since 25.11 srun refuses --nodes with it
     layout = ["--distribution=arbitrary"]
     if plan.is_even:
         layout = [f"--nodes={plan.nodes}", f"--ntasks-per-node={plan.tasks_per_node[0]}"]
     return [
         "srun",
-        "-v",  # names each task that ends well, too
+        "-v",  # also names each task that succeeds
         *layout,
         f"--ntasks={len(plan.tasks)}",
         f"--cpus-per-task={plan.cpus_per_task}",
@@ -121,7 +121,7 @@ def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> lis
 
 
 def _container(plan: Plan, root: Path) -> list[str]:
-    """Of pyxis; all tasks of a job step have the same image there."""
+    """pyxis's options; it runs all tasks of a job step in the same image."""
     task = next((task for task in plan.tasks if task.image), None)
     if task is None or task.image is None or plan.runtime != Runtime.PYXIS:
         return []
@@ -131,12 +131,12 @@ def _container(plan: Plan, root: Path) -> list[str]:
 
 
 def host_list(plan: Plan, nodes: Sequence[str]) -> str:
-    """SLURM_HOSTFILE: the node of each task, a line each."""
+    """The content of SLURM_HOSTFILE: the node of each task, one per line."""
     return "".join(f"{nodes[task.node]}\n" for task in plan.tasks)
 
 
 def rank_variables(job: TrainingJob) -> dict[str, str]:
-    """What the ranks are told of the spec's ``preemption`` by their environment."""
+    """The spec's ``preemption`` as environment variables for the ranks."""
     wanted = job.preemption
     made = {PREEMPT_ENV: "requeue" if wanted.mode == "requeue" else "pause", SUPERVISED_ENV: "1"}
     if wanted.save_every_seconds is not None:
@@ -149,8 +149,8 @@ def rank_variables(job: TrainingJob) -> dict[str, str]:
 def step_variables(
     run: RunDir, job: TrainingJob, plan: Plan, *, nodes: Sequence[str], address: str
 ) -> dict[str, str]:
-    """What srun and the ranks of one attempt are told beside the job's own environment; writes the
-    list of hosts into the run folder. ``address``: of the first node."""
+    """What srun and the ranks of an attempt get in addition to the job's environment. Writes the
+    host list into the run folder. ``address``: of the first node."""
     hosts = run.root / "hosts"
     hosts.write_text(host_list(plan, nodes), encoding="utf-8")
     return {
@@ -163,10 +163,10 @@ def step_variables(
 
 
 def start_step(command: Sequence[str], *, environ: Mapping[str, str], log: Path) -> RunningStep:
-    """Start srun, with its output going to ``log``.
+    """Start srun with its output appended to ``log``.
 
     Raises:
-        OSError: there is no srun, or something else than a file is in the place of the log.
+        OSError: there is no srun, or the log is not a regular file.
     """
     handle = open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with os.fdopen(handle, "ab", buffering=0) as output:
@@ -177,6 +177,6 @@ def start_step(command: Sequence[str], *, environ: Mapping[str, str], log: Path)
 
 
 def python_of() -> str:
-    """The interpreter that runs this, by the name it was started by: one of a virtual environment
-    is a link whose place tells which."""
+    """This interpreter by the name it was started by: for a virtual environment that is a link,
+    whose location matters."""
     return sys.executable or os.path.realpath("/proc/self/exe")

@@ -1,7 +1,7 @@
 """The programs of a TrainingJob's batch scripts: the supervisor, and the janitor behind it.
 
-The janitor is a job of its own that depends on the end of the first. Slurm starts it when that one
-has really ended, not at a requeue (seen on 22.05.8).
+The janitor is a job of its own that depends on the end of the first. Slurm starts it when that job
+has ended for good, not at a requeue (seen on 22.05.8).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
     """Supervise the job of a run folder, within the allocation that this process is in.
 
     Raises:
-        LaunchError: the folder holds no job, or this is no batch script.
-        RunFolderError: others may have written what it says to run.
+        LaunchError: the folder holds no job, or this is not a batch script.
+        RunFolderError: others may have written what it is to run.
     """
     run = RunDir(root)
     run.check()
@@ -87,9 +87,10 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
 
 
 def clean(root: Path, *, environ: Mapping[str, str]) -> str:
-    """Apply cleanPolicy, and record how the job ended if nothing else has; return what was done.
+    """Apply cleanPolicy, and record how the job ended unless that is recorded; returns what was
+    done.
 
-    Processes of the job need no cleaning: they ended with it.
+    The job's processes need no cleaning: they ended with it.
     """
     run = RunDir(root)
     job = loads(run.job_yaml.read_text(encoding="utf-8"), name=str(run.job_yaml), folder=root).job
@@ -114,7 +115,7 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
 
 
 def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:
-    """The job as slurmctld has it, else its newest record in accounting."""
+    """The job as slurmctld describes it, else its newest record in accounting."""
     job_id = submission.read(run.root).job_id
     if job_id is None:
         return None

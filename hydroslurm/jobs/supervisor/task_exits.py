@@ -48,12 +48,12 @@ _SIGNALS = {
 
 @dataclass
 class TaskExits:
-    """Which tasks have ended, and how, as srun's file tells it so far.
+    """Which tasks have ended, and how, according to srun's output so far.
 
     Attributes:
         statuses: task -> status.
         order: the same tasks, the first to end first.
-        step_id: of the job step, once srun has said it.
+        step_id: of the job step, once srun has printed it.
         waits: why there is no job step yet, in Slurm's words, while srun waits for one.
     """
 
@@ -69,7 +69,7 @@ class TaskExits:
         self._tail = Tail(self.path)
 
     def look(self) -> bool:
-        """Read what is new; whether any task has ended since."""
+        """Read what is new; returns whether any task has ended since."""
         before = len(self.order)
         for data in self._tail.lines():
             line = data.decode(errors="replace").rstrip("\n")
@@ -84,12 +84,12 @@ class TaskExits:
 
     @property
     def waited_s(self) -> float:
-        """For how long srun has waited for a job step; 0 where it does not say that it waits, which
-        22.05 does late: after 10 s, or after 2 min."""
+        """How long srun has waited for a job step; 0 unless it says that it waits, which 22.05 does
+        only after 10 s or 2 min."""
         return 0.0 if self.waits is None else time.monotonic() - self._since_mono_s
 
     def fill_in(self, tasks: int, status: int) -> None:
-        """srun has ended: those that it said nothing of have ended with it."""
+        """srun has ended: record this status for the tasks that it did not report."""
         for task in range(tasks):
             if task not in self.statuses:
                 self.statuses[task] = status
@@ -97,7 +97,7 @@ class TaskExits:
 
 
 def last_error(log: Path) -> str:
-    """The last line of srun's that is an error."""
+    """The last error line of srun."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError as error:

@@ -1,5 +1,5 @@
-"""TensorBoard beside the ranks: a child of the supervisor, which ends with it however that ends,
-and so with the job. Where it can be reached is written into the run folder."""
+"""TensorBoard beside the ranks: a child of the supervisor that ends with it, however that happens,
+and so with the job. Its address is written into the run folder."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Address:
-    """Where a TensorBoard answers.
+    """The address of a TensorBoard.
 
     Attributes:
         node: the machine that it runs on.
-        host: what it has bound there.
+        host: the address that it has bound there.
         port: TCP.
         pid: of the process.
     """
@@ -51,13 +51,13 @@ class Address:
 
     @property
     def url(self) -> str:
-        """As seen from its own node; from elsewhere where it binds more than loopback."""
+        """As seen from its own node; from elsewhere only if it binds more than loopback."""
         host = self.node if self.host in ("0.0.0.0", "[::]") else self.host
         return f"http://{host}:{self.port}/"
 
     @property
     def tunnel(self) -> str | None:
-        """The command that makes it visible elsewhere, where it binds loopback only."""
+        """The command that makes it reachable from elsewhere, if it binds loopback only."""
         if not (self.host.startswith("127.") or self.host in ("localhost", "[::1]")):
             return None
         return f"ssh -N -L {self.port}:{self.host}:{self.port} {self.node}"
@@ -72,10 +72,8 @@ def is_there() -> bool:
 def tensorboard(
     wanted: TensorBoard | None, run: RunDir, *, log: Callable[[str], None]
 ) -> Iterator[None]:
-    """Have it run in this block, if it is wanted. It costs the ranks no second of waiting: it
-    announces its address when it has one. Nothing that goes wrong with it is raised.
-
-    From the main thread only.
+    """Run TensorBoard inside the block, if it is wanted. The ranks do not wait for it: it announces
+    its address once it has one. Its failures are logged, never raised. Main thread only.
     """
     run.tensorboard_json.unlink(missing_ok=True)
     if wanted is None:
@@ -140,7 +138,7 @@ class Board:
             self._watcher.join()
 
     def _watch(self, begin: int) -> None:
-        """Announce it once it answers, and take that back when it has ended."""
+        """Announce its address once it answers, and withdraw it when it has ended."""
         assert self._child is not None
         log = self._run.tensorboard_log
         address = None
@@ -166,7 +164,7 @@ class Board:
 
 
 def read_address(path: Path) -> Address | None:
-    """The address that a running TensorBoard has written, if there is one."""
+    """The address of the running TensorBoard, if there is one."""
     try:
         row: dict[str, Any] = parse_json(read_regular(path, limit_bytes=1 << 16))
         return Address(str(row["node"]), str(row["host"]), int(row["port"]), int(row["pid"]))
@@ -175,7 +173,7 @@ def read_address(path: Path) -> Address | None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process with the thread that started it."""
+    """Make the kernel kill this process when the thread that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -1,6 +1,9 @@
-"""What the saver tells, as events of the run and as NVTX ranges."""
+"""What a run reports: lines for people on stderr, and its saves as events and NVTX ranges."""
 
 from __future__ import annotations
+
+import logging
+import sys
 
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.tiers import Tier
@@ -8,7 +11,23 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller
 
+LOGGER = logging.getLogger("hydroslurm")
 _OVER = (SaveEventKind.COMMITTED, SaveEventKind.FAILED, SaveEventKind.ABANDONED)
+
+
+def notice(text: str) -> None:
+    """Log one line at level INFO.
+
+    A program that has set up logging gets it there. Without any handler Python would drop
+    everything below WARNING, and a job's log must say where the run resumed from, so one of our own
+    on stderr takes its place.
+    """
+    if not LOGGER.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("hydroslurm: %(message)s"))
+        LOGGER.addHandler(handler)
+        LOGGER.setLevel(logging.INFO)
+    LOGGER.info(text)
 
 
 class SaveRecorder:
