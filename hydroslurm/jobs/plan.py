@@ -232,8 +232,8 @@ def _init(template: Template, interpreter: str) -> tuple[Step, ...]:
     )
 
 
-def _resolved(words: tuple[str, ...], interpreter: str) -> tuple[str, ...]:
-    return (interpreter, *words[1:]) if words[0] in PYTHONS else words
+def _resolved(argv: tuple[str, ...], interpreter: str) -> tuple[str, ...]:
+    return (interpreter, *argv[1:]) if argv[0] in PYTHONS else argv
 
 
 def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[str, ...]:
@@ -258,16 +258,16 @@ def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[st
         f"--max-restarts={config.max_restarts}",
         *config.extra_options,
     ]
-    words = (*template.command, *template.args)
+    argv = (*template.command, *template.args)
     start = (python, "-m", "hydroslurm.cli", "agent", "--", *options)
-    if words[0] not in PYTHONS:
-        return (*start, "--no-python", *words)
-    rest = words[1:]
+    if argv[0] not in PYTHONS:
+        return (*start, "--no-python", *argv)
+    rest = argv[1:]
     while rest and rest[0] == "-u":
         rest = rest[1:]
     if not rest:
         raise UsageError(
-            f"command: {' '.join(words)!r} names no script; put it in args, as in args: [train.py]"
+            f"command: {' '.join(argv)!r} names no script; put it in args, as in args: [train.py]"
         )
     if rest[0].startswith("-") and rest[0] != "-m":
         return (*start, "--no-python", python, *rest)

@@ -156,7 +156,8 @@ def _is_replaced(entry: registry.Entry, signo: int) -> bool:
     """Whether the process has reported another handler over ours."""
     replaced = False
     try:
-        for event in read_events(Path(entry.events)):
+        kinds = (EventKind.INSTALLED, EventKind.HANDLER_REPLACED)
+        for event in read_events(Path(entry.events), kinds=kinds):
             if event.pid != entry.pid:
                 continue
             of_signal = event.data.get("signal") == signal_name(signo)

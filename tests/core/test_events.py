@@ -59,6 +59,18 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     assert [e.kind for e in read_events(log.path)] == [EventKind.INSTALLED, EventKind.PARKED]
 
 
+def test_only_the_kinds_that_are_asked_for(tmp_path: Path) -> None:
+    """They are those that a look at all events finds, also where another one has the same word."""
+    log = EventLog(tmp_path / "events" / "rank-00000.jsonl")
+    for kind in (EventKind.INSTALLED, EventKind.PARKED, EventKind.RESUMED, EventKind.INSTALLED):
+        log.append(Event(kind, 1, 1, data={"word": EventKind.INSTALLED.value}))
+    assert log.path is not None
+    kinds = (EventKind.INSTALLED, EventKind.RESUMED)
+    found = [event for event in read_events(log.path) if event.kind in kinds]
+    assert list(read_events(log.path, kinds=kinds)) == found
+    assert len(found) == 3
+
+
 def test_a_missing_folder_costs_one_warning_and_nothing_else(tmp_path: Path) -> None:
     """A log that cannot be opened warns once, names the file, and stays silent from then on."""
     blocked = tmp_path / "file"

@@ -40,9 +40,9 @@ _LAUNCHES = re.compile(r"srun: (?:[\w/]+: )*launching StepId=[\d+]+\.(\d+) on .*
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|oom", re.IGNORECASE)
 _SIGNALS = {
-    words: int(number)
+    name: int(number)
     for number in signal.valid_signals()
-    if (words := signal.strsignal(number)) is not None
+    if (name := signal.strsignal(number)) is not None
 }
 
 

@@ -81,9 +81,9 @@ def source_text() -> str:
 
 def _compiler(environ: Mapping[str, str]) -> list[str]:
     named = environ.get("CC", "").split()
-    for words in [named] if named else [["cc"], ["gcc"], ["clang"]]:
-        if shutil.which(words[0], path=environ.get("PATH")):
-            return words
+    for argv in [named] if named else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(argv[0], path=environ.get("PATH")):
+            return argv
     raise NoCompiler(
         f"no C compiler {' '.join(named) or 'cc, gcc or clang'} on the PATH; install one (on "
         "Debian: apt-get install gcc), or name it in CC"
@@ -133,9 +133,9 @@ def _srun_release(srun: str, environ: Mapping[str, str]) -> Release:
         done = _run([srun, "--version"], {**environ, "SLURM_CONF": str(conf)})
     told = re.search(r"\b(\d+)\.(\d+)", done.stdout)  # "slurm-wlm 22.05.8", "slurm 25.11.7"
     if done.returncode != 0 or told is None:
-        words = (done.stderr or done.stdout).strip() or f"status {done.returncode}"
+        message = (done.stderr or done.stdout).strip() or f"status {done.returncode}"
         raise SpankError(
-            f"{srun} --version names no release, which the plugin has to be built for: {words}"
+            f"{srun} --version names no release, which the plugin has to be built for: {message}"
         )
     return int(told[1]), int(told[2])
 
@@ -156,10 +156,10 @@ def _text(release: Release) -> str:
     return f"{release[0]}.{release[1]:02d}"
 
 
-def _run(words: list[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def _run(argv: list[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            words,
+            argv,
             env={**environ, "LC_ALL": "C"},
             capture_output=True,
             text=True,
@@ -167,4 +167,4 @@ def _run(words: list[str], environ: Mapping[str, str]) -> subprocess.CompletedPr
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SpankError(f"{words[0]} does not run: {error}") from error
+        raise SpankError(f"{argv[0]} does not run: {error}") from error
