@@ -19,7 +19,7 @@ from torch import nn
 
 import hydroslurm
 from hydroslurm.report.history import read_history
-from hydroslurm.report.terminal import report_view
+from hydroslurm.report.views import report_view
 
 
 def main() -> None:

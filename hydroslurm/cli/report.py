@@ -86,8 +86,8 @@ def _console() -> Console:
 
 
 def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
+    from hydroslurm.report.nsys.profile import profile_figures, profile_view
     from hydroslurm.report.nsys.reader import read_profile
-    from hydroslurm.report.nsys.view import profile_figures, profile_view
 
     for path in paths:
         profile = read_profile(path)
@@ -112,7 +112,7 @@ def _report_run(
     from hydroslurm.report.figures import figures_of
     from hydroslurm.report.nsys.export import profiles_in
     from hydroslurm.report.rows import Rows
-    from hydroslurm.report.terminal import report_view
+    from hydroslurm.report.views import report_view
 
     profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
     accounting = _ask_slurm(history, no_slurm=no_slurm)

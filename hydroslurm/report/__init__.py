@@ -2,6 +2,6 @@
 
 The only room that reads event logs as a whole. ``lines`` -> ``attempts`` (with ``pauses`` and
 ``progress``) -> ``history`` -> ``stops``, ``rows``, ``goodput`` -> ``figures``, ``run_tables`` ->
-``terminal``, ``page``, ``timeline``, ``histograms``, ``trace`` -> ``writing``. It knows nothing of
+``views``, ``timeline``, ``histograms``, ``trace`` -> ``writing``. It knows nothing of
 training, checkpoints or running ranks, and never touches a live job.
 """

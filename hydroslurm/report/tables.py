@@ -1,6 +1,6 @@
 """One table model for the terminal, the page and nsys reports; and how a terminal shows a table.
 
-:mod:`hydroslurm.report.page` renders the same tables as HTML.
+:mod:`hydroslurm.report.views` renders the same tables as HTML.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def write_all(
         if run.histograms_png.exists():
             drawn.append(("The distribution of each latency", run.histograms_png))
         yield from (path for _, path in drawn)
-    from hydroslurm.report.page import page
+    from hydroslurm.report.views import page
 
     images = [(alt, path.read_bytes()) for alt, path in drawn]
     text = page(history, sources, figures, rows, pictures=images)

@@ -12,8 +12,8 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
-from hydroslurm.report.page import MOST_ROWS, page
 from hydroslurm.report.rows import Rows
+from hydroslurm.report.views import MOST_ON_PAGE, page
 
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)>&amp;</td></table>'
 
@@ -85,10 +85,10 @@ def test_nothing_is_fetched() -> None:
 def test_long_tables_are_cut_and_say_so() -> None:
     """A run of thousands of pauses gives a page that can be opened."""
     log = RankLog().installed()
-    for number in range(MOST_ROWS + 30):
+    for number in range(MOST_ON_PAGE + 30):
         log.pause(1 + 3 * number)
     text = page_of(history_of(log.uninstalled(9999)))
-    assert text.count("<tr>") < 3 * MOST_ROWS
+    assert text.count("<tr>") < 3 * MOST_ON_PAGE
     assert "30 more are left out" in text
 
 

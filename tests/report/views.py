@@ -11,7 +11,7 @@ from rich.console import Console
 from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.history import History
-from hydroslurm.report.terminal import report_view
+from hydroslurm.report.views import report_view
 
 
 def history_of(*logs: RankLog, name: str = "run") -> History:

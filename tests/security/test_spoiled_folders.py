@@ -36,10 +36,9 @@ from hydroslurm.observe.watcher import Watcher
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import read_history
-from hydroslurm.report.page import page
 from hydroslurm.report.rows import Rows
-from hydroslurm.report.terminal import report_view
 from hydroslurm.report.trace import trace_of
+from hydroslurm.report.views import page, report_view
 from hydroslurm.report.writing import write_timeline
 from hydroslurm.slurm.values import Job, JobState
 from hydroslurm.training.attempts import AttemptLog

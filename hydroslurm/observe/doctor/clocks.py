@@ -32,10 +32,10 @@ def suspend_not_known(facts: Facts) -> Finding | None:
     if facts.tasks < 2:
         return None
     text = (
-        "A job of several ranks may be suspended here, and some clocks of torch's and NCCL's go "
-        "on meanwhile. How long that lasts is not known."
+        "A job of several ranks may be suspended here, and some timeouts of torch and NCCL keep "
+        "running meanwhile. How long a suspend lasts is not known."
     )
-    fix = "hydroslurm doctor --suspend-s SECONDS: the longest suspend that is to be survived"
+    fix = "hydroslurm doctor --suspend-s SECONDS: the longest suspend to survive"
     return Finding("clocks", Severity.NOTE, "length of a suspend not known", text, fix)
 
 
@@ -46,14 +46,14 @@ def collectives(facts: Facts) -> Finding | None:
         return None
     handling = _settings(facts).get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     after = (
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 would then leave the ranks hanging for ever"
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 would then leave the ranks hanging forever"
         if handling == "0"
         else "it would then end the rank a moment after SIGCONT"
     )
     text = (
         f"{suspend_s:g} s are more than a collective may take ({NCCL_TIMEOUT_S} s with NCCL, "
         f"{GLOO_TIMEOUT_S} s with gloo, unless init_process_group(timeout=) says otherwise). Ranks "
-        "that hydroslurm has parked have none in flight, and this clock stands still. It goes on "
+        "that hydroslurm has parked have none in flight, so this timeout does not run. It does run "
         "for a rank that was not parked within the suspend grace (its event says that collectives "
         f"were in flight), or that waits in init_process_group or new_group; {after}."
     )

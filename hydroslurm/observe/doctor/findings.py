@@ -131,13 +131,13 @@ def _preemption(facts: Facts) -> Finding:
         )
         fix = f"slurm.conf: PartitionName={facts.partition.name} ... PreemptMode=REQUEUE"
         return Finding("preemption", Severity.RISK, "cancelled", text, fix)
-    text = f"{ends}What was saved stays; somebody has to start it again."
+    text = f"{ends}What was saved stays; someone has to start it again."
     return Finding("preemption", Severity.RISK, "ended for good", text, risks.REQUEUE_FIX)
 
 
 _NO_SAVER = {
     Saver.NO_RUN: "Its ranks have made no hydroslurm.Run so far",
-    Saver.NOBODY: "No rank of it has announced itself, so that hydroslurm is not in it or has not "
+    Saver.NOBODY: "No rank of it has announced itself, so hydroslurm is not used in it or has not "
     "been imported yet",
 }
 _FROM = {
@@ -193,8 +193,8 @@ def _save_fits(facts: Facts) -> Finding:
         text = f"{took}; {_WANTED}: {least}. All steps since the last periodic save are lost."
         return Finding("save", Severity.LOSS, "a save does not fit", text, save_fix(facts))
     if save_s * COMFORT > left.seconds:
-        text = f"{took}, and {_WANTED}: {least}. The step under way has to end first."
-        return Finding("save", Severity.RISK, "a save hardly fits", text, save_fix(facts))
+        text = f"{took}, and {_WANTED}: {least}. The step in progress has to end first."
+        return Finding("save", Severity.RISK, "a save barely fits", text, save_fix(facts))
     text = f"{took}, and there are at least {least}."
     return Finding("save", Severity.OK, "a save fits", text)
 
@@ -210,7 +210,7 @@ def save_fix(facts: Facts) -> str:
         )
     if facts.has_time_limit:
         lines.append(f"and sbatch: --signal=URG@{wanted_s} for the time limit")
-    lines.append("or save oftener (every_s), to a faster disk first")
+    lines.append("or save more often (every_s), to a faster disk first")
     return "; ".join(lines)
 
 

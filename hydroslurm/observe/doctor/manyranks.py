@@ -31,8 +31,8 @@ def ranks_outlive_a_failure(facts: Facts) -> Finding | None:
         return None
     text = (
         "srun without --kill-on-bad-exit: when a rank dies, the others wait for it in a "
-        "collective, 10 to 30 minutes by torch's defaults, and hold the nodes meanwhile. A rank "
-        "that dies before it has found the others is waited for even longer."
+        "collective, 10 to 30 minutes by torch's defaults, and keep the nodes meanwhile. For a "
+        "rank that dies before it has joined the others they wait even longer."
     )
     fix = "srun --kill-on-bad-exit=1 (slurm.conf: KillOnBadExit=1 makes it the default)"
     return Finding("bad_exit", Severity.RISK, "a dead rank leaves the others waiting", text, fix)
@@ -49,8 +49,8 @@ def failure_looks_like_a_stop(facts: Facts) -> Finding | None:
     where = "srun --mpi=pmix" if asked else f"MpiDefault={default}"
     text = (
         f"{where}: when a rank fails, Slurm {_release(facts)} sends SIGTERM to all others, as a "
-        "preemption does, and SIGKILL KillWait later. A Run asks Slurm, takes it for the failure "
-        "that it is, and has nothing requeued; other code that saves at SIGTERM may not."
+        "preemption does, and SIGKILL KillWait later. A Run asks Slurm, recognizes the failure "
+        "and requeues nothing; other code that saves at SIGTERM may not."
     )
     fix = "srun --mpi=none: torch needs no PMI"
     return Finding("pmix", Severity.NOTE, "a failed rank sends SIGTERM", text, fix)
@@ -84,7 +84,7 @@ def how_ranks_prove_themselves(facts: Facts) -> Finding | None:
     text = (
         f"{given}. Those of plain srun would take theirs from MUNGE, which does not answer on this "
         f"machine ({facts.no_munge}); what is left is a file in the run folder, which all nodes "
-        "have to see. Without a key the ranks stay apart: they pause and stop each by itself."
+        "have to see. Without a key each rank pauses and stops on its own."
     )
     fix = "srun --preempt; or export HYDROSLURM_STEP_KEY=$(openssl rand -hex 32) before srun"
     return Finding("ranks_key", Severity.NOTE, "no MUNGE for the ranks' key", text, fix)

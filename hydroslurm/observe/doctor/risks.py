@@ -46,7 +46,7 @@ def no_requeue(facts: Facts) -> Finding | None:
     if policy.is_batch is False:
         text = (
             "The allocation was made by srun or salloc, which Slurm never requeues. What was saved "
-            "stays: the same command goes on from there."
+            "stays: the same command resumes from there."
         )
         return Finding("requeue", Severity.NOTE, "not requeued", text, "submit it with sbatch")
     text = f"Slurm will not start the job again after a stop: {policy.requeue_why}."
@@ -75,7 +75,7 @@ def no_warning(facts: Facts) -> Finding | None:
         return None
     fix = "sbatch: --signal=URG@120 (without B:)"
     if script is None:
-        text = "Whether a warning before the time limit is asked for cannot be seen from here."
+        text = "Whether the job asks for a warning before its time limit cannot be seen from here."
         return Finding("warning", Severity.NOTE, "time-limit warning not known", text, fix)
     if not script.warning:
         text = (
@@ -104,7 +104,7 @@ def ranks_out_of_reach(facts: Facts) -> Finding | None:
     )
     reach = "Under proctrack/cgroup a signal reaches the tasks that srun started and nothing below."
     if launcher:
-        text = f"{reach} This job's ranks are started by {launcher}: they hear of no stop at all."
+        text = f"{reach} This job's ranks are started by {launcher}: no stop request reaches them."
         return Finding("reach", Severity.LOSS, "no rank hears a signal", text, fix)
     text = f"{reach} `srun python` is reached, the workers of `srun torchrun` are not."
     return Finding("reach", Severity.NOTE, "signals reach srun's tasks only", text, fix)
@@ -206,8 +206,8 @@ def signal_instead_of_term(facts: Facts) -> Finding | None:
 def something_unknown(facts: Facts) -> Finding | None:
     if not facts.policy.unknown:
         return None
-    text = f"Could not be read: {'; '.join(facts.policy.unknown)}. The least is assumed."
-    return Finding("unknown", Severity.NOTE, "not all could be read", text)
+    text = f"Could not be read: {'; '.join(facts.policy.unknown)}. The worst case is assumed."
+    return Finding("unknown", Severity.NOTE, "some settings could not be read", text)
 
 
 def run_folder(facts: Facts) -> Finding | None:

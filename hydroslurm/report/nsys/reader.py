@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.report.nsys.database import open_database
+from hydroslurm.report.nsys.database import Gpu, open_database, read_gpu
 from hydroslurm.report.nsys.export import as_sqlite
-from hydroslurm.report.nsys.gpu import Gpu, read_gpu
-from hydroslurm.report.nsys.marks import Marks, Moment, ProcessMarks, Range, Request, read_marks
+from hydroslurm.report.nsys.marks import (
+    Marks,
+    Moment,
+    ProcessMarks,
+    Range,
+    Request,
+    Timebase,
+    read_marks,
+)
 from hydroslurm.report.nsys.profile import Profile, ProfiledPause, ProfiledStop
-from hydroslurm.report.nsys.timebase import Timebase
 
 
 def read_profile(path: Path) -> Profile:

@@ -1,32 +1,31 @@
-"""What a person reads in the terminal: the tables of a run, and the sentences below them."""
+"""What a person reads: the tables of a run and the sentences below them, in a terminal or a page.
+
+The HTML page needs nothing else: no script, no network, images embedded. jinja2's autoescape
+escapes whatever came from outside, names of runs and operators above all; a policy in the page
+itself forbids scripts and foreign addresses, should anything get through.
+"""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from hydroslurm.report import run_tables
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Figures, figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.rows import Rows
-from hydroslurm.report.run_tables import (
-    goodput_table,
-    latency_table,
-    pause_chains,
-    pauses_table,
-    profiled_pauses,
-    profiled_stops,
-    slurm_table,
-    stop_chains,
-    stops_table,
-)
 from hydroslurm.report.stops import KILLED
 from hydroslurm.report.tables import Table, in_terminal
 
 _MOST_CHAINS = 20
+MOST_ON_PAGE = 200
+"""Rows of each table; figures.json has more."""
 _NOT_HEARD = "No pause was seen, but signal handlers were lost: see below."
 
 
@@ -48,7 +47,7 @@ def report_view(
     rows = rows or Rows.of(history, sources)
     figures = figures or figures_of(history, sources, rows)
     heading = Text(_heading(figures), style="bold")
-    below = [Text(sentence) for sentence in _last_sentences(history, sources)]
+    below = [Text(sentence) for sentence in _sentences_below(history, sources)]
     if not history.attempts:
         why = "No events yet: the job has not started, or pausing was never installed in it."
         return Group(heading, Text(why), *below)
@@ -59,9 +58,59 @@ def report_view(
         heard = not any(attempt.lost_signals for attempt in history.attempts)
         parts.append(Text("Nothing was paused." if heard else _NOT_HEARD))
     most = min(max_rows, _MOST_CHAINS)
-    tables = [*_chains(history, sources, rows, most=most), goodput_table(figures)]
+    pauses, stops = rows.pauses_in_time, rows.stops_in_time
+    tables = [
+        run_tables.pause_chains(history, pauses, most=most),
+        run_tables.stop_chains(history, stops, most=most),
+        run_tables.profiled_pauses(history, pauses, most=most),
+        run_tables.profiled_stops(history, stops, most=most),
+        run_tables.slurm_table(sources),
+        run_tables.goodput_table(figures),
+    ]
     parts += [in_terminal(table) for table in tables if table is not None and table.rows]
     return Group(*parts, *below)
+
+
+def page(
+    history: History,
+    sources: ExternalSources,
+    figures: Figures,
+    rows: Rows,
+    *,
+    pictures: Sequence[tuple[str, bytes]],
+) -> str:
+    """The report as one HTML page.
+
+    Args:
+        pictures: for each a description for those who cannot see it, and its PNG.
+    """
+    # a template per call: nothing is compiled by those who import this
+    environment = Environment(
+        loader=PackageLoader("hydroslurm.report", package_path=""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    most = MOST_ON_PAGE
+    pauses, stops = rows.pauses_in_time, rows.stops_in_time
+    tables = [
+        run_tables.goodput_table(figures),
+        run_tables.latency_table(figures, "pause", "save", "stop", title="Latencies"),
+        run_tables.pauses_table(history, pauses, most=most, wide=True),
+        run_tables.pause_chains(history, pauses, most=most),
+        run_tables.stops_table(history, stops, most=most, wide=True),
+        run_tables.stop_chains(history, stops, most=most),
+        run_tables.profiled_pauses(history, pauses, most=most),
+        run_tables.profiled_stops(history, stops, most=most),
+        run_tables.slurm_table(sources),
+    ]
+    return environment.get_template("page.html.j2").render(
+        figures=figures,
+        pictures=[(alt, base64.b64encode(png).decode()) for alt, png in pictures],
+        tables=[table for table in tables if table is not None and table.rows],
+        sentences=_sentences_below(history, sources),
+    )
 
 
 def stop_sentences(
@@ -91,8 +140,8 @@ def _about_pauses(
 ) -> list[RenderableType]:
     if not history.pauses:
         return []
-    table = pauses_table(history, rows.pauses_in_time, most=max_rows)
-    percentiles = in_terminal(latency_table(figures, "pause"))
+    table = run_tables.pauses_table(history, rows.pauses_in_time, most=max_rows)
+    percentiles = in_terminal(run_tables.latency_table(figures, "pause"))
     sentences = map(Text, _together_sentences(history, figures))
     return [*_cut(table, "pauses"), percentiles, *sentences]
 
@@ -100,8 +149,8 @@ def _about_pauses(
 def _about_stops(
     history: History, figures: Figures, rows: Rows, max_rows: int
 ) -> list[RenderableType]:
-    table = stops_table(history, rows.stops_in_time, most=max_rows)
-    percentiles = in_terminal(latency_table(figures, "stop"))
+    table = run_tables.stops_table(history, rows.stops_in_time, most=max_rows)
+    percentiles = in_terminal(run_tables.latency_table(figures, "stop"))
     return [
         *_cut(table, "stops"),
         percentiles,
@@ -118,20 +167,7 @@ def _cut(table: Table, what: str) -> list[RenderableType]:
     return parts
 
 
-def _chains(
-    history: History, sources: ExternalSources, rows: Rows, *, most: int
-) -> list[Table | None]:
-    pauses, stops = rows.pauses_in_time, rows.stops_in_time
-    return [
-        pause_chains(history, pauses, most=most),
-        stop_chains(history, stops, most=most),
-        profiled_pauses(history, pauses, most=most),
-        profiled_stops(history, stops, most=most),
-        slurm_table(sources),
-    ]
-
-
-def _last_sentences(history: History, sources: ExternalSources) -> Sequence[str]:
+def _sentences_below(history: History, sources: ExternalSources) -> Sequence[str]:
     clocks = history.alignment.sentences() if history.attempts else []
     return [*clocks, *sources.sentences(history)]
 
