@@ -187,13 +187,6 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def span_us(begin_ns: int | None, end_ns: int | None) -> float | None:
-    """Microseconds between two stamps; None for what is unknown or runs backwards."""
-    if begin_ns is None or end_ns is None or end_ns < begin_ns:
-        return None
-    return (end_ns - begin_ns) / 1e3
-
-
 def _attempts(client: SlurmClient, job_id: int, missing: list[str]) -> list[SlurmAttempt]:
     """From accounting; of a cluster without it, the attempt that slurmctld still knows."""
     try:

@@ -182,6 +182,14 @@ def step_of(line: Line | None) -> int | None:
     return line.step if line is not None and type(line.step) is int else None
 
 
+def span(begin_ns: int | None, end_ns: int | None, unit_ns: float) -> float | None:
+    """The time between two stamps, in a unit. None for what is unknown, and for stamps that run
+    backwards: they are damaged, and a negative latency is worse than none."""
+    if begin_ns is None or end_ns is None or end_ns < begin_ns:
+        return None
+    return (end_ns - begin_ns) / unit_ns
+
+
 def integer(data: Mapping[str, Any], key: str) -> int | None:
     value = data.get(key)
     if type(value) is int and -_MOST_INTEGER <= value < _MOST_INTEGER:

@@ -21,6 +21,7 @@ from hydroslurm.report.lines import (
     first_integer,
     integer,
     number,
+    span,
     stamp_of,
     step_of,
     text,
@@ -346,12 +347,8 @@ _UNIT_NS = {"us": 1e3, "s": 1e9}
 def _measured(
     line: Line | None, key: str, begin_ns: int | None, end_ns: int | None
 ) -> float | None:
-    """What the rank measured itself, else what the stamps give; the unit is the end of the key.
-
-    None also when the stamps run backwards: such lines are damaged, and a negative latency is worse
-    than none.
-    """
+    """What the rank measured itself, else what the stamps give; the unit is the end of the key."""
     reported = None if line is None else number(line.data, key)
-    if reported is not None or begin_ns is None or end_ns is None or end_ns < begin_ns:
+    if reported is not None:
         return reported
-    return (end_ns - begin_ns) / _UNIT_NS[key.rpartition("_")[2]]
+    return span(begin_ns, end_ns, _UNIT_NS[key.rpartition("_")[2]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.lines import Line, data_of, integer, stamp_of, step_of, text
+from hydroslurm.report.lines import Line, data_of, integer, span, stamp_of, step_of, text
 
 OF_A_RUN = frozenset(
     {
@@ -69,10 +69,7 @@ class Save:
     @property
     def durable_ms(self) -> float | None:
         """From its start to the commit on the durable tier."""
-        begin_ns, end_ns = self.started_mono_ns, self.durable_mono_ns
-        if begin_ns is None or end_ns is None or end_ns < begin_ns:
-            return None
-        return (end_ns - begin_ns) / 1e6
+        return span(self.started_mono_ns, self.durable_mono_ns, 1e6)
 
     @property
     def end_mono_ns(self) -> int | None:

@@ -15,8 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from hydroslurm.report.attempts import Attempt
-from hydroslurm.report.external_sources import ExternalSources, SlurmAttempt, span_us
+from hydroslurm.report.external_sources import ExternalSources, SlurmAttempt
 from hydroslurm.report.history import History
+from hydroslurm.report.lines import span
 from hydroslurm.report.nsys.profile import ProfiledPause, ProfiledStop
 from hydroslurm.report.pauses import PEERS, Pause
 from hydroslurm.report.stops import Stop, Stopped
@@ -161,7 +162,7 @@ def _stopped_us(pause: Pause, grace_s: int | None) -> float | None:
     """Nothing in a stopped process can see the moment; slurmstepd counts from its SIGTSTP."""
     if grace_s is None or "slurm" not in pause.causes or pause.signal != "SIGTSTP":
         return None
-    held_us = span_us(pause.requested_mono_ns, pause.resume_requested_mono_ns)
+    held_us = span(pause.requested_mono_ns, pause.resume_requested_mono_ns, 1e3)
     if held_us is not None and held_us < grace_s * 1e6:
         return None
     return grace_s * 1e6
@@ -171,16 +172,16 @@ def _profiled(pause: Pause, seen: ProfiledPause | None) -> Profiled | None:
     if seen is None:
         return None
     begin_ns, resume_ns = pause.requested_mono_ns, pause.resume_requested_mono_ns
-    park_us = span_us(begin_ns, seen.parked_mono_ns)
-    resume_us = span_us(resume_ns, seen.running_mono_ns)
+    park_us = span(begin_ns, seen.parked_mono_ns, 1e3)
+    resume_us = span(resume_ns, seen.running_mono_ns, 1e3)
     both = ((park_us, pause.park_us), (resume_us, pause.resume_us))
     apart = [abs(ours - theirs) for ours, theirs in both if ours is not None and theirs is not None]
     return Profiled(
         park_us=park_us,
-        drain_us=span_us(seen.parked_mono_ns, seen.drained_mono_ns),
+        drain_us=span(seen.parked_mono_ns, seen.drained_mono_ns, 1e3),
         resume_us=resume_us,
-        last_kernel_us=span_us(begin_ns, seen.last_kernel_end_mono_ns),
-        first_kernel_us=span_us(resume_ns, seen.first_kernel_mono_ns),
+        last_kernel_us=span(begin_ns, seen.last_kernel_end_mono_ns, 1e3),
+        first_kernel_us=span(resume_ns, seen.first_kernel_mono_ns, 1e3),
         difference_us=max(apart, default=None),
         error_us=None if seen.error_ns is None else seen.error_ns / 1e3,
     )
@@ -252,7 +253,7 @@ def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> S
 
 
 def _since_us(*, seen_ns: int | None, end_ns: int | None, unit: float) -> float | None:
-    taken_us = span_us(seen_ns, end_ns)
+    taken_us = span(seen_ns, end_ns, 1e3)
     return None if taken_us is None else taken_us / unit
 
 

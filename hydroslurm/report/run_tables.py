@@ -12,6 +12,7 @@ from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Figures
 from hydroslurm.report.history import History
+from hydroslurm.report.lines import span
 from hydroslurm.report.pauses import PEERS, Pause
 from hydroslurm.report.rows import PauseRow, StopRow
 from hydroslurm.report.stops import KILLED, Stop
@@ -151,9 +152,7 @@ def _opened(row: PauseRow) -> str | None:
 
 
 def _between(begin_ns: int | None, end_ns: int | None, spec: str, unit_ns: float) -> str | None:
-    if begin_ns is None or end_ns is None or end_ns < begin_ns:
-        return None
-    return number(end_ns - begin_ns, spec, unit_ns)
+    return number(span(begin_ns, end_ns, unit_ns), spec)
 
 
 def _about_s(stopped_us: float | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.report.attempts import Attempt
+from hydroslurm.report.lines import span
 from hydroslurm.report.progress import Progress
 
 KILLED = "killed"
@@ -167,12 +168,12 @@ def _stop(attempt: Attempt, following: Attempt | None) -> Stop:
         requested_mono_ns=since_ns,
         step=step,
         step_from=step_from,
-        safe_point_ms=_since_ms(since_ns, seen.safe_point_mono_ns),
-        staged_ms=_since_ms(since_ns, seen.staged_mono_ns),
-        written_ms=_since_ms(since_ns, seen.written_mono_ns),
+        safe_point_ms=span(since_ns, seen.safe_point_mono_ns, 1e6),
+        staged_ms=span(since_ns, seen.staged_mono_ns, 1e6),
+        written_ms=span(since_ns, seen.written_mono_ns, 1e6),
         durable_ms=_committed_ms(since_ns, seen, seen.durable_mono_ns),
         fast_ms=_committed_ms(since_ns, seen, seen.fast_mono_ns),
-        requeued_ms=_since_ms(since_ns, seen.requeued_mono_ns),
+        requeued_ms=span(since_ns, seen.requeued_mono_ns, 1e6),
         requeue_error=seen.requeue_error,
         state_bytes=seen.state_bytes,
         left=left,
@@ -199,18 +200,11 @@ def _step(seen: Progress) -> tuple[int | None, Literal["safe_point", "last_event
     return seen.last_step, None if seen.last_step is None else "last_event"
 
 
-def _since_ms(begin_ns: int | None, end_ns: int | None) -> float | None:
-    """None also when the stamps run backwards: damaged, or of something that came before."""
-    if begin_ns is None or end_ns is None or end_ns < begin_ns:
-        return None
-    return (end_ns - begin_ns) / 1e6
-
-
 def _committed_ms(begin_ns: int | None, seen: Progress, commit_ns: int | None) -> float | None:
     """A commit of the very step that was to be saved may be older than the request."""
     if begin_ns is not None and commit_ns is not None and seen.safe_step is not None:
         return max(0.0, (commit_ns - begin_ns) / 1e6)
-    return _since_ms(begin_ns, commit_ns)
+    return span(begin_ns, commit_ns, 1e6)
 
 
 def _waited_s(attempt: Attempt, following: Attempt | None) -> float | None:
@@ -224,7 +218,7 @@ def _waited_s(attempt: Attempt, following: Attempt | None) -> float | None:
 def _first_step_s(following: Attempt | None) -> float | None:
     if following is None or following.progress is None:
         return None
-    took_ms = _since_ms(following.first_mono_ns, following.progress.first_step_mono_ns)
+    took_ms = span(following.first_mono_ns, following.progress.first_step_mono_ns, 1e6)
     return None if took_ms is None else took_ms / 1e3
 
 
