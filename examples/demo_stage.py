@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.spec import Profile
 from hydroslurm.errors import HydroslurmError
@@ -46,7 +46,7 @@ def wait_for(what: str, condition: Callable[[], bool], *, limit_s: float = 120.0
 
 def wait_for_state(run: RunDir, state: str, *, pauses: int = 0) -> None:
     def reached() -> bool:
-        now = latest(run.rank_events(0))
+        now = read_status(run.rank_status(0))
         return now is not None and now.state == state and now.pauses >= pauses
 
     wait_for(f"rank 0 of {run.root.name} to be {state}", reached)

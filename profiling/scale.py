@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import json
 import os
 import pty
 import re
@@ -37,9 +36,9 @@ from processes import wait_until
 
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.core.heartbeat import Heartbeat
 from hydroslurm.core.rundir import RunDir, of_job
 from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.runtime.status_writer import StatusWriter
 
 HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
 EVERY_S = 1.0
@@ -50,13 +49,16 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Writers:
-    """The ranks of the jobs with a run folder: events and heartbeats, as if they trained."""
+    """The ranks of the jobs with a run folder: events and statuses, as if they trained."""
 
     def __init__(self, folder: Path, job_ids: list[int]) -> None:
         self._step = 0
         self._end = threading.Event()
         self._ranks = [(job_id, of_job(job_id, work_dir=folder)) for job_id in job_ids]
         self._logs = [EventLog(run.rank_events(0)) for _, run in self._ranks]
+        self._statuses = {
+            job_id: StatusWriter(run.rank_status(0), every_s=1.0) for job_id, run in self._ranks
+        }
         for (job_id, run), log in zip(self._ranks, self._logs, strict=True):
             self._begin(job_id, run, log)
         self._thread = threading.Thread(target=self._write, daemon=True)
@@ -85,18 +87,18 @@ class Writers:
         """Each job once a second, not all at one moment."""
         while not self._end.is_set():
             self._step += 1
-            for (job_id, run), log in zip(self._ranks, self._logs, strict=True):
+            for (job_id, _), log in zip(self._ranks, self._logs, strict=True):
                 data = {"tier": "durable", "checkpoint_step": self._step, "seconds": 0.5}
                 self._event(log, job_id, EventKind.SAVE_COMMITTED, **data)
-                now_ns = time.time_ns()
-                heartbeat = Heartbeat(self._step, now_ns, now_ns, 1.0, 1.0, 0, os.getpid())
-                run.heartbeat_json.write_text(json.dumps(vars(heartbeat)))
+                self._statuses[job_id].write(self._step, at_once=True)
                 if self._end.wait(1.0 / len(self._ranks)):
                     return
 
     def _event(self, log: EventLog, job_id: int, kind: EventKind, **data: object) -> None:
         mono_ns, epoch_ns = clocks()
-        log.append(Event(kind, mono_ns, epoch_ns, job_id=job_id, step=self._step, data=data))
+        event = Event(kind, mono_ns, epoch_ns, job_id=job_id, step=self._step, data=data)
+        log.append(event)
+        self._statuses[job_id].note(event)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from hydroslurm.core.agentstate import AgentState
-    from hydroslurm.core.rankstate import RankState
+    from hydroslurm.core.status import RankStatus
     from hydroslurm.jobs.control.requests import JobStatus
     from hydroslurm.jobs.supervisor.conditions import Condition
 
@@ -55,10 +55,11 @@ _MOST = 2000
 def _newest_condition(found: JobStatus) -> tuple[Condition | None, str | None]:
     """What the job is now, and why its run folder cannot be read, if so."""
     from hydroslurm.errors import RunFolderError
-    from hydroslurm.jobs.control.overview import conditions_of, newest
+    from hydroslurm.jobs.control.overview import condition_now
 
+    first = next(iter(found.ranks), None)
     try:
-        return newest(conditions_of(found.run_dir, found.job)), found.problem
+        return condition_now(found.run_dir, found.job, first), found.problem
     except RunFolderError as error:
         return None, found.problem or str(error)
 
@@ -80,12 +81,14 @@ def _print_status(found: JobStatus) -> None:
         echo(f"  {condition.type} {condition.reason} since {since}{message}")
     if problem is not None:
         echo(f"  its run folder cannot be read: {problem}")
-    elif not found.ranks:
+    elif not found.ranks and not found.silent:
         echo(f"  no rank has announced itself in {found.run_dir.events}")
     for node in found.nodes:
         echo(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
     for rank in found.ranks:
         echo(f"  {rank_line(rank, now_epoch_ns=time.time_ns())}")
+    for number, why in found.silent:
+        echo(f"  rank {number}: {why}")
 
 
 def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
@@ -102,9 +105,9 @@ def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
     return ", ".join(parts)
 
 
-def rank_line(rank: RankState, *, now_epoch_ns: int) -> str:
+def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
     """One line about a rank, as it reports itself."""
-    since = _since(rank.since_epoch_ns, now_epoch_ns)
+    since = _since(rank.since.epoch_ns, now_epoch_ns)
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
     parts = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.message}{causes} {since}"]
     if rank.children_message:
@@ -143,5 +146,34 @@ def _as_json(found: JobStatus) -> dict[str, object]:
         "problem": problem,
         "condition": None if condition is None else vars(condition),
         "agents": [vars(node) for node in found.nodes],
-        "ranks": [{**vars(rank), "parked_together": rank.parked_together} for rank in found.ranks],
+        "ranks": [_rank_as_json(rank) for rank in found.ranks],
+        "silent": dict(found.silent),
+    }
+
+
+_RANK_FIELDS = (
+    "rank",
+    "state",
+    "causes",
+    "step",
+    "pid",
+    "host",
+    "restart_count",
+    "pauses",
+    "park_us",
+    "committed_step",
+    "world_size",
+    "not_copied",
+    "children_parked",
+    "children_running",
+    "parked_together",
+)
+
+
+def _rank_as_json(rank: RankStatus) -> dict[str, object]:
+    all_parked = rank.all_parked
+    return {
+        **{name: getattr(rank, name) for name in _RANK_FIELDS},
+        "since_epoch_ns": rank.since.epoch_ns,
+        "all_parked_epoch_ns": None if all_parked is None else all_parked.epoch_ns,
     }

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import Tail, read_spare, spare_of
-from hydroslurm.core.rankstate import RankState, fold, latest
+from hydroslurm.core.status import Moment, RankStatus, read_status, status_of
 
 _POLL_S = 0.002
 _POLL_SPARE_S = 0.05
@@ -101,6 +101,7 @@ class JudgePause:
         self._parked: Event | None = None
         self._all_parked: Event | None = None
         self._children: Event | None = None
+        self._asked: Event | None = None
         self._failed = ""
         self._coordinator_lost = False
 
@@ -123,6 +124,7 @@ class JudgePause:
         elif kind is EventKind.RESUMED and self._parked is not None:
             return Answer(event.rank, False, None, "was resumed before all ranks were parked")
         elif kind is EventKind.CAUSES_CHANGED and event.data.get("causes"):
+            self._asked = event
             return self._held_already(event)
         else:
             return _judge_ending(event)
@@ -131,7 +133,7 @@ class JudgePause:
     def when_late(self) -> Answer | None:
         """A rank that is parked, and the others have not come to where it is."""
         if self._parked is None:
-            return None
+            return self._held_already(self._asked) if self._asked else None
         why = self._failed or "the other ranks have not come to one collective with it yet"
         message = f"{_parked_message(self._parked)}, alone: {why}"
         return Answer(self._parked.rank, False, _park_us(self._parked), message)
@@ -161,12 +163,12 @@ class JudgePause:
         waited for."""
         if self._parked is not None:
             return None
-        now = latest(self._path)
+        now = read_status(status_of(self._path))
         if now is None or now.state != "parked":
             return None
         if now.world_size > 1 and not now.parked_together:
             return None
-        message = f"held already; causes now: {', '.join(now.causes)}"
+        message = f"held already; causes now: {', '.join(event.data['causes'])}"
         return Answer(event.rank, True, None, message)
 
 
@@ -208,17 +210,11 @@ class JudgeStop:
     ranks one asks for the requeue, and the others have answered when they leave saved."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            events = list(read_events(path))
-        except OSError:
-            events = []
-        state = fold(events)
-        self._follows = state is not None and state.world_size > 1 and state.rank > 0
+        status = read_status(status_of(path))
+        self._follows = status is not None and status.world_size > 1 and status.rank > 0
         self._asked_ns = 0
-        ours = (EventKind.STOPS_TAKEN, EventKind.ATTEMPT_BEGAN)
         # the two calls tell nothing of what is saved between them
-        last = next((event.kind for event in reversed(events) if event.kind in ours), None)
-        self._saves_itself = last is EventKind.STOPS_TAKEN
+        self._saves_itself = status is not None and status.saver == EventKind.STOPS_TAKEN.value
         self._saved = "saved in its own way" if self._saves_itself else ""
 
     def __call__(self, event: Event) -> Answer | None:
@@ -262,14 +258,14 @@ def _parked_message(parked: Event, children: Event | None = None) -> str:
     after = "" if park_us is None else f" after {park_us:.0f} us"
     if children is None:
         return f"parked{after}{asleep}"
-    state = RankState(
+    status = RankStatus(
         parked.rank,
         "parked",
-        parked.epoch_ns,
+        Moment.of(parked),
         children_parked=tuple(children.data.get("parked_pids", ())),
         children_running=tuple(children.data.get("running_pids", ())),
     )
-    return f"{state.message}{after}{asleep}; {state.children_message}"
+    return f"{status.message}{after}{asleep}; {status.children_message}"
 
 
 def _together_message(parked: Event, all_parked: Event, took_us: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ _SET_NS = 10**9
 """Dates that differ by so much were set."""
 
 
+@functools.cache
 def boot_id() -> str:
     """The boot of this host, within which CLOCK_MONOTONIC is one clock for all processes; empty
     where there is no /proc."""

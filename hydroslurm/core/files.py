@@ -312,7 +312,9 @@ def read_spare(path: Path) -> list[bytes]:
         text = read_regular(path, limit_bytes=SPARE_BYTES)
     except OSError:
         return []
-    return [line + b"\n" for line in text.split(b"\n") if line.strip(b"\0 ")]
+    # all is well: SPARE_BYTES of newlines, which would be as many empty lines
+    lines = text.strip(b"\n").split(b"\n")
+    return [line + b"\n" for line in lines if line.strip(b"\0 ")]
 
 
 def clean(text: str, *, most: int = 400) -> str:

@@ -9,10 +9,10 @@
   tensorboard.json             where its TensorBoard answers, while it does
   scratch/worker-2/            a replica's own, removed by cleanPolicy All
   events/rank-00000.jsonl      everything that happened, both clocks, in order
+  events/rank-00000.json       where it is now: replaced at changes and every few seconds
   events/rank-00000.spare      room for what could not be appended to it on a full disk
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
   events/told-123              job 123 was told that nobody saves for it
-  events/heartbeat.json        the step that the first rank is at, written over every few seconds
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   checkpoints/step-000001234.2/  the same step, saved again: the newer one
   job.jsonl                    of a default folder (run_folders.py): its job, and which job steps
@@ -49,7 +49,7 @@ ATTEMPTS_ENV = "HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS"
 """How many attempts in a row may begin at the same step, above what the script says."""
 
 _NAMED = re.compile(r"(?:^|\s)hydroslurm:(/\S.*)$")
-_RANK_FILE = re.compile(r"rank-([0-9]{5,7})\.jsonl")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,7})(\.jsonl?)")
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,16 @@ class RunDir:
         Raises:
             OSError: the folder is there, and cannot be listed.
         """
+        return self._rank_files(".jsonl")
+
+    def rank_status(self, rank: int) -> Path:
+        return self.events / f"rank-{rank:05d}.json"
+
+    def rank_status_files(self) -> dict[int, Path]:
+        """Rank -> status file; as :meth:`rank_event_files`."""
+        return self._rank_files(".json")
+
+    def _rank_files(self, suffix: str) -> dict[int, Path]:
         try:
             names = [path.name for path in self.events.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -186,13 +196,9 @@ class RunDir:
         found = {
             int(match[1]): self.events / name
             for name in names
-            if (match := _RANK_FILE.fullmatch(name))
+            if (match := _RANK_FILE.fullmatch(name)) and match[2] == suffix
         }
         return dict(sorted(found.items()))
-
-    @property
-    def heartbeat_json(self) -> Path:
-        return self.events / "heartbeat.json"
 
     def told(self, job_id: int) -> Path:
         """There when a job was told what a preemption would cost it."""

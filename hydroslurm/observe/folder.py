@@ -1,19 +1,14 @@
-"""Follow a run folder: its ranks' files, the heartbeat, and where needed what is older than the end
-of those."""
+"""Follow a run folder: the statuses of its ranks."""
 
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.checkpoint import folders
-from hydroslurm.core.heartbeat import Heartbeat, read_heartbeat
-from hydroslurm.core.rankstate import RankState
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import RunFolderError
-from hydroslurm.observe.rankfile import RankFile
-from hydroslurm.training.attempts import AttemptLog
+from hydroslurm.core.status import PAUSE_BOUNDS_S, RankStatus, read_status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +22,17 @@ class RunFacts:
         began: the step that the attempt began at, and when (epoch ns).
         commit: newest durable checkpoint of any attempt: step, when (epoch ns).
         save_s: the longest durable save that was seen; None before the first.
-        step: newest that is known.
+        step: of the first rank that tells one.
         step_epoch_ns: when that was told.
         steps_per_s: as last measured; None when not known.
         stuck_s: so long it had been at that step when it told.
         told_every_s: it tells so often; None where only events do.
         finished: the training is done.
+        pause_counts, pause_sum_s: of all ranks and attempts, as in
+            :class:`~hydroslurm.core.status.RankStatus`.
     """
 
-    ranks: tuple[RankState, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()
     n_ranks: int = 0
     has_run: bool | None = None
     began: tuple[int, int] | None = None
@@ -47,6 +44,8 @@ class RunFacts:
     stuck_s: float = 0.0
     told_every_s: float | None = None
     finished: bool = False
+    pause_counts: tuple[int, ...] = (0,) * (len(PAUSE_BOUNDS_S) + 1)
+    pause_sum_s: float = 0.0
 
     @property
     def parked(self) -> int:
@@ -58,147 +57,75 @@ class RunFacts:
 
 
 class FollowedRun:
-    """Follows one run folder. Costs two ``stat`` and one per rank as long as nothing is written."""
+    """Follows one run folder; a file that has not changed costs one ``stat``."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._files: dict[int, RankFile] = {}
-        self._listed_ns = -1
-        self._heartbeat: Heartbeat | None = None
-        self._heartbeat_ns = -1
-        self._older_attempt: tuple[int, tuple[int, int] | None] | None = None
-        self._older_commit: tuple[tuple[int, int] | None] | None = None
+        self._seen: dict[int, tuple[tuple[int, int, int], RankStatus | None]] = {}
 
     def read(self, *, budget_bytes: int) -> int:
         """Read what is new, at most so much; returns how much that was."""
-        self._list()
-        left = budget_bytes
-        for file in self._files.values():
-            left -= file.read(budget_bytes=left)
-        changed_ns = _changed_ns(self.run.heartbeat_json)
-        if changed_ns not in (-1, self._heartbeat_ns):
-            self._heartbeat_ns = changed_ns
-            self._heartbeat = read_heartbeat(self.run.heartbeat_json)
-        return budget_bytes - left
+        try:
+            files = self.run.rank_status_files()
+        except OSError:
+            return 0
+        used_bytes = 0
+        for rank, path in files.items():
+            version = _version(path)
+            known = self._seen.get(rank)
+            if version is None or (known is not None and known[0] == version):
+                continue
+            if used_bytes >= budget_bytes:
+                break
+            self._seen[rank] = version, read_status(path)
+            used_bytes += version[2]
+        return used_bytes
 
     def facts(self, restart_count: int) -> RunFacts:
         """Return the facts of the attempt with that restart count."""
-        mine = [f for f in self._files.values() if f.facts.state is not None]
-        ranks = tuple(
-            state
-            for file in mine
-            if (state := file.facts.state) and state.restart_count == restart_count
-        )
-        if not mine:
+        known = [one for _, (_, one) in sorted(self._seen.items()) if one is not None]
+        if not known:
             return RunFacts()
-        began = self._began(mine, restart_count)
-        step, epoch_ns, rate, stuck_s = self._step(mine, restart_count)
-        whole = all(file.facts.whole for file in mine)
-        beats = self._heartbeat is not None and self._heartbeat.restart_count == restart_count
+        ranks = tuple(one for one in known if one.restart_count == restart_count)
+        began = min(
+            (
+                (one.attempt_step or 0, one.attempt_began.epoch_ns)
+                for one in known
+                if one.attempt_began and one.attempt_restart_count == restart_count
+            ),
+            default=None,
+        )
+        lead = next((one for one in ranks if one.step is not None), None)
+        since = lead.step_since if lead else None
         return RunFacts(
             ranks=ranks,
             n_ranks=max([len(ranks), *(rank.world_size for rank in ranks)]),
-            has_run=True if began else (False if whole and ranks else None),
+            has_run=True if began else (False if ranks else None),
             began=began,
-            commit=self._commit(mine),
-            save_s=max((f.facts.save_s for f in mine if f.facts.save_s is not None), default=None),
-            step=step,
-            step_epoch_ns=epoch_ns,
-            steps_per_s=rate,
-            stuck_s=stuck_s,
-            told_every_s=self._heartbeat.every_s if self._heartbeat and beats else None,
-            finished=any(file.facts.finished for file in mine),
+            commit=max(
+                (
+                    (one.committed_step, one.committed.epoch_ns)
+                    for one in known
+                    if one.committed_step is not None and one.committed
+                ),
+                default=None,
+            ),
+            save_s=max((one.save_s for one in known if one.save_s is not None), default=None),
+            step=lead.step if lead else None,
+            step_epoch_ns=lead.as_of.epoch_ns if lead else None,
+            steps_per_s=lead.steps_per_s if lead else None,
+            stuck_s=max(0.0, (lead.as_of.epoch_ns - since.epoch_ns) / 1e9) if lead and since else 0,
+            told_every_s=lead.heartbeat_s if lead else None,
+            finished=any(one.finished for one in known),
+            pause_counts=tuple(map(sum, zip(*(one.pause_counts for one in known), strict=True))),
+            pause_sum_s=sum(one.pause_sum_s for one in known),
         )
 
-    def _list(self) -> None:
-        """Look for new ranks' files where the folder has changed; the heartbeat changes none."""
-        changed_ns = _changed_ns(self.run.events)
-        if changed_ns in (-1, self._listed_ns):
-            return
-        self._listed_ns = changed_ns
-        try:
-            found = self.run.rank_event_files()
-        except OSError:
-            return
-        for rank, path in found.items():
-            self._files.setdefault(rank, RankFile(path))
-        self._files = dict(sorted(self._files.items()))
 
-    def _began(self, mine: list[RankFile], restart_count: int) -> tuple[int, int] | None:
-        attempts = (file.facts.attempt for file in mine)
-        told = min(
-            (attempt[1:] for attempt in attempts if attempt and attempt[0] == restart_count),
-            default=None,
-        )
-        if told is not None or all(file.facts.whole for file in mine):
-            return told
-        if self._older_attempt is None or self._older_attempt[0] != restart_count:
-            self._older_attempt = (restart_count, _attempt_in(self.run, restart_count))
-        return self._older_attempt[1]
-
-    def _commit(self, mine: list[RankFile]) -> tuple[int, int] | None:
-        told = max((f.facts.commit for f in mine if f.facts.commit), default=None)
-        if told is not None or all(file.facts.whole for file in mine):
-            return told
-        if self._older_commit is None:
-            self._older_commit = (_newest_checkpoint(self.run),)
-        return self._older_commit[0]
-
-    def _step(
-        self, mine: list[RankFile], restart_count: int
-    ) -> tuple[int | None, int | None, float | None, float]:
-        marks = max((f.facts.marks for f in mine), key=lambda m: m[-1][1] if m else 0)
-        marks = [mark for mark in marks if mark[2] == restart_count]
-        newest = marks[-1][:2] if marks else None
-        beat = self._heartbeat
-        if beat is not None and beat.restart_count == restart_count:
-            states = (file.facts.state for file in mine)
-            host = next((state.host for state in states if state and state.pid == beat.pid), "")
-            beat = beat.dated_now(host)
-            if newest is not None and newest[0] > beat.step and newest[1] > beat.epoch_ns:
-                return *newest, beat.steps_per_s, 0.0
-            stuck_s = max(0.0, (beat.epoch_ns - beat.since_epoch_ns) / 1e9)
-            return beat.step, beat.epoch_ns, beat.steps_per_s, stuck_s
-        if newest is None:
-            return None, None, None, 0.0
-        rate, (first, since_ns, _) = None, marks[0]
-        if newest[1] > since_ns:
-            rate = max(0.0, (newest[0] - first) / ((newest[1] - since_ns) / 1e9))
-        return *newest, rate, 0.0
-
-
-def _changed_ns(path: Path) -> int:
-    """Return when it last changed; -1 where that cannot be read."""
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """What changes when the file is replaced, and at last its size; None: it is no file."""
     try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return -1
-
-
-def _attempt_in(run: RunDir, restart_count: int) -> tuple[int, int] | None:
-    """Look up in attempts.jsonl an attempt that began too far back in the events."""
-    try:
-        attempts = AttemptLog(run.attempts_jsonl).attempts()
-    except RunFolderError:
-        return None
-    for attempt in reversed(attempts):
-        if attempt.restart_count == restart_count:
-            return attempt.step, attempt.began_epoch_ns
-    return None
-
-
-def _newest_checkpoint(run: RunDir) -> tuple[int, int] | None:
-    """The newest committed checkpoint by its name, and when it was written (epoch ns)."""
-    try:
-        with os.scandir(run.checkpoints) as entries:
-            steps = {
-                step: entry
-                for entry in entries
-                if (step := folders.step_of(entry.name)) is not None
-            }
-            if not steps:
-                return None
-            step = max(steps)
-            return step, steps[step].stat().st_mtime_ns
+        now = os.lstat(path)
     except OSError:
         return None
+    return (now.st_ino, now.st_mtime_ns, now.st_size) if stat.S_ISREG(now.st_mode) else None

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -16,9 +17,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import PAUSE_BOUNDS_S
 from hydroslurm.observe.folder import RunFacts
-from hydroslurm.observe.parks import ParkCounter, Parks
 from hydroslurm.observe.row import row_of, shown_id
 from hydroslurm.observe.watcher import View, Watcher
 from hydroslurm.observe.work_at_risk import unsaved_steps
@@ -26,9 +26,6 @@ from hydroslurm.slurm.values import Job
 
 LABELS = ("job_id", "name", "user", "partition")
 """Of every metric of one job."""
-
-BYTES_EACH_TIME = 256 * 1024 * 1024
-"""Of event files that are searched for pauses in one interval."""
 
 
 class _Families:
@@ -64,9 +61,6 @@ class _Families:
             "From the request to pause a rank until it was parked.",
             labels=LABELS,
         )
-        self.unread = gauge(
-            "events_unread_bytes", "Of event files, not yet searched for pauses.", ()
-        )
         self.up = gauge("slurm_up", "Whether Slurm answered the latest request.", ())
         self.answered = gauge(
             "slurm_last_answer_timestamp_seconds", "When Slurm last answered a request.", ()
@@ -92,7 +86,6 @@ class JobCollector(Collector):
         self._lock = threading.Lock()
         self._asked_mono_s: float | None = None
         self._answer: list[Metric] = []
-        self._counters: dict[RunDir, dict[int, ParkCounter]] = {}
         self.error: str | None = None
 
     def registry(self) -> CollectorRegistry:
@@ -120,31 +113,14 @@ class JobCollector(Collector):
         made.up.add_metric((), float(view.error is None))
         if view.answered_epoch_s is not None:
             made.answered.add_metric((), view.answered_epoch_s)
-        for state, count in Counter(job.state.value for job, _, _ in view.jobs).items():
+        for state, count in Counter(job.state.value for job, _ in view.jobs).items():
             made.jobs.add_metric((state,), count)
-        left = BYTES_EACH_TIME
-        unread = 0
-        counters: dict[RunDir, dict[int, ParkCounter]] = {}
-        for job, facts, run in view.jobs:
+        for job, facts in view.jobs:
             labels = (shown_id(job), job.name, job.user, job.partition)
             _add_job(made, labels, job, facts, now_epoch_s=view.epoch_s)
-            if facts.ranks:
-                counters[run] = self._follow(run)
-                for counter in counters[run].values():
-                    left -= counter.read(budget_bytes=left)
-                    unread += counter.unread_bytes()
-                _add_parks(made, labels, counters[run])
-        self._counters = counters
-        made.unread.add_metric((), unread)
+            if facts.ranks and any(facts.pause_counts):
+                made.park.add_metric(labels, _buckets(facts), sum_value=facts.pause_sum_s)
         return list(made.all())
-
-    def _follow(self, run: RunDir) -> dict[int, ParkCounter]:
-        known = self._counters.get(run, {})
-        try:
-            files = run.rank_event_files()
-        except OSError:
-            return known
-        return {rank: known.get(rank) or ParkCounter(path) for rank, path in files.items()}
 
 
 def _add_job(
@@ -169,12 +145,7 @@ def _add_job(
         made.pauses.add_metric(labels, row.pauses)
 
 
-def _add_parks(made: _Families, labels: tuple[str, ...], counters: dict[int, ParkCounter]) -> None:
-    """Of all ranks of a job together; nothing for one that was never paused."""
-    total = Parks()
-    for counter in counters.values():
-        for number, count in enumerate(counter.parks.counts):
-            total.counts[number] += count
-        total.sum_s += counter.parks.sum_s
-    if total.count:
-        made.park.add_metric(labels, total.buckets(), sum_value=total.sum_s)
+def _buckets(facts: RunFacts) -> list[tuple[str, float]]:
+    """As Prometheus has them: upper bound, how many up to it."""
+    bounds = [*map(repr, PAUSE_BOUNDS_S), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(facts.pause_counts)), strict=True))

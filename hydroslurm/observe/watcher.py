@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.observe.folder import FollowedRun, RunFacts
@@ -27,7 +26,7 @@ class View:
 
     Attributes:
         rows: what needs attention first.
-        jobs: Slurm's answer that they rest on, with each run folder and what it says.
+        jobs: Slurm's answer that they rest on, and what each run folder says.
         epoch_s: when it was made.
         answered_epoch_s: when Slurm last answered; None before it ever did.
         error: why it did not answer this time, in words.
@@ -35,7 +34,7 @@ class View:
     """
 
     rows: tuple[Row, ...]
-    jobs: tuple[tuple[Job, RunFacts, RunDir], ...]
+    jobs: tuple[tuple[Job, RunFacts], ...]
     epoch_s: float
     answered_epoch_s: float | None
     error: str | None = None
@@ -150,7 +149,7 @@ class Watcher:
         found, rows = [], []
         for seen in self._seen.values():
             facts = seen.run.facts(seen.job.restart_count)
-            found.append((seen.job, facts, seen.run.run))
+            found.append((seen.job, facts))
             rows.append(
                 row_of(
                     seen.job,

@@ -25,7 +25,6 @@ from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.dates import boot_id, clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.core.heartbeat import HeartbeatWriter
 from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.protocol import (
@@ -44,6 +43,7 @@ from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.leader import Children
 from hydroslurm.runtime.recorder import Recorder
+from hydroslurm.runtime.status_writer import StatusWriter
 
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
@@ -108,7 +108,7 @@ class Controller:
         plan: SignalPlan,
         log: EventLog,
         identity: Identity,
-        heartbeat: HeartbeatWriter,
+        status: StatusWriter,
         emit: Emit = Emit.EVENTS,
     ) -> None:
         """``emit``: which NVTX marks and ranges a profiler gets, where one listens."""
@@ -122,7 +122,7 @@ class Controller:
         self.ranks: CoordinatorClient | None = None
         self._log = log
         self._identity = identity
-        self._heartbeat = heartbeat
+        self._status = status
         self._emit = emit
         self._recorder = Recorder()
         self._children = Children(gate.wake)
@@ -175,6 +175,7 @@ class Controller:
         if self.gate.name == "native":
             with contextlib.suppress(OSError):  # then its children are named, and not held
                 self._children.start()
+        self._status.write(self.step, at_once=True)
         self._thread.start()
 
     def join(
@@ -225,7 +226,7 @@ class Controller:
         if not hands_over:
             self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
         self._log.close()
-        self._heartbeat.close()
+        self._status.close(self.step)
         return replaced
 
     # --- what users and engines call
@@ -341,14 +342,14 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                due_s = self._heartbeat.wait_s(), self._log.retry_s, self._children.wait_s
+                due_s = self._status.wait_s(), self._log.retry_s, self._children.wait_s
                 wait_s = min(s for s in (*due_s, CHECK_S) if s is not None)
                 self._handle(self.gate.wait_events(wait_s))
                 self._log.retry()
                 self._guard.check()
                 self._report_drains()
                 self._report_children()
-                self._heartbeat.beat(self.step)
+                self._status.write(self.step)
 
     def _handle(self, events: list[GateEvent]) -> None:
         for seen in events:
@@ -468,17 +469,19 @@ class Controller:
     ) -> None:
         now_mono_ns, now_epoch_ns = clocks()
         who = self._identity
-        self._log.append(
-            Event(
-                kind=kind,
-                mono_ns=now_mono_ns if mono_ns is None else mono_ns,
-                epoch_ns=now_epoch_ns if epoch_ns is None else epoch_ns,
-                rank=who.rank,
-                job_id=who.job_id,
-                restart_count=who.restart_count,
-                pid=self._owner_pid,
-                host=who.host,
-                step=self.step,
-                data=dict(data),
-            )
+        event = Event(
+            kind=kind,
+            mono_ns=now_mono_ns if mono_ns is None else mono_ns,
+            epoch_ns=now_epoch_ns if epoch_ns is None else epoch_ns,
+            rank=who.rank,
+            job_id=who.job_id,
+            restart_count=who.restart_count,
+            pid=self._owner_pid,
+            host=who.host,
+            step=self.step,
+            data=dict(data),
         )
+        self._log.append(event)  # first: this line is what others wait for
+        self._status.note(event)
+        if threading.current_thread() is not self._thread:
+            self.gate.wake()

@@ -24,7 +24,6 @@ from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core import registry
 from hydroslurm.core.events import EventLog
-from hydroslurm.core.heartbeat import HeartbeatWriter, interval_s
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
 from hydroslurm.gate.marks import Emit
@@ -34,6 +33,7 @@ from hydroslurm.runtime import autoload, follower
 from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
+from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.runtime.unsaved_warning import UnsavedWarning
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
@@ -164,15 +164,13 @@ def _set_up(
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
     log = EventLog(folder.rank_events(identity.rank) if folder else None)
-    heartbeat = HeartbeatWriter(
-        folder.heartbeat_json if folder and identity.rank == 0 else None,
-        every_s=interval_s(environ),
-        restart_count=identity.restart_count,
+    status = StatusWriter(
+        folder.rank_status(identity.rank) if folder else None, every_s=interval_s(environ)
     )
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
         opened = open_gate(gate, model=model)
         controller = Controller(
-            gate=opened, plan=plan, log=log, identity=identity, heartbeat=heartbeat, emit=emit
+            gate=opened, plan=plan, log=log, identity=identity, status=status, emit=emit
         )
         for shield in (
             SpawnShield(plan.pausing(), killing=plan.killing()),

@@ -11,7 +11,7 @@ from processes import wait_until
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
-from hydroslurm.core.rankstate import RankState, latest
+from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.reading import read_history
 from hydroslurm.runtime import client
@@ -19,8 +19,8 @@ from hydroslurm.runtime import client
 WORLD = 3
 
 
-def states(story: Story) -> list[RankState]:
-    found = [latest(story.run.rank_events(rank)) for rank in range(WORLD)]
+def states(story: Story) -> list[RankStatus]:
+    found = [read_status(story.run.rank_status(rank)) for rank in range(WORLD)]
     return [state for state in found if state is not None]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from statusfile import StatusLog
 
 from hydroslurm.core.ack import (
     Answer,
@@ -39,7 +40,7 @@ def judged(judge: Judge, *lines: Line) -> Answer | None:
 
 def pausing(tmp_path: Path, *before: Line) -> JudgePause:
     """The judge of a rank that had written this when it was signalled."""
-    log = EventLog(tmp_path / "rank-00001.jsonl")
+    log = StatusLog(tmp_path / "rank-00001.jsonl")
     for line in before:
         log.append(event(line))
     log.close()
@@ -175,7 +176,7 @@ def test_one_rank_of_several_is_requeued(tmp_path: Path) -> None:
     joined = event(("ranks_joined", 1, {"world_size": 4}))
     paths = [tmp_path / "rank-00000.jsonl", tmp_path / "rank-00001.jsonl"]
     for rank, path in enumerate(paths):
-        log = EventLog(path)
+        log = StatusLog(path)
         log.append(event(("ranks_joined", 1, joined.data), rank=rank))
         log.close()
     asked: Line = ("stop_requested", 40, {"requested_mono_ns": 40 * MS})

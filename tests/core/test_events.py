@@ -19,8 +19,7 @@ from hydroslurm.core import agentstate, events
 from hydroslurm.core.ack import EventTail, JudgePause, JudgeResume, JudgeStop
 from hydroslurm.core.events import Event, EventKind, EventLog, read_events
 from hydroslurm.core.files import SPARE_BYTES, clean, read_spare, spare_of
-from hydroslurm.core.rankstate import after, latest
-from hydroslurm.observe.rankfile import RankFacts
+from hydroslurm.core.status import RankStatus, after, fold
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -188,7 +187,6 @@ def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
     """Any line is an event or ValueError; no event ends what is told of a rank, of a node, of an
     answer or of a job."""
     state = node = None
-    facts = RankFacts()
     judges = [JudgePause(Path("/no")), JudgeResume(Path("/no")), JudgeStop(Path("/no"))]
     for row in rows:
         try:
@@ -196,7 +194,7 @@ def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
         except ValueError:
             continue
         state, node = after(state, event), agentstate.fold([event])
-        facts.take(event)
+        assert RankStatus.from_json(state.to_json()) == state
         answers = [judge(event) or judge.when_late() for judge in judges]
         words = [answer.message for answer in answers if answer]
         json.dumps([vars(state), vars(node), words], allow_nan=False)
@@ -235,7 +233,6 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.jsonl"
         with pytest.raises(OSError, match="where a regular file was expected"):
             list(read_events(path))
-        assert latest(path) is None
         assert EventTail(path).new() == []
         with pytest.warns(RuntimeWarning, match="cannot be written"):
             EventLog(path).append(Event(EventKind.INSTALLED, 1, 1))
@@ -248,7 +245,7 @@ def test_a_huge_file_is_read_from_its_end(tmp_path: Path) -> None:
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + Event(EventKind.INSTALLED, 1, 1).to_json().encode() + b"\n")
-    state = latest(path)
+    state = fold(read_events(path))
     assert state is not None
     assert state.state == "running"
     assert len(list(read_events(path))) == 1

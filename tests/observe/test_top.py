@@ -19,8 +19,8 @@ from observe.conftest import Terminal
 from processes import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from hydroslurm.core.heartbeat import read_heartbeat
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.devcluster import DevCluster
 
 pytestmark = pytest.mark.slurm
@@ -61,10 +61,8 @@ class Scene:
 
     def has_saved(self, job_id: str) -> bool:
         run = RunDir(self.folder / "hydroslurm-runs" / job_id)
-        heartbeat = read_heartbeat(run.heartbeat_json)
-        has_rate = (
-            heartbeat is not None and heartbeat.steps_per_s is not None and heartbeat.step > 20
-        )
+        status = read_status(run.rank_status(0))
+        has_rate = status is not None and status.steps_per_s is not None and (status.step or 0) > 20
         return has_rate and any(run.checkpoints.glob("step-*"))
 
     def logs(self) -> str:

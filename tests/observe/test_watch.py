@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Collection
 from dataclasses import replace
@@ -13,20 +12,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.cells import cell_len
+from statusfile import write_status
 
 from hydroslurm.core.events import Event, EventKind
-from hydroslurm.core.heartbeat import (
-    HEARTBEAT_ENV,
-    Heartbeat,
-    HeartbeatWriter,
-    interval_s,
-    read_heartbeat,
-)
 from hydroslurm.core.rundir import RunDir, comment_for
+from hydroslurm.core.status import Moment, load_status
 from hydroslurm.errors import ControllerUnreachable
 from hydroslurm.observe.folder import FollowedRun, RunFacts
 from hydroslurm.observe.metrics import JobCollector
-from hydroslurm.observe.rankfile import MOST_BYTES, TAIL_BYTES, RankFile
 from hydroslurm.observe.row import in_order, row_of
 from hydroslurm.observe.screen import screen
 from hydroslurm.observe.table import COLUMNS, FIELDS, duration, for_programs, layout, lost
@@ -37,6 +30,7 @@ from hydroslurm.slurm.policy import SitePolicy
 from hydroslurm.slurm.values import Job, JobState
 
 NOW_S = 1_800_000_000.0
+BUDGET_BYTES = 1 << 20
 HOSTILE = "\x1b[31mred\x07\t\n\r\u202e\u0301日本語" * 3
 REQUEUED = SitePolicy(action=PreemptAction.REQUEUE, grace_s=10, grace_why="GraceTime=10")
 PAUSED = SitePolicy(action=PreemptAction.PAUSE)
@@ -45,8 +39,11 @@ PAUSED = SitePolicy(action=PreemptAction.PAUSE)
 def event(kind: EventKind, *, at_s: float = 0.0, **values: Any) -> Event:
     """An event so many seconds after NOW_S."""
     of_event = {n: values.pop(n) for n in ("rank", "restart_count", "pid", "step") if n in values}
-    epoch_ns = int((NOW_S + at_s) * 1e9)
-    return Event(kind=kind, mono_ns=1, epoch_ns=epoch_ns, data=values, **of_event)
+    return Event(kind, *moment(at_s), data=values, **of_event)
+
+
+def moment(at_s: float) -> Moment:
+    return Moment(int((10_000 + at_s) * 1e9), int((NOW_S + at_s) * 1e9))
 
 
 def began(step: int = 0, *, at_s: float = -100.0, **values: Any) -> Event:
@@ -63,9 +60,11 @@ def parked(pause: int, park_us: float, **values: Any) -> Event:
 
 
 def write(path: Path, *events: Event) -> None:
+    """Into the log of a rank, and its status."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(f"{one.to_json()}\n" for one in events)
+    write_status(path)
 
 
 def job(job_id: int = 7, state: JobState = JobState.RUNNING, **values: Any) -> Job:
@@ -93,144 +92,84 @@ def watcher(slurm: Slurm, **options: Any) -> Watcher:
     return Watcher(slurm, user=None, policies=False, clock=lambda: NOW_S, **options)  # type: ignore[arg-type]
 
 
-def read(path: Path, *events: Event) -> RankFile:
-    write(path, *events)
-    file = RankFile(path)
-    file.read(budget_bytes=MOST_BYTES)
-    return file
+def followed(run: RunDir) -> RunFacts:
+    following = FollowedRun(run)
+    following.read(budget_bytes=BUDGET_BYTES)
+    return following.facts(0)
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
-def test_only_what_was_appended_is_read(tmp_path: Path) -> None:
-    """The second look reads the new bytes alone; a torn line counts once it is whole."""
-    path = tmp_path / "rank-00000.jsonl"
-    file = read(path, event(EventKind.INSTALLED), began(5, restart_count=1))
-    assert file.facts.whole
-    assert file.facts.attempt == (1, 5, int((NOW_S - 100) * 1e9))
-    assert file.read(budget_bytes=MOST_BYTES) == 0
-    line = committed(9, at_s=-3).to_json().encode() + b"\n"
-    with path.open("ab") as stream:
-        stream.write(line[:50])
-        stream.flush()
-        assert file.read(budget_bytes=MOST_BYTES) == 50
-        assert file.facts.commit is None
-        stream.write(line[50:])
-    assert file.read(budget_bytes=MOST_BYTES) == len(line) - 50
-    assert file.facts.commit == (9, int((NOW_S - 3) * 1e9))
-
-
-def test_a_huge_file_is_read_from_its_end(tmp_path: Path) -> None:
-    """Of a file of many megabytes the end is read, and is enough for the state; when very much is
-    appended at once, again only the end. A file that was replaced is read anew."""
-    path = tmp_path / "rank-00000.jsonl"
-    changes = [event(EventKind.CAUSES_CHANGED, causes=[])] * 30_000
-    file = RankFile(path)
-    write(path, *changes, parked(1, 80.0))
-    assert path.stat().st_size > 4 * MOST_BYTES
-    assert file.read(budget_bytes=MOST_BYTES) <= TAIL_BYTES
-    assert file.facts.state is not None
-    assert (file.facts.state.state, file.facts.whole) == ("parked", False)
-    write(path, *changes, event(EventKind.RESUMED, pause=1))
-    assert file.read(budget_bytes=MOST_BYTES) <= TAIL_BYTES
-    assert file.facts.state.state == "running"
-    path.unlink()
-    write(path, event(EventKind.INSTALLED, pid=77))
-    file.read(budget_bytes=MOST_BYTES)
-    assert file.facts.state.pid == 77
-
-
-def test_what_is_no_event_file_harms_nothing(tmp_path: Path) -> None:
-    """Foreign lines are passed over; a FIFO in the place of a file is not waited for."""
-    path = tmp_path / "rank-00000.jsonl"
-    path.write_bytes(b'{"v":1}\n[]\n\xff\xfe\n"x"\n' + b"{" * 2000 + b"\n")
-    write(path, event(EventKind.PARKED), event(EventKind.SAVE_COMMITTED, tier="durable"))
-    assert read(path, event(EventKind.INSTALLED, step=3)).facts.marks == [(3, int(NOW_S * 1e9), 0)]
-    fifo = tmp_path / "rank-00001.jsonl"
-    os.mkfifo(fifo)
-    assert RankFile(fifo).read(budget_bytes=MOST_BYTES) == 0
-
-
-def test_facts_older_than_what_is_read(tmp_path: Path) -> None:
-    """Where the end of a huge file tells neither the attempt nor a checkpoint, attempts.jsonl and
-    the folder of the checkpoints do."""
+def test_only_what_was_replaced_is_read(tmp_path: Path) -> None:
+    """The second look reads nothing, the third one file of two; what is no status, or is taken away
+    by a FIFO, changes nothing."""
     run = RunDir(tmp_path)
-    write(run.rank_events(0), began(30), *[event(EventKind.CAUSES_CHANGED, causes=[])] * 3000)
-    row = {"attempt": 1, "began_epoch_ns": int(NOW_S * 1e9), "step": 30, "restart_count": 0}
-    run.attempts_jsonl.write_text(json.dumps(row) + "\n")
-    (run.checkpoints / "step-000000030").mkdir(parents=True)
-    (run.checkpoints / ".tmp-step-000000090.x.1.y").mkdir()
-    followed = FollowedRun(run)
-    followed.read(budget_bytes=MOST_BYTES)
-    facts = followed.facts(0)
-    assert (facts.has_run, facts.began) == (True, (30, int(NOW_S * 1e9)))
-    assert facts.commit is not None
-    assert facts.commit[0] == 30
+    write(run.rank_events(0), event(EventKind.INSTALLED), began(5))
+    write(run.rank_events(1), event(EventKind.INSTALLED, rank=1))
+    following = FollowedRun(run)
+    assert following.read(budget_bytes=BUDGET_BYTES) > 0
+    assert following.facts(0).began == (5, int((NOW_S - 100) * 1e9))
+    assert following.read(budget_bytes=BUDGET_BYTES) == 0
+    write(run.rank_events(0), committed(9, at_s=-3))
+    assert following.read(budget_bytes=BUDGET_BYTES) == run.rank_status(0).stat().st_size
+    assert following.facts(0).commit == (9, int((NOW_S - 3) * 1e9))
+    run.rank_status(1).unlink()
+    os.mkfifo(run.rank_status(1))
+    assert following.read(budget_bytes=BUDGET_BYTES) == 0
+
+
+def test_a_budget_reaches_all_ranks(tmp_path: Path) -> None:
+    """What was not read at the first look is read at the next."""
+    run = RunDir(tmp_path)
+    for rank in range(3):
+        write(run.rank_events(rank), event(EventKind.INSTALLED, rank=rank))
+    following = FollowedRun(run)
+    for known in (1, 2, 3):
+        following.read(budget_bytes=1)
+        assert len(following.facts(0).ranks) == known
+
+
+def test_facts_of_an_attempt_before(tmp_path: Path) -> None:
+    """A requeued job knows its checkpoint from the attempt before, but not where that began."""
+    run = RunDir(tmp_path)
+    write(run.rank_events(0), event(EventKind.INSTALLED), began(30), committed(40, at_s=-50))
+    write(run.rank_events(0), event(EventKind.INSTALLED, restart_count=1, at_s=-20))
+    following = FollowedRun(run)
+    following.read(budget_bytes=BUDGET_BYTES)
+    facts = following.facts(1)
+    assert (facts.has_run, facts.began) == (False, None)
+    assert facts.commit == (40, int((NOW_S - 50) * 1e9))
+    assert following.facts(0).ranks == ()
 
 
 def test_the_newest_step_counts(tmp_path: Path) -> None:
-    """The newer of heartbeat and events gives the step, the heartbeat the rate; a heartbeat of an
-    earlier attempt gives nothing, and without one two events give both."""
+    """The heartbeat gives the step and the rate, in every rank; of an earlier attempt it gives
+    nothing, and without one two events give both."""
     run = RunDir(tmp_path)
     write(run.rank_events(0), event(EventKind.FIRST_STEP, at_s=-20, step=1))
     write(run.rank_events(0), committed(40, at_s=-1), event(EventKind.SAVE_STAGED, step=41))
-    followed = FollowedRun(run)
+    facts = followed(run)
+    assert (facts.step, facts.steps_per_s, facts.told_every_s) == (41, 2.0, None)
+    status = load_status(run.rank_status(0))
 
-    def told(at_s: float, restart_count: int = 0) -> tuple[int | None, float | None]:
-        epoch_ns = int((NOW_S + at_s) * 1e9)
-        heartbeat = Heartbeat(30, epoch_ns, epoch_ns, 5.0, 10.0, restart_count, 1)
-        run.heartbeat_json.write_text(json.dumps(vars(heartbeat)))
-        os.utime(run.heartbeat_json, (epoch_ns / 1e9, epoch_ns / 1e9))
-        followed.read(budget_bytes=MOST_BYTES)
-        facts = followed.facts(0)
-        return facts.step, facts.steps_per_s
+    def told(at_s: float, since_s: float, restart_count: int = 0) -> RunFacts:
+        beat = replace(
+            status,
+            step=50,
+            step_since=moment(since_s),
+            as_of=moment(at_s),
+            steps_per_s=5.0,
+            heartbeat_s=10.0,
+            restart_count=restart_count,
+        )
+        run.rank_status(0).write_text(beat.to_json())
+        return followed(run)
 
-    assert told(-5) == (41, 5.0)
-    assert told(5) == (30, 5.0)
-    assert told(6, restart_count=1) == (41, 2.0)
-
-
-def test_heartbeat(tmp_path: Path) -> None:
-    """The first rank's step and rate can be read while it trains; nothing is written before a step
-    is known, and a folder that is not there is tried again without a word."""
-    path = tmp_path / "events" / "heartbeat.json"
-    path.parent.mkdir()
-    heartbeat = HeartbeatWriter(path, every_s=0.1, restart_count=2)
-    for step in (None, 4, 9):
-        while (heartbeat.wait_s() or 0.0) > 0:
-            pass
-        heartbeat.beat(step)
-        assert path.exists() == (step is not None)
-    told = read_heartbeat(path)
-    assert told is not None
-    assert (told.step, told.restart_count, told.since_epoch_ns) == (9, 2, told.epoch_ns)
-    assert told.steps_per_s is not None
-    assert 0 < told.steps_per_s <= 50
-    heartbeat.beat(10)  # too soon
-    assert read_heartbeat(path) == told
-    heartbeat.close()
-    lost_one = HeartbeatWriter(tmp_path / "gone" / "heartbeat.json", every_s=0.1, restart_count=0)
-    while lost_one.wait_s():
-        pass
-    lost_one.beat(1)
-    (tmp_path / "gone").mkdir()
-    while lost_one.wait_s():
-        pass
-    lost_one.beat(2)
-    told = read_heartbeat(tmp_path / "gone" / "heartbeat.json")
-    assert told is not None
-    assert told.step == 2
-    path.write_text("{")
-    assert read_heartbeat(path) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "every_s"), [("", 10.0), ("0", 0.0), ("-3", 0.0), ("nan", 10.0), ("x", 10.0), ("2", 2)]
-)
-def test_heartbeat_interval(text: str, every_s: float) -> None:
-    """HYDROSLURM_HEARTBEAT_S counts where it is a number, and ends no training where it is none."""
-    assert interval_s({HEARTBEAT_ENV: text}) == every_s
+    facts = told(5, 2)
+    assert (facts.step, facts.steps_per_s, facts.told_every_s) == (50, 5.0, 10.0)
+    assert (facts.stuck_s, facts.step_epoch_ns) == (3.0, moment(5).epoch_ns)
+    assert told(6, 6, restart_count=1).step is None
 
 
 # --- what would be lost --------------------------------------------------------------------------
@@ -412,7 +351,6 @@ def test_metrics(tmp_path: Path) -> None:
     assert values["hydroslurm_park_seconds_bucket", "0.001"] == 2
     assert values["hydroslurm_park_seconds_sum", ""] == pytest.approx(750e-6)
     assert values["hydroslurm_slurm_up", ""] == 1
-    assert values["hydroslurm_events_unread_bytes", ""] == 0
     labels = families["hydroslurm_job_step"].samples[0].labels
     assert labels == {"job_id": "1", "name": name, "user": "u", "partition": "low"}
     assert all(family.documentation and family.type != "unknown" for family in families.values())

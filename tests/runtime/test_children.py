@@ -14,7 +14,7 @@ import numpy
 import pytest
 from processes import child, wait_until
 
-from hydroslurm.core.rankstate import RankState, latest
+from hydroslurm.core.status import RankStatus, read_status, status_of
 from hydroslurm.runtime import client
 
 CHILD = textwrap.dedent(
@@ -144,8 +144,8 @@ def test_a_family(tmp_path: Path) -> None:
     counts = numpy.memmap(counts_file, dtype=numpy.int64, mode="r")
     events = tmp_path / "run" / "events" / "rank-00000.jsonl"
 
-    def state() -> RankState:
-        now = latest(events)
+    def state() -> RankStatus:
+        now = read_status(status_of(events))
         assert now is not None
         return now
 

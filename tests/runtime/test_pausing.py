@@ -16,8 +16,8 @@ import pytest
 from processes import Child, child, wait_until
 
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.errors import TargetError
 from hydroslurm.runtime import client
 
@@ -42,7 +42,7 @@ def _kinds(tmp_path: Path) -> list[EventKind]:
 
 
 def _step(pid: int, tmp_path: Path) -> int:
-    state = latest(RunDir(tmp_path / "run").rank_events(0))
+    state = read_status(RunDir(tmp_path / "run").rank_status(0))
     assert state is not None
     return state.step or 0
 
@@ -92,22 +92,25 @@ def test_sigcont_ends_only_what_slurm_began(rank: Child, tmp_path: Path) -> None
     """A rank that a person paused stays parked through Slurm's TSTP and CONT."""
     client.pause(rank.pid)
     rank.signal(signal.SIGTSTP)
-    path = RunDir(tmp_path / "run").rank_events(0)
-    wait_until(lambda: set(latest(path).causes) == {"slurm", "user"}, "both causes in force")
+    path = RunDir(tmp_path / "run").rank_status(0)
+    wait_until(
+        lambda: set(read_status(path).causes) == {"slurm", "user"},
+        "both causes in force",
+    )
     rank.signal(signal.SIGCONT)
-    wait_until(lambda: latest(path).causes == ("user",), "only the person's cause is left")
-    assert latest(path).state == "parked"
+    wait_until(lambda: read_status(path).causes == ("user",), "only the person's cause is left")
+    assert read_status(path).state == "parked"
     assert client.resume(rank.pid).done
-    assert latest(path).state == "running"
+    wait_until(lambda: read_status(path).state == "running", "running")
 
 
 def test_a_suspend_longer_than_the_grace_is_survived(rank: Child, tmp_path: Path) -> None:
     """TSTP, then SIGSTOP for a while, then CONT, as Slurm does it: the rank goes on where it
     was."""
-    path = RunDir(tmp_path / "run").rank_events(0)
+    path = RunDir(tmp_path / "run").rank_status(0)
     for _ in range(3):
         rank.signal(signal.SIGTSTP)
-        wait_until(lambda: latest(path).state == "parked", "parked")
+        wait_until(lambda: read_status(path).state == "parked", "parked")
         rank.signal(signal.SIGSTOP)
         wait_until(
             lambda: Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T",
@@ -115,7 +118,7 @@ def test_a_suspend_longer_than_the_grace_is_survived(rank: Child, tmp_path: Path
         )
         time.sleep(0.3)
         rank.signal(signal.SIGCONT)
-        wait_until(lambda: latest(path).state == "running", "running")
+        wait_until(lambda: read_status(path).state == "running", "running")
     pauses = [e for e in _events(tmp_path) if e.kind is EventKind.RESUMED]
     assert len(pauses) == 3
     assert all(e.data["parked_s"] >= 0.3 for e in pauses)
@@ -144,8 +147,11 @@ def test_ten_thousand_signals_end_in_the_last_ones_state(rank: Child, tmp_path: 
     caught = Path(f"/proc/{rank.pid}/status")
     wait_until(lambda: "ShdPnd:\t0000000000000000" in caught.read_text(), "no signal is pending")
     assert client.pause(rank.pid).done
-    path = RunDir(tmp_path / "run").rank_events(0)
-    wait_until(lambda: latest(path).state == "parked", "the last signal, a pause, is in force")
+    path = RunDir(tmp_path / "run").rank_status(0)
+    wait_until(
+        lambda: read_status(path).state == "parked",
+        "the last signal, a pause, is in force",
+    )
     assert client.resume(rank.pid).done
     assert rank.process.poll() is None
 

@@ -15,7 +15,7 @@ SPOIL = r"""
     NASTY = ("\x1b[2J\x1b]0;owned\x07\u202e$\\frac{$ <script>alert(1)</script> [bold] \ud800 "
              "\0\n\x9b")
     FILES = ["events/rank-00000.jsonl", "events/rank-00001.jsonl", "events/rank-00000.spare",
-             "events/agent-00000.jsonl", "events/heartbeat.json", "attempts.jsonl",
+             "events/agent-00000.jsonl", "events/rank-00000.json", "attempts.jsonl",
              "conditions.jsonl", "submission.json", "plan.json", "job.yaml", "finished.json",
              "tensorboard.json", "active.json", "attempts/000001.began.json", "logs/task-0.log",
              "profile/rank-0-restart-0.sqlite",
@@ -58,9 +58,23 @@ SPOIL = r"""
           for value in (BIG, "1e308", "Infinity", '"text"', "[[1]]", '{"a": []}', "null", "-1")),
     )
     make("numbers", lambda path: path.write_bytes(numbers))
-    heartbeat = {"step": 10**18, "epoch_ns": 1, "since_epoch_ns": -(10**18), "steps_per_s": 1e308,
-             "every_s": 1e308, "restart_count": 0, "pid": 7}
-    (home / "numbers/events/heartbeat.json").write_text(json.dumps(heartbeat))
+    STATUS = {"v": 1, "rank": 0, "state": "parked", "since": [5, NOW], "started": [5, NOW],
+              "as_of": [5, NOW], "host": "n1", "boot_id": "", "pid": 7, "job_id": 7,
+              "restart_count": 0, "causes": [], "pauses": 1, "park_us": 1.0, "world_size": 1,
+              "all_parked": None, "children_parked": [], "children_running": [], "step": 3,
+              "step_since": [5, NOW], "steps_per_s": 1.0, "heartbeat_s": 1.0, "saver": "",
+              "saver_restart_count": 0, "attempt_step": 0, "attempt_began": [5, NOW],
+              "attempt_restart_count": 0, "committed_step": 2, "committed": [5, NOW],
+              "save_s": 1.0, "not_copied": None, "preempted": [[0, NOW]], "finished": False,
+              "pause_counts": [0] * 10, "pause_sum_s": 0.0}
+
+    def status(name, **words):
+        (home / name / "events/rank-00000.json").write_text(json.dumps({**STATUS, **words}))
+
+    MOST = (1 << 63) - 1
+    status("numbers", step=-MOST, since=[MOST, MOST], as_of=[1, 0], step_since=[0, MOST],
+           steps_per_s=9e11, heartbeat_s=9e11, pauses=MOST, park_us=-9e19, committed_step=MOST,
+           committed=[MOST, MOST], save_s=9e11, attempt_step=-MOST, pause_counts=[MOST] * 10)
     words = lines(
         line(kind="installed", host=NASTY),
         line(kind="attempt_began", host=NASTY, data={"attempt": 1, "step": 0}),
@@ -78,6 +92,7 @@ SPOIL = r"""
              data={"pause": 1, "park_us": 1.0, "causes": [NASTY]}),
     )
     make("words", lambda path: path.write_bytes(words))
+    status("words", host=NASTY, causes=[NASTY], not_copied=NASTY, boot_id=NASTY)
     condition = {"v": 1, "type": "Running", "epoch_ns": NOW, "reason": NASTY, "message": NASTY}
     (home / "words/conditions.jsonl").write_text(json.dumps(condition) + "\n")
     dollars = home / "$\\frac{$ \x1b[31m<b>"

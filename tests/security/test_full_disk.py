@@ -14,9 +14,8 @@ from zygote import forked
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import read_spare, spare_of
-from hydroslurm.core.heartbeat import read_heartbeat
-from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.runtime import client
 
 TRAIN = """
@@ -59,6 +58,16 @@ def _full(folder: Path) -> Iterator[None]:
     ballast.unlink()
 
 
+def _step(run: RunDir) -> int | None:
+    status = read_status(run.rank_status(0))
+    return status and status.step
+
+
+def _pause(run: RunDir) -> tuple[str, int] | None:
+    status = read_status(run.rank_status(0))
+    return status and (status.state, status.pauses)
+
+
 def _whole_lines(path: Path) -> tuple[list[Event], list[bytes]]:
     """The events of the log itself, and what is none."""
     found, torn = [], []
@@ -79,15 +88,13 @@ def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) ->
         TRAIN, tmp_path, str(run.root), environ={"HYDROSLURM_HEARTBEAT_S": "0.1"}
     ) as trainer:
         trainer.expect("ready")
-        wait_until(lambda: read_heartbeat(run.heartbeat_json), "a heartbeat")
+        wait_until(lambda: _step(run), "a heartbeat")
         with _full(small_disk):
             for number in range(1, 16):
                 parked = client.pause(trainer.pid)
                 assert parked.done
                 assert parked.latency_us is not None
-                state = latest(log)
-                assert state is not None
-                assert (state.state, state.pauses) == ("parked", number)
+                wait_until(lambda: _pause(run) == ("parked", number), "its status")  # noqa: B023
                 assert client.resume(trainer.pid).done
             assert read_spare(spare_of(log))
         # nothing happens now, and still it is written

@@ -18,9 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from security.conftest import Stranger
 from security.spoiled import KINDS, SHOWN_NASTY, SPOIL, folder_of
 
-from hydroslurm.core.heartbeat import read_heartbeat
-from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.devcluster import DevCluster
 
 pytestmark = pytest.mark.slurm
@@ -111,8 +110,9 @@ def scene(
             return "\n".join(file.read_text() for file in found.folder.glob("*.out"))
 
         def has_saved() -> bool:
-            heartbeat = read_heartbeat(found.good_run.heartbeat_json)
-            return heartbeat is not None and any(found.good_run.checkpoints.glob("step-*"))
+            status = read_status(found.good_run.rank_status(0))
+            is_told = status is not None and status.step is not None
+            return is_told and any(found.good_run.checkpoints.glob("step-*"))
 
         wait_until(has_saved, f"a save of {found.good}: {logs()}")
         yield found
@@ -222,5 +222,5 @@ def test_report_written(scene: Scene, tmp_path: Path) -> None:
 
 def test_report_of_ours(scene: Scene) -> None:
     """The good one's report is written as ever."""
-    assert latest(scene.good_run.rank_events(0)) is not None
+    assert read_status(scene.good_run.rank_status(0)) is not None
     assert "written: " in scene.call("report", "--no-slurm", scene.good_run.root)

@@ -13,12 +13,12 @@ import pytest
 
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.fence import Fence
-from hydroslurm.core.heartbeat import HeartbeatWriter
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import add_condition
 from hydroslurm.jobs.supervisor.job_step import start_step
+from hydroslurm.runtime.status_writer import StatusWriter
 from hydroslurm.training import finished
 from hydroslurm.training.arguments import fast_store
 from hydroslurm.training.attempts import AttemptLog
@@ -68,7 +68,7 @@ def test_pausing_works_beside_a_planted_run_folder(scratch: Path, stranger: Stra
     victim.chmod(0o600)
     planted = scratch / "hydroslurm-runs" / "1234"
     _plant_run(stranger, planted)
-    for name in ("rank-00000.jsonl", "heartbeat.json"):
+    for name in ("rank-00000.jsonl", "rank-00000.json"):
         stranger.run("ln", "-s", str(victim), str(planted / "events" / name))
     code = """
         import os, torch, hydroslurm
@@ -190,10 +190,10 @@ def _log_event(folder: Path) -> None:
         EventLog(folder / "target").append(_event())
 
 
-def _beat(folder: Path) -> None:
-    writer = HeartbeatWriter(folder / "target", every_s=1e-9, restart_count=0)
-    writer.beat(1)
-    writer.close()
+def _write_status(folder: Path) -> None:
+    writer = StatusWriter(folder / "target", every_s=0.0)
+    writer.note(_event())
+    writer.close(step=1)
 
 
 def _add_condition(folder: Path) -> None:
@@ -211,11 +211,13 @@ def _start_step(folder: Path) -> None:
         start_step(["echo", "words"], environ=os.environ, log=folder / "target").wait(1e9)
 
 
-@pytest.mark.parametrize("write", [_log_event, _beat, _add_condition, _append_attempt, _start_step])
+@pytest.mark.parametrize(
+    "write", [_log_event, _write_status, _add_condition, _append_attempt, _start_step]
+)
 def test_writers_follow_no_links(
     write: Callable[[Path], None], tmp_path: Path, stranger: Stranger
 ) -> None:
-    """Events, the heartbeat, conditions, attempts and srun's log: a stranger's link in their place
+    """Events, the status, conditions, attempts and srun's log: a stranger's link in their place
     that leads to a file of the owner's leaves that file as it was."""
     victim = tmp_path / "mine"
     victim.write_text("ours")

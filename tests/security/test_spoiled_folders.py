@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,8 +26,8 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.logs import follow_files
-from hydroslurm.jobs.control.overview import conditions_of
-from hydroslurm.jobs.control.plain_job import PlainJob, my_jobs
+from hydroslurm.jobs.control.overview import condition_now
+from hydroslurm.jobs.control.plain_job import PlainJob, job_of, my_jobs
 from hydroslurm.jobs.control.requests import job_status, pause_job
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
@@ -71,6 +72,9 @@ class Slurm:
     ) -> tuple[Job, ...]:
         return self.answer
 
+    def history(self, job_id: int) -> tuple[Job, ...]:
+        return ()
+
     def job(self, job_id: int) -> Job:
         return next(job for job in self.answer if job.job_id == job_id)
 
@@ -96,19 +100,22 @@ def test_describe_without_a_spec(run: RunDir, tmp_path: Path) -> None:
     for path in run.root.iterdir():
         if path.name != run.job_yaml.name:
             (tmp_path / path.name).symlink_to(path)
-    (found,) = my_jobs(Slurm((_job(RunDir(tmp_path)),)), "u")  # type: ignore[arg-type]
-    assert isinstance(found, PlainJob)
-    lines = [clean(line) for line in plain_job_lines(found)]
-    assert lines[0] == "Name:         n"
-    assert all(line.isprintable() for line in lines)
+    slurm: Any = Slurm((_job(RunDir(tmp_path)),))
+    for found in (*my_jobs(slurm, "u"), job_of(slurm, "7")):
+        assert isinstance(found, PlainJob)
+        lines = [clean(line) for line in plain_job_lines(found)]
+        assert lines[0] == "Name:         n"
+        assert all(line.isprintable() for line in lines)
 
 
 def test_status(run: RunDir) -> None:
     """Ranks, nodes, conditions, attempts, attempts: what is typed is told, all else is absent."""
     found = job_status(_job(run))
     assert found.problem is None or found.problem.startswith(str(run.events))
-    for one in (*found.ranks, *found.nodes, *conditions_of(run, found.job)):
+    condition = condition_now(run, found.job, next(iter(found.ranks), None))
+    for one in (*found.ranks, *found.nodes, *filter(None, [condition])):
         json.dumps(vars(one), allow_nan=False)
+    assert bool(found.ranks) == (run.root.name not in (*NO_FILES, "endless", "deep"))
     assert agentstate.latest(run.agent_events(0)) is None or run.agent_events(0).is_file()
     if run.root.name in (*NO_FILES, "endless"):
         with pytest.raises(RunFolderError, match="cannot read"):

@@ -1,4 +1,4 @@
-"""One state for a node, folded from what its ranks have written down. Pure but for the reading."""
+"""One state for a node, folded from the statuses of its ranks. Pure but for the reading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.core.rankstate import RankState, latest
+from hydroslurm.core.status import RankStatus, read_status, status_of
 from hydroslurm.jobs.agent.workers import Meaning, Worker
 
 WANTED: Mapping[Meaning, frozenset[str]] = {
@@ -60,20 +60,20 @@ def read(workers: Sequence[Worker]) -> NodeState:
     return fold([_state_of(worker) for worker in workers])
 
 
-def fold(states: Sequence[RankState | None]) -> NodeState:
+def fold(states: Sequence[RankStatus | None]) -> NodeState:
     """One state of many; None stands for a worker that has announced nothing."""
     names = sorted(SILENT if state is None else state.state for state in states)
     known = [state for state in states if state is not None]
     return NodeState(
         counts={name: names.count(name) for name in names},
-        since_epoch_ns=max((state.since_epoch_ns for state in known), default=0),
+        since_epoch_ns=max((state.since.epoch_ns for state in known), default=0),
         held_for=tuple(sorted({cause for state in known for cause in state.causes})),
     )
 
 
-def _state_of(worker: Worker) -> RankState | None:
+def _state_of(worker: Worker) -> RankStatus | None:
     if worker.entry is None:
         return None
-    state = latest(Path(worker.entry.events))
+    state = read_status(status_of(Path(worker.entry.events)))
     # the file is that of the rank, and an earlier attempt may have been the last to write
     return state if state is not None and state.pid == worker.entry.pid else None

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import read_regular
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.errors import (
     ControllerUnreachable,
     NoSuchJob,
@@ -118,8 +119,11 @@ def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
     return run_dir_of(slurm), slurm
 
 
-def read_overview(run: RunDir, slurm: Job | None) -> Overview:
+def read_overview(run: RunDir, slurm: Job | None, pauses: Iterable[Condition]) -> Overview:
     """Of the job with a spec whose run folder this is.
+
+    Args:
+        pauses: :func:`all_pauses`, or :func:`pause_now` where that is enough.
 
     Raises:
         RunFolderError: there is no spec in it that can be read.
@@ -129,17 +133,16 @@ def read_overview(run: RunDir, slurm: Job | None) -> Overview:
         slurm=slurm,
         job=_job_in(run),
         plan=_plan(run),
-        conditions=conditions_of(run, slurm),
+        conditions=in_order((*read_conditions(run.conditions_jsonl), *pauses), slurm),
         attempts=Attempts(run.attempts).all(),
         tensorboard=read_address(run.tensorboard_json),
     )
 
 
-def conditions_of(run: RunDir, slurm: Job | None) -> tuple[Condition, ...]:
-    """Oldest first; what Slurm and the ranks say of pauses is among them."""
-    return in_order(
-        (*read_conditions(run.conditions_jsonl), *pauses(first_rank_events(run))), slurm
-    )
+def condition_now(run: RunDir, slurm: Job | None, first: RankStatus | None) -> Condition | None:
+    """What a job is now, with or without a spec; of one that no rank tells of, what its supervisor
+    and Slurm say."""
+    return newest(in_order((*read_conditions(run.conditions_jsonl), *pause_now(first)), slurm))
 
 
 def in_order(conditions: Iterable[Condition], slurm: Job | None) -> tuple[Condition, ...]:
@@ -176,18 +179,44 @@ def _plan(run: RunDir) -> Plan | None:
         return None
 
 
-def pauses(events: Iterable[Event]) -> Iterator[Condition]:
+def all_pauses(events: Iterable[Event]) -> Iterator[Condition]:
     """Paused and Running again, from the first rank's events: the supervisor is suspended together
     with the ranks and can write nothing."""
     for event in events:
         if event.kind is EventKind.PARKED:
-            causes = ", ".join(event.data.get("causes", ()))
-            message = f"parked between two operators{f' for {causes}' if causes else ''}"
-            yield Condition("Paused", event.epoch_ns, "Parked", message, event.restart_count)
+            yield _paused(event.epoch_ns, event.data.get("causes", ()), event.restart_count)
         elif event.kind is EventKind.RESUMED:
-            yield Condition(
-                "Running", event.epoch_ns, "Resumed", "goes on in place", event.restart_count
-            )
+            yield _resumed(event.epoch_ns, event.restart_count)
+
+
+def pause_now(first: RankStatus | None) -> Iterator[Condition]:
+    """The newest of :func:`all_pauses`, from the first rank's status; none where it has not been
+    paused, or has left."""
+    if first is None:
+        return
+    if first.state == "parked":
+        yield _paused(first.since.epoch_ns, first.causes, first.restart_count)
+    elif first.state == "running" and first.pauses:
+        yield _resumed(first.since.epoch_ns, first.restart_count)
+
+
+def _paused(epoch_ns: int, causes: Iterable[str], restart_count: int) -> Condition:
+    why = ", ".join(causes)
+    message = f"parked between two operators{f' for {why}' if why else ''}"
+    return Condition("Paused", epoch_ns, "Parked", message, restart_count)
+
+
+def _resumed(epoch_ns: int, restart_count: int) -> Condition:
+    return Condition("Running", epoch_ns, "Resumed", "goes on in place", restart_count)
+
+
+def first_rank_status(run: RunDir) -> RankStatus | None:
+    """None where it cannot be read."""
+    try:
+        files = run.rank_status_files()
+    except OSError:
+        return None
+    return read_status(files[min(files)]) if files else None
 
 
 def first_rank_events(run: RunDir) -> list[Event]:

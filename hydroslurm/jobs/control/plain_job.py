@@ -6,19 +6,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 from hydroslurm.core.events import Event, EventKind
-from hydroslurm.core.rankstate import RankState, latest
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.errors import RunFolderError, SlurmError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.overview import (
     Found,
     Overview,
+    all_pauses,
     first_rank_events,
+    first_rank_status,
     in_order,
     locate,
-    pauses,
+    pause_now,
     read_overview,
 )
 from hydroslurm.jobs.control.requests import job_status, run_dir_of
@@ -67,7 +70,7 @@ class PlainJob(Found):
     """
 
     submission: Submission | None
-    ranks: tuple[RankState, ...]
+    ranks: tuple[RankStatus, ...]
     attempts: tuple[PlainAttempt, ...]
     saver: EventKind | None
     committed: Event | None
@@ -97,7 +100,7 @@ def job_of(client: SlurmClient, which: str) -> Overview | PlainJob:
     run, slurm = locate(client, which)
     try:
         if os.path.lexists(run.job_yaml):
-            return read_overview(run, slurm)
+            return read_overview(run, slurm, all_pauses(first_rank_events(run)))
         _require_ours(run, slurm, which)
     except PermissionError:
         raise RunFolderError(f"{run.root} is its owner's (0700): do this as that user") from None
@@ -105,15 +108,15 @@ def job_of(client: SlurmClient, which: str) -> Overview | PlainJob:
 
 
 def my_jobs(client: SlurmClient, user: str) -> tuple[Overview | PlainJob, ...]:
-    """All jobs of a user that hydroslurm has a part in; one question to Slurm."""
+    """All jobs of a user that hydroslurm has a part in, as they are now; one question to Slurm."""
     found: list[Overview | PlainJob] = []
     for slurm in client.jobs(user=user):
         run = run_dir_of(slurm)
         try:
             if os.path.lexists(run.job_yaml):
-                found.append(read_overview(run, slurm))
+                found.append(read_overview(run, slurm, pause_now(first_rank_status(run))))
             elif _is_ours(run):
-                found.append(_read(run, slurm, ()))
+                found.append(_read_now(run, slurm))
         except (RunFolderError, OSError):
             continue  # the folder is nobody's any more
     return tuple(found)
@@ -148,22 +151,40 @@ def _history(client: SlurmClient, slurm: Job | None) -> tuple[Job, ...]:
         return ()
 
 
+def _read_now(run: RunDir, slurm: Job) -> PlainJob:
+    """What its ranks' statuses say: of attempts only that they were preempted."""
+    ranks = _ranks(run, slurm)
+    mine = [one for one in ranks if one.job_id == slurm.job_id]
+    preempted = {count: (epoch_ns, count) for one in mine for count, epoch_ns in one.preempted}
+    conditions = [*starmap(_preempted, preempted.values()), *_of_slurm(slurm)]
+    if mine:
+        first = mine[0]
+        begin = _started(first.started.epoch_ns, first.restart_count, first.host)
+        conditions += [begin, *pause_now(first)]
+    return PlainJob(
+        run=run,
+        slurm=slurm,
+        conditions=in_order(conditions, slurm),
+        submission=_submission(run),
+        ranks=ranks,
+        attempts=(),
+        saver=next((EventKind(one.saver) for one in mine if one.saver), None),
+        committed=None,
+    )
+
+
 def _read(run: RunDir, slurm: Job | None, records: Sequence[Job]) -> PlainJob:
     events = first_rank_events(run)
     if slurm is not None:  # a named folder may have had other jobs
         events = [event for event in events if event.job_id == slurm.job_id]
-    try:
-        asked = submission.read(run.root)
-    except RunFolderError:
-        asked = None
     kinds = {event.kind for event in events}
     savers = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN)
     saves = [one for one in events if one.kind is EventKind.SAVE_COMMITTED]
     return PlainJob(
         run=run,
         slurm=slurm,
-        conditions=in_order((*_conditions(events), *pauses(events), *_of_slurm(slurm)), slurm),
-        submission=asked,
+        conditions=in_order((*_conditions(events), *all_pauses(events), *_of_slurm(slurm)), slurm),
+        submission=_submission(run),
         ranks=_ranks(run, slurm),
         attempts=tuple(_attempts(run, events, records)),
         saver=next((kind for kind in savers if kind in kinds), None),
@@ -171,11 +192,18 @@ def _read(run: RunDir, slurm: Job | None, records: Sequence[Job]) -> PlainJob:
     )
 
 
-def _ranks(run: RunDir, slurm: Job | None) -> tuple[RankState, ...]:
+def _submission(run: RunDir) -> Submission | None:
+    try:
+        return submission.read(run.root)
+    except RunFolderError:
+        return None
+
+
+def _ranks(run: RunDir, slurm: Job | None) -> tuple[RankStatus, ...]:
     if slurm is not None:
         return job_status(slurm).ranks if run_dir_of(slurm) == run else ()
-    states = (latest(path) for path in run.rank_event_files().values())
-    return tuple(state for state in states if state is not None)
+    found = (read_status(path) for path in run.rank_status_files().values())
+    return tuple(one for one in found if one is not None)
 
 
 def _conditions(events: Sequence[Event]) -> Iterator[Condition]:
@@ -186,11 +214,20 @@ def _conditions(events: Sequence[Event]) -> Iterator[Condition]:
         restart_count = event.restart_count
         if event.kind is EventKind.INSTALLED and restart_count not in running:
             running.add(restart_count)
-            message = f"attempt {numbers.get(restart_count, restart_count + 1)} on {event.host}"
-            yield Condition("Running", event.epoch_ns, "Started", message, restart_count)
+            number = numbers.get(restart_count)
+            yield _started(event.epoch_ns, restart_count, event.host, number)
         if event.kind is EventKind.STOP_REASON and event.data.get("reason") == "preempted":
             message = str(event.data.get("message", ""))
-            yield Condition("Preempted", event.epoch_ns, "Preempted", message, restart_count)
+            yield _preempted(event.epoch_ns, restart_count, message)
+
+
+def _started(epoch_ns: int, restart_count: int, host: str, number: int | None = None) -> Condition:
+    message = f"attempt {number or restart_count + 1} on {host}"
+    return Condition("Running", epoch_ns, "Started", message, restart_count)
+
+
+def _preempted(epoch_ns: int, restart_count: int, message: str = "") -> Condition:
+    return Condition("Preempted", epoch_ns, "Preempted", message, restart_count)
 
 
 def _of_slurm(slurm: Job | None) -> Iterator[Condition]:

@@ -18,9 +18,8 @@ from hydroslurm.core.ack import (
     wait_for_answers,
 )
 from hydroslurm.core.agentstate import AgentState
-from hydroslurm.core.events import EventKind, read_events
-from hydroslurm.core.rankstate import RankState, latest
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import RankStatus, load_status, read_status, status_of
 from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, WrongJobState
 from hydroslurm.gate.signals import signal_name
 from hydroslurm.jobs.control.listeners import Verb, listeners
@@ -50,13 +49,19 @@ class JobAnswer:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job as Slurm sees it, and its ranks as they see themselves. ``nodes``: as their agents see
-    them, where ranks were started by ``hydroslurm agent``. ``problem``: why its run folder cannot
-    be looked at."""
+    """A job as Slurm sees it, and its ranks as they see themselves.
+
+    Attributes:
+        ranks: in order of rank.
+        silent: ranks that have written events, and why their status is not known.
+        nodes: as their agents see them, where ranks were started by ``hydroslurm agent``.
+        problem: why its run folder cannot be looked at.
+    """
 
     job: Job
     run_dir: RunDir
-    ranks: tuple[RankState, ...]
+    ranks: tuple[RankStatus, ...]
+    silent: tuple[tuple[int, str], ...] = ()
     nodes: tuple[AgentState, ...] = ()
     problem: str | None = None
 
@@ -105,10 +110,19 @@ def job_status(job: Job) -> JobStatus:
         files = run.rank_event_files()
     except OSError as error:
         return JobStatus(job, run, (), problem=f"{run.events}: {error.strerror}")
-    states = [state for path in files.values() if (state := latest(path))]
+    ranks, silent = [], []
+    for rank, path in files.items():
+        try:
+            ranks.append(load_status(status_of(path)).dated_now())
+        except FileNotFoundError:
+            silent.append((rank, "no status yet"))
+        except OSError as error:
+            silent.append((rank, f"its status cannot be read: {error.strerror}"))
+        except ValueError as error:
+            silent.append((rank, str(error)))
     if job.state.has_ended:
-        states = [s if s.state == "ended" else replace(s, state="killed") for s in states]
-    return JobStatus(job, run, tuple(states), _agents(job, run))
+        ranks = [one if one.state == "ended" else replace(one, state="killed") for one in ranks]
+    return JobStatus(job, run, tuple(ranks), tuple(silent), _agents(job, run))
 
 
 def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:
@@ -226,14 +240,12 @@ def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
 
 def _saves(path: Path, job: Job) -> bool:
     """Whether the rank has a Run in the present attempt, or made the two calls."""
-    saves = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN)
-    try:
-        return any(
-            event.kind in saves and event.restart_count == job.restart_count
-            for event in read_events(path)
-        )
-    except OSError:
-        return False
+    status = read_status(status_of(path))
+    return (
+        status is not None
+        and bool(status.saver)
+        and status.saver_restart_count == job.restart_count
+    )
 
 
 def _event_files(job: Job, run: RunDir) -> dict[int, Path]:
@@ -253,7 +265,7 @@ def _ask(
     alive = {
         rank: EventTail(path)
         for rank, path in _event_files(job, run).items()
-        if _is_alive(latest(path), job)
+        if _is_alive(read_status(status_of(path)), job)
     }
     if not alive:
         raise TargetError(
@@ -273,9 +285,11 @@ def _ask(
     )
 
 
-def _is_alive(state: RankState | None, job: Job) -> bool:
+def _is_alive(status: RankStatus | None, job: Job) -> bool:
     """Whether the rank wrote this in the present attempt; one that was killed wrote no end."""
-    return state is not None and state.state != "ended" and state.restart_count == job.restart_count
+    if status is None or status.state == "ended":
+        return False
+    return status.restart_count == job.restart_count
 
 
 def _must_be(job: Job, state: JobState, verb: str) -> None:

@@ -14,8 +14,8 @@ import pytest
 from processes import child, wait_until
 
 from hydroslurm.core import registry
-from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.jobs.plan import Plan, Step, TaskPlan
@@ -84,7 +84,7 @@ class Rank:
         (self.folder / f"{moment}-go").touch()
 
     def is_parked(self) -> bool:
-        states = [latest(path) for path in self.folder.rglob("events/rank-00000.jsonl")]
+        states = [read_status(path) for path in self.folder.rglob("events/rank-00000.json")]
         return any(state is not None and state.state == "parked" for state in states)
 
     def wait_parked(self, parked: bool) -> None:

@@ -20,16 +20,22 @@ from pathlib import Path
 from hydroslurm.core import registry
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.status import status_of
+from hydroslurm.runtime.status_writer import StatusWriter
 
 # A rank as an agent sees it, without the seconds that torch takes to import: it announces itself,
 # listens, answers with events, and leaves as the files in the test's folder say.
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 log = EventLog(folder / "run" / "events" / f"rank-{rank:05d}.jsonl")
+status = StatusWriter(status_of(log.path), every_s=0.0)
 pauses = 0
 
 def record(kind, **data):
     mono_ns, epoch_ns = clocks()
-    log.append(Event(kind, mono_ns, epoch_ns, rank=rank, pid=os.getpid(), data=data))
+    event = Event(kind, mono_ns, epoch_ns, rank=rank, pid=os.getpid(), data=data)
+    log.append(event)
+    status.note(event)
+    status.write(None, at_once=True)
 
 def tell(text):
     with (folder / f"told-{rank}").open("a") as file:

@@ -36,6 +36,8 @@ def test_pause_and_resume_reach_the_workers_only(scene: Scene, asked: bool) -> N
             scene.wait_state(names[0], "parked")
             agent.signal(resume)
             scene.wait_state(names[1], "running")
+        for rank in range(2):
+            scene.wait_told(rank, "SIGCONT")
         told = [scene.told(rank)[2:] for rank in range(2)]
         assert told == [["SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT"]] * 2
         for rank in range(2):

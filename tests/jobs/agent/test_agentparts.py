@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hydroslurm.core.rankstate import RankState
+from hydroslurm.core.status import Moment, RankStatus
 from hydroslurm.jobs.agent import nodestate, rendezvous
 from hydroslurm.jobs.agent.exit_status import (
     Decision,
@@ -196,8 +196,8 @@ def test_a_static_meeting() -> None:
     assert (chosen.master_addr, chosen.master_port) == ("n1", 2)
 
 
-def _rank(state: str, *causes: str, since: int = 1) -> RankState:
-    return RankState(rank=0, state=state, since_epoch_ns=since, causes=causes)
+def _rank(state: str, *causes: str, since: int = 1) -> RankStatus:
+    return RankStatus(rank=0, state=state, since=Moment(since, since), causes=causes)
 
 
 def test_one_state_of_many() -> None:

@@ -15,8 +15,8 @@ import pytest
 from processes import wait_until
 
 from hydroslurm.core.events import EventKind, read_events
-from hydroslurm.core.rankstate import latest
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.requests import job_status, pause_job, requeue_job, resume_job
@@ -86,7 +86,7 @@ def submit(on_cluster: None, slurm: SlurmClient, folder: Path):
 
 
 def _state(run: RunDir, rank: int = 0) -> str:
-    found = latest(run.rank_events(rank))
+    found = read_status(run.rank_status(rank))
     return found.state if found else "absent"
 
 
@@ -118,7 +118,7 @@ def test_an_unmodified_script_is_suspended_and_resumed(
         lambda: job.get_info().get("State") == "SUSPENDED", "sacct says that it is suspended"
     )
     assert not job.done(force_check=True)
-    rank = latest(job.run_dir.rank_events(0))
+    rank = read_status(job.run_dir.rank_status(0))
     assert rank is not None
     assert rank.causes == ("slurm",)
     assert _process_state(rank.pid) != "T"
@@ -526,7 +526,7 @@ def test_ctrl_z_at_sruns_terminal_does_not_wedge_the_rank(
         os.execvp("srun", [*command, str(folder / "stop"), "0", str(run.root)])
     try:
         _trains(folder)
-        rank = latest(run.rank_events(0))
+        rank = read_status(run.rank_status(0))
         assert rank is not None
         os.write(terminal, b"\x1a")
         if options:

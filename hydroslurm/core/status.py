@@ -1,0 +1,492 @@
+"""The status of a rank: one small file beside its event log, with where the rank is now.
+
+Each rank folds its own events into it (:func:`after`) and replaces the file whenever something
+changed and with every heartbeat. Whoever wants to know how a job is doing reads this file; the
+history is in the event log, of which only the report needs all.
+
+    rank-00000.jsonl     the log
+    rank-00000.json      the status
+
+The file is a hint, not a promise: it is not synced to disk, and a rank that is killed leaves the
+status it had some milliseconds before.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydroslurm.core.dates import boot_id, by_date_of_now
+from hydroslurm.core.events import MOST_NS, MOST_RANK, Event, EventKind
+from hydroslurm.core.files import parse_json, read_regular
+
+SCHEMA = 1
+LIMIT_BYTES = 64 << 10
+"""A longer file is not read, and not written."""
+PAUSE_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.01, 0.1, 1.0, 10.0)
+"""Upper bounds of the buckets of the pause histogram; one more is for all that took longer."""
+_MOST_PREEMPTIONS = 1000
+_MOST_TEXT = 2000
+
+
+class Moment(NamedTuple):
+    """When something happened: CLOCK_MONOTONIC (0: that of another boot) and CLOCK_REALTIME."""
+
+    mono_ns: int
+    epoch_ns: int
+
+    @classmethod
+    def of(cls, event: Event) -> Moment:
+        return cls(event.mono_ns, event.epoch_ns)
+
+
+_NEVER = Moment(0, 0)
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """Where one rank is.
+
+    Attributes:
+        rank: global rank.
+        state: ``running``, ``parking`` (the gate is closed), ``parked``, ``stopping``, ``ended``,
+            or ``killed``, which only somebody who asked Slurm can know.
+        since: when it entered that state.
+        started: when a process of this rank first came in this attempt.
+        as_of: when all of this was so.
+        host, boot_id: where it runs, and since which boot of that machine.
+        pid: its process; changes over requeues.
+        job_id: Slurm's, None outside of a job.
+        restart_count: how often the job had been requeued.
+        causes: why it is held; empty while running.
+        pauses: how many pauses this attempt has had.
+        park_us: latency of the latest park, microseconds; None before the first.
+        world_size: ranks that this one is joined with, itself included; 1 while it is alone.
+        all_parked: since when all of them are parked at the same collectives; None while they are
+            not.
+        children_parked: processes that it started and that are parked with it.
+        children_running: those that go on while it is parked.
+        step: training step, None when the rank never told.
+        step_since: when the step was first seen to be this one; late by one heartbeat at the most.
+        steps_per_s: over the latest interval in which the step changed; None before.
+        heartbeat_s: the status is written at least so often; None where there is no heartbeat.
+        saver: who saves at a stop: ``attempt_began`` (a Run) or ``stops_taken`` (the script, with
+            the two calls); empty while nobody does.
+        saver_restart_count: in which attempt it said so.
+        attempt_step: step at which its newest Run began; None without one.
+        attempt_began: when.
+        attempt_restart_count: in which attempt.
+        committed_step: newest step that is saved durably; None when nothing is, or nobody tells.
+        committed: when.
+        save_s: the longest durable save so far, seconds.
+        not_copied: why its last save held the training up until it was written; None where it was
+            copied.
+        preempted: restart counts of the attempts of this job that were preempted, each with when
+            the rank heard of it (epoch ns).
+        finished: its training is done.
+        pause_counts: how many pauses took how long until the rank was parked, over all attempts:
+            one count per bucket of :data:`PAUSE_BOUNDS_S`.
+        pause_sum_s: how long they took together.
+    """
+
+    rank: int
+    state: str
+    since: Moment
+    started: Moment = _NEVER
+    as_of: Moment = _NEVER
+    host: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    job_id: int | None = None
+    restart_count: int = 0
+    causes: tuple[str, ...] = ()
+    pauses: int = 0
+    park_us: float | None = None
+    world_size: int = 1
+    all_parked: Moment | None = None
+    children_parked: tuple[int, ...] = ()
+    children_running: tuple[int, ...] = ()
+    step: int | None = None
+    step_since: Moment | None = None
+    steps_per_s: float | None = None
+    heartbeat_s: float | None = None
+    saver: str = ""
+    saver_restart_count: int = 0
+    attempt_step: int | None = None
+    attempt_began: Moment | None = None
+    attempt_restart_count: int = 0
+    committed_step: int | None = None
+    committed: Moment | None = None
+    save_s: float | None = None
+    not_copied: str | None = None
+    preempted: tuple[tuple[int, int], ...] = ()
+    finished: bool = False
+    pause_counts: tuple[int, ...] = (0,) * (len(PAUSE_BOUNDS_S) + 1)
+    pause_sum_s: float = 0.0
+
+    @property
+    def message(self) -> str:
+        """The state, of no more than is in it."""
+        if self.children_running:
+            return f"main process {self.state}"
+        return f"{self.state} together" if self.parked_together else self.state
+
+    @property
+    def children_message(self) -> str:
+        """What its children do meanwhile, and what to do about it; empty where that is nothing."""
+        if running := self.children_running:
+            one = len(running) == 1
+            pids = ", ".join(map(str, running[:8])) + (" ..." if len(running) > 8 else "")
+            return (
+                f"{len(running)} child{'' if one else 'ren'} of it run{'s' if one else ''} on "
+                f"({'pid' if one else 'pids'} {pids}): pause {'it' if one else 'them'} with kill "
+                "-STOP and -CONT, or have hydroslurm.install() called where they train"
+            )
+        if parked := len(self.children_parked):
+            return f"{parked} child{' stands' if parked == 1 else 'ren stand'} still with it"
+        return ""
+
+    @property
+    def parked_together(self) -> bool:
+        """Whether all ranks are held, none of them before a collective that another is in."""
+        return self.state == "parked" and self.all_parked is not None
+
+    def dated_now(self) -> RankStatus:
+        """The same with the date that this host has now, for whoever compares it with now."""
+        if self.host != socket.gethostname() or self.boot_id not in ("", boot_id()):
+            return self
+        dated: dict[str, Any] = {
+            name: Moment(told.mono_ns, by_date_of_now(told.mono_ns, told.epoch_ns, self.host))
+            for name in _MOMENTS
+            if (told := getattr(self, name)) is not None and told.mono_ns
+        }
+        return replace(self, **dated)
+
+    def to_json(self) -> str:
+        """The content of its file."""
+        return json.dumps({"v": SCHEMA, **vars(self)}, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankStatus:
+        """Read a file that anybody may have written; whoever uses the result may trust its types.
+
+        Raises:
+            ValueError: no status, or one of another version.
+        """
+        row = parse_json(text, printable=False)
+        if not isinstance(row, dict) or type(row.get("v")) is not int:
+            raise ValueError("this is no status of a rank")
+        if row["v"] != SCHEMA:
+            raise ValueError(
+                f"another version of hydroslurm wrote this status (version {row['v']} of the file; "
+                f"this one reads {SCHEMA})"
+            )
+        try:
+            return cls(**{name: read(row.get(name)) for name, read in _READERS.items()})
+        except ValueError as error:
+            raise ValueError(f"this is no status of a rank: {error}") from None
+
+
+_MOMENTS = ("since", "started", "as_of", "all_parked", "step_since", "attempt_began", "committed")
+
+
+# --- the fold ------------------------------------------------------------------------------------
+
+_ENTERS = {
+    EventKind.INSTALLED: "running",
+    EventKind.GATE_CLOSED: "parking",
+    EventKind.PARKED: "parked",
+    EventKind.RESUMED: "running",
+    EventKind.STOP_REQUESTED: "stopping",
+    EventKind.UNINSTALLED: "ended",
+}
+_SAVERS = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN)
+
+
+def fold(events: Iterable[Event], status: RankStatus | None = None) -> RankStatus | None:
+    """The status after the last event; None when there is no event."""
+    for event in events:
+        status = after(status, event)
+    return status
+
+
+def after(status: RankStatus | None, event: Event) -> RankStatus:
+    """The status after one more event; of any event that :meth:`Event.from_json` has read. Pure."""
+    if status is None or event.kind is EventKind.INSTALLED:
+        status = _begin(status, event)
+    status = replace(
+        _with_step(status, event),
+        as_of=Moment.of(event),
+        pid=event.pid,
+        host=event.host,
+        job_id=event.job_id,
+        restart_count=event.restart_count,
+        causes=tuple(event.data.get("causes", status.causes)),
+        pauses=event.data.get("pause", status.pauses),
+    )
+    status = _with_training(_with_ranks(_with_pause(status, event), event), event)
+    entered = _ENTERS.get(event.kind)
+    # a stop opens the gate: what follows it is the way out, not a return to running
+    if entered in (None, status.state) or (status.state == "stopping" and entered == "running"):
+        return status
+    return replace(status, state=str(entered), since=Moment.of(event))
+
+
+def _begin(before: RankStatus | None, event: Event) -> RankStatus:
+    """Of a process that starts: what was saved stays saved, and the histogram only grows."""
+    boot = event.data.get("boot")
+    now = Moment.of(event)
+    status = RankStatus(
+        event.rank, "running", now, now, boot_id=boot if isinstance(boot, str) else ""
+    )
+    if before is None:
+        return status
+    is_same_clock = (before.host, before.boot_id) == (event.host, status.boot_id)
+    is_same_job = before.job_id == event.job_id
+    is_same_attempt = is_same_job and before.restart_count == event.restart_count
+
+    def told(moment: Moment | None) -> Moment | None:
+        return moment if moment is None or is_same_clock else Moment(0, moment.epoch_ns)
+
+    return replace(
+        status,
+        started=before.started if is_same_attempt and is_same_clock else now,
+        saver=before.saver,
+        saver_restart_count=before.saver_restart_count,
+        attempt_step=before.attempt_step,
+        attempt_began=told(before.attempt_began),
+        attempt_restart_count=before.attempt_restart_count,
+        committed_step=before.committed_step,
+        committed=told(before.committed),
+        save_s=before.save_s,
+        preempted=before.preempted if is_same_job else (),
+        finished=before.finished,
+        pause_counts=before.pause_counts,
+        pause_sum_s=before.pause_sum_s,
+    )
+
+
+def _with_step(status: RankStatus, event: Event) -> RankStatus:
+    """Without a heartbeat, two events with different steps tell the rate."""
+    now, since, rate = Moment.of(event), status.step_since, status.steps_per_s
+    if event.step is None or event.step == status.step:
+        return status
+    if status.heartbeat_s is None and status.step is not None and since is not None:
+        took_s = (now.mono_ns - since.mono_ns) / 1e9
+        rate = max(0.0, (event.step - status.step) / took_s) if took_s > 0 else rate
+    return replace(status, step=event.step, step_since=now, steps_per_s=rate)
+
+
+def _with_pause(status: RankStatus, event: Event) -> RankStatus:
+    """How long it took to park, and what those below it do meanwhile."""
+    kind, data = event.kind, event.data
+    # a rank that is let through to a collective parks again: the first time is what was measured
+    if kind is EventKind.PARKED and status.state != "parked":
+        park_us = None if "park_us" not in data else float(data["park_us"])
+        status = replace(status, park_us=park_us)
+        if park_us is not None:
+            bucket = bisect.bisect_left(PAUSE_BOUNDS_S, park_us / 1e6)
+            counts = list(status.pause_counts)
+            counts[bucket] += 1
+            sum_s = status.pause_sum_s + max(0.0, park_us / 1e6)
+            status = replace(status, pause_counts=tuple(counts), pause_sum_s=sum_s)
+    if kind is EventKind.CHILDREN:
+        return replace(
+            status,
+            children_parked=tuple(data.get("parked_pids", ())),
+            children_running=tuple(data.get("running_pids", ())),
+        )
+    if kind in (EventKind.GATE_CLOSED, EventKind.RESUMED):
+        return replace(status, children_parked=(), children_running=())
+    return status
+
+
+def _with_ranks(status: RankStatus, event: Event) -> RankStatus:
+    """What several ranks add to it."""
+    kind = event.kind
+    if kind in (EventKind.RANKS_JOINED, EventKind.PARKED):
+        return replace(status, world_size=event.data.get("world_size", status.world_size))
+    if kind is EventKind.AGREEMENT_FAILED and event.data.get("what") == "connection":
+        return replace(status, world_size=1)
+    if kind is EventKind.COORDINATOR_LOST:
+        return replace(status, all_parked=None)
+    if kind is EventKind.ALL_PARKED:
+        return replace(status, all_parked=Moment.of(event))
+    since = status.all_parked
+    # two threads write: the line of a closing may follow that of the agreement which came of it
+    if kind in (EventKind.GATE_CLOSED, EventKind.RESUMED) and since and event.mono_ns > since[0]:
+        return replace(status, all_parked=None)
+    return status
+
+
+def _with_training(status: RankStatus, event: Event) -> RankStatus:
+    """What a Run, or the two calls, add to it."""
+    kind, data, now = event.kind, event.data, Moment.of(event)
+    if kind in _SAVERS:
+        status = replace(status, saver=kind.value, saver_restart_count=event.restart_count)
+    if kind is EventKind.ATTEMPT_BEGAN:
+        step = data.get("step")
+        return replace(
+            status,
+            attempt_step=step if type(step) is int else 0,
+            attempt_began=now,
+            attempt_restart_count=event.restart_count,
+        )
+    if kind is EventKind.SAVE_COMMITTED and data.get("tier") == "durable":
+        if (step := data.get("checkpoint_step")) is not None:
+            status = replace(status, committed_step=step, committed=now)
+        if (took_s := data.get("seconds")) is not None:
+            status = replace(status, save_s=max(status.save_s or 0.0, float(took_s)))
+    elif kind is EventKind.SAVE_STAGED:
+        status = replace(status, not_copied=None)
+    elif kind is EventKind.SAVE_NOT_COPIED:
+        reason = data.get("reason")
+        status = replace(status, not_copied=reason and reason[:_MOST_TEXT])
+    elif kind is EventKind.STOP_REASON and data.get("reason") == "preempted":
+        others = [one for one in status.preempted if one[0] != event.restart_count]
+        told = [*others, (event.restart_count, event.epoch_ns)][-_MOST_PREEMPTIONS:]
+        status = replace(status, preempted=tuple(told))
+    elif kind is EventKind.RUN_FINISHED:
+        status = replace(status, finished=True)
+    return status
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def status_of(log: Path) -> Path:
+    """The status beside an event log."""
+    return log.with_suffix(".json")
+
+
+def load_status(path: Path) -> RankStatus:
+    """The status in a file, as it was written.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is no status, or one of another version.
+    """
+    return RankStatus.from_json(read_regular(path, limit_bytes=LIMIT_BYTES))
+
+
+def read_status(path: Path) -> RankStatus | None:
+    """The status in a file, with moments by the date of now; None when there is none that can be
+    read."""
+    try:
+        return load_status(path).dated_now()
+    except (OSError, ValueError):
+        return None
+
+
+_Reader = Callable[[Any], Any]
+_STATES = (*_ENTERS.values(), "killed")
+
+
+def _require(value: object, is_good: bool) -> None:
+    if not is_good:
+        raise ValueError(f"{str(value)[:80]!r} is in it")
+
+
+def _count(most: int) -> _Reader:
+    def read(value: Any) -> int:
+        _require(value, type(value) is int and 0 <= value <= most)
+        return int(value)
+
+    return read
+
+
+def _integer(value: Any) -> int:
+    _require(value, type(value) is int)
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    _require(value, type(value) in (int, float) and 0 <= value < 1e30)
+    return float(value)
+
+
+def _duration_us(value: Any) -> float:
+    _require(value, type(value) in (int, float) and -1e20 < value < 1e20)
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    _require(value, isinstance(value, bool))
+    return bool(value)
+
+
+def _text(value: Any) -> str:
+    _require(value, isinstance(value, str) and len(value) <= _MOST_TEXT)
+    return str(value)
+
+
+def _one_of(*known: str) -> _Reader:
+    def read(value: Any) -> str:
+        _require(value, value in known)
+        return str(value)
+
+    return read
+
+
+def _or_none(read: _Reader) -> _Reader:
+    return lambda value: None if value is None else read(value)
+
+
+def _many(read: _Reader, *, exactly: int | None = None) -> _Reader:
+    def read_all(value: Any) -> tuple[Any, ...]:
+        _require(value, isinstance(value, list) and exactly in (None, len(value)))
+        return tuple(read(one) for one in value)
+
+    return read_all
+
+
+_nanoseconds = _count(MOST_NS)
+_small = _count(1 << 31)
+
+
+def _moment(value: Any) -> Moment:
+    return Moment(*_many(_nanoseconds, exactly=2)(value))
+
+
+_READERS: Mapping[str, _Reader] = {
+    "rank": _count(MOST_RANK),
+    "state": _one_of(*_STATES),
+    "since": _moment,
+    "started": _moment,
+    "as_of": _moment,
+    "host": _text,
+    "boot_id": _text,
+    "pid": _small,
+    "job_id": _or_none(_integer),
+    "restart_count": _small,
+    "causes": _many(_text),
+    "pauses": _nanoseconds,
+    "park_us": _or_none(_duration_us),
+    "world_size": _count(MOST_RANK),
+    "all_parked": _or_none(_moment),
+    "children_parked": _many(_nanoseconds),
+    "children_running": _many(_nanoseconds),
+    "step": _or_none(_integer),
+    "step_since": _or_none(_moment),
+    "steps_per_s": _or_none(_number),
+    "heartbeat_s": _or_none(_number),
+    "saver": _one_of("", *(kind.value for kind in _SAVERS)),
+    "saver_restart_count": _small,
+    "attempt_step": _or_none(_integer),
+    "attempt_began": _or_none(_moment),
+    "attempt_restart_count": _small,
+    "committed_step": _or_none(_nanoseconds),
+    "committed": _or_none(_moment),
+    "save_s": _or_none(_number),
+    "not_copied": _or_none(_text),
+    "preempted": _many(_many(_nanoseconds, exactly=2)),
+    "finished": _flag,
+    "pause_counts": _many(_nanoseconds, exactly=len(PAUSE_BOUNDS_S) + 1),
+    "pause_sum_s": _number,
+}
+assert _READERS.keys() == {field.name for field in fields(RankStatus)}

@@ -1,0 +1,432 @@
+"""The status of a rank: the fold of its events, its file, and who writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import child
+
+from hydroslurm.cli.status import _since, rank_line
+from hydroslurm.core.dates import boot_id, by_date_of_now, clocks
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import (
+    LIMIT_BYTES,
+    Moment,
+    RankStatus,
+    after,
+    fold,
+    load_status,
+    read_status,
+    status_of,
+)
+from hydroslurm.runtime.status_writer import HEARTBEAT_ENV, StatusWriter, interval_s
+
+
+def _event(kind: EventKind, at: int, **data: object) -> Event:
+    return Event(kind, at, at, rank=3, pid=99, host="n1", step=at, data=data)
+
+
+PAUSED = [
+    _event(EventKind.INSTALLED, 1),
+    _event(EventKind.SIGNAL_RECEIVED, 2, signal="SIGUSR1"),
+    _event(EventKind.GATE_CLOSED, 3, pause=1, causes=["user"]),
+    _event(EventKind.PARKED, 4, pause=1, park_us=51.5, causes=["user"], held=1),
+]
+
+
+def test_states_follow_the_events() -> None:
+    """running -> parking -> parked -> running, each since its own event."""
+    seen = [(s.state, s.since.epoch_ns) for n in range(1, 5) if (s := fold(PAUSED[:n]))]
+    assert seen == [("running", 1), ("running", 1), ("parking", 3), ("parked", 4)]
+    parked = fold(PAUSED)
+    assert parked is not None
+    assert (parked.causes, parked.park_us, parked.pauses, parked.step) == (("user",), 51.5, 1, 4)
+    resumed = fold([*PAUSED, _event(EventKind.RESUMED, 9, pause=1, causes=[])])
+    assert resumed is not None
+    assert (resumed.state, resumed.causes) == ("running", ())
+
+
+def test_a_stop_is_not_undone_by_the_opening_of_the_gate() -> None:
+    """A rank that was told to stop stays stopping while it runs to its safe point."""
+    state = fold(
+        [*PAUSED, _event(EventKind.STOP_REQUESTED, 5), _event(EventKind.RESUMED, 6, causes=[])]
+    )
+    assert state is not None
+    assert state.state == "stopping"
+
+
+def test_a_requeued_rank_begins_anew() -> None:
+    """The next attempt's first event forgets the pause of the one before."""
+    state = fold([*PAUSED, _event(EventKind.INSTALLED, 20)])
+    assert state is not None
+    assert (state.state, state.causes, state.pauses) == ("running", (), 0)
+
+
+def test_a_rank_that_is_let_through_stays_parked() -> None:
+    """It parks again behind each collective; its state, since when, and its latency are those of
+    the first time."""
+    passage = [
+        _event(EventKind.LET_THROUGH, 5, pause=1, collectives=1),
+        _event(EventKind.PARKED, 6, pause=1, park_us=900.0, causes=["user", "peers"], held=1),
+    ]
+    state = fold([*PAUSED, *passage])
+    assert state is not None
+    assert (state.state, state.since.epoch_ns, state.park_us) == ("parked", 4, 51.5)
+
+
+def test_parked_together() -> None:
+    """From the word that all ranks are parked until this one goes on or the coordinator is gone."""
+    joined = _event(EventKind.RANKS_JOINED, 1, world_size=4, joined_s=0.1)
+    all_parked = _event(EventKind.ALL_PARKED, 8, of_ranks=[3], in_flight=0)
+    told = fold([PAUSED[0], joined, *PAUSED[1:], all_parked])
+    assert told is not None
+    assert (told.world_size, told.parked_together) == (4, True)
+    before = fold([PAUSED[0], joined, *PAUSED[1:]])
+    resumed = fold([*PAUSED, all_parked, _event(EventKind.RESUMED, 9, causes=[])])
+    again = fold([*PAUSED, all_parked, *(_at(event, 20) for event in PAUSED[2:])])
+    assert [state and state.parked_together for state in (before, resumed, again)] == [False] * 3
+    lost = fold([joined, _event(EventKind.AGREEMENT_FAILED, 9, what="connection", message="gone")])
+    assert lost is not None
+    assert lost.world_size == 1
+
+
+def test_two_threads_write_one_file() -> None:
+    """The line of a closing may follow that of the agreement which came of it."""
+    all_parked = _event(EventKind.ALL_PARKED, 8, of_ranks=[3], in_flight=0)
+    state = fold([PAUSED[0], all_parked, *PAUSED[2:]])
+    assert state is not None
+    assert state.parked_together
+
+
+def _at(event: Event, at: int) -> Event:
+    return replace(event, mono_ns=at + event.mono_ns, epoch_ns=at + event.epoch_ns)
+
+
+def test_a_long_history_makes_no_long_status(tmp_path: Path) -> None:
+    """Whatever has happened before, the file is small, and says the same as all events do."""
+    log = tmp_path / "rank-00003.jsonl"
+    writer = StatusWriter(status_of(log), every_s=0.0)
+    events = [PAUSED[0], *(_event(EventKind.CAUSES_CHANGED, at, causes=[]) for at in range(20_000))]
+    for event in (*events, *PAUSED[2:]):
+        writer.note(event)
+    writer.close(step=None)
+    assert status_of(log).stat().st_size < 2048
+    status = load_status(status_of(log))
+    assert status.state == "parked"
+    assert replace(status, as_of=PARKED_AT) == fold((*events, *PAUSED[2:]))
+
+
+PARKED_AT = Moment(4, 4)
+
+
+def test_no_file_is_no_status(tmp_path: Path) -> None:
+    """A rank that has written nothing has no status."""
+    assert read_status(tmp_path / "none.json") is None
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_a_date_that_was_set_makes_nothing_older(tmp_path: Path, direction: int) -> None:
+    """A rank of this host parked 5 s ago; by a date that was set since, an hour ago or in an hour.
+    Its status says 5 s, of every moment; that of a boot before says what was told then."""
+    host = socket.gethostname()
+    mono_ns, epoch_ns = (one - 5 * 10**9 for one in clocks())
+    # a date before this boot would be an earlier boot's: not an hour on a machine just booted
+    told_ns = epoch_ns + direction * min(3600 * 10**9, mono_ns // 2)
+    path = tmp_path / "rank-00003.json"
+    events = [
+        Event(EventKind.INSTALLED, mono_ns, told_ns, rank=3, host=host, data={"boot": boot_id()}),
+        Event(EventKind.PARKED, mono_ns, told_ns, rank=3, host=host, step=7),
+    ]
+    status = fold(events)
+    assert status is not None
+    path.write_text(status.to_json())
+    now = read_status(path)
+    assert now is not None
+    for moment in (now.since, now.as_of, now.step_since):
+        assert moment is not None
+        assert abs(moment.epoch_ns - epoch_ns) < 10**9
+    path.write_text(replace(status, boot_id="another").to_json())
+    assert read_status(path) == load_status(path)
+
+
+def test_whose_date_is_left_alone() -> None:
+    """An event of another host, or of an earlier boot, was when its own date said."""
+    s, now = 10**9, (1000 * 10**9, 50_000 * 10**9)
+    here = socket.gethostname()
+    assert by_date_of_now(990 * s, 53_590 * s, here, now=now) == 49_990 * s
+    assert by_date_of_now(990 * s, 49_990 * s + 9, here, now=now) == 49_990 * s + 9
+    assert by_date_of_now(990 * s, 53_590 * s, "another", now=now) == 53_590 * s
+    assert by_date_of_now(900 * s, 40_000 * s, here, now=now) == 40_000 * s
+    assert by_date_of_now(7000 * s, 48_000 * s, here, now=now) == 48_000 * s
+    assert _since(53_570 * s, now[1]) == "since 3,570 s in the future by this host's clock"
+    assert _since(now[1] - 3 * s, now[1]) == "since 3.0 s"
+
+
+def test_children_that_run_on_are_named() -> None:
+    """Parked is said of the main process only while a child of it runs on, with the child's number
+    and what to do; it is forgotten when the rank goes on."""
+    quiet = _event(EventKind.CHILDREN, 5, pause=1, parked_pids=[7, 8], running_pids=[])
+    busy = _event(EventKind.CHILDREN, 6, pause=1, parked_pids=[7], running_pids=[8, 9])
+    state = fold([*PAUSED, quiet])
+    assert state is not None
+    assert (state.message, state.children_message) == ("parked", "2 children stand still with it")
+    state = fold([*PAUSED, quiet, busy])
+    assert state is not None
+    assert state.message == "main process parked"
+    assert state.children_message.startswith(
+        "2 children of it run on (pids 8, 9): pause them with "
+    )
+    state = fold([*PAUSED, busy, _event(EventKind.RESUMED, 9, pause=1, causes=[])])
+    assert state is not None
+    assert (state.message, state.children_message) == ("running", "")
+
+
+def test_saves_that_hold_the_training_up_are_said() -> None:
+    """`status` says so from the first save on that was not copied, until one is."""
+    installed = _event(EventKind.INSTALLED, 1)
+    not_copied = _event(EventKind.SAVE_NOT_COPIED, 2, reason="there is no memory")
+    held = fold([installed, not_copied])
+    assert held is not None
+    assert "saves hold the training up: there is no memory" in rank_line(held, now_epoch_ns=5)
+    copied = fold([installed, not_copied, _event(EventKind.SAVE_STAGED, 3, reason="")])
+    assert copied is not None
+    assert "hold" not in rank_line(copied, now_epoch_ns=5)
+
+
+# --- over attempts -------------------------------------------------------------------------------
+
+
+def test_what_outlives_an_attempt() -> None:
+    """The next process of the rank knows what is saved, who was preempted and how long pauses took;
+    moments of another boot keep their date. Another job in the same folder was not preempted."""
+    saved = _event(EventKind.SAVE_COMMITTED, 7, tier="durable", checkpoint_step=40, seconds=2.5)
+    stop = _event(EventKind.STOP_REASON, 8, reason="preempted")
+    again = replace(_event(EventKind.INSTALLED, 20, boot="b2"), restart_count=1)
+    status = fold([*PAUSED, saved, stop, again])
+    assert status is not None
+    assert (status.committed_step, status.committed) == (40, Moment(0, 7))
+    assert (status.save_s, status.preempted) == (2.5, ((0, 8),))
+    assert (sum(status.pause_counts), status.pause_sum_s) == (1, 51.5e-6)
+    assert (status.started, status.pauses) == (Moment(20, 20), 0)
+    other = after(status, replace(again, job_id=5))
+    assert (other.preempted, other.committed_step) == ((), 40)
+
+
+def test_the_next_process_reads_the_status_of_the_one_before(tmp_path: Path) -> None:
+    """The histogram only grows, and the last checkpoint is not forgotten."""
+    path = tmp_path / "rank-00003.json"
+    for attempt in range(3):
+        writer = StatusWriter(path, every_s=0.0)
+        for event in PAUSED:
+            writer.note(replace(event, restart_count=attempt))
+        if attempt == 0:
+            writer.note(_event(EventKind.SAVE_COMMITTED, 6, tier="durable", checkpoint_step=3))
+        writer.close(step=None)
+    status = load_status(path)
+    assert (sum(status.pause_counts), status.committed_step) == (3, 3)
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def _hostile(status: RankStatus) -> dict[str, bytes]:
+    row = json.loads(status.to_json())
+    changed: dict[str, object] = {
+        "older": {"v": 0},
+        "newer": {"v": 2},
+        "state": {"state": "owned"},
+        "numbers": {"step": 1 << 70},
+        "negative": {"since": [-1, 5]},
+        "moment": {"since": [1, 2, 3]},
+        "flag": {"finished": 1},
+        "nothing": {"pause_counts": None},
+        "buckets": {"pause_counts": [1]},
+        "depth": {"causes": [[["a"]]]},
+        "saver": {"saver": "me"},
+    }
+    found = {
+        name: json.dumps({**row, **words}).encode()  # type: ignore[dict-item]
+        for name, words in changed.items()
+    }
+    whole = status.to_json().encode()
+    return {
+        **found,
+        "torn": whole[: len(whole) // 2],
+        "empty": b"",
+        "long": whole.ljust(LIMIT_BYTES + 1),
+        "deep": b"[" * 60_000,
+        "bytes": b"\xff\xfe",
+        "list": b"[]",
+        "infinite": whole.replace(b'"park_us":51.5', b'"park_us":1e999'),
+    }
+
+
+def test_foreign_files_are_no_status(tmp_path: Path) -> None:
+    """Torn, ill-typed, too long, of another version; a FIFO, a device and a link."""
+    status = fold(PAUSED)
+    assert status is not None
+    path = tmp_path / "rank-00000.json"
+    for name, content in _hostile(status).items():
+        path.write_bytes(content)
+        assert read_status(path) is None, name
+    path.write_bytes(_hostile(status)["older"])
+    with pytest.raises(ValueError, match="another version of hydroslurm wrote this status"):
+        load_status(path)
+    path.unlink()
+    os.mkfifo(path)
+    assert read_status(path) is None
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert read_status(path) is None
+    path.unlink()
+    (tmp_path / "other").write_text(status.to_json())
+    path.symlink_to(tmp_path / "other")
+    assert read_status(path) is None
+
+
+WRITE = """
+    import sys
+    from pathlib import Path
+    from hydroslurm.core.events import Event, EventKind
+    from hydroslurm.runtime.status_writer import StatusWriter
+    writer = StatusWriter(Path(sys.argv[1]), every_s=0.0)
+    step = 0
+    while True:
+        step += 1
+        data = {"causes": ["x" * (step % 1500)]}
+        writer.note(Event(EventKind.CAUSES_CHANGED, step, step, step=step, data=data))
+        writer.write(step, at_once=True)
+        if step == 1:
+            print("ready", flush=True)
+"""
+
+
+def test_a_kill_leaves_a_whole_status(tmp_path: Path) -> None:
+    """Whoever reads while it is written, or after its writer was killed, finds a whole status, the
+    newest or the one before."""
+    path = tmp_path / "rank-00000.json"
+    dice = random.Random(7)
+    for _ in range(8):
+        with child(WRITE, tmp_path, str(path)) as writer:
+            writer.expect("ready")
+            until_s = time.monotonic() + dice.uniform(0.02, 0.2)
+            steps = []
+            while time.monotonic() < until_s:
+                steps.append(load_status(path).step or 0)
+            assert steps == sorted(steps)
+            writer.process.send_signal(signal.SIGKILL)
+            writer.process.wait()
+            assert (load_status(path).step or 0) >= steps[-1]
+
+
+def test_a_thousand_jobs_are_read_quickly(tmp_path: Path) -> None:
+    """A reader of a thousand jobs opens one small file of each, however long their logs are."""
+    status = fold(PAUSED)
+    assert status is not None
+    runs = [RunDir(tmp_path / str(number)) for number in range(1000)]
+    for number, run in enumerate(runs):
+        run.events.mkdir(parents=True)
+        run.rank_status(0).write_text(replace(status, step=number).to_json())
+        with run.rank_events(0).open("wb") as log:
+            log.truncate(1 << 34)
+    begin_s = time.process_time()
+    found = [read_status(run.rank_status(0)) for run in runs]
+    assert time.process_time() - begin_s < 2.0  # it takes a tenth of that
+    assert [one and one.step for one in found] == list(range(1000))
+
+
+# --- the writer ----------------------------------------------------------------------------------
+
+
+def test_heartbeat(tmp_path: Path) -> None:
+    """A rank's step and rate can be read while it trains; without a step and without events nothing
+    is written, and a folder that is not there is tried again without a word."""
+    path = tmp_path / "events" / "rank-00003.json"
+    writer = StatusWriter(path, every_s=0.1)
+
+    def wait() -> None:
+        time.sleep(writer.wait_s() or 0.0)
+
+    writer.note(PAUSED[0])
+    wait()
+    writer.write(None)
+    assert not path.exists()
+    path.parent.mkdir()
+    for step in (None, 4, 9):
+        wait()
+        writer.write(step)
+        time.sleep(0.1)
+    while read_status(path) is None or load_status(path).step != 9:
+        wait()
+        writer.write(9)
+    wait()
+    writer.write(9)
+    told = load_status(path)
+    assert (told.step, told.heartbeat_s, told.state) == (9, 0.1, "running")
+    assert told.steps_per_s is not None
+    assert 0 < told.steps_per_s <= 50
+    writer.write(10)  # too soon
+    assert load_status(path) == told
+    wait()
+    writer.write(9)
+    later = load_status(path)
+    assert later.step_since == told.step_since
+    assert later.as_of > told.as_of
+    writer.close(step=9)
+    assert load_status(path) == later
+
+
+def test_changes_come_together(tmp_path: Path) -> None:
+    """The events of a pause make one file, a moment later."""
+    path = tmp_path / "rank-00003.json"
+    writer = StatusWriter(path, every_s=0.0)
+    assert writer.wait_s() == float("inf")
+    for event in PAUSED:
+        writer.note(event)
+    assert 0.0 < (writer.wait_s() or 0.0) < 0.1
+    time.sleep(0.01)
+    writer.write(None)
+    assert load_status(path).state == "parked"
+    assert writer.wait_s() == float("inf")
+    inode = path.stat().st_ino
+    writer.write(None, at_once=True)
+    assert path.stat().st_ino == inode
+
+
+def test_a_full_disk_has_room_for_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no second file can be made, the first is written over in place; a shorter status leaves
+    nothing of the longer one."""
+    path = tmp_path / "rank-00003.json"
+    writer = StatusWriter(path, every_s=0.0)
+    writer.note(_event(EventKind.INSTALLED, 1))
+    writer.note(_event(EventKind.CAUSES_CHANGED, 2, causes=["a long cause" * 20]))
+    writer.write(None, at_once=True)
+    inode = path.stat().st_ino
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hydroslurm.runtime.status_writer.write_atomically", no_room)
+    writer.note(_event(EventKind.CAUSES_CHANGED, 3, causes=[]))
+    writer.write(None, at_once=True)
+    assert path.stat().st_ino == inode
+    assert load_status(path).causes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "every_s"), [("", 10.0), ("0", 0.0), ("-3", 0.0), ("nan", 10.0), ("x", 10.0), ("2", 2)]
+)
+def test_heartbeat_interval(text: str, every_s: float) -> None:
+    """HYDROSLURM_HEARTBEAT_S counts where it is a number, and ends no training where it is none."""
+    assert interval_s({HEARTBEAT_ENV: text}) == every_s
