@@ -1,8 +1,8 @@
-"""A real Slurm of several nodes on one machine, for trying and testing only.
+"""A real Slurm with several nodes on one machine, for experiments and tests only.
 
-munged, MariaDB, slurmdbd, slurmctld and one slurmd per node, as root or as an ordinary user, in one
-folder and on the loopback interface. **Never for production**: one key, one user, no limits, and
-everything is thrown away at the end.
+munged, MariaDB, slurmdbd, slurmctld and one slurmd per node run in one folder and on the loopback
+interface, as root or as an ordinary user. **Never for production**: one key, one user, no limits,
+and everything is deleted at the end.
 
     with DevCluster.up(ClusterSpec(nodes=2, profile="pause")) as cluster:
         cluster.run(["sbatch", "job.sh"])

@@ -1,4 +1,4 @@
-"""Start a cluster, in the order that Slurm needs, until its nodes are idle; stop on request."""
+"""Start the daemons of a cluster in the order that Slurm needs; stop on request."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from hydroslurm.errors import ClusterError, HydroslurmError
 from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
 
 CLUSTER_ENV = "HYDROSLURM_CLUSTER"
-"""Marks the daemons of a cluster, and slurmstepd, with its folder. Jobs do not have it."""
+"""Set to the cluster's folder in its daemons and slurmstepd, but not in jobs."""
 
-# Small and careless: the database lives for minutes and nobody misses it. 0.3 s instead of 3.
+# Small and not durable: the database lives for minutes. It starts in 0.3 s instead of 3.
 _MARIADB = (
     "--no-defaults",
     "--innodb-log-file-size=8M",
@@ -49,9 +49,9 @@ _MARIADB = (
 
 @dataclass
 class Bringup:
-    """Starts the daemons of one cluster; what has been started so far is in ``daemons``.
+    """Starts the daemons of one cluster; ``daemons`` holds those started so far.
 
-    The supervisor's main thread only.
+    For the supervisor's main thread only.
     """
 
     spec: ClusterSpec
@@ -62,14 +62,14 @@ class Bringup:
     control: Control
     daemons: list[Daemon] = field(default_factory=list)
     no_preempt: str = ""
-    """Why srun has no ``--preempt`` here; empty where it has."""
+    """Why srun has no ``--preempt`` here; empty if it has."""
 
     def run(self) -> None:
         """Start everything and wait until all nodes are idle.
 
         Raises:
-            ClusterError: a daemon ended, a program failed or took too long.
-            StopRequested: the cluster shall end.
+            ClusterError: a daemon ended, or a program failed or took too long.
+            StopRequested: the cluster is to end.
         """
         self._write_files()
         self._start(
@@ -86,7 +86,7 @@ class Bringup:
         self._make_plugin()
         self._wait("slurmdbd to listen", lambda: listening(self.ports.slurmdbd))
         self._register()
-        # slurmctld after the registration: it asks for its cluster once, at its start
+        # slurmctld after the registration: it looks up its cluster only once, when it starts
         self._start("slurmctld", ["-D", "-c"], LD_PRELOAD=str(self._loopback_so))
         self._wait("slurmctld to listen", lambda: listening(self.ports.slurmctld))
         for name in self.spec.node_names:
@@ -96,7 +96,7 @@ class Bringup:
 
     @property
     def has_controller(self) -> bool:
-        """Whether slurmctld runs: there may be jobs."""
+        """Whether slurmctld is running, so that there may be jobs."""
         return any(d.name == "slurmctld" and d.process.poll() is None for d in self.daemons)
 
     @property
@@ -108,7 +108,7 @@ class Bringup:
         return self._base / "run/loopback.so"
 
     def environ(self, **more: str) -> dict[str, str]:
-        """The environment of a daemon or a program of ours: nothing of the caller's own Slurm."""
+        """The environment of our daemons and programs, without that of the caller's own Slurm."""
         return {
             "PATH": self.programs.path,
             "HOME": str(self.layout.root),
@@ -140,7 +140,7 @@ class Bringup:
         return self._begin("compiler", [*argv, "-o", str(self._loopback_so), str(source), "-ldl"])
 
     def _make_plugin(self) -> None:
-        """``srun --preempt``, where Slurm's headers are: a cluster is of use without it, too."""
+        """``srun --preempt``, if Slurm's headers are installed; the cluster works without it."""
         plugin = self._base / "run" / PLUGIN
         try:
             build_plugin(plugin, environ=self.environ(CC=self.programs.compiler))
@@ -150,7 +150,7 @@ class Bringup:
             _write(self.layout.plugstack_conf, plugstack_conf(None, self.no_preempt))
 
     def _make_database(self) -> None:
-        """Make MariaDB's system tables; slurmdbd needs them for its stored procedures."""
+        """Create MariaDB's system tables, which slurmdbd's stored procedures need."""
         tables = system_tables_sql(self.programs["mariadbd"]).read_text()
         script = self.layout.state / "mysql.sql"
         script.write_text(f"create database mysql;\nuse mysql;\n{tables}")
@@ -158,8 +158,8 @@ class Bringup:
         self._finish(self._begin("mariadbd-bootstrap", argv, stdin=script))
 
     def _start_database(self) -> None:
-        # no network and no grant tables: who can reach the socket, in a folder of mode 0700, is the
-        # user who owns everything else here
+        # no network and no grant tables: only the user who owns everything else here can reach the
+        # socket, in a folder of mode 0700
         socket = self._base / "run/mysql.sock"
         self._start(
             "mariadbd",
@@ -174,16 +174,16 @@ class Bringup:
         self._wait("mariadbd's socket", socket.exists)
 
     def _mariadb(self) -> list[str]:
-        # as root the server wants to be told that this is meant
+        # the server refuses to run as root without this
         as_root = ["--user=root"] if os.geteuid() == 0 else []
-        # a folder of its own for temporary files: a server that starts removes those of others
+        # its own folder for temporary files: a starting server removes those of others
         private = [f"--datadir={self._base}/state/mysql", f"--tmpdir={self._base}/state/tmp"]
         return [*_MARIADB, *as_root, *private]
 
     def _register(self) -> None:
-        """Register cluster, account and user, in one go: sacctmgr takes half a second each time.
+        """Register cluster, account and user in one go: each sacctmgr takes half a second.
 
-        With `add` and not `load`, which refuses a SlurmUser other than root who is not yet known.
+        With `add`, because `load` refuses an unknown SlurmUser other than root.
         """
         script = self.layout.run / "sacctmgr.txt"
         script.write_text(
@@ -221,7 +221,7 @@ class Bringup:
         self.control.until(condition, what, daemons=self.daemons)
 
     def _begin(self, name: str, argv: Sequence[str], *, stdin: Path | None = None) -> Daemon:
-        """Start a program that ends by itself."""
+        """Start a program that ends on its own."""
         log = self.layout.log(name)
         with log.open("ab") as output, (stdin or Path(os.devnull)).open("rb") as source:
             process = subprocess.Popen(
@@ -230,7 +230,7 @@ class Bringup:
         return Daemon(name, process, log)
 
     def _finish(self, program: Daemon) -> None:
-        """Wait for a program to end, and to end well."""
+        """Wait for a program to end successfully."""
         self._wait(f"{program.name} to end", lambda: program.process.poll() is not None)
         if program.process.returncode != 0:
             raise ClusterError(
@@ -253,14 +253,14 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequested(Exception):
-    """The cluster shall end now: its caller is gone, or somebody asked for it."""
+    """The cluster is to end now: its caller is gone, or it got a signal."""
 
 
 class Control:
-    """Watches the caller's pipe, the caller itself and the signals to this process.
+    """Watches the caller's pipe, the caller itself and signals to this process.
 
-    The pipe alone is not enough: a child that the caller forked holds its end open too, and may
-    live longer. So the caller is watched by a pidfd as well, where the kernel has them.
+    The pipe alone is not enough: a child that the caller forked keeps its end open and may live
+    longer. So the caller is also watched by a pidfd, if the kernel has them.
     """
 
     def __init__(self, *, lifeline: int, caller_pid: int) -> None:
@@ -275,10 +275,10 @@ class Control:
         self._watched = {self._wake_up, lifeline} | ({self._caller} - {-1})
 
     def wait(self, limit_s: float) -> None:
-        """Sleep for so long, or until a child ends.
+        """Sleep for ``limit_s``, or until a child ends.
 
         Raises:
-            StopRequested: the cluster shall end.
+            StopRequested: the cluster is to end.
         """
         ready, _, _ = select.select(sorted(self._watched), [], [], limit_s)
         if self._lifeline in ready:
@@ -299,8 +299,8 @@ class Control:
         """Wait for a condition.
 
         Raises:
-            StopRequested: the cluster shall end.
-            ClusterError: one of the daemons ended, or the time is over.
+            StopRequested: the cluster is to end.
+            ClusterError: one of the daemons ended, or ``limit_s`` has passed.
         """
         watched = tuple(daemons)
         deadline = time.monotonic() + limit_s
@@ -319,7 +319,7 @@ class Control:
 
 
 def _nothing(_signo: int, _frame: object) -> None:
-    """Must be a handler of ours: without one no number is written to the wake-up pipe."""
+    """Without a Python handler, no signal number is written to the wake-up pipe."""
 
 
 def _open_pid(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""A dev cluster as its user holds it."""
+"""Start, use and end a dev cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FOREIGN = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINF
 
 @dataclass(frozen=True)
 class DaemonStatus:
-    """One daemon of a cluster."""
+    """A daemon of a cluster."""
 
     name: str
     pid: int
@@ -42,7 +42,7 @@ class DaemonStatus:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One node as slurmctld sees it: ``idle``, ``mixed``, ``allocated``, ``down*`` ..."""
+    """A node and its state in slurmctld: ``idle``, ``mixed``, ``allocated``, ``down*`` ..."""
 
     name: str
     state: str
@@ -50,7 +50,7 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """What a cluster looks like now. ``nodes`` is empty when slurmctld does not answer."""
+    """The current state of a cluster. ``nodes`` is empty if slurmctld does not answer."""
 
     directory: Path
     profile: str
@@ -59,21 +59,21 @@ class ClusterStatus:
 
 
 class DevCluster:
-    """A private Slurm that is up. **For trying and testing only.**
+    """A running private Slurm. **For experiments and tests only.**
 
-    As a context manager it is ended when the block is left. A cluster made by :meth:`up` also ends
-    when this process does, however that happens, unless ``detach`` was set.
+    As a context manager it ends with the block. A cluster started by :meth:`up` also ends with this
+    process, even if that is killed, unless ``detach`` was set.
     """
 
     def __init__(
         self, layout: Layout, running: Running, supervisor: subprocess.Popen[bytes] | None = None
     ) -> None:
-        """Not for callers: use :meth:`up` or :meth:`attach`."""
+        """Internal: use :meth:`up` or :meth:`attach`."""
         self.spec = running.spec
         self.no_preempt = ""
         self._layout = layout
         self._running = running
-        self._supervisor = supervisor  # its stdin is this process's hold on the cluster
+        self._supervisor = supervisor  # the cluster lives while its stdin is open
 
     @classmethod
     def up(
@@ -83,11 +83,11 @@ class DevCluster:
 
         Args:
             spec: default: four nodes, profile ``pause``, in a temporary folder.
-            detach: it outlives this process, until :meth:`down`.
+            detach: keep it running after this process has ended, until :meth:`down`.
 
         Raises:
             ClusterError: a program is missing, a cluster is already up in that folder, or a daemon
-                did not start; the message has its own last log lines. Nothing is left running.
+                did not start; the message has its last log lines. Nothing is left running.
         """
         spec = spec or ClusterSpec()
         path = search_path(os.environ.get("PATH"))
@@ -104,7 +104,9 @@ class DevCluster:
             no_preempt = _ask(supervisor, request, layout, timeout_s=timeout_s)
             running = Running.read(layout)
             if running is None:
-                raise ClusterError(f"{layout.cluster_json} has gone; somebody ended the cluster")
+                raise ClusterError(
+                    f"{layout.cluster_json} is gone: the cluster was ended meanwhile"
+                )
             if detach:
                 _say(supervisor, STAY)
                 _close_pipes(supervisor)
@@ -120,10 +122,10 @@ class DevCluster:
 
     @classmethod
     def attach(cls, directory: Path) -> DevCluster:
-        """Take hold of a cluster that is up.
+        """Connect to a running cluster.
 
         Raises:
-            ClusterError: there is none in that folder.
+            ClusterError: none is running in that folder.
         """
         layout = Layout.at(directory)
         running = Running.read(layout)
@@ -143,15 +145,15 @@ class DevCluster:
         return self._layout.slurm_conf
 
     def environ(self) -> dict[str, str]:
-        """The variables that lead Slurm's programs here, to be added to an environment."""
+        """The environment variables that point Slurm's programs to this cluster."""
         return {
             "SLURM_CONF": str(self.slurm_conf),
             "PATH": search_path(os.environ.get("PATH")),
         }
 
     def child_environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """A whole environment for a child: ``base`` (default: this process's own), led here and
-        without what belongs to another Slurm or to a job in it."""
+        """A complete environment for a child: ``base`` (default: this process's), pointed to this
+        cluster, without the variables of another Slurm or of a job in it."""
         given = os.environ if base is None else base
         kept = {name: value for name, value in given.items() if not name.startswith(_FOREIGN)}
         return {**kept, **self.environ()}
@@ -162,8 +164,8 @@ class DevCluster:
         """Run a program, usually one of Slurm's, on this cluster; its output is text.
 
         Raises:
-            ClusterError: with ``check``: it failed; the message has what it wrote to stderr.
-                Always: it took longer than ``timeout_s`` and was ended, or does not exist.
+            ClusterError: it took longer than ``timeout_s`` and was killed, or does not exist; with
+                ``check``, also if it failed, with its stderr in the message.
         """
         words = " ".join(argv)
         try:
@@ -187,7 +189,7 @@ class DevCluster:
         return done
 
     def status(self) -> ClusterStatus:
-        """Look at the daemons and ask slurmctld for the nodes."""
+        """Check the daemons and ask slurmctld for the nodes."""
         daemons = tuple(
             DaemonStatus(name, process.pid, process.alive)
             for name, process in self._running.daemons
@@ -197,10 +199,10 @@ class DevCluster:
         return ClusterStatus(self.directory, self.spec.profile, daemons, nodes)
 
     def down(self, *, timeout_s: float = _DOWN_LIMIT_S) -> None:
-        """Cancel the jobs, end all processes, remove all but the logs; the second time nothing.
+        """Cancel the jobs, end all processes and remove everything but the logs. Idempotent.
 
         Raises:
-            ClusterError: the supervisor is still there after ``timeout_s``.
+            ClusterError: the supervisor is still running after ``timeout_s``.
         """
         if self._supervisor is not None:
             _close_pipes(self._supervisor)
@@ -233,7 +235,7 @@ class DevCluster:
 
 
 def end_cluster(directory: Path) -> bool:
-    """End the cluster of a folder, or what a killed supervisor left of one; whether there was any.
+    """End the cluster in a folder, or clean up after a killed supervisor; False if there was none.
 
     Raises:
         ClusterError: it did not end.
@@ -247,7 +249,7 @@ def end_cluster(directory: Path) -> bool:
 
 
 def _remove_leftovers(layout: Layout) -> None:
-    """End and remove what is left when a supervisor was killed; otherwise there is nothing."""
+    """End and remove what a killed supervisor left; others leave nothing."""
     running = Running.read(layout)
     if running is not None and not running.supervisor.alive:
         with locked(layout):
@@ -265,14 +267,14 @@ def _start_supervisor(layout: Layout) -> subprocess.Popen[bytes]:
             stderr=log,
             cwd=layout.root,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, python_path))},
-            start_new_session=True,  # Ctrl-C is for the caller, whose end is what counts
+            start_new_session=True,  # Ctrl-C goes to the caller only; the cluster ends with it
         )
 
 
 def _ask(
     supervisor: subprocess.Popen[bytes], request: Request, layout: Layout, *, timeout_s: float
 ) -> str:
-    """Send the request and wait for the answer: why there is no ``--preempt``, if that is so."""
+    """Send the request and wait for the answer: why there is no ``--preempt``; empty if there is."""
     _say(supervisor, request.to_line())
     answer = _read_answer(supervisor, timeout_s=timeout_s)
     if answer is None:
@@ -287,7 +289,7 @@ def _ask(
 
 
 def _read_answer(supervisor: subprocess.Popen[bytes], *, timeout_s: float) -> bytes | None:
-    """One line; empty when the supervisor is gone, None when the time is over."""
+    """One line; empty if the supervisor has ended, None after ``timeout_s``."""
     assert supervisor.stdout is not None
     return supervisor.stdout.readline() if _readable(supervisor.stdout, timeout_s) else None
 
@@ -300,13 +302,13 @@ def _readable(stream: IO[bytes], limit_s: float) -> bool:
 
 def _say(supervisor: subprocess.Popen[bytes], line: bytes) -> None:
     assert supervisor.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it is gone; its answer will say so
+    with contextlib.suppress(BrokenPipeError):  # it has ended; reading its answer shows that
         supervisor.stdin.write(line)
         supervisor.stdin.flush()
 
 
 def _abandon(supervisor: subprocess.Popen[bytes]) -> None:
-    """Have the supervisor end everything, and wait until it has: then the pipe from it closes."""
+    """Make the supervisor end everything, and wait for it: then its pipe closes."""
     assert supervisor.stdin is not None
     assert supervisor.stdout is not None
     with contextlib.suppress(OSError):
@@ -323,7 +325,7 @@ def _abandon(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _close_pipes(supervisor: subprocess.Popen[bytes]) -> None:
-    """Close this process's end of the pipes: the cluster's end, unless it was told to stay."""
+    """Close this process's ends of the pipes. The cluster ends then, unless it was told to stay."""
     for stream in (supervisor.stdin, supervisor.stdout):
         if stream is not None:
             with contextlib.suppress(OSError):

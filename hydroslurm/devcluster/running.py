@@ -1,4 +1,4 @@
-"""What passes between processes: cluster.json, for whoever comes later, and a caller's request."""
+"""What processes tell each other: cluster.json, for later ones, and a caller's request."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hydroslurm.errors import ClusterError
 _VERSION = 1
 
 STAY = b"stay\n"
-"""What a caller says down its pipe before it closes it, when the cluster shall outlive it."""
+"""Sent by a caller before it closes its pipe, so that the cluster outlives it."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """What runs in a cluster's folder.
+    """The cluster that runs in a folder.
 
     Attributes:
         up: False while it is being started.
-        temporary: the folder goes with the cluster.
+        temporary: the folder is removed with the cluster.
         link: the short name of the folder.
         supervisor: the process that owns all others.
         daemons: name -> process.
@@ -39,7 +39,7 @@ class Running:
     daemons: tuple[tuple[str, ProcessId], ...] = ()
 
     def write(self, layout: Layout) -> None:
-        """Put it in its place in one go."""
+        """Write cluster.json atomically."""
         row = {
             "version": _VERSION,
             "spec": self.spec.to_dict(),
@@ -53,12 +53,11 @@ class Running:
 
     @classmethod
     def read(cls, layout: Layout) -> Running | None:
-        """What the folder says; None when it says nothing.
+        """Read cluster.json; None if there is none.
 
         Raises:
             ClusterError: the file is not one of ours.
-            UntrustedFile: others could have written it, who would choose what is signalled, removed
-                and run for us.
+            UntrustedFile: others could have written it; it decides what we signal, remove and run.
         """
         layout.check()
         try:
@@ -84,13 +83,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Request:
-    """One cluster, wanted by one process.
+    """A caller's request for a cluster.
 
     Attributes:
-        detach: it outlives the process that asks, once that has said so.
-        temporary: the folder goes with the cluster.
+        detach: the cluster may outlive the caller.
+        temporary: remove the folder with the cluster.
         path: where to look for programs.
-        caller_pid: whose end is the end of the cluster.
+        caller_pid: the process with which the cluster ends.
     """
 
     spec: ClusterSpec

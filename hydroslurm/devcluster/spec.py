@@ -1,4 +1,4 @@
-"""What a dev cluster is to be."""
+"""The specification of a dev cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROCTRACKS: tuple[Proctrack, ...] = get_args(Proctrack)
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What a dev cluster is to be; checked when it is made.
+    """The specification of a dev cluster, validated on construction.
 
     Attributes:
         nodes: slurmd daemons; ``node_names`` has their names.
@@ -27,19 +27,18 @@ class ClusterSpec:
             ``pause`` (PreemptMode=SUSPEND,GANG), ``requeue`` (PreemptMode=REQUEUE), or
             ``gang-requeue`` (gang scheduling cluster-wide, and REQUEUE for ``low``).
         directory: the cluster's folder; None makes a temporary one that is removed at the end.
-        grace_s: GraceTime of ``low``; it counts in profile ``requeue`` only (``gang-requeue`` has
-            it in its slurm.conf, and Slurm pays no heed). A lower bound: Slurm looks every 30 s
-            whether it is over.
-        kill_wait_s: KillWait, from SIGTERM to SIGKILL. slurmd makes at least 5 of it.
-        partitions: lines of slurm.conf in the place of the profile's preemption and partitions, of
-            which one must be ``low``: for trying what is meant for another cluster.
-        proctrack: what holds the processes of a job step together: ``linuxproc`` (works for
-            everybody) or ``cgroup`` (as production does; for root, with cgroup v1 controllers).
-        constrain_memory: with ``cgroup`` only: memory is a resource that jobs ask for (``--mem``),
-            and the kernel ends what takes more.
+        grace_s: GraceTime of ``low``. Only profile ``requeue`` honours it; with ``gang-requeue``
+            Slurm ignores it. A lower bound: Slurm checks it every 30 s.
+        kill_wait_s: KillWait, from SIGTERM to SIGKILL; slurmd waits at least 5 s.
+        partitions: lines of slurm.conf that replace the profile's preemption and partitions, to
+            try another cluster's settings; one partition must be ``low``.
+        proctrack: how Slurm tracks the processes of a job step: ``linuxproc`` (works for all users)
+            or ``cgroup`` (as in production; needs root and cgroup v1 controllers).
+        constrain_memory: with ``cgroup`` only: jobs request memory (``--mem``), and the kernel
+            kills those that use more.
 
     Raises:
-        UsageError: a value out of its range; the message names the range.
+        UsageError: a value is out of its range, which the message names.
     """
 
     nodes: int = 4

@@ -1,9 +1,8 @@
-"""The process that owns all daemons of one dev cluster. A program: ``python -m`` this module.
+"""The process that owns all daemons of one dev cluster, run as ``python -m`` this module.
 
-Speaks with its caller over stdin and stdout, a line of JSON each way: the request, and then
-``{"no_preempt": ...}`` or ``{"error": ...}``. It lives until its caller is gone (the end of stdin),
-unless the caller says ``stay`` first; then until SIGTERM. However it ends, by SIGKILL too, the
-daemons end with it.
+It talks to its caller over stdin and stdout, one line of JSON each way: the request, then
+``{"no_preempt": ...}`` or ``{"error": ...}``. It lives until its caller is gone (end of stdin) or,
+if the caller sent ``stay``, until SIGTERM. However it ends, even by SIGKILL, the daemons end too.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ def main() -> None:
         return
     request = Request.from_line(line)
     if request.detach and os.fork():
-        # The caller waits for its direct child and is rid of it. Without `detach` the child stays
-        # its own to wait for: where nobody reaps orphans, as in many containers, each would stay a
-        # zombie.
+        # The caller reaps its direct child. Only with `detach`: where nobody reaps orphans, as in
+        # many containers, this process would stay a zombie.
         os._exit(0)
     control = Control(lifeline=_STDIN, caller_pid=request.caller_pid)
     become_subreaper()
@@ -54,7 +52,7 @@ def main() -> None:
         _log(str(error))
         _tell({"error": str(error)})
     except Exception as error:
-        # a temporary folder and its log are gone by now, so the caller is the one to be told
+        # a temporary folder and its log are gone by now, so tell the caller
         _log(traceback.format_exc())
         _tell({"error": f"the cluster's supervisor failed: {error!r}. {traceback.format_exc()}"})
 
@@ -85,7 +83,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
         _tell({"no_preempt": bringup.no_preempt})
         _stand_by(bringup, control)
     finally:
-        # a second signal, or an impatient caller, must not leave half of it
+        # a second signal must not interrupt the cleanup
         for signo in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signo, signal.SIG_IGN)
         if bringup.has_controller:
@@ -99,8 +97,8 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
 
 
 def _stand_by(bringup: Bringup, control: Control) -> None:
-    """Collect the dead until told to end. A daemon that dies stays dead: `status` shows it, and its
-    log is there to be read."""
+    """Reap children until told to end. A daemon that dies is not restarted: `status` shows it, and
+    its log stays."""
     gone: set[str] = set()
     while True:
         control.wait(_CHECK_S)
@@ -112,7 +110,7 @@ def _stand_by(bringup: Bringup, control: Control) -> None:
 
 
 def _read_line() -> bytes:
-    """One line of stdin and not a byte more: what follows it is looked for with select."""
+    """One line of stdin and not a byte more: select must see what follows."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(_STDIN, 1)
@@ -123,7 +121,7 @@ def _read_line() -> bytes:
 
 
 def _tell(answer: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # the caller has gone; its pipe says so next
+    with contextlib.suppress(OSError):  # the caller is gone, as its pipe will show
         os.write(_STDOUT, json.dumps(answer).encode() + b"\n")
 
 

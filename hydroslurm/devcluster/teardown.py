@@ -1,4 +1,4 @@
-"""Ending a cluster: no process and no file outside of its folder is left."""
+"""End a cluster: no process and no file outside its folder is left."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _SWEEPS = 5
 
 
 def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:
-    """Cancel all jobs, and give them a moment to end by themselves.
+    """Cancel all jobs, and give them 1.5 s to end.
 
-    Not the whole of KillWait: what is still there after 1.5 s is killed with everything else.
+    Not all of KillWait: what still runs is killed with everything else.
     """
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         subprocess.run(
@@ -49,10 +49,10 @@ def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:
 
 
 def end_all(daemons: Sequence[Daemon], spec: ClusterSpec, *, limit_s: float = 15.0) -> None:
-    """Kill every process below this one, a subreaper, until there is none.
+    """Kill all descendants of this process, a subreaper, and remove their cgroups.
 
-    By SIGKILL, the daemons too: what they would save is about to be removed. Again and again,
-    because a process may fork between the look and the kill. Then the cgroups that they were in.
+    With SIGKILL, daemons too: what they would save is about to be removed. Repeatedly, because a
+    process may fork after it was listed and before it is killed.
     """
     deadline = time.monotonic() + limit_s
     while below := [p for pid in descendants(os.getpid()) if (p := ProcessId.of(pid))]:
@@ -66,13 +66,13 @@ def end_all(daemons: Sequence[Daemon], spec: ClusterSpec, *, limit_s: float = 15
 
 
 def sweep(layout: Layout, running: Running) -> None:
-    """End and remove what a cluster left behind whose supervisor was killed.
+    """End and remove what is left of a cluster whose supervisor was killed.
 
-    The daemons died with their supervisor; job steps and tasks have not. A shell that only points
-    at the cluster (`hydroslurm cluster env`) is no task and stays.
+    The daemons died with their supervisor, but job steps and tasks did not. A shell that only
+    points to the cluster (`hydroslurm cluster env`) is not a task and stays.
     """
     end(process for _, process in running.daemons)
-    for _ in range(_SWEEPS):  # a process may fork between the look and the kill
+    for _ in range(_SWEEPS):  # a process may fork before it is killed
         if strays := _strays(layout, running):
             cgroups.thaw(running.spec)
             end(strays)
@@ -84,11 +84,11 @@ def sweep(layout: Layout, running: Running) -> None:
 
 
 def _strays(layout: Layout, running: Running) -> list[ProcessId]:
-    """The job steps of a cluster without a supervisor, and all that they have started.
+    """The job steps of a cluster without a supervisor, and their descendants.
 
-    A task is known by the environment that slurmd and sbatch gave it. slurmstepd is too up to
-    24.05; newer ones empty theirs (seen on 25.11). But each of them, and nobody else of that name,
-    has its node's log in the cluster's folder open. With cgroups everything is in one.
+    Tasks are recognized by the environment that slurmd and sbatch gave them. So is slurmstepd up to
+    24.05; newer ones empty theirs (seen on 25.11), but each has its node's log in the cluster's
+    folder open. With cgroups, the cgroup lists them all.
     """
     confs = {str(layout.slurm_conf), str(running.link / "conf/slurm.conf")}
     root = layout.root.resolve()
