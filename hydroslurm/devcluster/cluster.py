@@ -274,7 +274,7 @@ def _start_supervisor(layout: Layout) -> subprocess.Popen[bytes]:
 def _ask(
     supervisor: subprocess.Popen[bytes], request: Request, layout: Layout, *, timeout_s: float
 ) -> str:
-    """Send the request and wait for the answer: why there is no ``--preempt``; empty if there is."""
+    """Send the request; return why there is no ``--preempt``, empty if there is."""
     _say(supervisor, request.to_line())
     answer = _read_answer(supervisor, timeout_s=timeout_s)
     if answer is None:
