@@ -190,7 +190,8 @@ def test_checkpoints(run: RunDir) -> None:
     """None of what lies there is one."""
     store = CheckpointStore(run.checkpoints)
     assert store.committed() == ()
-    assert [path.name for path in store.problems()] == ["step-000000001", "step-000000002"]
+    names = [path.name for path in store.problems()]
+    assert names == ["step-000000001", "step-000000002", "step-000000003"]
 
 
 def test_a_folder_that_is_not_ours_is_not_written(home: Path, tmp_path: Path) -> None:
