@@ -125,7 +125,7 @@ def test_real_compiler_builds_for_a_site(tmp_path: Path) -> None:
         return done.stdout
 
     assert "built and tested" in hydroslurm("build", "--out", str(site))
-    assert "there already" in hydroslurm("build", "--out", str(site))
+    assert "exists already" in hydroslurm("build", "--out", str(site))
     before = json.loads(hydroslurm("info", "--json"))
     assert (before["gate"], before["library"]) == ("native, built on first use", None)
     facts = json.loads(hydroslurm("info", "--json", HYDROSLURM_GATE_DIR=str(site)))
