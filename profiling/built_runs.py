@@ -5,8 +5,8 @@ it was given: the figures are of reading run folders, at sizes that no test clus
 looks, every rank goes on writing its status, once each heartbeat of 10 s. `slow_*`: the same with
 1 ms added to each call on a file of a run folder, as on a busy file server (slow_calls.c).
 
-Of the largest size: `list_ms_per_job` is the processor time of the whole command; `top_cpu_s` that of
-the dearest look but the first, which has the start of the program in it (`top_first_cpu_s`);
+Of the largest size: `list_ms_per_job` is the processor time of the whole command; `top_cpu_s` that
+of the dearest look but the first, which has the start of the program in it (`top_first_cpu_s`);
 `top_looks_until_complete` says how many looks it takes until all ranks are there, `top_idle_cpu_s`
 what a look costs when nothing has changed. Processor times are those of squeue, too.
 """
