@@ -70,6 +70,7 @@ def test_imports_point_one_way(path: Path) -> None:
 JOBS_ORDER = (
     ("spec",),
     ("plan",),
+    ("layout",),
     ("submission", "images"),
     ("task",),
     ("supervisor",),

@@ -20,16 +20,17 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydroslurm.coordination.channel import find_coordinator
-from hydroslurm.coordination.coordinator import CoordinatorOptions
 from hydroslurm.coordination.network import listen, located, set_master_addr
 from hydroslurm.coordination.secret import Secret, find_secret, key_from
 from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.core import registry
 from hydroslurm.errors import CoordinatorLost, RunFolderError
 from hydroslurm.slurm import run_folders
+
+if TYPE_CHECKING:  # a task that becomes a rank needs neither end of the connection
+    from hydroslurm.coordination.coordinator import CoordinatorOptions
 
 MEET_S = 600.0
 """As long as ranks look for each other: nodes boot, images are fetched."""
@@ -96,6 +97,8 @@ def step_key(
         if secret.source != "environment":
             start_coordinator(world, secret)
         return secret.key
+    from hydroslurm.coordination.channel import find_coordinator
+
     ports = world.coordinator_ports(secret.port_key)
     found = find_coordinator(world, secret, ports=ports, timeout_s=MEET_S, stop=stop)
     found.socket.close()
@@ -134,6 +137,8 @@ def start_coordinator(world: World, secret: Secret) -> int:
     process, port = _started.get((os.getpid(), world.incarnation_id), (None, 0))
     if process is not None and process.returncode is None:
         return port
+    from hydroslurm.coordination.coordinator import CoordinatorOptions
+
     assert secret.key is not None
     options = CoordinatorOptions(
         incarnation_id=world.incarnation_id,
