@@ -7,8 +7,9 @@ that differ in the package and its .pth file only; a third one, bare like the fi
 noise. `submit_to_first_operator_s`: from the start of `hydroslurm submit job.yaml` to the end of
 the first operator in the rank, on a dev cluster of its own; the peer is plain sbatch with srun and
 the same script, in the same rounds. `first_step_s`: from the start of a rank's process, so without
-Slurm's own part, to the end of its first step after a resume of 50 MB; the peer does the same
-training with torch.load, see first_step_job.py. Import of torch included, in all of these.
+Slurm's own part, to the end of its first step after a resume of 50 MB, with the environment that
+`hydroslurm submit` gives it; the peer does the same training with torch.load, see
+first_step_job.py. Import of torch included, in all of these.
 `first_step_cpu_ratio_to_bare` compares the CPU seconds of the two until their end.
 """
 
@@ -44,6 +45,8 @@ part.write_text(f"{done_ns}\\n")
 part.rename(sys.argv[1])  # who waits for it sees it whole
 """
 FIRST_STEP = Path(__file__).with_name("first_step_job.py")
+AS_SUBMITTED = {"HYDROSLURM_PREEMPT": "pause"}
+"""What `hydroslurm submit` sets for the ranks."""
 LIMIT_S = 120.0
 HELP = "from hydroslurm.cli import main; main()"  # what the program `hydroslurm` is
 
@@ -153,6 +156,7 @@ def first_steps(folder: Path, *, rounds: int) -> dict[str, list[float]]:
         begin_ns = time.monotonic_ns()
         done = subprocess.run(
             [sys.executable, str(FIRST_STEP), way, str(folder / f"first-step-{way}")],
+            env={**os.environ, **AS_SUBMITTED} if way == "run" else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=LIMIT_S,

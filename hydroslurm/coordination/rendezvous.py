@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydroslurm.coordination.network import listen, located, set_master_addr
-from hydroslurm.coordination.secret import Secret, find_secret, key_from
-from hydroslurm.coordination.world import KEY_ENV, World
+from hydroslurm.coordination.secret import Secret, find_secret
+from hydroslurm.coordination.world import KEY_ENV, World, key_from, set_torch_variables
 from hydroslurm.core import registry
 from hydroslurm.errors import CoordinatorLost, RunFolderError
 from hydroslurm.slurm import run_folders
@@ -68,12 +68,7 @@ def set_torch_environment(environ: MutableMapping[str, str] | None = None) -> Wo
         world = set_master_addr(world, environ)
     chooses_port = world.world_size > 1 and not environ.get("MASTER_PORT")
     key = step_key(world, environ) if ours and chooses_port else key_from(environ)
-    environ.setdefault("MASTER_ADDR", world.host)
-    environ.setdefault("MASTER_PORT", str(world.torch_port(key)))
-    environ.setdefault("RANK", str(world.rank))
-    environ.setdefault("WORLD_SIZE", str(world.world_size))
-    environ.setdefault("LOCAL_RANK", str(world.local_rank))
-    environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_world_size))
+    set_torch_variables(environ, world, key)
     if ours and chooses_port and world.rank == 0:
         _open_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), world.world_size)
     return world

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
+from hydroslurm.coordination.world import LOOPBACK
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
 from hydroslurm.core.rundir import ATTEMPT_ENV, RunDir
@@ -235,8 +236,11 @@ class Supervisor:
     def _step_environ(self, attempt: Attempt) -> dict[str, str]:
         nodes = self.allocation.nodes
         address = nodes[0]
-        with contextlib.suppress(SlurmError):  # at most sites its name resolves, too
-            address = self.client.node_address(nodes[0])
+        if len(nodes) == 1:
+            address = LOOPBACK
+        else:
+            with contextlib.suppress(SlurmError):  # at most sites its name resolves, too
+                address = self.client.node_address(nodes[0])
         made = step_variables(self.run, self.plan, nodes=nodes, address=address)
         return {**self.environ, **made, ATTEMPT_ENV: str(attempt.number)}
 

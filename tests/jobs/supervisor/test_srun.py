@@ -141,5 +141,5 @@ def test_it_ends_and_leaves_the_living_attempt_alone(
     assert outcome.status == MUST_NOT_RUN_AGAIN
     assert "is left alone" in outcome.message
     assert (tmp_path / "calls").read_text() == "called\n"
-    assert client.asked == ["node_address"]
+    assert client.asked == []
     assert [one.type for one in read_conditions(run.conditions_jsonl)] == ["Running"]
