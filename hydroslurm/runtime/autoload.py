@@ -34,14 +34,13 @@ A failure is one line on stderr, and the script runs as if nothing had been aske
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a Python that never comes to torch is to start no later for us
@@ -280,8 +279,7 @@ def _follow(loader: importlib.abc.Loader, call: Callable[[], None]) -> None:
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        with _uncollected():
-            execute(module)
+        _without_collections(execute, module)
         del loader.exec_module
         stand_down()
         # threads that install() starts import torch too. As long as the module counts as being
@@ -296,8 +294,7 @@ def _follow(loader: importlib.abc.Loader, call: Callable[[], None]) -> None:
         say(f"this process could not be made preemptible: torch has an odd loader ({error})")
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_collections(execute: Callable[[ModuleType], object], module: ModuleType) -> None:
     """Keep the garbage collector away from an import that makes a million objects and no garbage.
 
     It would walk over all of them again and again, then and in every full collection that follows,
@@ -309,7 +306,7 @@ def _uncollected() -> Iterator[None]:
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        execute(module)
         if was_on:
             gc.freeze()
     finally:
