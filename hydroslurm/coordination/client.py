@@ -14,12 +14,14 @@ from typing import Any
 
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.coordination.channel import (
+    Connection,
     CoordinatorChannel,
     find_coordinator,
     join_coordinator,
 )
 from hydroslurm.coordination.messages import MAX_TEXT, Message
 from hydroslurm.coordination.pause_barrier import Emit, PauseBarrier
+from hydroslurm.coordination.relay import find_through_relay
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.stop_barrier import StopBarriers
@@ -197,13 +199,7 @@ class CoordinatorClient:
         if self._secret is None:
             self._secret = self._find_secret()
         secret = self._secret
-        if world.rank == 0:
-            ports: tuple[int, ...] = (start_coordinator(world, secret),)
-        else:
-            ports = world.coordinator_ports(secret.port_key)
-        found = find_coordinator(
-            world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
-        )
+        found = self._find(world, secret, until_s=time.monotonic() + timeout_s)
         process = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -224,6 +220,24 @@ class CoordinatorClient:
         if self._leaving:
             channel.close()
         channel.run()
+
+    def _find(self, world: World, secret: Secret, *, until_s: float) -> Connection:
+        """Connect through the relay of this node, or directly; the first rank starts the
+        coordinator."""
+        if world.rank == 0:
+            ports: tuple[int, ...] = (start_coordinator(world, secret),)
+        else:
+            ports = world.coordinator_ports(secret.port_key)
+
+        def leaving() -> bool:
+            return self._leaving
+
+        left_s = until_s - time.monotonic()
+        found = find_through_relay(world, secret, os.environ, timeout_s=left_s, stop=leaving)
+        if found is not None:
+            return found
+        left_s = until_s - time.monotonic()
+        return find_coordinator(world, secret, ports=ports, timeout_s=left_s, stop=leaving)
 
     def _due_s(self) -> float | None:
         pause_due_s = self._pause_barrier.due_s
