@@ -1,4 +1,4 @@
-"""The shapes of other systems on top of ``training``: Caffe2's Job and JobRunner, HFAI's calls.
+"""Other systems' interfaces on top of ``training``: Caffe2's Job and JobRunner, HFAI's calls.
 
-Nothing here is needed by a script that uses ``hydroslurm.Run``; no other room imports it.
+A script that uses ``hydroslurm.Run`` needs none of this; no other package imports it.
 """

@@ -1,4 +1,4 @@
-"""``Job``: a training described as groups of functions, which a JobRunner runs.
+"""``Job``: a training run described as groups of functions, which a JobRunner runs.
 
     with hydroslurm.Job("digits") as job:
 
@@ -16,10 +16,10 @@
 
         job.add_stop_signal(hydroslurm.epoch_limiter(10))
 
-After Caffe2's class of the same name, with one more group. There the state consists of blobs, which
-a checkpoint recreates, so ``init`` can make them and be skipped on a resume. Here an object has to
-exist before its state can be loaded into it: ``build`` makes the objects in every attempt, and
-``init`` does what has to be done only once. Caffe2's own spelling works as well:
+Modeled on Caffe2's class of the same name, with one more group. There the state consists of blobs,
+which a checkpoint recreates, so ``init`` can make them and be skipped on resume. Here an object has
+to exist before its state can be loaded: ``build`` makes the objects in every attempt, and ``init``
+does what must be done only once. Caffe2's own spelling works as well:
 
     with Job() as job:                          # tasks made here belong to the epoch group
         model = job.save("model", make_model())
@@ -56,20 +56,20 @@ class Job:
     """Groups of functions, each called in the order in which it was registered.
 
     =========  ====================================================================================
-    download   in every attempt, first, on rank 0: fetches data, unless it is there already
+    download   in every attempt, first, on rank 0: fetches data, unless it is already there
     build      in every attempt: makes the objects, names those to be saved, sets the loader
-    init       once per run, after ``build``: pretrained weights, a first evaluation. If it
-               is cut short, nothing of it remains, and the next attempt runs it from its beginning
-    epoch      again and again, until a stop signal is true after an epoch
-    exit       after the last epoch. If it is cut short, the next attempt runs it from its
-               beginning; once done, it never runs again
+    init       once per run, after ``build``: pretrained weights, a first evaluation. If it is
+               interrupted, nothing of it remains, and the next attempt starts it over
+    epoch      repeatedly, until a stop signal is true after an epoch
+    exit       after the last epoch. If it is interrupted, the next attempt starts it over;
+               once done, it never runs again
     =========  ====================================================================================
 
-    A function takes the job, or nothing. A job is registered in and run by one thread; it can be
-    pickled as long as it does not run, with the functions that the pickler can.
+    A function takes the job, or nothing. One thread registers functions and runs the job. While not
+    running, a job can be pickled, together with any function that the pickler supports.
 
-    Functions that are to run in another process use the job that they are given: one that their
-    module holds as a global may be another object there.
+    Functions that run in another process must use the job passed to them: a global of their module
+    may be a different object there.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Job:
         *,
         init_group: TaskGroup | None = None,
     ) -> None:
-        """The groups: made elsewhere, else empty ones. ``name`` may be the ``init_group``, which is
-        Caffe2's first argument. ``nodes_to_checkpoint``: for :meth:`nodes_to_checkpoint`."""
+        """Groups that are not given start empty. ``name`` may be the ``init_group``, Caffe2's first
+        argument. ``nodes_to_checkpoint``: for :meth:`nodes_to_checkpoint`."""
         if isinstance(name, TaskGroup):
             init_group = name
         self.name = name if isinstance(name, str) else "job"
@@ -106,7 +106,7 @@ class Job:
 
     @classmethod
     def current(cls) -> Job:
-        """The job of the innermost ``with`` of this thread; while one runs, that one.
+        """The job of this thread's innermost ``with``, or the one it is running.
 
         Raises:
             UsageError: there is none.
@@ -117,7 +117,7 @@ class Job:
         return job
 
     def __enter__(self) -> Job:
-        """Inside it this is the current job, and tasks belong to its epoch group."""
+        """Make this the current job; tasks made inside belong to its epoch group."""
         _stack().append(self)
         self.epoch_group.__enter__()
         return self
@@ -128,7 +128,7 @@ class Job:
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Inside it this is the current job; tasks made there belong to none of its groups."""
+        """Make this the current job; tasks made inside belong to none of its groups."""
         _stack().append(self)
         try:
             yield
@@ -136,19 +136,21 @@ class Job:
             _stack().pop()
 
     def save(self, name: str, thing: Any) -> Any:
-        """Have an object saved under this name; returns it. In ``build``, or before the job runs.
+        """Register an object to be saved under this name, and return it.
+
+        To be called in ``build``, or before the job runs.
 
         Raises:
-            UsageError: too late, the name is taken, or it lacks ``state_dict`` or
+            UsageError: too late, the name is taken, or the object lacks ``state_dict`` or
                 ``load_state_dict``.
         """
         self.check_open(f"save({name!r})")
         if name in self._saved:
-            raise UsageError(f"{name!r} is registered already; give the second object its own name")
+            raise UsageError(f"{name!r} is already registered; give the second object its own name")
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
                 f"{name!r} is a {type(thing).__name__} without state_dict() and load_state_dict(); "
-                "only objects that have both can be saved. Wrap it in one that has"
+                "only objects that have both can be saved. Wrap it in one that does"
             )
         self._saved[name] = thing
         return thing
@@ -165,7 +167,7 @@ class Job:
         self._loader = loader
 
     def download(self, function: Function) -> Function:
-        """Add a function that fetches data; a decorator, as the four others."""
+        """Add a function that fetches data; a decorator, like the four others."""
         return self._add(Group.DOWNLOAD, function)
 
     def build(self, function: Function) -> Function:
@@ -179,24 +181,25 @@ class Job:
     def epoch(self, function: Function) -> Function:
         """Add a function that is part of each epoch.
 
-        It iterates its data with ``job.run.epoch_batches()``, at most once. If a stop cuts it off,
-        the next attempt calls it again, and its loop gets the remaining batches; whatever it does
-        before the loop is repeated. It must set what is part of no state itself, such as
-        ``model.train()`` after an evaluation.
+        It iterates its data with ``job.run.epoch_batches()``, at most once. If a stop
+        interrupts it, the next attempt calls it again, and its loop gets the remaining batches;
+        whatever it does before the loop is repeated. It must set whatever is not part of the saved
+        state itself, such as ``model.train()`` after an evaluation.
         """
         return self._add(Group.EPOCH, function)
 
     def exit(self, function: Function) -> Function:
-        """Add a function for after the last epoch."""
+        """Add a function that runs after the last epoch."""
         return self._add(Group.EXIT, function)
 
     def add_stop_signal(self, signal: Signal) -> Signal:
-        """Add a function that says after each epoch whether that was the last one; or the
-        output of a task, a flag or a tensor of one element, which is looked at then.
+        """Add a function that tells after each epoch whether it was the last; or the output of a
+        task, a flag or a one-element tensor, which is read then.
 
-        ``job.run.epoch`` is then the number of epochs that are done. All are asked each time; one
-        yes is enough. It should look only at what is saved, or it may answer
-        differently after a restart: an output is saved with the job, a flag or a tensor is not.
+        ``job.run.epoch`` is then the number of completed epochs. All signals are evaluated each
+        time; one that is true suffices. A signal should depend only on saved state, or it may
+        answer differently after a restart: an output is saved with the job, a flag or a tensor is
+        not.
         """
         self.check_open(f"add_stop_signal({name_of(signal)})")
         if not any(added.function is signal for added in self._signals):
@@ -205,15 +208,15 @@ class Job:
         return signal
 
     def compile(self, session: Any) -> Self:
-        """Compile every group with a session and fix the nodes; return the job itself,
-        which can then be pickled with all its functions, closures included, by plain pickle.
+        """Compile every group with a session and fix the nodes; return the job itself. Plain pickle
+        can then pickle it with all its functions, closures included.
 
         Args:
             session: a class or an object with ``compile(group)``, which returns a group or another
-                callable; without one the groups stay as they are.
+                callable; without that method the groups stay as they are.
 
         Raises:
-            UsageError: the job runs, or what came back cannot be called.
+            UsageError: the job is running, or the result is not callable.
         """
         self.check_open(f"compile({name_of(session)})")
         compile_group = getattr(session, "compile", None)
@@ -248,7 +251,7 @@ class Job:
         return self._saved[name]
 
     def names(self) -> tuple[str, ...]:
-        """What is saved, by name. Complete after ``build``."""
+        """The names of all saved objects. Complete after ``build``."""
         return tuple(self._saved)
 
     def parts(self, group: Group) -> tuple[Task, ...]:
@@ -256,31 +259,31 @@ class Job:
         return self._groups[group].tasks()
 
     def group(self, group: Group) -> TaskGroup:
-        """A group, which is a context for tasks to be made in."""
+        """A group, a context manager: tasks made inside belong to it."""
         return self._groups[group]
 
     @property
     def init_group(self) -> TaskGroup:
-        """What runs once per run."""
+        """The group that runs once per run."""
         return self._groups[Group.INIT]
 
     @property
     def epoch_group(self) -> TaskGroup:
-        """What an epoch consists of."""
+        """The group that makes up an epoch."""
         return self._groups[Group.EPOCH]
 
     @property
     def exit_group(self) -> TaskGroup:
-        """What comes after the last epoch."""
+        """The group that runs after the last epoch."""
         return self._groups[Group.EXIT]
 
     def nodes_to_checkpoint(self) -> tuple[str, ...]:
-        """Those that were given, else the nodes of the tasks of the init group. Names for a
-        manager's ``init``: every rank saves its part, whatever the list says."""
+        """The nodes given to the constructor, else those of the init group's tasks. Names for a
+        manager's ``init``: every rank saves its part regardless."""
         return self.init_group.used_nodes() if self._nodes is None else self._nodes
 
     def signal_outputs(self) -> dict[str, TaskOutput]:
-        """Place in the epoch group -> the output there that is a stop signal."""
+        """Index in the epoch group -> the output of that task, for those that are stop signals."""
         asked = [signal.function for signal in self._signals]
         return {
             str(number): task.outputs()[0]
@@ -289,13 +292,13 @@ class Job:
         }
 
     def ask_stop_signals(self) -> bool:
-        """Whether the epoch that is done was the last one."""
+        """Whether the completed epoch was the last one."""
         answers = [bool(signal(self)) for signal in self._signals]
         return any(answers)
 
     @property
     def is_running(self) -> bool:
-        """Whether a JobRunner runs it now."""
+        """Whether a JobRunner is running it."""
         return self._run is not None
 
     @property
@@ -303,10 +306,10 @@ class Job:
         """The Run of this attempt: steps, the batches of the epoch, safe points.
 
         Raises:
-            UsageError: the job does not run.
+            UsageError: the job is not running.
         """
         if self._run is None:
-            raise UsageError(f"{self!r} does not run; JobRunner(job).run() runs it")
+            raise UsageError(f"{self!r} is not running; JobRunner(job).run() runs it")
         return self._run
 
     def __repr__(self) -> str:
@@ -319,10 +322,10 @@ class Job:
         """Check that it can run.
 
         Raises:
-            UsageError: it runs already, has no epoch, or would never end.
+            UsageError: it is already running, has no epoch, or would never end.
         """
         if self._run is not None:
-            raise UsageError(f"{self!r} runs already")
+            raise UsageError(f"{self!r} is already running")
         if not self.parts(Group.EPOCH):
             raise UsageError(
                 f"{self!r} has no function in its epoch group; add one with @job.epoch"
@@ -335,8 +338,7 @@ class Job:
 
     @contextmanager
     def running(self, run: JobRun) -> Iterator[None]:
-        """Within it the job has this Run and is the current one; what ``build`` made is forgotten
-        after it."""
+        """Attach the Run and make this the current job; afterwards forget what ``build`` made."""
         saved, loader = dict(self._saved), self._loader
         self._run = run
         try:
@@ -347,12 +349,12 @@ class Job:
             self._sealed = False
 
     def seal(self) -> None:
-        """``build`` is over: nothing can be registered any more."""
+        """Mark ``build`` as done: nothing more can be registered."""
         self._sealed = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A compiled job travels as one piece, by cloudpickle, which takes closures, too: within it
-        the job and its functions refer to each other."""
+        """Pickle a compiled job as a whole by cloudpickle, which supports closures: the job and its
+        functions refer to each other."""
         if not self._is_compiled or getattr(_local, "is_packing", False):
             return super().__reduce_ex__(protocol)
         _local.is_packing = True
@@ -364,8 +366,8 @@ class Job:
     def __getstate__(self) -> dict[str, Any]:
         if self._run is not None:
             raise UsageError(
-                f"{self!r} runs, and a running job cannot be pickled: pickle it before it runs. "
-                "Its state is in its checkpoints"
+                f"{self!r} is running, and a running job cannot be pickled: do it before it runs; "
+                "its state is in its checkpoints"
             )
         return dict(vars(self))
 
@@ -373,12 +375,12 @@ class Job:
         """Check that something can still be added.
 
         Raises:
-            UsageError: the objects are built and loaded.
+            UsageError: the objects are already built and loaded.
         """
         if self._sealed:
             raise UsageError(
-                f"{what} comes too late: the objects of {self!r} have been built and its state is "
-                "loaded. Do it in a function of the build group, or before the job runs"
+                f"{what} comes too late: the objects of {self!r} are built and its state "
+                "is loaded. Do it in a function of the build group, or before the job runs"
             )
 
 
@@ -386,7 +388,7 @@ _local = threading.local()
 
 
 def innermost_job() -> Job | None:
-    """The job of the innermost ``with`` of this thread; while one runs, that one."""
+    """The job of this thread's innermost ``with``, or the one it is running."""
     return _stack()[-1] if _stack() else None
 
 

@@ -1,4 +1,4 @@
-"""The Run of a job: the same safe points, with epochs that a JobRunner counts."""
+"""The Run of a job: the same safe points, with epochs counted by the JobRunner."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from hydroslurm.training.run import Run
 
 
 class JobRun(Run):
-    """What ``job.run`` is. Made by a JobRunner, which calls :meth:`resume` and :meth:`finish`.
+    """What ``job.run`` is. The JobRunner makes it and calls :meth:`resume` and :meth:`finish`.
 
     Functions of a job use ``step``, ``epoch``, :meth:`epoch_batches`, :meth:`safe_point`,
     :meth:`check_stop`, :meth:`save`, ``stop_requested`` and :meth:`request_stop`.
 
     Attributes:
-        epoch: the epoch that is being trained, from 0; between two, how many are done.
-        saves: there is a manager. fails_on_save_error: what it wants for epochs.
-        begins_at_origin: this attempt, the first of its folder, goes back to an epoch of another.
+        epoch: the current epoch, from 0; between two, the number of completed epochs.
+        saves: there is a manager.
+        fails_on_save_error: a failed save of an epoch is an error, not a warning.
+        begins_at_origin: this attempt, the first in its folder, starts from another run's epoch.
     """
 
     _rest_is_redone = False
-    """The exit group is within the run."""
+    """The exit group is part of the run."""
 
     def __init__(
         self,
@@ -41,8 +42,8 @@ class JobRun(Run):
         origin: Found | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """``manager``: None when nothing is to be saved. ``origin``: to begin from when the run has
-        no checkpoint of its own."""
+        """``manager``: None to save nothing. ``origin``: what to start from while the run has no
+        checkpoint of its own."""
         if manager is not None:
             require_one_store(manager.directory)
         options = manager or CheckpointManager(every_steps=0, every_s=0)
@@ -72,14 +73,14 @@ class JobRun(Run):
     def epoch_batches(self, *, accumulate: int = 1) -> Iterator[Any]:
         """Yield the remaining batches of this epoch; each is one step, followed by a safe point.
 
-        Call it once in a function, which may leave the loop early. An attempt that resumes in the
-        middle of an epoch restores the random numbers here.
+        Call it once per function, which may leave the loop early. An attempt that resumes in the
+        middle of an epoch restores the RNG state here.
 
         Args:
-            accumulate: as of :meth:`Run.batches`.
+            accumulate: as in :meth:`Run.batches`.
 
         Raises:
-            UsageError: the job has no loader; the second call in one function.
+            UsageError: the job has no loader, or this is the second call in one function.
         """
         if self._cursor.position is None:
             raise UsageError("epoch_batches() needs a loader; set job.loader in the build group")
@@ -87,20 +88,20 @@ class JobRun(Run):
             raise UsageError(f"epoch_batches(accumulate={accumulate}): wanted 1 or more")
         if self._cursor.in_epoch:
             raise UsageError(
-                "this function went over its batches already, and a stop in a second pass could "
-                "not be resumed; make the second pass a function of its own in the epoch group"
+                "this function has already iterated over its batches, and a stop in a second pass "
+                "could not be resumed; make that pass a function of its own in the epoch group"
             )
         yield from self._left_of_epoch(accumulate)
 
     def batches(self, *, epochs: int, accumulate: int = 1) -> Iterator[Any]:  # noqa: ARG002 - Run's
-        """Not in a job, which counts its epochs itself.
+        """Not available in a job, which counts its epochs itself.
 
         Raises:
             UsageError: always.
         """
         raise UsageError(
             "run.batches() counts epochs, and so does a job; use job.run.epoch_batches(), and "
-            "epoch_limiter() for how many"
+            "epoch_limiter() for their number"
         )
 
     def save(self, *, kind: str = "manual") -> Saved:
@@ -110,7 +111,7 @@ class JobRun(Run):
             UsageError: in ``download``, ``build``, ``init`` and ``exit``, and without a manager.
         """
         if self._unsaved is not None:
-            raise UsageError(f"save() has no use here: {self._unsaved}")
+            raise UsageError(f"save() does nothing here: {self._unsaved}")
         return super().save(kind=kind)
 
     # --- for the runner
@@ -118,8 +119,8 @@ class JobRun(Run):
 
     @contextmanager
     def unsaved(self, why: str) -> Iterator[None]:
-        """Within it a stop exits without saving, with ``why`` as its message, and there are no
-        periodic saves: for a state that cannot be resumed from, or that is saved already."""
+        """Disable saving inside: a stop exits with ``why`` as its message, and periodic saves are
+        off. For a state that cannot be resumed from, or that is already saved."""
         before = self._unsaved
         self._unsaved = before or why
         try:
@@ -128,29 +129,31 @@ class JobRun(Run):
             self._unsaved = before
 
     def take(self, objects: Mapping[str, Any], loader: Any) -> None:
-        """What is to be saved, and what the batches come from; before :meth:`resume`."""
+        """Register the objects to save and the loader; before :meth:`resume`."""
         for name, thing in objects.items():
             self._objects.add(name, thing)
         if loader is not None:
             self._use(loader)
 
     def begin_epoch(self) -> None:
-        """An epoch begins."""
+        """Start an epoch."""
         self.progress.begun, self.progress.done, self.progress.outputs = True, 0, {}
         self.progress.first_step = self.step
 
     def end_part(self) -> None:
-        """One function of the epoch group is done; the next one may go over the data anew."""
+        """Finish one function of the epoch group; the next may iterate over the data again."""
         self._cursor.restore_rng()
-        if self._cursor.step_has_begun:  # it left its loop; what it was given it has trained
+        if (
+            self._cursor.step_has_begun
+        ):  # it left its loop early, after training on the batch it was given
             self._cursor.count_step()
             self.step += 1
         self._cursor.in_epoch = False
         self.progress.done += 1
 
     def end_epoch(self) -> None:
-        """All functions of the epoch group are done. An epoch without a step counts as one, because
-        a checkpoint is known by its step."""
+        """Finish an epoch. One without steps counts as a step, because its step identifies a
+        checkpoint."""
         if self.step == self.progress.first_step:
             self.step += 1
             self._controller.step = self.step
@@ -158,22 +161,22 @@ class JobRun(Run):
         self.progress.begun, self.progress.done = False, 0
 
     def agree_to_end(self, ended: bool) -> None:
-        """Whether a stop signal was true: the first rank's answer is everybody's."""
+        """Agree on whether a stop signal was true: the first rank decides for all."""
         told = self._rank_group.exchange("stop signals", ended)
         self.progress.ended = bool(told[min(told)])
 
     def save_epoch(self, epoch: int) -> None:
-        """Commit the checkpoint of the epoch that is done; one that is there and whole stays.
+        """Commit the checkpoint of the completed epoch; an existing intact one is kept.
 
         Raises:
             SaveFailed, UnsavableState: as :meth:`Run.save`.
-            UsageError: another epoch than the one that is done.
+            UsageError: ``epoch`` is not the completed one.
         """
         if epoch != self.epoch or self.progress.begun:
             within = f"within epoch {self.epoch}" if self.progress.begun else f"epoch {self.epoch}"
             raise UsageError(
                 f"save({epoch}): the run is at {within}; between two saves of its JobRunner, "
-                "job.run.save() saves what there is"
+                "job.run.save() saves the current state"
             )
         if not self.saves:
             return
@@ -190,7 +193,7 @@ class JobRun(Run):
             self._saver.poll()
 
     def newest_committed(self) -> Checkpoint | None:
-        """By its manifest, once the save in flight has ended."""
+        """The newest checkpoint by its manifest, after the save in flight has ended."""
         self._saver.wait()
         if not self.saves:
             return None
@@ -198,7 +201,7 @@ class JobRun(Run):
             fast = () if self._fast is None else self._fast.committed()
             found = (*self._durable.committed(), *fast)
             return max(found, key=lambda one: one.key, default=None)
-        except CheckpointError:  # asked for in a message about another error
+        except CheckpointError:  # called while reporting another error
             return None
 
     # --- Run's seams

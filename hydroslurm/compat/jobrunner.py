@@ -30,20 +30,20 @@ class JobRunner:
     """Runs a :class:`Job`: download, build, then init or the newest checkpoint, epochs, exit.
 
     A checkpoint is committed after ``init`` (epoch 0) and after each epoch, before a stop signal
-    ends the loop. A stop (SIGTERM, the warning before the time limit) is obeyed at the next safe
-    point, also in the middle of an epoch, and the next attempt resumes from there. Once ``exit``
-    is done, a further attempt exits at once.
+    ends the loop. A stop (SIGTERM, the warning before the time limit) takes effect at the next
+    safe point, even in the middle of an epoch, and the next attempt resumes there. Once ``exit`` is
+    done, further attempts exit at once.
 
-    Can be pickled until it runs. Main thread only, one at a time in a process.
+    Can be pickled until it runs. Main thread only, one per process at a time.
 
     Args:
         job: what to run.
         checkpoint_manager: where its checkpoints are. None saves nothing: after a stop the next
             attempt starts over.
-        resume_from_epoch: go back to the checkpoint of this epoch, and train on in a folder of its
-            own, ``<directory>/from-epoch-<n>``. What was there before stays as it is, and a requeue
-            goes on with the new branch instead of going back again. Stop signals are asked first,
-            so that this trains a finished job further.
+        resume_from_epoch: go back to the checkpoint of this epoch, and continue training in a
+            separate folder, ``<directory>/from-epoch-<n>``. Existing checkpoints stay untouched,
+            and a requeue continues the new branch instead of going back again. Stop signals are
+            evaluated first, so a finished job can be trained further.
 
     Raises:
         UsageError: ``resume_from_epoch`` without a manager, or below 0.
@@ -66,18 +66,17 @@ class JobRunner:
 
     @property
     def name(self) -> str:
-        """The job's."""
+        """The job's name."""
         return self.job.name
 
     def __call__(self, client: Client | None = None) -> int:
         """As :meth:`run`: for executors, which call what they are given.
 
-        With a client, as in Caffe2: it is handed each group, and each of the manager's ``init``,
-        ``save`` and ``load``, in Caffe2's order, and a job that went back to an epoch trains at
-        least one more.
+        A client, as in Caffe2, runs each group and each of the manager's ``init``, ``save`` and
+        ``load``, in Caffe2's order, and a job that went back to an epoch trains at least one more.
 
         Raises:
-            UsageError: it has no ``run()``; and what :meth:`run` raises.
+            UsageError: the client has no ``run()``; and what :meth:`run` raises.
         """
         if client is None:
             return self.run()
@@ -89,18 +88,18 @@ class JobRunner:
         return self._run(client, at_least_one=True)
 
     def run(self) -> int:
-        """Run the job to its end; returns how many epochs are done.
+        """Run the job to its end; returns the number of completed epochs.
 
-        What a function of the job raises comes out of here as it is; what failed, where, and what a
+        Exceptions of the job's functions propagate unchanged; what failed, where, and what a
         restart does is in the log, and from Python 3.11 on in the exception's notes.
 
         Raises:
-            SystemExit: the job was stopped and leaves (75: the same command continues, 143: it was
-                cancelled, 93: it must not go on).
-            CheckpointMissing: of ``resume_from_epoch``; says which epochs there are.
+            SystemExit: the job was stopped (75: run the same command again to resume, 143: it was
+                cancelled, 93: it must not continue).
+            CheckpointMissing: ``resume_from_epoch`` has no checkpoint; lists those that exist.
             StateMismatch: the checkpoint belongs to other objects; names the keys.
-            SaveFailed: of an epoch, with ``on_save_error="fail"``.
-            UsageError: the job has no epoch, or would never end; it runs already.
+            SaveFailed: an epoch could not be saved, with ``on_save_error="fail"``.
+            UsageError: the job has no epoch, would never end, or is already running.
         """
         return self._run(LocalSession(), at_least_one=False)
 
@@ -115,14 +114,14 @@ class JobRunner:
             if manager is None and rundir.from_environment(os.environ) is None:
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             run = JobRun(manager, directory=directory, origin=origin)
-            stack.enter_context(run)  # once all is done it writes the marker
+            stack.enter_context(run)  # writes the marker of a finished run at its end
             stack.enter_context(self.job.running(run))
             retrieved = None if origin is None else self.resume_from_epoch
             JobAttempt(self.job, run, self.checkpoint_manager, client, at_least_one).run(retrieved)
             return run.epoch
 
     def _branch(self) -> tuple[CheckpointManager | None, Found | None]:
-        """The manager of this run, and what it begins from when it has nothing of its own yet."""
+        """The manager of this run, and what it starts from while it has no checkpoint."""
         manager, epoch = self.checkpoint_manager, self.resume_from_epoch
         if manager is None or epoch is None:
             return manager, None
@@ -135,13 +134,13 @@ class JobRunner:
 _IN_GROUP = {
     Group.DOWNLOAD: "what was fetched stays; nothing was trained in this attempt",
     Group.BUILD: "nothing was trained in this attempt",
-    Group.INIT: "a cut init leaves nothing behind; it runs again from its beginning",
-    Group.EXIT: "the last epoch is committed; the exit group runs again from its beginning",
+    Group.INIT: "an interrupted init leaves nothing behind; the next attempt starts it over",
+    Group.EXIT: "the last epoch is committed; the next attempt starts the exit group over",
 }
 
 
 class JobAttempt:
-    """One attempt of a job: its groups in their order, each handed to a client."""
+    """One attempt of a job: a client runs its groups in order."""
 
     def __init__(
         self,
@@ -151,8 +150,7 @@ class JobAttempt:
         client: Client,
         at_least_one: bool,
     ) -> None:
-        """``at_least_one``: train an epoch after going back to one, whatever the stop signals
-        say."""
+        """``at_least_one``: after going back to an epoch, train one more in any case."""
         self._job = job
         self._run = run
         self._manager = manager
@@ -162,7 +160,7 @@ class JobAttempt:
         self._has_just_loaded = False
 
     def run(self, retrieved: int | None) -> None:
-        """``retrieved``: the epoch that it goes back to."""
+        """``retrieved``: the epoch to go back to."""
         job, run = self._job, self._run
         self._group(Group.DOWNLOAD)
         self._group(Group.BUILD)
@@ -179,9 +177,9 @@ class JobAttempt:
         self._group(Group.EXIT)
 
     def _resume(self, retrieved: int | None) -> bool:
-        """Whether there was something to load, and it is."""
+        """Load a checkpoint if there is one; return whether there was."""
         if retrieved is None and self._run.newest_committed() is None:
-            self._load()  # which may leave: the run has finished, or must not go on
+            self._load()  # may exit: the run has finished, or must not continue
             return self._has_just_loaded
         self._init_manager(retrieved)
         TaskGroup("load" if retrieved is None else f"load({retrieved})").run_by(
@@ -193,7 +191,7 @@ class JobAttempt:
         self._has_just_loaded = self._run.resume()
         signals = self._job.signal_outputs()
         for place, value in self._run.progress.outputs.items():
-            if place in signals:  # of a function that is behind, and is not called again
+            if place in signals:  # its function has run and is not called again
                 signals[place].set(value)
 
     def _init_manager(self, retrieved: int | None) -> None:
@@ -202,8 +200,8 @@ class JobAttempt:
             self._client.run(self._manager.init(nodes, retrieve_from_epoch=retrieved))
 
     def _group(self, group: Group) -> None:
-        """All functions of a group other than the epochs'. A stop within saves nothing, unless the
-        last epoch could not be committed."""
+        """Run the functions of any group but the epoch group. A stop inside saves nothing, unless
+        the last epoch could not be committed."""
         if group is Group.EXIT and not self._committed:
             self._hand_over(group, lambda: self._call_all(group))
             return
@@ -211,7 +209,7 @@ class JobAttempt:
             self._hand_over(group, lambda: self._call_all(group))
 
     def _hand_over(self, group: Group, walk: Callable[[], None]) -> None:
-        """Let the client run a group; those that Caffe2 does not have are not seen where empty."""
+        """Let the client run a group, except empty ones that Caffe2 does not have."""
         if self._job.parts(group) or group in (Group.INIT, Group.EPOCH, Group.EXIT):
             self._job.group(group).run_by(self._client, walk)
 
@@ -234,10 +232,10 @@ class JobAttempt:
             self._has_just_loaded = False
             self._run.end_epoch()
             self._ask_stop_signals()
-            self._run.check_stop()  # saved in the way that the time that is left allows
+            self._run.check_stop()  # saves as far as the remaining time allows
 
     def _epoch(self) -> None:
-        """What is left of an epoch."""
+        """Run the rest of an epoch."""
         job, run = self._job, self._run
         signals = job.signal_outputs()
         for number, part in enumerate(job.parts(Group.EPOCH)):
@@ -255,13 +253,13 @@ class JobAttempt:
             self._run.agree_to_end(self._job.ask_stop_signals())
 
     def _save_epoch(self) -> bool:
-        """Whether it is committed."""
+        """Save the completed epoch; return whether it is committed."""
         run = self._run
         with self._explained(f"saving the checkpoint of epoch {run.epoch}"):
             try:
                 if self._manager is not None and not self._has_just_loaded:
                     self._client.run(self._manager.save(run.epoch))
-                elif run.saves:  # it is there, unless the run has just gone back to it
+                elif run.saves:  # already there, unless the run has just gone back to it
                     run.save_epoch(run.epoch)
                 self._has_just_loaded = False
             except SaveFailed as error:
@@ -288,7 +286,7 @@ class JobAttempt:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Say in the log what an exception means for the run."""
+        """Log what an exception means for the run."""
         try:
             yield
         except Exception as error:
@@ -299,12 +297,12 @@ class JobAttempt:
             raise
 
     def _outlook(self) -> str:
-        """What is committed, and what a restart does with it."""
+        """What is committed, and what a restart will do with it."""
         if not self._run.saves:
-            return "Nothing is saved without a checkpoint_manager: a restart begins anew"
+            return "Nothing is saved without a checkpoint_manager: a restart starts over"
         newest = self._run.newest_committed()
         if newest is None:
-            return "No checkpoint is committed yet: a restart begins anew, with init"
+            return "No checkpoint is committed yet: a restart starts over, with init"
         where = f"The checkpoint of step {newest.step} ({newest.path}) is committed"
         if self._run.progress.ended and self._run.epoch == newest.epoch:
             return f"{where}: a restart runs the exit group again"

@@ -1,11 +1,11 @@
-"""``CheckpointManager``: where a job's checkpoints are, and what is in them.
+"""``CheckpointManager``: where a job's checkpoints are, and what they contain.
 
-<directory>/checkpoints/           one of kind ``epoch`` after each, 0 being that after ``init``;
-                                   few of the other kinds: periodic ones and those of stops
-<directory>/from-epoch-000000003/  the same again, of a job that went back to epoch 3
+<directory>/checkpoints/           one of kind ``epoch`` after each, 0 being the one after ``init``;
+                                   a few of other kinds: periodic ones and those of stops
+<directory>/from-epoch-000000003/  the same for a job that went back to epoch 3
 
 A step can have both: the periodic save after the last step of an epoch still belongs to that epoch,
-and resumes there.
+and resumes within it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager(CheckpointReader):
-    """The checkpoints of one run: how a JobRunner makes them, and how anybody reads them.
+    """The checkpoints of one run: how a JobRunner makes them, and how others read them.
 
-    Touches no disk before it is asked for something, and can be pickled. Where a checkpoint has to
-    be chosen, it is by ``epoch``, the one made after so many epochs (0: after ``init``), or by
-    ``step``, of any kind; the newest when neither is given.
+    Does not touch the disk until used, and can be pickled. A checkpoint is selected by ``epoch``,
+    the one made after that many epochs (0: after ``init``), or by ``step``, of any kind; the newest
+    when neither is given.
 
     Args:
-        directory: of the run, on a file system that all nodes share, or a Run; default: the run
+        directory: the run's, on a file system that all nodes share, or a Run; default: the run
             folder of the job in which it is used.
-        db_type: Caffe2's kind of database, of any name: a checkpoint is a folder here.
-        keep: how many epochs stay; all of them when None.
-        every_steps, every_s, fast_directory, limits: as of :class:`hydroslurm.Run`.
-        on_save_error: ``warn`` goes on when the checkpoint of an epoch cannot be written, ``fail``
-            raises SaveFailed.
+        db_type: Caffe2's database type, ignored: a checkpoint is a folder here.
+        keep: how many epochs to keep; all of them when None.
+        every_steps, every_s, fast_directory, limits: as in :class:`hydroslurm.Run`.
+        on_save_error: if the checkpoint of an epoch cannot be written, ``warn`` continues and
+            ``fail`` raises SaveFailed.
     """
 
     def __init__(
@@ -78,23 +78,23 @@ class CheckpointManager(CheckpointReader):
 
     @property
     def directory(self) -> Path:
-        """Of the run.
+        """The run's directory.
 
         Raises:
-            UsageError: none was given, and this is no Slurm job.
+            UsageError: none was given, and this is not a Slurm job.
         """
         if self._root is not None:
             return self._root
         found = run_folders.from_environment(os.environ)
         if found is None:
             raise UsageError(
-                "this process is in no Slurm job, so that there is no run folder; give one: "
+                "this process is not in a Slurm job, so there is no run folder; give one: "
                 'CheckpointManager("runs/my-run")'
             )
         return found.root.absolute()
 
     def branch(self, epoch: int) -> CheckpointManager:
-        """The manager of a job that went back to an epoch of this one, in a folder of its own."""
+        """The manager for a job that went back to an epoch of this one, in a separate folder."""
         root = RunDir(self.directory).from_epoch(epoch).root
         fast = None if self.fast_directory is None else self.fast_directory / root.name
         return type(self)(
@@ -113,11 +113,11 @@ class CheckpointManager(CheckpointReader):
     def init(
         self, nodes: Collection[str] | None = None, retrieve_from_epoch: int | None = None
     ) -> TaskGroup:
-        """What settles which objects are saved and loaded: all that the current job has named by
-        then. ``nodes``: as ``job.nodes_to_checkpoint()`` has them; all ranks take part.
+        """The task that fixes which objects are saved and loaded: all that the current job has
+        registered by then. ``nodes``: as in ``job.nodes_to_checkpoint()``; all ranks take part.
 
         Args:
-            retrieve_from_epoch: :meth:`blob_list` is that of this epoch's checkpoint.
+            retrieve_from_epoch: take :meth:`blob_list` from this epoch's checkpoint.
         """
 
         def settle() -> None:
@@ -130,28 +130,30 @@ class CheckpointManager(CheckpointReader):
         return _group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
 
     def blob_list(self) -> tuple[str, ...]:
-        """The names of what is saved.
+        """The names of the saved objects.
 
         Raises:
-            UsageError: before :meth:`init` was run.
+            UsageError: :meth:`init` has not been run.
         """
         if self._blobs is None:
             raise UsageError("blob_list() comes after client.run(manager.init(nodes))")
         return self._blobs
 
     def save(self, epoch: int) -> TaskGroup:
-        """What commits the checkpoint of an epoch. A JobRunner has it run after each; a loop of
-        your own does it in the same way, in one process, and a JobRunner can go on from there.
+        """The task that commits the checkpoint of an epoch. A JobRunner runs it after each epoch;
+        your own single-process loop can do the same, and a JobRunner can resume from there.
 
-        When it is run it raises what :meth:`Run.save` does, and UsageError: the epoch has a
-        checkpoint, or is not the one that is done.
+        Running it raises what :meth:`Run.save` does, and UsageError if the epoch already has a
+        checkpoint or is not the completed one.
         """
         return _group_of(lambda: self._save(epoch), f"save({epoch})")
 
     def objects(self) -> Mapping[str, Any]:
-        """Those of :meth:`init`, by name."""
+        """The objects fixed by :meth:`init`, by name."""
         if not self._objects:
-            raise UsageError("nothing to save or load yet: first client.run(manager.init(nodes))")
+            raise UsageError(
+                "nothing to save or load yet: run client.run(manager.init(nodes)) first"
+            )
         return self._objects
 
     def _save(self, epoch: int) -> None:
@@ -161,11 +163,11 @@ class CheckpointManager(CheckpointReader):
             return
         if epoch in self.epochs():
             raise UsageError(
-                f"epoch {epoch} has a checkpoint in {self.directory} already, and none is written "
-                "over; use another directory"
+                f"epoch {epoch} already has a checkpoint in {self.directory}, and none is ever "
+                "overwritten; use another directory"
             )
         if World.from_environ(os.environ).world_size > 1:
-            raise UsageError("save() of several ranks needs a JobRunner, which makes it one save")
+            raise UsageError("save() with several ranks needs a JobRunner, which makes it one save")
         named = Objects()
         for name, thing in self.objects().items():
             named.add(name, thing)
@@ -202,11 +204,11 @@ class Progress:
 
     Attributes:
         begun: within an epoch. False: between two.
-        done: functions of the epoch group that are behind.
-        first_step: at which the epoch began.
+        done: the number of functions of the epoch group that have run.
+        first_step: the step at which the epoch began.
         ended: a stop signal was true after the last epoch.
-        outputs: place of a function of the epoch that is behind -> whether what it returned, a
-            stop signal, is true.
+        outputs: index of a function of the epoch group that has run -> whether its output, a stop
+            signal, is true.
     """
 
     begun: bool = False
@@ -225,14 +227,14 @@ class Progress:
 
 
 class MultiNodeCheckpointManager(CheckpointManager):
-    """As :class:`CheckpointManager`; also reads what single ranks have saved of their own.
+    """As :class:`CheckpointManager`; also reads the state of single ranks.
 
-    The number of ranks may change between two attempts of a job: what they share is resharded, and
-    the order of the samples continues where all of them together were.
+    The number of ranks may change between two attempts of a job: shared state is resharded, and the
+    sample order continues where all of them together had stopped.
     """
 
     def world_size(self, *, epoch: int | None = None, step: int | None = None) -> int:
-        """How many ranks have made a checkpoint together.
+        """How many ranks wrote a checkpoint.
 
         Raises:
             CheckpointMissing, UsageError: as :meth:`find`.
@@ -242,18 +244,18 @@ class MultiNodeCheckpointManager(CheckpointManager):
     def load_own(
         self, rank: int, *, epoch: int | None = None, step: int | None = None
     ) -> Mapping[str, Any]:
-        """What one rank has saved besides what all have in common: its random numbers, its counters
-        and its place in the data. Verified.
+        """The state of one rank, apart from what all share: its RNG state, its counters and its
+        position in the data. Verified.
 
         Raises:
             CheckpointMissing: no such checkpoint, or no such rank in it; says how many there were.
-            CheckpointCorrupt: a file of it is not what was written.
+            CheckpointCorrupt: a file differs from what was written.
         """
         found = self.find(epoch=epoch, step=step)
         size = found.checkpoint.manifest.world_size
         if not 0 <= rank < size:
             raise CheckpointMissing(
-                f"{found.checkpoint.path} was made by {size} ranks, 0 to {size - 1}; there is no "
-                f"rank {rank} in it"
+                f"{found.checkpoint.path} was written by {size} ranks, 0 to {size - 1}; it has "
+                f"no rank {rank}"
             )
         return found.store.load_own(found.checkpoint, rank)

@@ -1,17 +1,17 @@
-"""HFAI's suspend protocol, for loops that save in their own way.
+"""HFAI's suspend protocol, for loops that do their own saving.
 
     while training:
         step()
         if hydroslurm.receive_suspend_command():
             save_my_own_checkpoint()
-            hydroslurm.go_suspend()          # requeues the job and does not come back
+            hydroslurm.go_suspend()          # requeues the job and does not return
 
-There any number of things may happen to the state between the two calls; what is saved, and
-whether it is whole, is the loop's own affair. :class:`~hydroslurm.training.run.Run` does all three.
+The state may change between the two calls; what is saved, and whether it is complete, is up to the
+loop. :class:`~hydroslurm.training.run.Run` takes care of all three.
 
-With several ranks each asks equally often, and all are told behind the same step, whichever of them
-was signalled. DataLoader workers that are started from the first call on, or in a process that
-could be paused before it, survive the signals as those of a ``Run`` do. A whole training:
+All ranks must call it equally often, and all are told after the same step, whichever of them was
+signalled. DataLoader workers started after the first call, or in a process that was already
+pausable, survive the signals as those of a ``Run`` do. A complete script:
 ``examples/train_two_calls.py``.
 """
 
@@ -35,7 +35,7 @@ from hydroslurm.training.stopping import agree_on_plan, exit_together
 
 @dataclass
 class _Protocol:
-    """What the two calls have in common; one per controller."""
+    """The state that the two calls share; one per controller."""
 
     controller: Controller
     rank_group: RankGroup
@@ -47,15 +47,15 @@ _protocol: _Protocol | None = None
 
 
 def receive_suspend_command() -> bool:
-    """Whether this process was asked to save and leave. Costs an attribute read.
+    """Whether this process was asked to save and exit. Costs an attribute read.
 
-    The first call takes SIGTERM and the warning signal over, and installs pausing where that was
-    not done: make it before the training begins. Main thread only for the first call.
+    The first call takes over SIGTERM and the warning signal, and installs pausing if that has not
+    been done: make it before training begins, in the main thread.
 
     Raises:
         InstallError, GateError: as :func:`hydroslurm.install`, at the first call.
-        AgreementFailed, CoordinatorLost: a rank was asked to, and the ranks cannot stop at one
-            step.
+        AgreementFailed, CoordinatorLost: a rank was asked to stop, and the ranks cannot stop at the
+            same step.
     """
     ours = _ours()
     if ours.told is None:
@@ -64,14 +64,14 @@ def receive_suspend_command() -> bool:
 
 
 def go_suspend() -> NoReturn:
-    """Have the job requeued where that is wanted and possible, and leave.
+    """Requeue the job where that is wanted and possible, and exit.
 
-    To be called once everything is saved, by all ranks. Leaves with the status that says what is to
-    follow: 75, the same command continues; 143, a person cancelled the job.
+    All ranks must call it, once everything is saved. The exit status tells what follows: 75, the
+    same command resumes; 143, the job was cancelled.
 
     Raises:
         SystemExit: always.
-        UsageError: nobody has asked for it.
+        UsageError: no stop was requested.
     """
     ours = _ours()
     request = ours.told or (
@@ -82,7 +82,7 @@ def go_suspend() -> NoReturn:
             "go_suspend() was called without a stop request; call it only after "
             "receive_suspend_command() has returned True"
         )
-    ours.stop_handler.note_request(request)  # the controller's thread may be about to
+    ours.stop_handler.note_request(request)  # the controller's thread may not have done so yet
     plan = agree_on_plan(ours.rank_group, ours.stop_handler)
     if ours.rank_group.rank == 0:
         notice(plan.message)
@@ -111,12 +111,12 @@ def _ours() -> _Protocol:
 
 
 def _warn_of_workers() -> None:
-    """Slurm signals all processes of a job step, and torch takes a dead worker for an error."""
+    """Slurm signals all processes of a job step, and torch treats a dead worker as an error."""
     started = sum(process.daemon for process in multiprocessing.active_children())
     if started:
         notice(
             f"{started} process{'es' if started > 1 else ''} of multiprocessing (DataLoader "
-            "workers?) began before the first receive_suspend_command(), and die of the SIGTERM "
-            "that Slurm sends to every process of a job step: the save may be cut short. Call it "
-            "once before the loop, or start the script with srun --preempt"
+            "workers?) started before the first receive_suspend_command(), and will die of the "
+            "SIGTERM that Slurm sends to every process of a job step: the save may be cut short. "
+            "Call it once before the loop, or start the script with srun --preempt"
         )

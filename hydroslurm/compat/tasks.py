@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Client(Protocol):
-    """Runs what it is given by calling it. Caffe2's sessions are such."""
+    """Runs what it is given by calling it, like Caffe2's sessions."""
 
     def run(self, runnable: Callable[[], Any], /) -> Any: ...
 
 
 class Task:
-    """One function of a job, in the group in whose ``with`` it is made.
+    """One function of a job. It joins the group in whose ``with`` it is made.
 
         with job.init_group:
             Task(step=pretrain)
@@ -31,9 +31,9 @@ class Task:
     Attributes:
         name: for messages.
         function: called with the job, or with nothing.
-        takes_job: it has a parameter, which is given the job.
-        node: for whom Caffe2 would run it; here all ranks run all tasks. What
-            ``job.nodes_to_checkpoint()`` lists.
+        takes_job: it has a parameter, to which the job is passed.
+        node: where Caffe2 would run it; here all ranks run all tasks. Listed by
+            ``job.nodes_to_checkpoint()``.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Task:
         node: str = "local",
         name: str | None = None,
     ) -> None:
-        """``group``: instead of that of the ``with``. Outside of all it is in none.
+        """``group``: overrides that of the ``with``; without either the task is in no group.
 
         Raises:
-            UsageError: not callable, or it needs more than the job.
+            UsageError: not callable, or it needs more arguments than the job.
         """
         if not callable(step):
             raise UsageError(f"a job consists of functions, not of {type(step).__name__}")
@@ -65,7 +65,7 @@ class Task:
         return output is not None and output is self._output
 
     def outputs(self) -> tuple[TaskOutput, ...]:
-        """What the function returns, one value; kept from here on."""
+        """The output of the function, one value; recorded from now on."""
         self._output = self._output or TaskOutput(self.name)
         return (self._output,)
 
@@ -77,7 +77,7 @@ class Task:
 
 
 class TaskOutput:
-    """What a task has returned. As a stop signal it is looked at after each epoch."""
+    """The return value of a task. As a stop signal it is evaluated after each epoch."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -87,18 +87,18 @@ class TaskOutput:
         """The value of the last call.
 
         Raises:
-            UsageError: there was none.
+            UsageError: it has not been called.
         """
         if not self._value:
-            raise UsageError(f"the task {self._name} has not run, so that it has no output")
+            raise UsageError(f"the task {self._name} has not run, so it has no output")
         return self._value[0]
 
     def set(self, value: Any) -> None:
-        """The task has returned this, now or in the attempt before."""
+        """Record what the task returned, now or in the previous attempt."""
         self._value = (value,)
 
     def __call__(self) -> bool:
-        """As a stop signal; before the first call it is not true."""
+        """Its truth as a stop signal; False before the first call."""
         return bool(self._value and self._value[0])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,10 +106,10 @@ class TaskOutput:
 
 
 class TaskGroup:
-    """Tasks that are run in order. A context: a :class:`Task` made within belongs to it.
+    """Tasks that run in order. A context manager: a :class:`Task` made inside belongs to it.
 
-    It is called by the client that it is handed to, ``client.run(group)``. While a JobRunner runs
-    its job that one decides what is left to do; called by hand, it runs every task.
+    A client runs it by calling it, ``client.run(group)``. While a JobRunner runs its job, that
+    decides which tasks are left; called directly, it runs every task.
     """
 
     def __init__(self, name: str = "group") -> None:
@@ -122,14 +122,14 @@ class TaskGroup:
         """Append a task.
 
         Raises:
-            UsageError: the job runs, and its state is loaded.
+            UsageError: the job is running, and its state is loaded.
         """
         if self.job is not None:
             self.job.check_open(f"{self.name}({task.name})")
         self._tasks.append(task)
 
     def tasks(self) -> tuple[Task, ...]:
-        """In order."""
+        """Its tasks, in order."""
         return tuple(self._tasks)
 
     def used_nodes(self) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ class TaskGroup:
         return tuple(dict.fromkeys(task.node for task in self._tasks))
 
     def run_by(self, client: Client, walk: Callable[[], None]) -> None:
-        """Hand it to a client, to whom a call of it means this."""
+        """Let a client run it, with ``walk`` in place of its tasks."""
         self._walk = walk
         try:
             client.run(self)
@@ -163,19 +163,19 @@ class TaskGroup:
 
 
 def innermost_group() -> TaskGroup | None:
-    """That of the innermost ``with`` of this thread."""
+    """The group of this thread's innermost ``with``."""
     return _groups()[-1] if _groups() else None
 
 
 def name_of(function: Any) -> str:
-    """What a function is called in messages."""
+    """The name of a function in messages."""
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def _takes_job(function: Callable[..., Any], name: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some builtins do not tell
+    except (ValueError, TypeError):  # some builtins have no signature
         return False
     needed = [
         parameter.name
@@ -218,8 +218,8 @@ class Group(str, Enum):
 class LocalSession:
     """Runs groups in this process.
 
-    It remembers whose group it ran last, as Caffe2's has that job's blobs in its workspace: what a
-    manager saves and loads by it belongs to that job.
+    It remembers whose group it ran last, as the workspace of Caffe2's holds that job's blobs: a
+    manager that it runs saves and loads the objects of that job.
     """
 
     def __init__(self) -> None:
@@ -240,14 +240,14 @@ class LocalSession:
 
 @dataclass(frozen=True)
 class ValueSignal:
-    """A stop signal that is no function: a number, a flag, or a tensor of one element."""
+    """A stop signal that is not a function: a number, a flag, or a one-element tensor."""
 
     value: Any
 
     @classmethod
     def of(cls, value: Any) -> ValueSignal:
         """Raises:
-        UsageError: it is neither true nor false, or would always be true.
+        UsageError: its truth value is undefined.
         """
         try:
             if isinstance(value, (bool, int, float)) or hasattr(value, "is_set"):
@@ -256,7 +256,7 @@ class ValueSignal:
         except (AttributeError, RuntimeError, ValueError) as error:
             raise UsageError(
                 f"add_stop_signal({type(value).__name__}): wanted a function, the output of a "
-                "task, a number, a flag (threading.Event), or a tensor of one element"
+                "task, a number, a flag (threading.Event), or a one-element tensor"
             ) from error
         return cls(value)
 
@@ -266,7 +266,7 @@ class ValueSignal:
 
 @dataclass(frozen=True)
 class EpochLimit:
-    """True when so many epochs are done. Made by :func:`epoch_limiter`; can be pickled."""
+    """True after this many epochs. Made by :func:`epoch_limiter`; can be pickled."""
 
     epochs: int
 
@@ -275,19 +275,19 @@ class EpochLimit:
 
 
 def epoch_limiter(epochs: int) -> EpochLimit:
-    """A stop signal that ends a job when so many epochs are done.
+    """A stop signal that ends a job after this many epochs.
 
         job.add_stop_signal(hydroslurm.epoch_limiter(10))
 
-    Within ``with Job()`` it adds itself to that job, as Caffe2's does; adding it again changes
-    nothing.
+    Inside ``with Job()`` it adds itself to that job, as Caffe2's does; adding it again has no
+    effect.
 
     Raises:
-        UsageError: not a whole number of 1 or more.
+        UsageError: not an integer of 1 or more.
     """
     if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
         raise UsageError(f"epoch_limiter({epochs!r}): wanted a whole number of 1 or more")
-    from hydroslurm.compat.job import innermost_job  # which needs the tasks above
+    from hydroslurm.compat.job import innermost_job  # imports this module
 
     limit = EpochLimit(epochs)
     job = innermost_job()

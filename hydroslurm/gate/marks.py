@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import UsageError
-from hydroslurm.gate.signals import signal_name
 
 if TYPE_CHECKING:
     from hydroslurm.gate.protocol import Action

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import get_type_hints
 
+from hydroslurm.core.signals import signal_name, signal_number
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.protocol import Action, Cause, SignalRule
 
@@ -146,31 +147,7 @@ class SignalPlan:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def signal_number(text: str) -> int:
-    """``USR1``, ``SIGUSR1``, ``RTMIN+2`` or ``10`` as a number.
-
-    Raises:
-        UsageError: no such signal.
-    """
-    word, _, offset = text.strip().upper().partition("+")
-    if word.isdecimal() and not offset:
-        return int(word)
-    name = word if word.startswith("SIG") else f"SIG{word}"
-    known = signal.Signals.__members__.get(name)
-    if known is None or (offset and not offset.isdecimal()):
-        raise UsageError(f"{text!r} is not a signal; write for example USR1, URG or RTMIN+2")
-    return int(known) + int(offset or 0)
-
-
 def is_ours_alone(replaced: Mapping[str, object]) -> bool:
     """Whether the signal of a ``handler_replaced`` event does what hydroslurm says, and nothing
     else. ``replaced``: the event's data; see :class:`hydroslurm.runtime.guard.Replaced`."""
     return replaced.get("taken_back") is True and replaced.get("still_called") is False
-
-
-def signal_name(signo: int) -> str:
-    """``SIGUSR1`` for 10; ``signal 35`` where it has no name."""
-    try:
-        return signal.Signals(signo).name
-    except ValueError:
-        return f"signal {signo}"

@@ -19,8 +19,9 @@ from hydroslurm.core import registry
 from hydroslurm.core.ack import Answer, EventTail, JudgePause, JudgeResume, wait_for_answers
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.files import clean
+from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
-from hydroslurm.gate.signals import SignalPlan, is_ours_alone, signal_name
+from hydroslurm.gate.signals import SignalPlan, is_ours_alone
 
 Verb = Literal["pause", "resume"]
 

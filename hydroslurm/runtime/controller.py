@@ -25,6 +25,7 @@ from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.dates import boot_id, clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.protocol import (
@@ -37,7 +38,7 @@ from hydroslurm.gate.protocol import (
     GateStatus,
     SignalOutcome,
 )
-from hydroslurm.gate.signals import SignalPlan, signal_name
+from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.guard import CHECK_S, Guard

@@ -25,9 +25,10 @@ import os
 import time
 from dataclasses import dataclass
 
+from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import InstallError
 from hydroslurm.gate.protocol import Action, Gate, Owner, OwnerKind, SignalRule
-from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan, signal_name
+from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
 
 CHECK_S = 2.0
 """How often the installed handlers are compared with ours."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydroslurm.core.events import EventKind
+from hydroslurm.core.signals import signal_name
 from hydroslurm.gate.protocol import GateEvent
-from hydroslurm.gate.signals import signal_name
 from hydroslurm.runtime.device import Drain
 
 

@@ -6,6 +6,7 @@ import signal as signals
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
+from hydroslurm.core.signals import signal_number
 from hydroslurm.errors import (
     ControllerUnreachable,
     NoSuchJob,
@@ -18,7 +19,7 @@ from hydroslurm.errors import (
 )
 from hydroslurm.slurm import listings, refusals, scontrol_text
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.programs import Programs, checked_job_id, signal_number
+from hydroslurm.slurm.programs import Programs, checked_job_id
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 

@@ -1,7 +1,7 @@
-"""What this site does to a preempted job, and how long each kind of stop leaves it.
+"""What this site does to a preempted job, and how much time each kind of stop leaves.
 
-Every number is a lower bound: a process that is done by then is done in time. Measured on 22.05.8,
-and read in the source of 22.05.8 and 25.11.4, which do the same in all that is said here.
+Every number is a lower bound: a process that finishes by then is in time. Measured on Slurm
+22.05.8, and read in the source of 22.05.8 and 25.11.4, which agree on everything here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hydroslurm.slurm.config import Config, PreemptAction, Rule, rule_for
 from hydroslurm.slurm.values import Job, Partition, Qos
 
 LEAST_KILL_WAIT_S = 5
-"""slurmd makes at least so much of KillWait (_rpc_terminate_job in req.c)."""
+"""slurmd raises a smaller KillWait to this (_rpc_terminate_job in req.c)."""
 KILL_COMES_EARLY_S = 0.4
-"""slurmd sleeps 0.67 s of KillWait and counts it as 1 (_pause_for_job_completion), so that SIGKILL
+"""slurmd sleeps 0.67 s of KillWait and counts it as 1 (_pause_for_job_completion), so SIGKILL
 comes 0.33 s before KillWait is over. Measured with 1, 5, 6 and 10 s."""
 WARNING_EARLY_S = 60
-"""A ``--signal`` warning may come so much earlier than was asked for, never later."""
+"""A ``--signal`` warning may come this much earlier than requested, never later."""
 
 
 class StopKind(str, Enum):
-    """What may end a job's processes; it decides how long they have."""
+    """What ends a job's processes; it determines how long they have."""
 
     PREEMPTED = "preempted"
     TIME_LIMIT_WARNED = "time_limit_warned"
@@ -34,17 +34,17 @@ class StopKind(str, Enum):
     REQUEUED = "requeued"
     NODE_FAILURE = "node_failure"
     ASKED = "asked"
-    """A person's signal to a job that goes on: nobody will kill it for that."""
+    """A user's signal to a job that continues: nothing will kill it."""
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopCase:
-    """The facts about a stop that decide how much time there is.
+    """The facts about a stop that determine how much time there is.
 
     Attributes:
         to_end_s: seconds from the first signal to the job's EndTime, which a preemption with grace
-            moves to the end of the grace. None when not known, or in the future.
+            moves to the end of the grace. None if unknown, or for a stop yet to come.
         warning_s: the T of ``--signal=X@T``, for a warning yet to come.
     """
 
@@ -58,7 +58,7 @@ class TimeLeft:
     """A lower bound on the seconds from the first signal to SIGKILL; infinite if none follows.
 
     Attributes:
-        why: the fact it rests on, as a sentence.
+        why: what the bound is based on, as a sentence.
     """
 
     seconds: float
@@ -67,23 +67,23 @@ class TimeLeft:
 
 @dataclass(frozen=True, kw_only=True)
 class SitePolicy:
-    """What happens to a job, submitted or planned.
+    """What the site does to a job, submitted or planned.
 
     Attributes:
         action: what a preemption does to it.
-        action_why: the setting that says so.
-        gang: gang scheduling does it, which ignores GraceTime.
-        grace_s: GraceTime as configured for this job; it counts unless ``gang``.
+        action_why: the setting that determines it.
+        gang: gang scheduling preempts, which ignores GraceTime.
+        grace_s: GraceTime as configured for this job; applies unless ``gang``.
         grace_why: where that GraceTime is set.
-        kill_wait_s: KillWait as slurmd takes it, at least 5.
-        send_user_signal: the ``--signal`` comes in place of the first SIGTERM of a preemption.
-        is_batch: False for what srun or salloc made; None for a job that is planned.
+        kill_wait_s: KillWait as slurmd applies it, at least 5.
+        send_user_signal: the ``--signal`` replaces the first SIGTERM of a preemption.
+        is_batch: False for a job of srun or salloc; None for a planned job.
         may_requeue: whether Slurm will start it again.
         requeue_why: why, or why not.
         requeue_wait_s: how long a requeued job waits at least.
         suspend_grace_s: seconds between SIGTSTP and SIGSTOP of a suspend.
         signals_children: a signal reaches every process of a job step, not the srun tasks only.
-        preemptors: the partitions or QOS that may preempt it; None when not known.
+        preemptors: the partitions or QOS that may preempt it; None if unknown.
         unknown: what could not be read, as sentences.
     """
 
@@ -105,11 +105,11 @@ class SitePolicy:
 
     @property
     def kill_after_s(self) -> float:
-        """At least so long from the SIGTERM that begins the end to SIGKILL."""
+        """The least time from the final SIGTERM to SIGKILL."""
         return max(self.kill_wait_s, LEAST_KILL_WAIT_S) - KILL_COMES_EARLY_S
 
     def time_left_s(self, stop: StopCase) -> TimeLeft:
-        """At least how long the processes have, counted from their first signal."""
+        """The least time that the processes have, from their first signal."""
         wait = f"KillWait={self.kill_wait_s}, of which slurmd uses all but {KILL_COMES_EARLY_S:g} s"
         if stop.kind is StopKind.PREEMPTED:
             return self._preempted(stop, wait)
@@ -119,14 +119,14 @@ class SitePolicy:
             return TimeLeft(0.0, "a node that fails gives no notice")
         if stop.kind is StopKind.ASKED:
             if stop.to_end_s is None:
-                return TimeLeft(math.inf, "a signal from a person: the job goes on")
+                return TimeLeft(math.inf, "a user's signal: the job continues")
             seconds = max(0.0, stop.to_end_s + self.kill_after_s)
-            return TimeLeft(seconds, "a signal from a person: the job goes on to its time limit")
+            return TimeLeft(seconds, "a user's signal: the job continues to its time limit")
         causes = {
             StopKind.TIME_LIMIT: "SIGTERM comes when the time limit is over",
             StopKind.CANCELLED: "scancel ends the job at once",
             StopKind.REQUEUED: "scontrol requeue ends the job at once",
-            StopKind.UNKNOWN: "the least time that any stop leaves",
+            StopKind.UNKNOWN: "the least that any stop leaves",
         }
         return TimeLeft(self.kill_after_s, f"{causes[stop.kind]}; {wait}")
 
@@ -140,7 +140,7 @@ class SitePolicy:
             return TimeLeft(self.kill_after_s, f"gang scheduling preempts here{heed}; {wait}")
         if not self.grace_s:
             return TimeLeft(self.kill_after_s, f"{self.grace_why}; {wait}")
-        # Slurm counts the grace in whole seconds from the one that has begun
+        # Slurm counts the grace in whole seconds, including the one under way
         seconds = self.grace_s - 1 + self.kill_after_s
         return TimeLeft(seconds, f"{self.grace_why}, then {wait}")
 
@@ -149,7 +149,7 @@ class SitePolicy:
             seconds = max(0.0, stop.to_end_s + self.kill_after_s)
             return TimeLeft(seconds, f"the job's EndTime, then {wait}")
         if stop.warning_s is None:
-            return TimeLeft(self.kill_after_s, f"no warning is asked for; {wait}")
+            return TimeLeft(self.kill_after_s, f"no warning was requested; {wait}")
         seconds = stop.warning_s + self.kill_after_s
         return TimeLeft(
             seconds, f"--signal comes {stop.warning_s:g} s before the time limit or earlier; {wait}"
@@ -165,14 +165,14 @@ def site_policy(
     qoses: tuple[Qos, ...] | None = None,
     job: Job | None = None,
 ) -> SitePolicy:
-    """Combine the settings into what they mean for one job. Pure.
+    """Combine the settings into the policy for one job. Pure.
 
     Args:
         partition: the job's.
-        partitions: all there are, to tell who may preempt; () when not known.
-        qos: the job's, where ``job`` does not say.
-        qoses: all there are; None when accounting could not be asked.
-        job: None for one that is planned.
+        partitions: all of them, to tell who may preempt; () if unknown.
+        qos: the job's, if ``job`` does not say.
+        qoses: all of them; None if accounting could not be asked.
+        job: None for a planned job.
     """
     name = job.qos if job is not None and job.qos else qos
     rule = rule_for(config, partition, partitions=partitions, qos=name, qoses=qoses)
@@ -201,7 +201,7 @@ def site_policy(
 
 
 def read_policy(client: SlurmClient, job_id: int) -> SitePolicy:
-    """Ask Slurm what it does to this job. Takes four queries, too many for a grace period.
+    """Ask Slurm for the policy of this job. Takes four queries, too many for a grace period.
 
     Raises:
         SlurmError: Slurm could not be asked, or does not know the job.
@@ -215,17 +215,17 @@ def read_policy(client: SlurmClient, job_id: int) -> SitePolicy:
 
 
 def find_partition(partitions: tuple[Partition, ...], name: str) -> Partition:
-    """The partition of that name, or the first of several; the default one for "".
+    """The partition of this name, or of the first of several names; the default one for "".
 
     Raises:
-        UsageError: there is none; the message names those there are.
+        UsageError: no such partition; the message lists those that exist.
     """
     wanted = name.split(",")[0]
     for partition in partitions:
         if partition.name == wanted or (not wanted and partition.is_default):
             return partition
     names = ", ".join(partition.name for partition in partitions) or "none"
-    raise UsageError(f"no partition {wanted!r} in this cluster; there are: {names}")
+    raise UsageError(f"no partition {wanted!r} in this cluster; its partitions: {names}")
 
 
 def _requeue_rule(config: Config, job: Job | None) -> tuple[bool, str]:

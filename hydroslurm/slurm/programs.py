@@ -145,23 +145,6 @@ def _run_apart(
     return subprocess.CompletedProcess(command, process.returncode, out, complaint)
 
 
-def signal_number(signal: str | int | signals.Signals) -> int:
-    """``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signals.SIGUSR1`` -> 10.
-
-    Raises:
-        UsageError: no such signal on Linux.
-    """
-    try:
-        if isinstance(signal, str):
-            name = signal.upper()
-            return signals.Signals[name if name.startswith("SIG") else f"SIG{name}"].value
-        if signal in signals.valid_signals():  # real-time ones have numbers only
-            return int(signal)
-        return signals.Signals(signal).value
-    except (KeyError, ValueError) as error:
-        raise UsageError(f"no signal {signal!r}; wanted a name such as USR1 or TERM") from error
-
-
 def checked_job_id(job_id: int) -> int:
     """The id itself.
 

@@ -1,15 +1,15 @@
 """Why a job was stopped: asked of Slurm, never guessed from the signal.
 
-What 22.05.8 shows while a rank is still alive:
+What Slurm 22.05.8 shows while a rank is still alive:
 
     preempted, in its grace   RUNNING, PreemptTime set, EndTime moved to the end of the grace
     time limit over           COMPLETING, Reason=TimeLimit
     scancel                   COMPLETING, EndTime now
-    requeued                  COMPLETING, one restart more, EndTime unknown or a time limit away
-    a person's signal         RUNNING, as before
+    requeued                  COMPLETING, Restarts + 1, EndTime unknown or a time limit away
+    a user's signal           RUNNING, unchanged
 
-"Requeued" is by an operator, by gang scheduling, or at the end of a grace. slurmctld no longer
-tells which; accounting does, within 0.2 s: PREEMPTED or REQUEUED. It also knows who cancelled.
+"Requeued" is by an operator, by gang scheduling, or at the end of a grace. slurmctld does
+not say which; accounting does, within 0.2 s: PREEMPTED or REQUEUED. It also knows who cancelled.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hydroslurm.slurm.values import Job, JobState
 IN_GRACE = RetryPolicy(
     call_timeout_s=5.0, give_up_after_s=1.5, first_delay_s=0.1, longest_delay_s=0.5
 )
-"""For the client that asks inside the grace, where every second is one less for the save."""
+"""For the client that asks within the grace, where every second is lost to the save."""
 USUAL_WARNING_S = 120.0
-"""A warning that asks for more than this before the time limit has to be named to be recognised."""
+"""An earlier warning of the time limit is recognized only if ``warning_s`` is given."""
 
 
 class StopReason(str, Enum):
@@ -40,23 +40,23 @@ class StopReason(str, Enum):
     TIME_LIMIT = "time_limit"
     CANCELLED = "cancelled"
     REQUEUED = "requeued"
-    """The job is in the queue again already: an operator's requeue, or a preemption without grace
-    where accounting could not tell it from one."""
+    """The job is already pending again: an operator's requeue, or a preemption without grace that
+    accounting could not tell from one."""
     NODE_FAILING = "node_failing"
     ASKED = "asked"
-    """A person or a program sent the signal; Slurm would let the job go on."""
+    """A user or a program sent the signal; Slurm would let the job continue."""
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop(StopCase):
-    """Why, and what is known of the time left (see :class:`StopCase`).
+    """Why the job was stopped, and what is known of the time left (see :class:`StopCase`).
 
     Attributes:
         message: one sentence for a person.
-        by_uid: who cancelled it, where accounting told.
-        pending_again: Slurm has put the job back into the queue already.
-        needs_history: accounting may know better, and was not asked or did not answer.
+        by_uid: who cancelled it, if accounting knows.
+        pending_again: Slurm has already put the job back into the queue.
+        needs_history: accounting may know better, but was not asked or has not answered.
     """
 
     reason: StopReason
@@ -72,8 +72,8 @@ class FollowUp:
 
     Attributes:
         requeue: ask Slurm to start the job again; "already pending" is success.
-        exit_code: to leave with when all went well.
-        message: the same, for a person.
+        exit_code: the exit code on success.
+        message: the same, for people.
     """
 
     requeue: bool
@@ -93,10 +93,10 @@ _FOLLOW_UPS = {
 
 
 def follow_up(reason: StopReason) -> FollowUp:
-    """What comes after the save.
+    """What happens after the save.
 
-    A cancelled job must not be requeued: Slurm would do it, as long as the job's processes live
-    (measured), and undo what a person asked for.
+    A cancelled job must not be requeued: Slurm would do it while its processes live (measured), and
+    override the user.
     """
     return _FOLLOW_UPS[reason]
 
@@ -108,13 +108,13 @@ def ask_why(
     warning_s: float | None = None,
     history_within_s: float = 1.0,
 ) -> Stop:
-    """Ask Slurm why this job was just told to stop. Never raises for Slurm's sake.
+    """Ask Slurm why this job was just told to stop. A Slurm error gives UNKNOWN, never raises.
 
     Args:
-        client: with :data:`IN_GRACE` for its retry policy; another one may use up the grace.
-        warning_s: the T of ``--signal=X@T``, if it is known.
-        history_within_s: how long accounting may take to hear of it; it is asked only where
-            slurmctld leaves something open.
+        client: with :data:`IN_GRACE` as its retry policy; another one may use up the grace.
+        warning_s: the T of ``--signal=X@T``, if known.
+        history_within_s: how long to wait for accounting, which is asked only where slurmctld's
+            answer is ambiguous.
     """
     asked_epoch_s = time.time()
     try:
@@ -137,18 +137,18 @@ def ask_why(
 def why_stopped(
     job: Job, *, now_epoch_s: float, attempt: Job | None = None, warning_s: float | None = None
 ) -> Stop:
-    """Read the reason out of what Slurm says. Pure.
+    """Derive the reason from Slurm's answers. Pure.
 
     Args:
         job: as slurmctld described it after the signal.
-        now_epoch_s: when that was, which is taken for the moment of the signal.
-        attempt: the job's last attempt as accounting has it; None when that is not known.
-        warning_s: the T of ``--signal=X@T``, if it is known.
+        now_epoch_s: when that was; taken as the time of the signal.
+        attempt: the job's last attempt according to accounting; None if unknown.
+        warning_s: the T of ``--signal=X@T``, if known.
     """
     to_end_s = None if job.end_epoch_s is None else job.end_epoch_s - now_epoch_s
     if job.state in (JobState.RUNNING, JobState.SUSPENDED, JobState.SIGNALING):
         return _why_running(job, to_end_s, warning_s)
-    # the processes are being ended: what counts is the state below COMPLETING
+    # the processes are being killed: the state beneath COMPLETING tells why
     told = {job.state, *(JobState[word] for word in job.flags if word in JobState.__members__)}
     if attempt is not None:
         told.add(attempt.state)
@@ -157,7 +157,7 @@ def why_stopped(
         who = "" if by_uid is None else f" by user id {by_uid}"
         return _ending(StopReason.CANCELLED, f"cancelled{who}", by_uid=by_uid)
     if JobState.PREEMPTED in told or job.preempt_epoch_s is not None:
-        # it may have been cancelled in its grace: then it shows a PreemptTime too
+        # a job cancelled within its grace has a PreemptTime as well
         doubtful = attempt is None and not is_pending(job)
         return _ending(
             StopReason.PREEMPTED,
@@ -187,7 +187,7 @@ def _why_running(job: Job, to_end_s: float | None, warning_s: float | None) -> S
             kind=StopKind.PREEMPTED,
             reason=StopReason.PREEMPTED,
             message=message,
-            # no EndTime: nothing is known of the grace
+            # no EndTime: the grace is unknown
             to_end_s=0.0 if to_end_s is None else to_end_s,
         )
     near_s = (USUAL_WARNING_S if warning_s is None else warning_s) + WARNING_EARLY_S
@@ -225,7 +225,7 @@ def _ending(
     pending_again: bool = False,
     needs_history: bool = False,
 ) -> Stop:
-    """A stop that Slurm has begun already: KillWait is all that is left."""
+    """A stop that Slurm has already begun: only KillWait is left."""
     return Stop(
         kind=_KINDS[reason],
         reason=reason,
@@ -238,10 +238,11 @@ def _ending(
 
 
 def is_pending(job: Job) -> bool:
-    """Whether the job has been put back into the queue. While its processes are being ended it
-    shows COMPLETING, and then its times tell: Slurm computes an EndTime for its next attempt, a
-    whole time limit after a start, or has none. That of an ended job is when it was ended. (The
-    number of restarts would tell only somebody who knows what it was.)"""
+    """Whether the job has been put back into the queue.
+
+    While its processes are being killed it shows COMPLETING, and its times tell: a requeued job has
+    the EndTime of its next attempt, a whole time limit after a start, or none; for an ended job it
+    is when it ended. (The restart count would need its previous value.)"""
     if job.state.is_waiting or "PENDING" in job.flags:
         return True
     if job.state is not JobState.COMPLETING:
@@ -253,12 +254,12 @@ def is_pending(job: Job) -> bool:
 
 
 def _last_attempt(client: SlurmClient, job_id: int) -> Job | None:
-    """The attempt that has just ended, as accounting has it; None when it does not know yet."""
+    """The attempt that has just ended, according to accounting; None if not recorded yet."""
     try:
         attempts = client.history(job_id)
     except SlurmError:
         return None
-    # the record of an attempt that has only just begun may still say PENDING, with a start
+    # the record of a new attempt may still say PENDING although it has a start
     started = [attempt for attempt in attempts if attempt.start_epoch_s is not None]
     if not started or started[-1].state in (JobState.RUNNING, JobState.PENDING):
         return None

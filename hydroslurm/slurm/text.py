@@ -1,6 +1,6 @@
-"""Slurm's text <-> values: times, memory, node lists, job states. Pure.
+"""Convert between Slurm's text and values: times, memory, node lists, job states. Pure.
 
-Whatever cannot be read raises :class:`~hydroslurm.errors.UnreadableOutput` with the text in it.
+Unreadable text raises :class:`~hydroslurm.errors.UnreadableOutput`, which quotes it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hydroslurm.slurm.values import JobState
 Read = TypeVar("Read")
 
 ABSENT = frozenset({"", "(null)", "null", "None", "NONE", "N/A", "Unknown", "None assigned"})
-"""How Slurm's programs print that there is no value."""
+"""How Slurm's programs print a missing value."""
 
 MAX_NODES = 1_000_000
-"""More nodes than any cluster has: a range that names more is not a node list."""
+"""More than any cluster has: a longer range is not a node list."""
 
 _UNBOUNDED = frozenset(
     {"UNLIMITED", "INFINITE", "PARTITION_LIMIT", "NOT_SET", "INVALID", "N/A", "NONE", "(NULL)", ""}
@@ -34,8 +34,7 @@ def parse_duration_s(text: str) -> int | None:
     """The seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``.
 
     None for UNLIMITED and for "no limit of its own" (Partition_Limit, N/A, NONE). A bare number is
-    refused: Slurm reads it as minutes, prints it as seconds in some columns and as minutes in
-        others.
+    refused: Slurm reads it as minutes, but prints minutes in some columns and seconds in others.
     """
     if text.strip().upper() in _UNBOUNDED:
         return None
@@ -49,7 +48,7 @@ def parse_duration_s(text: str) -> int | None:
 
 
 def format_duration(seconds: int | None) -> str:
-    """The text that Slurm prints, and that its programs take as a time limit."""
+    """The format that Slurm prints, and that its programs accept as a time limit."""
     if seconds is None:
         return "UNLIMITED"
     minutes, second = divmod(seconds, 60)
@@ -60,10 +59,10 @@ def format_duration(seconds: int | None) -> str:
 
 
 def parse_moment(text: str) -> int | None:
-    """Epoch seconds of ``1795204093`` or of ``2026-11-20T19:48:13`` in this machine's time zone.
+    """Epoch seconds of ``1795204093``, or of ``2026-11-20T19:48:13`` in this machine's time zone.
 
-    None for Unknown, None, N/A and for 0. Ask Slurm for epoch seconds (SLURM_TIME_FORMAT=%s) where
-    that is possible: local time is ambiguous for an hour every autumn.
+    None for Unknown, None, N/A and 0. Ask Slurm for epoch seconds (SLURM_TIME_FORMAT=%s) where
+    possible: local time is ambiguous for an hour every autumn.
     """
     word = text.strip()
     if word in ABSENT:
@@ -79,7 +78,7 @@ def parse_moment(text: str) -> int | None:
 
 
 def parse_memory_bytes(text: str) -> int | None:
-    """Bytes of ``4Gn``, ``2000M``, ``1.5T`` or ``2000`` (megabytes); None for nothing asked for.
+    """Bytes of ``4Gn``, ``2000M``, ``1.5T`` or ``2000`` (megabytes); None if none was requested.
 
     The n (per node) or c (per CPU) that sacct appends is ignored.
     """
@@ -105,7 +104,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def compress_nodes(names: Iterable[str]) -> str:
-    """The short form; ``expand_nodes`` of it gives the same names in the same order."""
+    """The short form, which ``expand_nodes`` turns back into the same names in the same order."""
     runs: list[tuple[str, int, list[tuple[int, int]]]] = []  # prefix, width, ranges
     for name in names:
         found = re.fullmatch(r"(.*?)(0|[1-9]\d{0,8}|0\d{1,8})", name)
@@ -113,7 +112,7 @@ def compress_nodes(names: Iterable[str]) -> str:
             runs.append((name, -1, []))
             continue
         prefix, digits = found[1], found[2]
-        # zero-padded numbers belong together only with numbers of their own width
+        # zero-padded numbers form a range only with numbers of the same width
         width = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
         number = int(digits)
         last = runs[-1] if runs else None
@@ -128,10 +127,10 @@ def compress_nodes(names: Iterable[str]) -> str:
 
 
 def parse_state(words: str | Sequence[str]) -> tuple[JobState, frozenset[str]]:
-    """The state that squeue would show, and all the words that were given.
+    """The state that squeue would show, and all the words given.
 
-    Takes ``RUNNING``, ``CANCELLED by 1000``, sacct's cut-off ``CANCELLED+``, the compact ``CG``,
-    and the list of newer JSON, ``["RUNNING", "COMPLETING"]``. A word that no known release has
+    Accepts ``RUNNING``, ``CANCELLED by 1000``, sacct's truncated ``CANCELLED+``, the compact
+    ``CG``, and the list of newer JSON, ``["RUNNING", "COMPLETING"]``. A word of no known release
     gives UNKNOWN.
     """
     given = [words] if isinstance(words, str) else list(words)
@@ -146,7 +145,7 @@ def parse_state(words: str | Sequence[str]) -> tuple[JobState, frozenset[str]]:
 
 
 def read_record(reader: Callable[[Any], Read], fields: Any, whole: object) -> Read:
-    """Apply a reader to one record, and name the whole record when it cannot be read.
+    """Apply a reader to one record; the error quotes the whole record.
 
     Raises:
         UnreadableOutput: a field is missing or malformed.
@@ -161,19 +160,19 @@ def read_record(reader: Callable[[Any], Read], fields: Any, whole: object) -> Re
 
 
 def leading_int(value: str) -> int | None:
-    """``2`` of ``2-4``, the number of nodes of a pending job; None without a number."""
+    """``2`` of ``2-4``, a pending job's node count; None without a number."""
     found = re.match(r"\d+", value)
     return int(found[0]) if found else None
 
 
 def parse_exit(value: str) -> tuple[int | None, int | None]:
-    """Exit code and signal of ``143:0``, as ``Job.exit_code`` says."""
+    """Exit code and signal of ``143:0``, as in ``Job.exit_code``."""
     code, _, signal = value.partition(":")
     return (job_exit_code(int(code)), int(signal)) if code and signal else (None, None)
 
 
 def job_exit_code(status: int) -> int:
-    """What ``Job.exit_code`` says of a status of 0 to 255."""
+    """``Job.exit_code`` for an exit status of 0 to 255."""
     return status - 128 if status >= 128 else status
 
 
@@ -220,7 +219,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _expand_one(item: str, whole: str) -> list[str]:
-    """One element: fixed text and bracketed ranges, the leftmost range turning slowest."""
+    """One element: fixed text and bracketed ranges; the leftmost range varies slowest."""
     parts: list[list[str]] = []
     count = 1
     for piece in re.split(r"(\[[^\]]*\])", item):
@@ -248,7 +247,7 @@ def _expand_ranges(inner: str, whole: str) -> list[str]:
 
 
 def _fits(run_width: int, width: int, digits: str) -> bool:
-    """Whether a number can join a run: padded as the run is, or grown past its padding."""
+    """Whether a number can extend a run: padded to the same width, or grown beyond it."""
     if run_width > 0:
         return len(digits) == run_width
     return run_width == 0 and width == 0

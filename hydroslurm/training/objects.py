@@ -42,11 +42,11 @@ class Objects:
             UsageError: no ``state_dict``/``load_state_dict``, or a name that is taken.
         """
         if name in self._objects:
-            raise UsageError(f"{name!r} is registered already; give the second object its own name")
+            raise UsageError(f"{name!r} is already registered; give the second object its own name")
         if not isinstance(thing, Stateful):
             raise UsageError(
                 f"{name!r} is a {type(thing).__name__} without state_dict() and load_state_dict(); "
-                "only objects that have both can be saved. Wrap it in one that has"
+                "only objects that have both can be saved. Wrap it in one that does"
             )
         self._objects[name] = bare(thing)
 

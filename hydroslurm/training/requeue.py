@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.fence import Fence, process_began_epoch_s
+from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, UsageError, WrongJobState
 from hydroslurm.gate.marks import Range
-from hydroslurm.gate.signals import signal_name
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client

@@ -341,7 +341,7 @@ def test_signals_by_name_and_number(stage: Stage) -> None:
         "scancel --signal=10 --batch 9",
         "scancel --signal=10 --full 9",
     ]
-    with pytest.raises(UsageError, match="no signal 'FOO'"):
+    with pytest.raises(UsageError, match="'FOO' is not a signal"):
         client.signal(9, "FOO")
     with pytest.raises(UsageError, match="only one of"):
         client.signal(9, "USR1", batch=True, full=True)

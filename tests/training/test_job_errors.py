@@ -17,9 +17,9 @@ GOES_ON = (
 @pytest.mark.parametrize(
     ("fail", "what", "outlook", "follows"),
     [
-        ("download", "download of the download group", "begins anew, with init", WHOLE),
-        ("build", "build of the build group", "begins anew, with init", WHOLE),
-        ("weights", "weights of the init group", "begins anew, with init", WHOLE),
+        ("download", "download of the download group", "starts over, with init", WHOLE),
+        ("build", "build of the build group", "starts over, with init", WHOLE),
+        ("weights", "weights of the init group", "starts over, with init", WHOLE),
         ("train 1.1", "train of the epoch group, in epoch 1,", *GOES_ON),
         ("validate 1", "validate of the epoch group, in epoch 1,", *GOES_ON),
         ("asked 2", "a stop signal after epoch 1", *GOES_ON),

@@ -194,6 +194,6 @@ def test_a_running_job_refuses(tmp_path: Any) -> None:
         assert JobRunner(job, CheckpointManager(tmp_path / folder)).run() == 1
         assert job.names() == ()
     assert said[:7] == said[7:]
-    words = ["cannot be pickled", "runs already", *["comes too late"] * 3, "needs a loader"]
+    words = ["cannot be pickled", "is already running", *["comes too late"] * 3, "needs a loader"]
     for word, sentence in zip([*words, "use job.run.epoch_batches()"], said, strict=False):
         assert word in sentence

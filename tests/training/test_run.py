@@ -412,7 +412,7 @@ def test_what_a_attempt_leaves_in_the_run_folder(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"every_steps": -1}, "every_steps=-1"),
-        ({"extra": {"model": nn.Linear(1, 1)}}, "'model' is registered already"),
+        ({"extra": {"model": nn.Linear(1, 1)}}, "'model' is already registered"),
         ({"extra": {"n": 3}}, "int without state_dict"),
         ({"loader": 3}, "int"),
         ({"on_save_error": "ignore"}, "ignore"),

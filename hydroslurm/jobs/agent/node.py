@@ -19,8 +19,9 @@ from hydroslurm.core import registry
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import HydroslurmError, RanksError, RunFolderError
-from hydroslurm.gate.signals import SignalPlan, signal_name
+from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.rendezvous import agents, find_rendezvous
 from hydroslurm.jobs.agent.signal_pipe import SignalPipe

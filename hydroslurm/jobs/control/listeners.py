@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.gate.signals import is_ours_alone, signal_name
+from hydroslurm.core.signals import signal_name
+from hydroslurm.gate.signals import is_ours_alone
 
 Verb = Literal["pause", "resume"]
 

@@ -19,9 +19,9 @@ from hydroslurm.core.ack import (
 )
 from hydroslurm.core.agentstate import AgentState
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import RankStatus, load_status, read_status, status_of
 from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, WrongJobState
-from hydroslurm.gate.signals import signal_name
 from hydroslurm.jobs.control.listeners import Verb, listeners
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import Job, JobState, SlurmClient

@@ -39,8 +39,9 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hydroslurm.coordination.world import INCARNATION_ENV, LOOPBACK
 from hydroslurm.core import rundir
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.signals import signal_number
 from hydroslurm.errors import LaunchError, UsageError
-from hydroslurm.gate.signals import SignalPlan, signal_number
+from hydroslurm.gate.signals import SignalPlan
 
 SUBMITIT_SIGNAL = "URG"
 """submitit's preemption signal, instead of USR2: Slurm accepts it, and a process without a handler

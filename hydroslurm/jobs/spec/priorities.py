@@ -1,12 +1,12 @@
-"""What the priority of a T9k manifest is on this Slurm: a table of the site's, and of the user's.
+"""Map the priority of a T9k manifest to this Slurm, by the site's table and the user's.
 
     priorities:                 # in config.yaml
       80: {qos: high}
-      50: {}                    # as any other job
+      50: {}                    # like any other job
       10: {nice: 1000}
 
-A user cannot set a priority in Slurm; a QOS may have one, and nice takes some off. Which of them a
-number from 0 to 100 should be, only the site knows.
+A user cannot set a priority in Slurm; a QOS may raise it, and nice lowers it. Only the site knows
+which of them a number from 0 to 100 should map to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SITE = Path("/etc/hydroslurm/config.yaml")
 
 
 class Priority(Part):
-    """One line of the table: what becomes of ``scheduler.qos`` and ``scheduler.nice``."""
+    """One row of the table: the values for ``scheduler.qos`` and ``scheduler.nice``."""
 
     qos: SlurmWord | None = None
     nice: Nice | None = None
@@ -42,30 +42,30 @@ class Priorities:
     """The table.
 
     Attributes:
-        table: a priority as the manifest spells it -> what it is.
-        places: the files that it comes from, the user's first; may or may not be there.
+        table: a priority as the manifest spells it -> its row.
+        places: the files that are read, the user's first; they need not exist.
     """
 
     table: Mapping[str, Priority]
     places: tuple[Path, ...]
 
     def where(self) -> str:
-        """The files, for a message."""
+        """The files, for messages."""
         return " or ".join(map(str, self.places))
 
 
 def read_priorities(environ: Mapping[str, str], *, site: Path = SITE) -> Priorities:
-    """Read the site's table and the user's, whose lines count above it.
+    """Read the site's table and the user's, whose rows take precedence.
 
     Args:
         environ: XDG_CONFIG_HOME, HOME.
 
     Raises:
-        SpecError: a file is no such configuration.
-        UntrustedFile: others could have written it.
+        SpecError: a file is not a valid configuration.
+        UntrustedFile: other users could have written it.
     """
     home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
-    # a relative one is to be ignored; source: the XDG Base Directory Specification
+    # the XDG Base Directory Specification: relative paths must be ignored
     own = [Path(home) / "hydroslurm/config.yaml"] if home.startswith("/") else []
     table: dict[str, Priority] = {}
     for path in (site, *own):

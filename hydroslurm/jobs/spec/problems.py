@@ -1,4 +1,4 @@
-"""What is wrong with a spec, said so that it can be mended: field, line, and the fix. Pure."""
+"""Report what is wrong with a spec: field, line, and how to fix it. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hydroslurm.jobs.spec.source import KeyPath, Source, path_text
 from hydroslurm.jobs.spec.translation import nearest
 
 MOST_PROBLEMS = 60
-"""That are looked for: who has more has another kind of file."""
+"""How many are reported: a file with more is not a job spec."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One error in a spec.
 
     Attributes:
         line: in the file, from 1.
@@ -41,13 +41,13 @@ class Problem:
 def problems_of(
     error: ValidationError, value: object, *, source: Source, place: Callable[[KeyPath], KeyPath]
 ) -> tuple[Problem, ...]:
-    """What is wrong, in the order of the file.
+    """All errors, in the order of the file.
 
     Args:
-        error: what :class:`TrainingJob` says to ``value``.
+        error: what validating ``value`` as :class:`TrainingJob` raised.
         value: what was validated.
         source: the file.
-        place: where in the file a place in ``value`` is from.
+        place: maps a path in ``value`` to the path in the file that it comes from.
     """
     found: dict[Problem, None] = {}
 
@@ -59,11 +59,11 @@ def problems_of(
     errors: list[dict[str, Any]] = [
         dict(one)
         for one in error.errors(include_url=False)
-        # pydantic counts only items that are right: a list of wrong ones is "too short", too
+        # pydantic counts valid items only: a list of invalid ones is "too short" as well
         if not (one["type"] == "too_short" and one["input"])
     ][:MOST_PROBLEMS]
     if foreign := [one for one in errors if one["loc"] in (("apiVersion",), ("kind",))]:
-        errors = foreign  # of another format, whose fields are no problems of ours
+        errors = foreign  # another format: its fields are not our concern
     misspelt = {_meant(one) for one in errors if one["type"] == "extra_forbidden"}
     for one in errors:
         if one["type"] == DOES_NOT_FIT:
@@ -79,8 +79,8 @@ def problems_of(
 
 
 def _complaints(error: ValidationError, value: Any, wrong: list[KeyPath]) -> Iterator[Complaint]:
-    """What does not fit together, also where single fields are wrong: looked for in the same job
-    without them, and believed where it does not hang on any of them."""
+    """Conflicts between fields, even where single fields are invalid: the job is validated again
+    without those, and a conflict is reported if it depends on none of them."""
     if wrong and isinstance(value, dict):
         mended = copy.deepcopy(value)
         for path in wrong:
@@ -103,7 +103,7 @@ def _overlap(one: KeyPath, other: KeyPath) -> bool:
 
 
 def _take_away(value: Any, path: KeyPath) -> None:
-    """Items of lists stay, so that the others keep their numbers."""
+    """Remove a field. List items stay, so that the indices of the others do not change."""
     for step in path[:-1]:
         try:
             value = value[step]
@@ -114,8 +114,9 @@ def _take_away(value: Any, path: KeyPath) -> None:
 
 
 def _as_written(loc: tuple[int | str, ...], value: Any) -> KeyPath:
-    """Without the names that pydantic gives to keys; a mapping that was read as a list (``env``)
-    has names, not numbers; and a field may be spelled as in Python."""
+    """The path as the file spells it: without the ``[key]`` that pydantic adds, with names in place
+    of indices where a mapping was read as a list (``env``), and with a field's Python name where
+    the file uses that."""
     path: list[int | str] = []
     for part in loc:
         if part == "[key]":
@@ -143,7 +144,7 @@ def _message(error: dict[str, Any], path: KeyPath, written: str | None) -> str:
     if kind == "literal_error":
         return _not_one_of(given, str(context["expected"]), path)
     if not path:
-        return f"wanted the fields of a job spec, replicaSpecs at least; got {_shown(given)}"
+        return f"wanted the fields of a job spec, at least replicaSpecs; got {_shown(given)}"
     if kind == "value_error" and isinstance(context["error"], NotText) and written:
         return _no_text(given, path, written)
     if given is None:
@@ -151,29 +152,31 @@ def _message(error: dict[str, Any], path: KeyPath, written: str | None) -> str:
     if kind == "value_error":
         return str(context["error"])
     if isinstance(given, str) and "env" in path[-2:] and kind.startswith("model_"):
-        return f"wanted {{name: {given.partition('=')[0][:60]}, value: ...}}, got both in one text"
+        return (
+            f"wanted {{name: {given.partition('=')[0][:60]}, value: ...}}, got both in one string"
+        )
     wanted = _WANTED.get(kind)
     if wanted is not None:
-        hint = "; without quotes" if kind == "int_type" and _is_number(given) else ""
+        hint = "; remove the quotes" if kind == "int_type" and _is_number(given) else ""
         return f"wanted {wanted.format(**context)}, got {_shown(given)}{hint}"
     return f"{error['msg']}, got {_shown(given)}"
 
 
 _REQUIRED = {
-    "replicaSpecs": "a list of what is run, each with a template and its command",
-    "template": "what these replicas run, a command at least",
+    "replicaSpecs": "a list of what to run, each with a template and its command",
+    "template": "what these replicas run, at least a command",
     "command": "a list such as [python, train.py]",
-    "name": "what the variable is called",
+    "name": "the name of the variable",
 }
 """What to write for each field without a default."""
 
 _NOT_HERE: dict[tuple[str, ...], str] = {
-    ("scheduler", "priority"): "a user cannot set the priority of a job in Slurm; qos gives a "
-    "higher one where you have such a QOS, nice a lower one",
-    ("scheduler", "queue"): "Slurm's word is partition",
-    ("resources", "requests"): "Kubernetes' way; write cpus, memory and gpus here, of one replica",
-    ("resources", "limits"): "Kubernetes' way; write cpus, memory and gpus here, of one replica",
-    ("resources", "cpu"): "Kubernetes' word; here it is cpus",
+    ("scheduler", "priority"): "users cannot set the priority of a job in Slurm; qos can raise it "
+    "if you may use such a QOS, and nice lowers it",
+    ("scheduler", "queue"): "Slurm calls it partition",
+    ("resources", "requests"): "Kubernetes' name; write cpus, memory and gpus here, per replica",
+    ("resources", "limits"): "Kubernetes' name; write cpus, memory and gpus here, per replica",
+    ("resources", "cpu"): "Kubernetes' name; here it is cpus",
     ("tensorboard", "logdir"): "there is no field 'logdir'; did you mean 'logDirectory'?",
     ("scheduler", "time"): "there is no field 'time'; did you mean 'timeLimitMinutes'?",
 }
@@ -190,13 +193,13 @@ _WANTED = {
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
     "too_short": "at least {min_length} item",
-    "string_pattern_mismatch": "a name of letters, digits, _ and -, beginning with a letter",
+    "string_pattern_mismatch": "a name of letters, digits, _ and -, starting with a letter",
 }
 
 _FORMATS: dict[KeyPath, str] = {
-    ("apiVersion",): "hydroslurm/v1 for a job spec, batch.tensorstack.dev/v1beta1 for a manifest "
-    "of T9k's",
-    ("kind",): "TrainingJob for a job spec, PyTorchTrainingJob for a manifest of T9k's",
+    ("apiVersion",): "hydroslurm/v1 for a job spec, batch.tensorstack.dev/v1beta1 for a T9k "
+    "manifest",
+    ("kind",): "TrainingJob for a job spec, PyTorchTrainingJob for a T9k manifest",
 }
 
 
@@ -205,7 +208,7 @@ def _is_number(given: object) -> bool:
 
 
 def _no_text(given: object, path: KeyPath, written: str) -> str:
-    """A value of the environment may be a secret: it is not repeated."""
+    """The value of an environment variable may be a secret: it is not repeated."""
     kind = "nothing" if given is None else "a number"
     kind = "true or false" if isinstance(given, bool) else kind
     if "env" in path:
@@ -214,7 +217,7 @@ def _no_text(given: object, path: KeyPath, written: str) -> str:
 
 
 def _meant(error: dict[str, Any]) -> KeyPath:
-    """Of a field that there is not."""
+    """The path that an unknown field was probably meant to be."""
     path: KeyPath = error["loc"]
     near = nearest(str(path[-1]), fields_at(path[:-1]))
     return path if near is None else (*path[:-1], near)
@@ -242,7 +245,7 @@ def _one_of(valid: list[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: short, and what holds others only by kind."""
+    """A value in a message: shortened, and only the type of containers."""
     if isinstance(value, dict):
         return "fields with values"
     if isinstance(value, (list, tuple)):
@@ -256,7 +259,7 @@ def _shown(value: object) -> str:
 
 
 def fields_at(path: KeyPath) -> tuple[str, ...]:
-    """The names that a mapping at this place may have, as YAML spells them."""
+    """The field names that a mapping at this path may have, as YAML spells them."""
     part: type[BaseModel] | None = TrainingJob
     for step in path:
         if isinstance(step, str):

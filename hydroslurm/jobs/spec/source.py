@@ -1,8 +1,8 @@
-"""A YAML text as plain values, and where each of them stands.
+"""Read YAML into plain values, and remember the line of each.
 
-Read by PyYAML's safe loader, whose every other tag is refused, within bounds that no job spec comes
-near and that a hostile file cannot pass: its size, how deep it nests, and how much it is once its
-aliases are written out. Dates are no dates here but the text that they are written as.
+PyYAML's safe loader reads it, restricted to the tags of plain data. Limits on file size, nesting
+depth and the size after alias expansion are far above any real job spec and stop a hostile file.
+Dates stay text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from hydroslurm.errors import SpecError
 
 MOST_BYTES = 1 << 18
-"""Of a file."""
+"""The largest file that is read."""
 DEEPEST = 40
 LONGEST_NUMBER = 40
 
@@ -26,16 +26,16 @@ _PLAIN = {f"{_TAG}{name}" for name in ("map", "seq", "str", "int", "float", "boo
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands: names of fields and numbers in lists."""
+"""The path of a value: field names and list indices."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much a text may hold, its aliases written out.
+    """How much a document may hold after alias expansion.
 
     Attributes:
-        values: names, items, lists and mappings.
-        content_bytes: of all texts together. Linux hands about 2 MiB to a program.
+        values: keys, scalars, lists and mappings.
+        content_bytes: all scalars together. Linux passes about 2 MiB of arguments to a program.
     """
 
     values: int
@@ -44,14 +44,13 @@ class Bounds:
 
 OF_A_FILE = Bounds(values=20_000, content_bytes=1 << 20)
 RESOLVED = Bounds(values=20 * OF_A_FILE.values, content_bytes=20 * OF_A_FILE.content_bytes)
-"""Of the same with every default filled in, as it lies in a run folder."""
+"""For the resolved spec in a run folder, which has every default filled in."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its dates and its ``=``: nobody who writes them means a value other than
-    the text."""
+    """YAML 1.1 without its dates and its ``=``: people who write them mean the text."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own name for it, never changed
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's name, never modified
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN or "merge" in tag]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -59,13 +58,13 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True)
 class Source:
-    """What a file says.
+    """The contents of a file.
 
     Attributes:
-        name: of the file, for messages.
+        name: the file's name, for messages.
         value: made of dict, list, str, int, float, bool and None.
-        lines: where each key or list item begins; from 1.
-        written: each value that is neither list nor mapping, as the file spells it.
+        lines: the line on which each key or list item begins, from 1.
+        written: each scalar as the file spells it.
     """
 
     name: str
@@ -74,7 +73,7 @@ class Source:
     written: Mapping[KeyPath, str]
 
     def line_of(self, path: KeyPath) -> int:
-        """The line of a value; for one that is not there, of what it would stand in."""
+        """The line of a value, or of its nearest existing parent if it is missing."""
         for end in range(len(path), -1, -1):
             line = self.lines.get(path[:end])
             if line is not None:
@@ -83,7 +82,7 @@ class Source:
 
 
 def path_text(path: KeyPath) -> str:
-    """``replicaSpecs[0].template`` for people."""
+    """Format a path for people: ``replicaSpecs[0].template``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -94,7 +93,7 @@ def read_source(path: Path) -> Source:
     """Read a file.
 
     Raises:
-        SpecError: it cannot be read, or as :func:`parse_source`.
+        SpecError: the file cannot be read; or as :func:`parse_source`.
     """
     try:
         with path.open("rb") as file:
@@ -112,11 +111,11 @@ def read_source(path: Path) -> Source:
 
 
 def parse_source(text: str, *, name: str, bounds: Bounds = RESOLVED) -> Source:
-    """Read a text that holds one YAML document.
+    """Parse one YAML document.
 
     Raises:
-        SpecError: not YAML, not one document, beyond a bound, a tag that is not plain data, a key
-            twice.
+        SpecError: not YAML, more or less than one document, over a limit, a tag that is not plain
+            data, or a duplicate key.
     """
     lines: dict[KeyPath, int] = {}
     written: dict[KeyPath, str] = {}
@@ -155,7 +154,9 @@ def _line(at: yaml.Node | yaml.Event) -> int:
 def _value(node: yaml.Node, path: KeyPath, reading: _Reading) -> Any:
     if node.tag not in _PLAIN:
         shown = node.tag.replace(_TAG, "!!", 1)[:60]
-        raise reading.error(node, f"the tag {shown} is not read; a job spec is plain values")
+        raise reading.error(
+            node, f"the tag {shown} is not allowed; a job spec holds plain values only"
+        )
     if isinstance(node, yaml.MappingNode):
         return _mapping(node, path, reading)
     if isinstance(node, yaml.SequenceNode):
@@ -171,13 +172,13 @@ def _value(node: yaml.Node, path: KeyPath, reading: _Reading) -> Any:
 
 def _mapping(node: yaml.MappingNode, path: KeyPath, reading: _Reading) -> dict[str, Any]:
     seen: dict[str, int] = {}
-    for key_node, _ in node.value:  # as written: a merge may repeat what it brings
+    for key_node, _ in node.value:  # as written: a key may override one that it merges in
         if key_node.tag == f"{_TAG}merge":
             continue
         key, line = _key(key_node, reading), _line(key_node)
         if key in seen:
             shown = key if len(key) <= 60 else f"{key[:57]}..."
-            raise reading.error(key_node, f"{shown!r} is there twice, first in line {seen[key]}")
+            raise reading.error(key_node, f"duplicate key {shown!r}, first on line {seen[key]}")
         seen[key] = line
     reading.loader.flatten_mapping(node)
     found: dict[str, Any] = {}
@@ -190,7 +191,7 @@ def _mapping(node: yaml.MappingNode, path: KeyPath, reading: _Reading) -> dict[s
 
 
 def _key(node: yaml.Node, reading: _Reading) -> str:
-    """Names of fields are text, also those that YAML reads as numbers or truth values."""
+    """Field names are text, even where YAML would read a number or a boolean."""
     if not isinstance(node, yaml.ScalarNode):
         raise reading.error(node, "a list or a mapping cannot be the name of a field")
     return str(node.value)
@@ -206,12 +207,12 @@ def _scalar(node: yaml.Node, reading: _Reading) -> Any:
     except (yaml.YAMLError, ValueError, ArithmeticError, KeyError, IndexError) as error:
         kind = node.tag.replace(_TAG, "", 1)
         shown = str(node.value)[:60]
-        raise reading.error(node, f"{shown!r} is not a value of the kind {kind}") from error
+        raise reading.error(node, f"{shown!r} is not a valid {kind}") from error
 
 
 @dataclass(frozen=True)
 class _Size:
-    """How much there is so far, aliases written out."""
+    """The size so far, with aliases expanded."""
 
     values: int = 0
     content_bytes: int = 0
@@ -224,7 +225,8 @@ class _Size:
 
 
 def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
-    """Before anything is built, on PyYAML's stream of events, which needs no recursion."""
+    """Check the limits before anything is built, on PyYAML's event stream, which needs no
+    recursion."""
     now = _Size()
     sizes: dict[str, _Size] = {}
     opened: list[tuple[str | None, _Size]] = []
@@ -233,7 +235,7 @@ def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
         where = f"{name}:{_line(event)}"
         documents += isinstance(event, yaml.DocumentStartEvent)
         if documents > 1:
-            raise SpecError(f"{where}: a second document begins here; wanted one job a file")
+            raise SpecError(f"{where}: a second document begins here; wanted one job per file")
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, now))
             now += _Size(1)
@@ -249,19 +251,19 @@ def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
         elif isinstance(event, yaml.AliasEvent):
             anchor = str(event.anchor)
             if anchor in (one for one, _ in opened):
-                raise SpecError(f"{where}: *{anchor[:60]} stands within itself")
+                raise SpecError(f"{where}: *{anchor[:60]} contains itself")
             now += sizes.get(anchor, _Size(1))
         if len(opened) > DEEPEST:
             raise SpecError(f"{where}: nests deeper than {DEEPEST} levels; is it a job spec?")
         if now.values > bounds.values or now.content_bytes > bounds.content_bytes:
             raise SpecError(
-                f"{where}: with its aliases written out this is more than {bounds.values} values "
+                f"{where}: with its aliases expanded this is more than {bounds.values} values "
                 f"or {bounds.content_bytes >> 20} MiB; is it a job spec?"
             )
 
 
 def _message(error: yaml.YAMLError, name: str, text: str) -> str:
-    """PyYAML's complaint in one line."""
+    """PyYAML's error in one line."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         odd = error.character if isinstance(error.character, int) else ord(error.character)
@@ -270,6 +272,6 @@ def _message(error: yaml.YAMLError, name: str, text: str) -> str:
     where = f"{name}:{mark.line + 1}" if mark is not None else name
     problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
     if "'\\t'" in problem:
-        return f"{where}: is not YAML: a tab; indent with blanks"
+        return f"{where}: is not YAML: a tab; indent with spaces"
     context = getattr(error, "context", None)
     return f"{where}: is not YAML: {problem[:200]}{f' ({context})' if context else ''}"

@@ -1,25 +1,25 @@
-"""T9k's PyTorchTrainingJob, read as it is: what each of its fields is on Slurm.
+"""Read T9k's PyTorchTrainingJob unchanged: what each of its fields becomes on Slurm.
 
     metadata.name, .labels                    name, labels
     spec.replicaSpecs[].type, .replicas ...   the same
-      .template.spec.containers[]             template: the one called python or pytorch
-        command, args, env, workingDir        the same; $(NAME) is written out, as Kubernetes does
+      .template.spec.containers[]             template: the one named python or pytorch
+        command, args, env, workingDir        the same; $(NAME) is expanded as in Kubernetes
         resources.limits, else .requests      cpus, memory, gpus (nvidia.com/gpu, amd.com/gpu)
         image                                 image, where this cluster can run one
       .template.spec.initContainers[]         template.init, without their images
     spec.torchrunConfig                       the same; enabled is enable
     spec.runPolicy                            the same; cleanUpPolicy is cleanPolicy
     spec.scheduler.t9kScheduler.queue         scheduler.partition
-      .priority                               scheduler.qos, .nice, by a table: see priorities
+      .priority                               scheduler.qos, .nice: see priorities.py
     spec.tensorboardSpec                      tensorboard: the path of its first fileset
     spec.runMode.debug                        the same; enabled is enable
 
-Everything else in a manifest has no meaning on Slurm. It is listed, never dropped silently, and
-where it looks misspelt, so is the name that was meant. What is of the wrong type is carried over as
-it is, for the validation to name it. Pure.
+Everything else in a manifest has no meaning on Slurm. It is listed, never dropped silently, with
+the likely name where it looks like a typo. Values of the wrong type are copied unchanged, for the
+validation to report. Pure.
 
 Source: the user manual of T9k's TensorStack, whose releases differ: ``enable`` became ``enabled``,
-``cleanUpWorkers`` became ``cleanUpPolicy``. All are read.
+``cleanUpWorkers`` became ``cleanUpPolicy``. All of these are read.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ API_VERSION = "batch.tensorstack.dev/v1beta1"
 KIND = "PyTorchTrainingJob"
 
 _MAIN_CONTAINERS = ("python", "pytorch")
-"""T9k's torchrun takes ``python``, else the first; its own examples call that one ``pytorch``."""
+"""T9k's torchrun takes ``python``, else the first; its own examples use ``pytorch``."""
 _GPUS = ("nvidia.com/gpu", "amd.com/gpu")
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 _FILESET = re.compile(r"t9k://pvc/(.+)")
 _OF_THE_POD = {
     "volumes": "a job sees the file systems of its nodes",
-    "nodeSelector": "Slurm's way is scheduler.options.constraint of a job spec",
+    "nodeSelector": "in a job spec, use scheduler.options.constraint",
 }
 
 
 def is_manifest(value: object) -> bool:
-    """Whether a document says that it is T9k's."""
+    """Whether a document claims to be T9k's."""
     return isinstance(value, dict) and (
         value.get("kind") == KIND
         or str(value.get("apiVersion", "")).startswith("batch.tensorstack")
@@ -55,7 +55,7 @@ def is_manifest(value: object) -> bool:
 
 
 def translate(manifest: Mapping[str, Any], *, priorities: Priorities) -> Translation:
-    """Turn a manifest into ours."""
+    """Translate a manifest into a job spec."""
     of = Translator(manifest)
     for name, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         if of.use((name,)) != wanted:
@@ -70,7 +70,7 @@ def translate(manifest: Mapping[str, Any], *, priorities: Priorities) -> Transla
     _scheduler(of, priorities)
     _tensorboard(of)
     _debug(of)
-    of.drop(("spec", "elastic"), "torchrunConfig.minNodes says how few replicas may train")
+    of.drop(("spec", "elastic"), "torchrunConfig.minNodes sets the fewest replicas that may train")
     return of.translation()
 
 
@@ -108,7 +108,7 @@ def _priority(of: Translator, own: KeyPath, at: KeyPath, priorities: Priorities)
     if value is None:
         return
     if not priorities.table:
-        of.drop(at, f"no table says what it is in Slurm; there is none in {priorities.where()}")
+        of.drop(at, f"no table maps it to Slurm; add one to {priorities.where()}")
         return
     found = priorities.table.get(str(value))
     if found is None:
@@ -130,7 +130,7 @@ def _tensorboard(of: Translator) -> None:
     at, own = ("spec", "tensorboardSpec"), ("tensorboard",)
     if not of.open(own, at):
         return
-    of.drop((*at, "image"), "TensorBoard is that of this Python")
+    of.drop((*at, "image"), "TensorBoard runs from this Python environment")
     filesets = of.get((*at, "trainingLogFilesets"))
     if not isinstance(filesets, list):
         of.move((*own, "logDirectory"), (*at, "trainingLogFilesets"))
@@ -140,7 +140,7 @@ def _tensorboard(of: Translator) -> None:
         path = (*at, "trainingLogFilesets", number)
         match = _FILESET.fullmatch(fileset) if isinstance(fileset, str) else None
         if shown or (match is None and isinstance(fileset, str) and "://" in fileset):
-            of.drop(path, "TensorBoard shows one folder, of a file system that the nodes have")
+            of.drop(path, "TensorBoard shows one folder, on a file system of the nodes")
             continue
         of.put((*own, "logDirectory"), path, match[1] if match else fileset)
         shown = True
@@ -178,12 +178,12 @@ def _replicas(of: Translator, own: KeyPath, at: KeyPath, *, torchrun: bool) -> N
     if len(names) > 1 and names[main] not in _MAIN_CONTAINERS:
         of.refuse(
             (*pod, "containers"),
-            f"which of them trains cannot be told: they are called {', '.join(map(str, names))}; "
-            "call the one that does python, or pytorch",
+            f"cannot tell which container trains, of {', '.join(map(str, names))}; "
+            "name the one that does python or pytorch",
         )
     for number in range(len(names)):
         if number != main:
-            why = f"a replica is one program, that of the container {names[main]}"
+            why = f"a replica runs one program, that of the container {names[main]}"
             of.drop((*pod, "containers", number), why)
     _container(of, template, (*pod, "containers", main), torchrun=torchrun)
     for number in of.items((*template, "init"), (*pod, "initContainers")):
@@ -191,7 +191,7 @@ def _replicas(of: Translator, own: KeyPath, at: KeyPath, *, torchrun: bool) -> N
         if of.open(ours, path):
             for name in ("name", "command", "args"):
                 of.move((*ours, name), (*path, name))
-            of.drop((*path, "image"), "init steps run on the node, outside of containers")
+            of.drop((*path, "image"), "init steps run on the node, outside any container")
 
 
 def _container(of: Translator, own: KeyPath, at: KeyPath, *, torchrun: bool) -> None:
@@ -224,10 +224,10 @@ def _resources(of: Translator, own: KeyPath, at: KeyPath) -> None:
 
 
 def _environment(of: Translator, own: KeyPath, at: KeyPath) -> dict[str, str]:
-    """Carry the variables over.
+    """Copy the environment variables.
 
     Returns:
-        those that ``$(NAME)`` may stand for in the command.
+        the variables that ``$(NAME)`` in the command may refer to.
     """
     known: dict[str, str] = {}
     number = 0
@@ -235,7 +235,9 @@ def _environment(of: Translator, own: KeyPath, at: KeyPath) -> dict[str, str]:
         path = (*at, "env", index)
         one = of.get(path)
         if isinstance(one, dict) and "valueFrom" in one:
-            of.drop(path, f"{one.get('name')} comes from the Kubernetes cluster; export it")
+            of.drop(
+                path, f"{one.get('name')} comes from the Kubernetes cluster; export it yourself"
+            )
             continue
         if isinstance(one, dict):
             one = {name: value for name, value in one.items() if value is not None}
@@ -248,7 +250,7 @@ def _environment(of: Translator, own: KeyPath, at: KeyPath) -> dict[str, str]:
 
 
 def _expanded(value: Any, env: Mapping[str, str]) -> Any:
-    """``$(NAME)`` of a variable that the container has, ``$$`` as one ``$``; everything else stays.
+    """Expand ``$(NAME)`` of the container's variables, and ``$$`` to ``$``; the rest is unchanged.
     Source: the Kubernetes API reference on ``command`` and ``args`` of a container."""
     if isinstance(value, list):
         return [_expanded(word, env) for word in value]

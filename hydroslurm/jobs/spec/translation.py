@@ -1,4 +1,4 @@
-"""Translate a document of another format into ours, and list what has no counterpart. Pure."""
+"""Translate a document of another format into ours, and list what has no equivalent. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydroslurm.jobs.spec.source import KeyPath, path_text
 
 @dataclass(frozen=True)
 class Misspelt:
-    """A field that is not known, and one that is, is not there, and would be spelt much alike."""
+    """An unknown field, and the known one with a similar name that is missing."""
 
     path: KeyPath
     meant: str
@@ -22,7 +22,7 @@ class Misspelt:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A place in the document that says something which cannot be obeyed, and why."""
+    """A setting in the document that cannot be honored, and why."""
 
     path: KeyPath
     message: str
@@ -35,10 +35,10 @@ class Translation:
     Attributes:
         value: for :class:`~hydroslurm.jobs.spec.job.TrainingJob`, not validated.
         origins: where in the document each part of ``value`` comes from.
-        meaningless: fields of the document that Slurm has nothing for, with the reason where the
-            name does not say it.
-        misspelt: those of them that are likely to be known ones.
-        refusals: what is wrong in the document before it is validated.
+        meaningless: fields of the document with no equivalent in Slurm, with the reason where it is
+            not obvious from the name.
+        misspelt: those of them that look like typos of known fields.
+        refusals: errors found before validation.
     """
 
     value: Any
@@ -48,7 +48,7 @@ class Translation:
     refusals: tuple[Refusal, ...] = ()
 
     def origin(self, path: KeyPath) -> KeyPath:
-        """The place in the document of a place in ``value``."""
+        """Where in the document a path of ``value`` comes from."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.origins:
                 return (*self.origins[path[:end]], *path[end:])
@@ -57,7 +57,7 @@ class Translation:
 
 @dataclass
 class Translator:
-    """Takes a document apart; what nobody asks it for is what is left."""
+    """Takes a document apart and keeps track of the fields that nobody has asked for."""
 
     document: Mapping[str, Any]
     _value: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Translator:
     _refusals: list[Refusal] = field(default_factory=list)
 
     def get(self, path: KeyPath) -> Any:
-        """What stands there; None for nothing."""
+        """The value at this path, or None."""
         here: Any = self.document
         for end, part in enumerate(path):
             if isinstance(part, str):
@@ -81,25 +81,25 @@ class Translator:
         return here
 
     def use(self, path: KeyPath) -> Any:
-        """The same of a value that is understood."""
+        """Get a value, and mark its field as understood."""
         self._used.add(path)
         return self.get(path)
 
     def put(self, own: KeyPath, path: KeyPath, value: Any) -> None:
-        """Write ``value`` under ``own``; it comes from ``path``, which is understood."""
+        """Write ``value`` under ``own``, and mark ``path``, where it comes from, as understood."""
         self._write(own, value)
         self._origins[own] = path
         self._used.add(path)
 
     def move(self, own: KeyPath, path: KeyPath) -> None:
-        """Carry a value over as it is, where there is one."""
+        """Copy a value unchanged, if there is one."""
         value = self.get(path)
         if value is not None:
             self.put(own, path, value)
 
     def open(self, own: KeyPath, path: KeyPath) -> bool:
-        """Whether there are fields under ``path``, to be asked for one by one. What is something
-        else is carried over, for the validation to name it."""
+        """Whether ``path`` is a mapping, whose fields are then asked for one by one. Anything else
+        is copied unchanged, for the validation to report."""
         value = self.get(path)
         if isinstance(value, Mapping):
             self._write(own, {})
@@ -110,7 +110,7 @@ class Translator:
         return False
 
     def items(self, own: KeyPath, path: KeyPath) -> range:
-        """The numbers of the items under ``path``; what is no list is carried over."""
+        """The indices of the list at ``path``; anything but a list is copied unchanged."""
         value = self.get(path)
         if isinstance(value, list):
             self._write(own, [])
@@ -120,21 +120,21 @@ class Translator:
         return range(0)
 
     def comes_from(self, own: KeyPath, path: KeyPath) -> None:
-        """Where a value is looked for that is not there."""
+        """Record where a missing value would have been, for messages."""
         self._origins[own] = path
 
     def drop(self, path: KeyPath, why: str) -> None:
-        """Note why a field has no meaning, where it is there."""
+        """Record why a field has no meaning, if it is present."""
         if self.get(path) is not None:
             self._reasons[path] = why
 
     def refuse(self, path: KeyPath, message: str) -> None:
-        """Note that a field cannot be obeyed: what was seen, and what was wanted."""
+        """Record that a field cannot be honored: what was seen, and what was wanted."""
         self._used.add(path)
         self._refusals.append(Refusal(path, message))
 
     def translation(self) -> Translation:
-        """What has been written, and what is left."""
+        """The result: what was written, and what is left over."""
         known = {path[:end] for path in self._used | set(self._reasons) for end in range(len(path))}
         known |= self._opened
         left = tuple(self._left((), self.document, known))
@@ -160,10 +160,10 @@ class Translator:
             here[own[-1]] = value
 
     def _left(self, path: KeyPath, value: Any, known: set[KeyPath]) -> Iterator[KeyPath]:
-        """What nobody knows, as high up as can be.
+        """The topmost paths under which nothing is known.
 
         Args:
-            known: what holds something that is known.
+            known: paths of everything that contains something known.
         """
         if path in self._used or value is None:
             return
@@ -190,11 +190,11 @@ class Translator:
 
 
 def nearest(name: str, valid: Collection[str], *, cutoff: float = 0.6) -> str | None:
-    """The valid name that is spelt most alike, whatever its case and its dashes; None when none
-    is like it.
+    """The valid name with the closest spelling, ignoring case, dashes and underscores; None when
+    none is close.
 
     Args:
-        cutoff: how alike, from 0 to 1.
+        cutoff: the least similarity, from 0 to 1.
     """
     plain = {_bare(one): one for one in valid}
     near = difflib.get_close_matches(_bare(name)[:60], list(plain), n=1, cutoff=cutoff)

@@ -88,7 +88,7 @@ def test_the_container_that_trains(names: list[str], wanted: str | None) -> None
     with pytest.raises(SpecError) as caught:
         loads(text)
     assert "job.yaml:11: spec.replicaSpecs[0].template.spec.containers: " in str(caught.value)
-    assert "they are called a, b; call the one that does python, or pytorch" in str(caught.value)
+    assert "of a, b; name the one that does python or pytorch" in str(caught.value)
 
 
 def test_what_has_no_effect_in_this_job_is_said() -> None:
@@ -117,7 +117,7 @@ def test_a_priority_is_what_the_table_says(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (listed,) = loads(prioritized("50")).meaningless
     table = tmp_path / "hydroslurm/config.yaml"
-    assert listed.startswith("spec.scheduler.t9kScheduler.priority (no table says")
+    assert listed.startswith("spec.scheduler.t9kScheduler.priority (no table maps it to Slurm")
     assert str(table) in listed
     assert "/etc/hydroslurm/config.yaml" in listed
     table.parent.mkdir()
@@ -185,7 +185,7 @@ def test_secrets_of_kubernetes_are_named() -> None:
     spec = loads(manifest(f"{{command: [python, a.py], env: [{secret}, {{name: A, value: a}}]}}"))
     assert [one.name for one in spec.job.replica_specs[0].template.env] == ["A"]
     (listed,) = spec.meaningless
-    assert listed.endswith("env[0] (KEY comes from the Kubernetes cluster; export it)")
+    assert listed.endswith("env[0] (KEY comes from the Kubernetes cluster; export it yourself)")
 
 
 NEWER = """
@@ -257,19 +257,19 @@ def test_the_newer_spellings_and_two_types() -> None:
 def test_everything_else_is_listed_once() -> None:
     """As high up as can be, with a reason where the name does not say it."""
     at = "spec.replicaSpecs[0].template.spec"
-    fileset = "TensorBoard shows one folder, of a file system that the nodes have"
+    fileset = "TensorBoard shows one folder, on a file system of the nodes"
     assert sorted(loads(NEWER).meaningless) == sorted([
         "metadata.namespace",
         "metadata.annotations",
         "spec.runMode.pause (scontrol hold keeps a job from starting)",
-        "spec.elastic (torchrunConfig.minNodes says how few replicas may train)",
+        "spec.elastic (torchrunConfig.minNodes sets the fewest replicas that may train)",
         "spec.tensorboardSpec.resources",
         f"spec.tensorboardSpec.trainingLogFilesets[0] ({fileset})",
         f"spec.tensorboardSpec.trainingLogFilesets[2] ({fileset})",
         "spec.replicaSpecs[0].template.metadata",
-        f"{at}.nodeSelector (Slurm's way is scheduler.options.constraint of a job spec)",
+        f"{at}.nodeSelector (in a job spec, use scheduler.options.constraint)",
         f"{at}.hostNetwork",
-        f"{at}.containers[0] (a replica is one program, that of the container pytorch)",
+        f"{at}.containers[0] (a replica runs one program, that of the container pytorch)",
         f"{at}.containers[1].envFrom",
         f"{at}.containers[1].ports",
         f"{at}.containers[1].volumeMounts (a job sees the file systems of its nodes)",
