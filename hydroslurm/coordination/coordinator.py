@@ -41,7 +41,7 @@ from hydroslurm.coordination.messages import (
     check_from_rank,
 )
 from hydroslurm.coordination.network import allow_descriptors, configure_socket, listen
-from hydroslurm.coordination.peers import Authenticator, PeerConnection
+from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
 from hydroslurm.coordination.state import CoordinatorState
 
 LINGER_S = 10.0
@@ -54,6 +54,10 @@ milliseconds, so whoever floods the coordinator drives out its own connections."
 ACCEPT_AGAIN_S = 0.5
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_DESCRIPTORS = 32
+ACCEPTS = 64
+"""Connections taken between two looks at those that exist: these must not wait for a flood."""
+NEWS_S = 0.25
+"""Between two announcements of ranks that are gone: so many may go one after the other."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +104,21 @@ class Coordinator:
         self._unauthenticated: deque[PeerConnection] = deque()
         """The oldest first; some may be closed."""
         self._last_joined_s = time.monotonic()
+        self._unflushed: dict[PeerConnection, None] = {}
+        self._news_due_s = 0.0
 
     def run(self) -> None:
         """Serve until all ranks have left, or none comes."""
         while not self._is_done():
             for key, _ in self._selector.select(timeout=self._select_timeout_s()):
-                key.data()
+                if isinstance(key.data, PeerConnection):
+                    self._guarded(key.data, self._serve, key.data)
+                else:
+                    key.data()
             for peer, answer in self._authenticator.answered():
-                self._guarded(peer, lambda peer=peer, answer=answer: self._answer(peer, answer))
+                self._guarded(peer, self._answer, peer, answer)
+            self._announce()
+            self._flush()
             self._expire()
         for peer in list(self._open):
             self._drop(peer)
@@ -126,6 +137,8 @@ class Coordinator:
     # --- accepting connections
 
     def _select_timeout_s(self) -> float:
+        if self._state.has_news:
+            return max(0.0, self._news_due_s - time.monotonic())
         return 1.0 if self._accept_again_s is None else ACCEPT_AGAIN_S
 
     def _expire(self) -> None:
@@ -144,23 +157,26 @@ class Coordinator:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in OUT_OF_RESOURCES and not self._drop_oldest():
-                # the waiting connection stays readable: trying again at once would be a busy loop
-                self._selector.unregister(self._listener)
-                self._accept_again_s = time.monotonic() + ACCEPT_AGAIN_S
-            return
-        peer = PeerConnection(connection)
+        for _ in range(ACCEPTS):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in OUT_OF_RESOURCES and not self._drop_oldest():
+                    # the waiting connection stays readable: trying again at once would be a busy
+                    # loop
+                    self._selector.unregister(self._listener)
+                    self._accept_again_s = time.monotonic() + ACCEPT_AGAIN_S
+                return
+            self._open_peer(PeerConnection(connection))
+
+    def _open_peer(self, peer: PeerConnection) -> None:
         self._open.add(peer)
         self._unauthenticated.append(peer)
         try:
-            configure_socket(connection)
-            connection.setblocking(False)
-            self._selector.register(
-                connection, selectors.EVENT_READ, lambda: self._guarded(peer, self._serve, peer)
-            )
+            configure_socket(peer.connection)
+            peer.connection.setblocking(False)
+            peer.events = selectors.EVENT_READ
+            self._selector.register(peer.connection, peer.events, peer)
         except (OSError, ValueError):
             self._drop(peer)
         if len(self._open) - len(self._joined) > MAX_UNAUTHENTICATED:
@@ -185,16 +201,14 @@ class Coordinator:
             self._drop(peer)
 
     def _serve(self, peer: PeerConnection) -> None:
-        """Write what is left, and read what has arrived."""
-        peer.flush()
+        """Read what has arrived; what is left to write is written at the end of the round."""
+        if peer.has_unsent:
+            self._unflushed[peer] = None
         data = peer.read()
         if data == b"":
             self._drop(peer)
-            return
-        if data:
+        elif data:
             self._receive(peer, data)
-        if peer in self._open:
-            self._watch(peer)
 
     def _receive(self, peer: PeerConnection, data: bytes) -> None:
         if peer.unsealer is None:
@@ -202,7 +216,7 @@ class Coordinator:
             had_hello = greeting.hello is not None
             greeting.feed(data)
             if greeting.hello is not None and not had_hello:
-                self._authenticator.ask(peer)
+                self._answer_hello(peer)
             if greeting.session is None:
                 return
             peer.open_session()
@@ -213,10 +227,17 @@ class Coordinator:
             if peer not in self._open:
                 return
 
+    def _answer_hello(self, peer: PeerConnection) -> None:
+        if peer.greeting.asks_munge:
+            self._authenticator.ask(peer)
+        else:
+            peer.put_bytes(self._authenticator.answer_at_once(peer.greeting))
+            self._unflushed[peer] = None
+
     def _answer(self, peer: PeerConnection, answer: Future[bytes]) -> None:
         if peer in self._open:
-            peer.write_bytes(answer.result())
-            self._watch(peer)
+            peer.put_bytes(answer.result())
+            self._unflushed[peer] = None
 
     def _handle(self, peer: PeerConnection, message: Message) -> None:
         if peer.rank is None:
@@ -227,6 +248,7 @@ class Coordinator:
             self._joined.pop(peer.rank, None)
             peer.rank = None
             peer.has_left = True
+        self._announce()
         self._send(outbox)
 
     def _join(self, peer: PeerConnection, message: Message) -> None:
@@ -241,32 +263,47 @@ class Coordinator:
         else:
             reason = self._state.why_not(rank, message["world_size"])
         if reason is not None:
-            peer.write({"type": "refused", "reason": reason, "same_incarnation": same_incarnation})
+            refused = {"type": "refused", "reason": reason, "same_incarnation": same_incarnation}
+            peer.put(Packed(refused))
+            self._unflushed[peer] = None
             return
         peer.rank = rank
         peer.has_joined = True
         self._joined[rank] = peer
-        self._send(self._state.join(rank, message["process"]))
+        self._send(self._state.join(rank, message["cut_off"]))
 
     def _send(self, outbox: Outbox) -> None:
-        broken = []
+        """Put messages on their way; :meth:`_flush` has all of one round sent at once."""
+        packed: Packed | None = None
         for rank, message in outbox:
             peer = self._joined.get(rank)
             if peer is None:
                 continue
-            try:
-                peer.write(message)
-                self._watch(peer)
-            except OSError:
-                broken.append(peer)
-        for peer in broken:
-            self._drop(peer)
+            if packed is None or packed.message is not message:
+                packed = Packed(message)
+            peer.put(packed)
+            self._unflushed[peer] = None
 
-    def _watch(self, peer: PeerConnection) -> None:
-        key = self._selector.get_key(peer.connection)
+    def _announce(self) -> None:
+        """Say who is gone, at once if nobody has gone lately."""
+        if self._state.has_news and (now_s := time.monotonic()) >= self._news_due_s:
+            self._news_due_s = now_s + NEWS_S
+            self._send(self._state.announce())
+
+    def _flush(self) -> None:
+        """Write what can be written; a peer that is lost over it may be news for others."""
+        while self._unflushed:
+            peers, self._unflushed = self._unflushed, {}
+            for peer in peers:
+                if peer in self._open:
+                    self._guarded(peer, self._flush_peer, peer)
+
+    def _flush_peer(self, peer: PeerConnection) -> None:
+        peer.flush()
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
-        if key.events != wanted:
-            self._selector.modify(peer.connection, wanted, key.data)
+        if peer.events != wanted:
+            peer.events = wanted
+            self._selector.modify(peer.connection, wanted, peer)
 
     def _drop(self, peer: PeerConnection) -> None:
         if peer not in self._open:
@@ -278,7 +315,9 @@ class Coordinator:
         rank, peer.rank = peer.rank, None
         if rank is not None and self._joined.get(rank) is peer:
             del self._joined[rank]
-            self._send(self._state.gone(rank))
+            outbox = self._state.gone(rank)
+            self._announce()
+            self._send(outbox)
 
 
 def main() -> int:
