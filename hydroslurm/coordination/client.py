@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,12 +13,14 @@ from typing import Any
 
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.coordination.channel import (
+    Connection,
     CoordinatorChannel,
     find_coordinator,
     join_coordinator,
 )
 from hydroslurm.coordination.messages import MAX_CUT_OFF, MAX_TEXT, Message, ranks_of
 from hydroslurm.coordination.pause_barrier import Emit, PauseBarrier
+from hydroslurm.coordination.relay import find_through_relay
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.stop_barrier import StopBarriers
@@ -205,13 +208,7 @@ class CoordinatorClient:
         if self._secret is None:
             self._secret = self._find_secret()
         secret = self._secret
-        if world.rank == 0:
-            ports: tuple[int, ...] = (start_coordinator(world, secret),)
-        else:
-            ports = world.coordinator_ports(secret.port_key)
-        found = find_coordinator(
-            world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
-        )
+        found = self._find(world, secret, until_s=time.monotonic() + timeout_s)
         cut_off = sorted(self._agreements.cut_off)[:MAX_CUT_OFF]
         channel = CoordinatorChannel(
             join_coordinator(found, world, cut_off),
@@ -228,6 +225,24 @@ class CoordinatorClient:
         if self._leaving:
             channel.close()
         channel.run()
+
+    def _find(self, world: World, secret: Secret, *, until_s: float) -> Connection:
+        """Connect through the relay of this node, or directly; the first rank starts the
+        coordinator."""
+        if world.rank == 0:
+            ports: tuple[int, ...] = (start_coordinator(world, secret),)
+        else:
+            ports = world.coordinator_ports(secret.port_key)
+
+        def leaving() -> bool:
+            return self._leaving
+
+        left_s = until_s - time.monotonic()
+        found = find_through_relay(world, secret, os.environ, timeout_s=left_s, stop=leaving)
+        if found is not None:
+            return found
+        left_s = until_s - time.monotonic()
+        return find_coordinator(world, secret, ports=ports, timeout_s=left_s, stop=leaving)
 
     def _due_s(self) -> float | None:
         pause_due_s = self._pause_barrier.due_s

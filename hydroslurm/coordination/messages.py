@@ -147,7 +147,13 @@ _ROUND: Mapping[str, Check] = {
     "of_ranks": _is_ranks,
 }
 
+TO_RELAY: Mapping[str, Mapping[str, Check]] = {
+    "reach": {"incarnation_id": _is_text, "rank": _is_rank, "host": _is_text, "is_near": _is_bool},
+}
+"""What a rank says first to the relay of its node, which passes on everything else."""
+
 FROM_RANK: Mapping[str, Mapping[str, Check]] = {
+    "relay": {"incarnation_id": _is_text},
     "join": {
         "incarnation_id": _is_text,
         "rank": _is_rank,
@@ -178,6 +184,7 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
 """``type`` -> the fields that such a message has, all of them and no others."""
 
 FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
+    "reached": {},
     "welcome": {},
     "refused": {"reason": _is_text, "same_incarnation": _is_bool},
     "all_joined": {"cut_off": _list_of(_is_text)},
@@ -214,6 +221,11 @@ def check_from_rank(message: Any) -> Message:
         BadMessage: it is not one.
     """
     return _check(message, FROM_RANK)
+
+
+def check_to_relay(message: Any) -> Message:
+    """The first message of a rank to a relay; raises as :func:`check_from_rank`."""
+    return _check(message, TO_RELAY)
 
 
 def check_from_coordinator(message: Any) -> Message:

@@ -9,10 +9,9 @@ import socket
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from hydroslurm.coordination.authentication import CoordinatorGreeting
-from hydroslurm.coordination.frames import Sealer, Unsealer, digest, pack
+from hydroslurm.coordination.frames import Sealer, Unsealer, digest
 from hydroslurm.slurm.munge import Munge
 
 MAX_UNSENT_BYTES = 256 << 20
@@ -28,19 +27,20 @@ _read_buffer = memoryview(bytearray(_READ_BYTES))
 
 
 class Packed:
-    """A message that is packed and hashed once, for as many ranks as it is sent to."""
+    """A body that is hashed once, for as many connections as it is sent on."""
 
-    def __init__(self, message: Any) -> None:
-        self.message = message
-        self.body = pack(message)
-        self.digest = digest(self.body)
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.digest = digest(body)
 
 
 class PeerConnection:
     """One connection as the coordinator has it; writing never blocks.
 
     Attributes:
-        has_joined: a rank has joined on it.
+        rank: that has joined on it, and is present.
+        relayed: of a relay's connection: the ranks that have joined through it; None for a rank's.
+        has_joined: a rank or a relay has joined on it.
         events: what the selector watches for.
     """
 
@@ -50,8 +50,8 @@ class PeerConnection:
         self.since_s = time.monotonic()
         self.unsealer: Unsealer | None = None
         self.rank: int | None = None
+        self.relayed: set[int] | None = None
         self.has_joined = False
-        self.has_left = False
         self.events = 0
         self._sealer: Sealer | None = None
         self._unsent: deque[bytes | memoryview] = deque()
@@ -67,6 +67,10 @@ class PeerConnection:
         assert session is not None
         self.unsealer, self._sealer = Unsealer(session.to_coordinator), Sealer(session.to_rank)
 
+    def use(self, *, sealer: Sealer, unsealer: Unsealer) -> None:
+        """Take the keys of a session that was opened elsewhere."""
+        self.unsealer, self._sealer = unsealer, sealer
+
     def read(self) -> bytes | None:
         """What has arrived; b"" at its end, None when nothing has."""
         try:
@@ -76,7 +80,7 @@ class PeerConnection:
         return bytes(_read_buffer[:count])
 
     def put(self, packed: Packed) -> None:
-        """Seal a message, to be sent by :meth:`flush`. Frames are counted, so it has to be sent."""
+        """Seal a body, to be sent by :meth:`flush`. Frames are counted, so it has to be sent."""
         assert self._sealer is not None
         head = self._sealer.head(len(packed.body), packed.digest)
         if len(packed.body) <= _COPIED_BYTES:
@@ -134,7 +138,12 @@ class Authenticator:
         """Have the hello of a peer without the key answered; see :meth:`answered`."""
         answer = self._pool.submit(self._answer, peer.greeting)
         self._asked.append((peer, answer))
-        answer.add_done_callback(self._wake)
+        answer.add_done_callback(lambda _: self.wake())
+
+    def wake(self) -> None:
+        """Make the descriptor ``wakeup`` ready; from any thread."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b".")
 
     def on_wakeup(self) -> None:
         """The descriptor ``wakeup`` is ready."""
@@ -155,7 +164,3 @@ class Authenticator:
         if self._munge is None and self._munge_socket is not None:
             self._munge = Munge(self._munge_socket or None)
         return greeting.answer(self._key, attempt=self._attempt, munge=self._munge)
-
-    def _wake(self, _: Future[bytes]) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b".")
