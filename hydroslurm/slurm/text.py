@@ -145,8 +145,8 @@ def parse_state(words: str | Sequence[str]) -> tuple[JobState, frozenset[str]]:
     return state, frozenset(plain)
 
 
-def read_record(reader: Callable[[Any], Read], fields: Any, whole: str) -> Read:
-    """Apply a reader to one record, and name the record when it cannot be read.
+def read_record(reader: Callable[[Any], Read], fields: Any, whole: object) -> Read:
+    """Apply a reader to one record, and name the whole record when it cannot be read.
 
     Raises:
         UnreadableOutput: a field is missing or malformed.
@@ -155,7 +155,8 @@ def read_record(reader: Callable[[Any], Read], fields: Any, whole: str) -> Read:
         return reader(fields)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise UnreadableOutput(
-            f"cannot read this record of Slurm's ({type(error).__name__}: {error}): {whole[:300]!r}"
+            f"cannot read this record of Slurm's ({type(error).__name__}: {error}): "
+            f"{str(whole)[:300]!r}"
         ) from error
 
 

@@ -119,7 +119,11 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         _write(run.job_yaml, dumps(_resolved(spec)))
         _write(run.plan_json, plan.dumps())
         intent = Submission(
-            spec.job.name, f"TrainingJob of {len(plan.tasks)} tasks", time.time_ns()
+            spec.job.name,
+            f"TrainingJob of {len(plan.tasks)} tasks",
+            time.time_ns(),
+            replicas=spec.job.replicas,
+            backoff_limit=spec.job.run_policy.backoff_limit,
         )
         submission.write(run, intent)
         add_condition(run.conditions_jsonl, "Created", reason="Submitted", message=str(spec.folder))
