@@ -68,6 +68,11 @@ class RunDir:
         return self.root / "job.sbatch"
 
     @property
+    def janitor_sbatch(self) -> Path:
+        """Of the job that cleans up after a TrainingJob."""
+        return self.root / "janitor.sbatch"
+
+    @property
     def job_yaml(self) -> Path:
         return self.root / "job.yaml"
 

@@ -155,5 +155,6 @@ def test_startup() -> None:
         assert result[key] > 0
     assert result["submit_to_first_operator_s"] > 0
     assert result["sbatch_to_first_operator_s"] > 0
-    assert result["submit_to_first_operator_ratio"] > 0
+    assert result["submit_ratio_to_sbatch"] > 0
+    assert result["first_step_ratio_to_bare"] > 0
     assert (result["starts"], result["submissions"]) == (10, 1)

@@ -23,8 +23,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.conditions import FORMAT, is_current_format
@@ -260,9 +258,39 @@ def _attempt(row: Mapping[str, Any]) -> Attempt | None:
     """None if a field has another type: we did not write it."""
     known = {name: row[name] for name in Attempt.__dataclass_fields__ if row.get(name) is not None}
     try:
-        return TypeAdapter(Attempt).validate_python(known)
-    except ValidationError:
+        if "ending" in known:
+            known["ending"] = Ending(known["ending"])
+        if "final_decision" in known:
+            known["final_decision"] = _final_decision(known["final_decision"])
+        right = type(known.get("replica", "")) is str and all(
+            type(known.get(name, 0)) is int for name in _NUMBERS
+        )
+        return Attempt(**known) if right else None
+    except (TypeError, ValueError):
         return None
+
+
+_NUMBERS = (
+    "number",
+    "restart_count",
+    "began_epoch_ns",
+    "srun_pid",
+    "srun_started",
+    "status",
+    "ended_epoch_ns",
+)
+
+
+def _final_decision(row: Any) -> FinalDecision:
+    """Read it back.
+
+    Raises:
+        TypeError: a field is missing, not known, or of another type.
+    """
+    found = FinalDecision(**row)
+    if [type(found.failed), type(found.reason), type(found.message)] != [bool, str, str]:
+        raise TypeError(f"{row!r} is no final decision")
+    return found
 
 
 def last_recorded(attempts_jsonl: Path) -> int:
