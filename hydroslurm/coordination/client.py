@@ -87,6 +87,7 @@ class CoordinatorClient:
         self._channel: CoordinatorChannel | None = None
         self._all_joined = threading.Event()
         self._connected = False
+        self._relayed = False
         self._rejoin_by_s = math.inf
         self._stop_message: str | None = None
         self._leaving = False
@@ -234,6 +235,7 @@ class CoordinatorClient:
 
         left_s = until_s - time.monotonic()
         found = find_through_relay(world, secret, os.environ, timeout_s=left_s, stop=leaving)
+        self._relayed = found is not None
         if found is not None:
             return found
         left_s = until_s - time.monotonic()
@@ -287,6 +289,7 @@ class CoordinatorClient:
                 "world_size": self.world_size,
                 "joined_s": took_s,
                 "key_from": self._secret.source,
+                "relayed": self._relayed,
             },
         )
         self._connected = True

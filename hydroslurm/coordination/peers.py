@@ -120,6 +120,8 @@ class Authenticator:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.wakeup.close()
+        self._waker.close()
 
     def _answer(self, greeting: CoordinatorGreeting) -> bytes:
         if self._munge is None and self._munge_socket is not None:

@@ -99,13 +99,14 @@ class Relay(Server):
         self.port: int = listener.getsockname()[1]
         self._key = key
         self._closed = False
+        self._thread = threading.Thread(target=self.run, name="hydroslurm-relay", daemon=True)
         self._searches = ThreadPoolExecutor(2, thread_name_prefix="hydroslurm-relay-search")
         self._upstreams: dict[str, _Upstream] = {}
         self._of_peer: dict[PeerConnection, tuple[_Upstream, int | None]] = {}
 
     def start(self) -> None:
-        """Run in a thread of its own until the process ends."""
-        threading.Thread(target=self.run, name="hydroslurm-relay", daemon=True).start()
+        """Run in a thread of its own, until :meth:`stop` or the end of the process."""
+        self._thread.start()
 
     def run(self) -> None:
         """Serve until :meth:`stop`."""
@@ -119,9 +120,10 @@ class Relay(Server):
         self.close()
 
     def stop(self) -> None:
-        """Have :meth:`run` return soon; from any thread."""
+        """End all connections; from any other thread."""
         self._closed = True
         self._authenticator.wake()
+        self._thread.join()
 
     # --- from the ranks
 

@@ -68,9 +68,9 @@ class Server:
         """End all connections."""
         for peer in list(self._open):
             self.drop(peer)
+        self._selector.close()
+        self._listener.close()
         self._authenticator.close()
-        for end in (self._selector, self._listener):
-            end.close()
 
     def adopt(self, peer: PeerConnection) -> None:
         """Serve a connection that did not come through the listener; it has authenticated."""

@@ -44,8 +44,7 @@ from torch.distributed.launcher import api as launcher
 from hydroslurm.coordination import relay
 from hydroslurm.coordination.authentication import KEY_BYTES, derive
 from hydroslurm.coordination.relay import RELAY_ENV, Relay
-from hydroslurm.coordination.secret import key_from
-from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV
+from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV, key_from
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.agent.exit_status import (
