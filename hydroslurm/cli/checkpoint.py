@@ -184,10 +184,10 @@ def _row(store: CheckpointStore, one: Checkpoint, *, verify: bool) -> dict[str, 
 
 
 def _verdict(error: Exception) -> dict[str, str]:
-    from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew
+    from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld
 
-    state = "torn" if isinstance(error, CheckpointCorrupt) else "untrusted"
-    state = "too new" if isinstance(error, CheckpointTooNew) else state
+    states = ((CheckpointCorrupt, "torn"), (CheckpointTooNew, "too new"), (CheckpointTooOld, "old"))
+    state = next((word for kind, word in states if isinstance(error, kind)), "untrusted")
     return {"state": state, "reason": str(error)}
 
 

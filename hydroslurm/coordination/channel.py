@@ -90,6 +90,18 @@ def find_coordinator(
     )
 
 
+def connect(
+    candidates: Sequence[tuple[str, int]], world: World, secret: Secret
+) -> Connection | None:
+    """Ask once at these addresses; the first that authenticates, None if none does.
+
+    Raises:
+        OSError, MungeError, UntrustedFile: there is nothing to ask with.
+    """
+    with _Search(world, secret) as search:
+        return search.run(candidates)
+
+
 def join_coordinator(connection: Connection, world: World, process: Any) -> Connection:
     """Join the other ranks of this attempt on a connection.
 

@@ -14,12 +14,14 @@ from typing import Any
 
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.coordination.channel import (
+    Connection,
     CoordinatorChannel,
     find_coordinator,
     join_coordinator,
 )
 from hydroslurm.coordination.messages import MAX_TEXT, Message
 from hydroslurm.coordination.pause_barrier import Emit, PauseBarrier
+from hydroslurm.coordination.relay import find_through_relay
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.stop_barrier import StopBarriers
@@ -85,6 +87,7 @@ class CoordinatorClient:
         self._channel: CoordinatorChannel | None = None
         self._all_joined = threading.Event()
         self._connected = False
+        self._relayed = False
         self._rejoin_by_s = math.inf
         self._stop_message: str | None = None
         self._leaving = False
@@ -197,13 +200,7 @@ class CoordinatorClient:
         if self._secret is None:
             self._secret = self._find_secret()
         secret = self._secret
-        if world.rank == 0:
-            ports: tuple[int, ...] = (start_coordinator(world, secret),)
-        else:
-            ports = world.coordinator_ports(secret.port_key)
-        found = find_coordinator(
-            world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
-        )
+        found = self._find(world, secret, until_s=time.monotonic() + timeout_s)
         process = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -224,6 +221,25 @@ class CoordinatorClient:
         if self._leaving:
             channel.close()
         channel.run()
+
+    def _find(self, world: World, secret: Secret, *, until_s: float) -> Connection:
+        """Connect through the relay of this node, or directly; the first rank starts the
+        coordinator."""
+        if world.rank == 0:
+            ports: tuple[int, ...] = (start_coordinator(world, secret),)
+        else:
+            ports = world.coordinator_ports(secret.port_key)
+
+        def leaving() -> bool:
+            return self._leaving
+
+        left_s = until_s - time.monotonic()
+        found = find_through_relay(world, secret, os.environ, timeout_s=left_s, stop=leaving)
+        self._relayed = found is not None
+        if found is not None:
+            return found
+        left_s = until_s - time.monotonic()
+        return find_coordinator(world, secret, ports=ports, timeout_s=left_s, stop=leaving)
 
     def _due_s(self) -> float | None:
         pause_due_s = self._pause_barrier.due_s
@@ -273,6 +289,7 @@ class CoordinatorClient:
                 "world_size": self.world_size,
                 "joined_s": took_s,
                 "key_from": self._secret.source,
+                "relayed": self._relayed,
             },
         )
         self._connected = True

@@ -18,7 +18,7 @@ import hmac
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hydroslurm.core.files import parse_json
@@ -41,6 +41,7 @@ MAC_BYTES = 16
 
 _HEAD = struct.Struct(">I")
 _COUNTED = struct.Struct(">QI")
+_ITEM = struct.Struct(">II")
 
 
 class BadFrame(Exception):
@@ -85,8 +86,15 @@ class Unsealer:
         """The messages that are complete with these bytes.
 
         Raises:
-            BadFrame: longer, deeper or with more values than allowed, not what the other end of
-                this connection has sent, or not JSON.
+            BadFrame: as :meth:`bodies` and :func:`unpack`.
+        """
+        return [unpack(body) for body in self.bodies(data)]
+
+    def bodies(self, data: bytes) -> list[bytes]:
+        """The bodies that are complete with these bytes.
+
+        Raises:
+            BadFrame: longer than allowed, or not what the other end of this connection has sent.
         """
         self._buffer += data
         found = []
@@ -103,11 +111,16 @@ class Unsealer:
             if not hmac.compare_digest(mac, _mac(self._key, self._count, body)):
                 raise BadFrame("the MAC of a message is wrong: it was changed, or is not of a peer")
             self._count += 1
-            found.append(_unpack(body))
+            found.append(body)
         return found
 
 
-def _unpack(body: bytes) -> Any:
+def unpack(body: bytes) -> Any:
+    """The message of one body.
+
+    Raises:
+        BadFrame: deeper or with more values than allowed, or not JSON.
+    """
     if body.count(b",") >= LIMIT_ITEMS:
         raise BadFrame(f"a message of more than {LIMIT_ITEMS} values")
     try:
@@ -120,6 +133,46 @@ def _mac(key: bytes, count: int, body: bytes) -> bytes:
     made = hashlib.blake2b(_COUNTED.pack(count, len(body)), key=key, digest_size=MAC_BYTES)
     made.update(body)
     return made.digest()
+
+
+# --- what a relay carries
+
+
+def wrap_up(items: Iterable[tuple[int, bytes]]) -> bytes:
+    """The body of one frame from a relay to the coordinator: bodies of ranks, in the order in which
+    they came. An empty one says that the rank's connection has ended."""
+    return b"".join(part for rank, body in items for part in (_ITEM.pack(rank, len(body)), body))
+
+
+def unwrap_up(body: bytes) -> list[tuple[int, bytes]]:
+    """The reverse of :func:`wrap_up`; raises BadFrame."""
+    found, at = [], 0
+    while at < len(body):
+        if len(body) - at < _ITEM.size:
+            raise BadFrame("a frame of a relay ends within an item")
+        rank, length = _ITEM.unpack_from(body, at)
+        at += _ITEM.size
+        if len(body) - at < length:
+            raise BadFrame("a frame of a relay ends within an item")
+        found.append((rank, body[at : at + length]))
+        at += length
+    return found
+
+
+def wrap_down(ranks: Sequence[int], body: bytes) -> bytes:
+    """The body of one frame from the coordinator to a relay: one body for several ranks. An empty
+    one says that their connections are to be closed."""
+    return struct.pack(f">I{len(ranks)}I", len(ranks), *ranks) + body
+
+
+def unwrap_down(body: bytes) -> tuple[tuple[int, ...], bytes]:
+    """The reverse of :func:`wrap_down`; raises BadFrame."""
+    try:
+        (count,) = _HEAD.unpack_from(body)
+        ranks = struct.unpack_from(f">{count}I", body, _HEAD.size)
+    except (struct.error, MemoryError) as error:
+        raise BadFrame(f"not a frame for a relay: {error}") from error
+    return ranks, body[_HEAD.size * (1 + count) :]
 
 
 # --- the form of each message
@@ -203,7 +256,13 @@ _ROUND: Mapping[str, Check] = {
     "of_ranks": _is_ranks,
 }
 
+TO_RELAY: Mapping[str, Mapping[str, Check]] = {
+    "reach": {"incarnation_id": _is_text, "rank": _is_rank, "host": _is_text, "is_near": _is_bool},
+}
+"""What a rank says first to the relay of its node, which passes on everything else."""
+
 FROM_RANK: Mapping[str, Mapping[str, Check]] = {
+    "relay": {"incarnation_id": _is_text},
     "join": {
         "incarnation_id": _is_text,
         "rank": _is_rank,
@@ -228,6 +287,7 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
 """``type`` -> the fields that such a message has, all of them and no others."""
 
 FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
+    "reached": {},
     "welcome": {},
     "refused": {"reason": _is_text, "same_incarnation": _is_bool},
     "all_joined": {"ranks": _is_process_table},
@@ -263,6 +323,11 @@ def check_from_rank(message: Any) -> Message:
         BadMessage: it is not one.
     """
     return _check(message, FROM_RANK)
+
+
+def check_to_relay(message: Any) -> Message:
+    """The first message of a rank to a relay; raises as :func:`check_from_rank`."""
+    return _check(message, TO_RELAY)
 
 
 def check_from_coordinator(message: Any) -> Message:

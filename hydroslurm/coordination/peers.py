@@ -23,7 +23,9 @@ class PeerConnection:
     """One connection as the coordinator has it; writing never blocks.
 
     Attributes:
-        has_joined: a rank has joined on it.
+        rank: that has joined on it, and is present.
+        relayed: of a relay's connection: the ranks that have joined through it; None for a rank's.
+        has_joined: a rank or a relay has joined on it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -32,8 +34,8 @@ class PeerConnection:
         self.since_s = time.monotonic()
         self.unsealer: Unsealer | None = None
         self.rank: int | None = None
+        self.relayed: set[int] | None = None
         self.has_joined = False
-        self.has_left = False
         self._sealer: Sealer | None = None
         self._unsent = bytearray()
 
@@ -47,6 +49,10 @@ class PeerConnection:
         assert session is not None
         self.unsealer, self._sealer = Unsealer(session.to_coordinator), Sealer(session.to_rank)
 
+    def use(self, *, sealer: Sealer, unsealer: Unsealer) -> None:
+        """Take the keys of a session that was opened elsewhere."""
+        self.unsealer, self._sealer = unsealer, sealer
+
     def read(self) -> bytes | None:
         """What has arrived; b"" at its end, None when nothing has."""
         try:
@@ -55,8 +61,11 @@ class PeerConnection:
             return None
 
     def write(self, message: Any) -> None:
+        self.write_body(pack(message))
+
+    def write_body(self, body: bytes) -> None:
         assert self._sealer is not None
-        self.write_bytes(self._sealer.seal(pack(message)))
+        self.write_bytes(self._sealer.seal(body))
 
     def write_bytes(self, data: bytes) -> None:
         self._unsent += data
@@ -90,7 +99,12 @@ class Authenticator:
         """Have the hello of a peer answered; see :meth:`answered`."""
         answer = self._pool.submit(self._answer, peer.greeting)
         self._asked.append((peer, answer))
-        answer.add_done_callback(self._wake)
+        answer.add_done_callback(lambda _: self.wake())
+
+    def wake(self) -> None:
+        """Make the descriptor ``wakeup`` ready; from any thread."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b".")
 
     def on_wakeup(self) -> None:
         """The descriptor ``wakeup`` is ready."""
@@ -106,12 +120,10 @@ class Authenticator:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.wakeup.close()
+        self._waker.close()
 
     def _answer(self, greeting: CoordinatorGreeting) -> bytes:
         if self._munge is None and self._munge_socket is not None:
             self._munge = Munge(self._munge_socket or None)
         return greeting.answer(self._key, attempt=self._attempt, munge=self._munge)
-
-    def _wake(self, _: Future[bytes]) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b".")

@@ -27,11 +27,11 @@ def run_dir(tmp_path: Path) -> RunDir:
         store.write(state_of(step), step=step, epoch=1, kind="stop" if step == 1 else "periodic")
     folders = sorted(run.checkpoints.iterdir())
     (folders[1] / "manifest.json").unlink()
-    data = bytearray((folders[2] / "__0_0.distcp").read_bytes())
+    data = bytearray((folders[2] / "part-00000.safetensors").read_bytes())
     data[2000] ^= 1
-    (folders[2] / "__0_0.distcp").write_bytes(data)
+    (folders[2] / "part-00000.safetensors").write_bytes(data)
     text = (folders[3] / "manifest.json").read_text()
-    (folders[3] / "manifest.json").write_text(text.replace('"schema": 1', '"schema": 2'))
+    (folders[3] / "manifest.json").write_text(text.replace('"schema": 2', '"schema": 3'))
     return run
 
 
@@ -65,14 +65,14 @@ def test_ls_as_json(run_dir: RunDir) -> None:
         (4, "too new"),
     ]
     assert rows[0]["size_bytes"] > 1000
-    assert "__0_0.distcp" in rows[2]["reason"]
+    assert "part-00000.safetensors" in rows[2]["reason"]
 
 
 def test_verify(run_dir: RunDir) -> None:
     """Exit status 1 when anything is wrong, 0 for one that is good; each reason is printed."""
     said = call("verify", run_dir.root, status=1)
     assert "step-000000001: whole" in said
-    assert "__0_0.distcp has checksum" in said
+    assert "part-00000.safetensors has checksum" in said
     assert "4 checkpoints, 3 of them cannot be loaded" in said
     good = run_dir.checkpoints / "step-000000001"
     assert "1 checkpoints, 0 of them" in call("verify", good)

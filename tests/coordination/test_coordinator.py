@@ -550,9 +550,9 @@ def test_a_coordinator_without_descriptors_waits_and_does_not_spin() -> None:
     processor time stays that of a sleeper."""
     code = """
         import resource, sys
-        from hydroslurm.coordination import coordinator
-        coordinator.MAX_UNAUTHENTICATED = 10_000  # so that the descriptors are what runs out
-        coordinator.GREETING_S = 600.0
+        from hydroslurm.coordination import coordinator, server
+        server.MAX_UNAUTHENTICATED = 10_000  # so that the descriptors are what runs out
+        server.GREETING_S = 600.0
         limit = (40, 40)
         coordinator.allow_descriptors = lambda _: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         sys.exit(coordinator.main())
