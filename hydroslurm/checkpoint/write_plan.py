@@ -55,9 +55,8 @@ class Shard(NamedTuple):
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
-class SharedTensor:
-    """A tensor that all ranks share.
+class SharedTensor(NamedTuple):
+    """A tensor that all ranks share. A named tuple, because there are thousands.
 
     Attributes:
         dtype: its name without ``torch.``.
