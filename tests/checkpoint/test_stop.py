@@ -90,46 +90,6 @@ def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
     back it ends without a commit, and is told as given up and not as failed."""
     disk, told = HeldDisk(4), list[SaveEvent]()
     store = CheckpointStore(tmp_path, storage=disk)
-
-    def tell(event: SaveEvent) -> None:
-        told.append(event)
-        if event.save_kind == "stop" and event.kind is SaveEventKind.STARTED:
-            disk.let_go.set()
-
-    saver = Saver(store, tell=tell)
-    saver.start(state_of(4.0), step=4)
-    assert disk.reached.wait(60)
-    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_THEN_FULL)
-    committed = [event.step for event in told if event.kind is SaveEventKind.COMMITTED]
-    assert committed == [4, 5]
-
-
-def test_a_disk_that_has_just_become_slow(tmp_path: Path) -> None:
-    """A sync that hangs counts at once, and still when its save has failed."""
-    disk = SlowSync(2)
-    saver = Saver(CheckpointStore(tmp_path, storage=disk))
-    saver.save(state_of(1.0), step=1)
-    quick_s = saver.estimate().durable.seconds
-    saver.start(state_of(2.0), step=2)
-    assert disk.reached.wait(60)
-    wait_s = 10 * quick_s
-    time.sleep(wait_s)
-    assert saver.estimate().durable.seconds >= wait_s
-    disk.let_go.set()
-    assert saver.wait(timeout_s=60)
-    with pytest.warns(RuntimeWarning, match="Input/output error"):
-        saver.poll()
-    assert steps(CheckpointStore(tmp_path)) == [1]
-    assert saver.estimate().durable.seconds >= wait_s
-    saver.close()
-
-
-def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
-    """The stop is committed, without a copy, beside a save that a hung disk holds; when that comes back it ends
-    without a commit, and is told as given up and not as failed."""
-    disk, told = HeldDisk(4), list[SaveEvent]()
-    store = CheckpointStore(tmp_path, storage=disk)
     saver = Saver(store, tell=told.append)
     expect(saver, Tier.DURABLE, seconds=20.0)  # each of the two; 1.5 times that has to fit
     saver.start(state_of(4.0), step=4)
