@@ -27,6 +27,7 @@
     |   |-- CheckpointMissing      there is none that is committed
     |   |-- CheckpointCorrupt      a file of it is gone, cut off or changed
     |   |-- CheckpointTooNew       of a newer hydroslurm, in a form that this one cannot read
+    |   |-- CheckpointTooOld       of an older hydroslurm, in a form that is not read any more
     |   |-- StateMismatch          of other classes: names the keys that differ
     |   |-- UnsavableState         only pickling could save what it holds
     |   |-- SaveFailed             disk full ...; what was committed before is whole
@@ -160,6 +161,10 @@ class CheckpointCorrupt(CheckpointError):
 
 class CheckpointTooNew(CheckpointError):
     """The checkpoint was written by a newer hydroslurm in a form that this one cannot read."""
+
+
+class CheckpointTooOld(CheckpointError):
+    """The checkpoint was written by an older hydroslurm in a form that is not read any more."""
 
 
 class StateMismatch(CheckpointError):

@@ -70,6 +70,7 @@ def test_imports_point_one_way(path: Path) -> None:
 JOBS_ORDER = (
     ("spec",),
     ("plan",),
+    ("layout",),
     ("submission", "images"),
     ("task",),
     ("supervisor",),
@@ -136,26 +137,29 @@ def _run(code: str) -> str:
     return done.stdout.strip()
 
 
+HEAVY = ("torch", "submitit", "numpy", "matplotlib", "pyslurm", "rich")
+SPEC = ("pydantic", "yaml")
+"""What reads a job spec. Only the one who submits it has to."""
+
+
 @pytest.mark.parametrize(
-    "module",
+    ("module", "unwanted"),
     [
-        "hydroslurm",
-        "hydroslurm.cli",
-        "hydroslurm.runtime.client",
-        "hydroslurm.jobs.task",
-        "hydroslurm.runtime.autoload",
-        "hydroslurm.coordination.coordinator",
-        "hydroslurm.jobs.supervisor.main",
+        ("hydroslurm", HEAVY + SPEC),
+        ("hydroslurm.cli", HEAVY + SPEC),
+        ("hydroslurm.runtime.client", HEAVY + SPEC),
+        ("hydroslurm.runtime.autoload", (*HEAVY, *SPEC, "dataclasses", "pathlib", "subprocess")),
+        ("hydroslurm.coordination.coordinator", HEAVY + SPEC),
+        ("hydroslurm.jobs.launch.training_job", HEAVY),
+        ("hydroslurm.jobs.supervisor.main", HEAVY + SPEC),
+        ("hydroslurm.jobs.task", (*HEAVY, *SPEC, "subprocess", "ctypes", "logging")),
     ],
 )
-def test_import_is_light(module: str) -> None:
-    """What is imported beside a training, or before it, loads neither torch, submitit, numpy nor
-    pyslurm."""
-    heavy = _run(
-        f"import sys, {module}; print([m for m in ('torch', 'submitit', 'numpy', 'matplotlib', "
-        "'pyslurm') if m in sys.modules])"
-    )
-    assert heavy == "[]"
+def test_import_is_light(module: str, unwanted: tuple[str, ...]) -> None:
+    """What is imported beside a training, or before it, loads nothing of weight that it does not
+    need: a job's first operator waits for the command line, the supervisor and the task."""
+    found = _run(f"import sys, {module}; print([m for m in {unwanted} if m in sys.modules])")
+    assert found == "[]"
 
 
 def test_every_public_name_exists() -> None:

@@ -42,16 +42,25 @@ class Checker:
             SaveAbandoned: ``cancel`` was set.
         """
         self._good.discard(_key(checkpoint))
-        if read_manifest(checkpoint.path, storage=self._storage) != checkpoint.manifest:
-            raise CheckpointCorrupt(
-                f"{checkpoint.path / manifest.NAME} is not the one that was there before"
-            )
+        self.require_same(checkpoint)
         rank, of_ranks = share
         for name in sorted(checkpoint.manifest.files)[rank::of_ranks]:
             path, entry = checkpoint.path / name, checkpoint.manifest.files[name]
             check_file(path, entry, storage=self._storage, cancel=cancel)
         if of_ranks == 1:
             self.trust(checkpoint)
+
+    def require_same(self, checkpoint: Checkpoint) -> None:
+        """Check that its manifest is still the one that was found.
+
+        Raises:
+            CheckpointCorrupt: it is gone or is another one.
+            CheckpointTooNew, CheckpointError: as ``catalog.read_manifest``.
+        """
+        if read_manifest(checkpoint.path, storage=self._storage) != checkpoint.manifest:
+            raise CheckpointCorrupt(
+                f"{checkpoint.path / manifest.NAME} is not the one that was there before"
+            )
 
     def glance(self, checkpoint: Checkpoint) -> None:
         """Compare sizes only.

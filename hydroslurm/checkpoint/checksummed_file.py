@@ -6,7 +6,7 @@ import contextlib
 import errno
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,18 +18,64 @@ CHUNK_BYTES = 4 << 20
 """Between two checks of ``cancel``: 4 MiB take a fast disk 2 ms. Of 4, 8 and 16 MiB it was also the
 fastest."""
 
+BLOCK_BYTES = 1 << 20
+"""Every block of a file has its own checksum: threads can verify a file while they read it, and who
+needs a part of a file verifies what it reads. Part of the format. Small enough to be in the
+processor's cache when it is checksummed after it was read."""
+
 MOST_WHOLE_BYTES = 4 << 30
-"""Limit for a file that is read into memory whole: a state without tensors, or DCP's index."""
+"""Limit for a file that is read into memory whole: a state without tensors, or an index."""
+
+
+class BlockSums:
+    """The checksums of the blocks of a file, from its bytes in order."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._done: list[int] = []
+        self._crc = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes. Releases the GIL for large ones."""
+        while data:
+            room = BLOCK_BYTES - self.size_bytes % BLOCK_BYTES
+            self._crc = zlib.crc32(data[:room], self._crc)
+            self.size_bytes += min(room, len(data))
+            if self.size_bytes % BLOCK_BYTES == 0:
+                self._done.append(self._crc)
+                self._crc = 0
+            data = data[room:]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """So far."""
+        return (*self._done, *([self._crc] if self.size_bytes % BLOCK_BYTES else []))
+
+    @property
+    def entry(self) -> FileEntry:
+        """Of the bytes so far."""
+        return FileEntry(self.size_bytes, checksum_of(self.blocks))
+
+
+def checksum_of(blocks: Iterable[int]) -> str:
+    """The checksum of a file, from those of its blocks: of one block that of the block itself, of
+    several the checksum of theirs, four bytes each."""
+    first, *more = tuple(blocks) or (0,)
+    if more:
+        first = zlib.crc32(b"".join(crc.to_bytes(4, "big") for crc in (first, *more)))
+    return f"{first:08x}"
+
+
+def entry_of(data: bytes | memoryview) -> FileEntry:
+    """The entry of a file with these bytes."""
+    sums = BlockSums()
+    sums.update(memoryview(data))
+    return sums.entry
 
 
 class ChecksummedFile:
-    """Writes one new file in chunks; a second thread computes the checksum of each while it is
-    written. A file that is smaller than a chunk does without the thread.
-
-    Enough of a binary file for ``torch.save``. ``write`` never raises, because torch's zip writer
-    aborts the process when its destructor meets an error: the first failure is kept, what follows
-    is dropped, and :meth:`check` raises it.
-    """
+    """Writes one new file in chunks; a second thread computes the checksums of each while it is
+    written. A file that is smaller than a chunk does without the thread."""
 
     def __init__(
         self,
@@ -45,47 +91,45 @@ class ChecksummedFile:
         self._cancel = cancel
         self._chunk_bytes = chunk_bytes
         self._pending = bytearray()
-        self._written = 0
-        self._crc = 0
-        self._failure: BaseException | None = None
+        self._sums = BlockSums()
         self._fd = storage.create(path)
 
-    def tell(self) -> int:
-        return self._written + len(self._pending)
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The checksums of the blocks, once all is written."""
+        return self._sums.blocks
 
-    def flush(self) -> None:
-        """Do nothing: chunks stay whole until :meth:`finish`."""
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes; ``data`` may be changed or freed as soon as this returns.
 
-    def write(self, data: bytes | memoryview) -> int:
-        """Append bytes; ``data`` may be changed or freed as soon as this returns."""
-        view = memoryview(data).cast("B")
-        if self._failure is None:
-            try:
-                self._take(view)
-            except BaseException as error:
-                self._failure = error
-        return len(view)
-
-    def check(self) -> None:
-        """Raise what went wrong in an earlier ``write``."""
-        if self._failure is not None:
-            raise self._failure
+        Raises:
+            OSError: the disk does not take them. SaveAbandoned: ``cancel`` was set.
+        """
+        if len(self._pending) + len(data) < self._chunk_bytes:
+            self._pending += data
+            return
+        view = memoryview(data)
+        if self._pending:
+            self._emit(memoryview(self._pending))
+            self._pending = bytearray()
+        whole = len(view) - len(view) % self._chunk_bytes
+        for start in range(0, whole, self._chunk_bytes):
+            self._emit(view[start : start + self._chunk_bytes])
+        self._pending += view[whole:]
 
     def finish(self) -> FileEntry:
         """Write what is pending, fsync and close.
 
         Raises:
-            OSError: of this call or of any write before.
-            SaveAbandoned: ``cancel`` was set.
+            OSError: a call failed. SaveAbandoned: ``cancel`` was set.
         """
-        self.check()
         if self._pending:
             self._emit(memoryview(self._pending))
         self._look_at_cancel()
         self._storage.fsync(self._fd)
         fd, self._fd = self._fd, -1
         self._storage.close(fd)
-        return FileEntry(size_bytes=self._written, checksum=f"{self._crc:08x}")
+        return self._sums.entry
 
     def abandon(self) -> None:
         """Release the descriptor and the thread if they are still held. Never raises."""
@@ -96,30 +140,21 @@ class ChecksummedFile:
             with contextlib.suppress(OSError):
                 self._storage.close(fd)
 
-    def _take(self, view: memoryview) -> None:
-        if len(self._pending) + len(view) < self._chunk_bytes:
-            self._pending += view
-            return
-        if self._pending:
-            self._emit(memoryview(self._pending))
-            self._pending = bytearray()
-        whole = len(view) - len(view) % self._chunk_bytes
-        for start in range(0, whole, self._chunk_bytes):
-            self._emit(view[start : start + self._chunk_bytes])
-        self._pending += view[whole:]
-
     def _emit(self, chunk: memoryview) -> None:
         self._look_at_cancel()
+        offset = self._sums.size_bytes
         if self._hasher is None and len(chunk) >= self._chunk_bytes:
             self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hydroslurm-checksum")
-        running = self._hasher and self._hasher.submit(zlib.crc32, chunk, self._crc)
+        running = self._hasher and self._hasher.submit(self._sums.update, chunk)
         try:
             self._storage.write(self._fd, chunk)
             with contextlib.suppress(OSError):  # a hint that not every file system supports
-                self._storage.write_back(self._fd, offset=self._written, size_bytes=len(chunk))
+                self._storage.write_back(self._fd, offset=offset, size_bytes=len(chunk))
         finally:
-            self._crc = running.result() if running else zlib.crc32(chunk, self._crc)
-        self._written += len(chunk)
+            if running:
+                running.result()
+            else:
+                self._sums.update(chunk)
 
     def _look_at_cancel(self) -> None:
         if self._cancel is not None and self._cancel.is_set():
@@ -157,7 +192,7 @@ def chunks(path: Path, *, storage: Storage, chunk_bytes: int = CHUNK_BYTES) -> I
     try:
         buffer = memoryview(bytearray(chunk_bytes))
         offset = 0
-        while got := storage.read(fd, buffer, offset=offset):
+        while got := storage.read(fd, [buffer], offset=offset):
             yield buffer[:got]
             offset += got
     finally:
@@ -188,9 +223,20 @@ def copy_file(
             if piece is None:
                 return part.finish()
             part.write(piece)
-            part.check()
     finally:
         part.abandon()
+
+
+def read_checked(path: Path, entry: FileEntry, *, storage: Storage) -> bytes:
+    """All bytes of a file that are what was written.
+
+    Raises:
+        CheckpointCorrupt, CheckpointError: as :func:`check_file`.
+    """
+    found = bytearray()
+    for chunk in checked_chunks(path, entry, storage=storage):
+        found += chunk
+    return bytes(found)
 
 
 def check_file(
@@ -203,23 +249,29 @@ def check_file(
         CheckpointError: someone else may have written it.
         SaveAbandoned: ``cancel`` was set.
     """
-    crc, size_bytes = 0, 0
+    for _ in checked_chunks(path, entry, storage=storage):
+        if cancel is not None and cancel.is_set():
+            raise SaveAbandoned(f"reading {path} was given up on request")
+
+
+def checked_chunks(path: Path, entry: FileEntry, *, storage: Storage) -> Iterator[memoryview]:
+    """The bytes of a file in pieces, not to be used before the last one has come; raises as
+    :func:`check_file`."""
+    sums = BlockSums()
     try:
         storage.check_trusted(path)
-        for chunk in chunks(path, storage=storage):
-            crc = zlib.crc32(chunk, crc)
-            size_bytes += len(chunk)
-            if size_bytes > entry.size_bytes:  # it may be endless
+        for chunk in chunks(path, storage=storage, chunk_bytes=BLOCK_BYTES):
+            sums.update(chunk)
+            if sums.size_bytes > entry.size_bytes:  # it may be endless
                 raise CheckpointCorrupt(
                     f"{path} has more than the {entry.size_bytes} bytes written"
                 )
-            if cancel is not None and cancel.is_set():
-                raise SaveAbandoned(f"reading {path} was given up on request")
+            yield chunk
     except OSError as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror or error}") from error
     except UntrustedFile as error:
         raise CheckpointError(str(error)) from error
-    compare(path, entry, FileEntry(size_bytes, f"{crc:08x}"))
+    compare(path, entry, sums.entry)
 
 
 def compare(path: Path, wanted: FileEntry, seen: FileEntry) -> None:

@@ -1,6 +1,6 @@
 """How a checkpoint comes into being and goes: the order of the calls is the whole point.
 
-    parts, each fsynced -> DCP's index, then the manifest: written, fsynced, renamed, folder fsynced
+    parts, each fsynced -> manifest: written, fsynced, renamed, folder fsynced
     -> folder renamed to its final name -> parent fsynced
 
 Wherever a save is killed, there is either a complete folder under its final name or a leftover that

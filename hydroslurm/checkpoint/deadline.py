@@ -22,7 +22,7 @@ class Action(str, Enum):
     WAIT_THEN_FULL = "wait_then_full"
     """Let the save in flight finish, then save on the durable tier."""
     ABANDON_THEN_FULL = "abandon_then_full"
-    """Give the save in flight up, and save on the durable tier."""
+    """Abandon the save in flight, and save on the durable tier."""
     FAST_ONLY = "fast_only"
     """Save on the fast tier; the durable one is not expected to be in time."""
     WAIT_ONLY = "wait_only"
@@ -37,18 +37,18 @@ class Before(str, Enum):
     NONE = "none"
     """There is none."""
     WAIT = "wait"
-    """It is waited for, ``Choice.patience_s`` at the longest."""
+    """Wait for it, for ``Choice.patience_s`` at most."""
     ABANDON = "abandon"
-    """It is given up at once."""
+    """Abandon it at once."""
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """The save that is under way.
+    """The save under way.
 
     Attributes:
         step: whose state it writes.
-        remaining_s: how long it still needs, as expected (see :func:`remaining_s`).
+        remaining_s: how much longer it is expected to take (see :func:`remaining_s`).
         is_this: it writes the very state that is to be saved, not an older one of its step.
     """
 
@@ -63,11 +63,11 @@ class Situation:
 
     Attributes:
         step: training steps completed.
-        left_s: seconds until the deadline; below zero when it has passed.
+        left_s: seconds until the deadline; negative once it has passed.
         durable_s: what a save on the durable tier is expected to take.
         fast_s: the same for the fast tier; None when there is none.
         in_flight: the save under way.
-        committed_step: newest step on the durable tier; None when nothing is.
+        committed_step: newest step on the durable tier; None if there is none.
         is_committed: what is there is the very state that is to be saved.
     """
 
@@ -93,7 +93,7 @@ class Choice:
         fast_first: write on the fast tier before all else.
         before: what becomes of the save in flight.
         patience_s: with ``WAIT``, how long; after that it is given up if ``give_up``, else the stop
-            goes on being late.
+            is late.
         give_up: the save in flight is given up when patience ends.
         steps_at_risk: what is lost if the durable tier gets no more than is expected to be in time.
         reason: one sentence for people.

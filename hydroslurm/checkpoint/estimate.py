@@ -63,9 +63,9 @@ FAST_ASSUMED = Assumption(fixed_s=0.1, bytes_per_s=500e6)
 """A node's SSD; memory is faster."""
 
 
-USUAL_SYNCS = 6
-"""Until this attempt has saved: what a manifest's ``save_s`` covers for one rank (three parts,
-DCP's index, their folder), and the manifest itself."""
+USUAL_SYNCS = 4
+"""Until this attempt has saved: what a manifest's ``save_s`` covers for one rank (three files), and
+the manifest itself."""
 
 
 class Pace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -30,21 +30,28 @@ class Found:
     checkpoint: Checkpoint
 
 
+Load = Callable[[Found], object]
+"""Loads a candidate, which verifies what this rank needs of it. It raises CheckpointError or
+OSError for one that cannot be used."""
+
+
 def newest_good(
     durable: CheckpointStore,
     *,
     fast: CheckpointStore | None = None,
     topic: str = "newest",
     timeout_s: float | None = None,
+    load: Load | None = None,
 ) -> Found | None:
-    """The newest committed checkpoint that verifies, the same on all ranks; None when there is
-    none at all.
+    """The newest committed checkpoint that is good, the same on all ranks; None when there is none
+    at all.
 
     Of the same save on both tiers, the fast one: it loads sooner. What is newer and cannot be used
     costs one RuntimeWarning, on rank 0, that says why and names what is used instead.
 
-    With several ranks every one calls it. Rank 0 proposes, each verifies a share of the files, so
-    that every file is read once in all, and a candidate that one rank rejects is rejected by all.
+    With several ranks every one calls it. Rank 0 proposes, each loads what it needs or, without
+    ``load``, verifies a share of the files, and a candidate that one rank rejects is rejected by
+    all.
 
     Args:
         durable: the store of all ranks, with its peers.
@@ -52,13 +59,15 @@ def newest_good(
             for its own.
         topic: begins those of the ranks' agreements; used once per job.
         timeout_s: for each agreement; None waits until a rank is gone.
+        load: keeps what it has loaded last for the caller; nothing of it may be used before this
+            function has returned.
 
     Raises:
         CheckpointCorrupt: there are some, and none is good: starting over must be a decision.
         CheckpointError: the durable tier cannot be listed.
         AgreementFailed, CoordinatorLost: a rank is gone.
     """
-    return _Search(durable, fast, topic=topic, timeout_s=timeout_s).run()
+    return _Search(durable, fast, topic=topic, timeout_s=timeout_s, load=load).run()
 
 
 class _Search:
@@ -71,7 +80,9 @@ class _Search:
         *,
         topic: str,
         timeout_s: float | None,
+        load: Load | None,
     ) -> None:
+        self._load = load
         self._durable = durable
         self._peers = durable.peers
         self._candidates = _Candidates(durable, fast)
@@ -133,8 +144,11 @@ class _Search:
         """Why a candidate is rejected, by whichever rank; None when it is good."""
         complaint = None
         try:
-            share = (self._peers.rank, self._peers.world_size)
-            found.store.checker.verify(found.checkpoint, share=share)
+            if self._load is None:
+                share = (self._peers.rank, self._peers.world_size)
+                found.store.checker.verify(found.checkpoint, share=share)
+            else:
+                self._load(found)
         except (CheckpointError, OSError) as error:
             complaint = str(error)
         if self._peers.world_size == 1:

@@ -1,59 +1,97 @@
-"""The files of a checkpoint -> a state, its tensors on the CPU; no pickle is trusted.
+"""The files of a checkpoint -> a state, its tensors on the CPU or laid out over the ranks.
 
-DCP keeps its index in a pickle. An unpickler reads it that knows the dozen classes of which such an
-index consists and refuses every other name. ``torch.load`` reads the tensors with
-``weights_only=True``. DCP's third kind of content, pickled objects, is refused.
+Every byte is read once and compared with what was written. Nothing is executed: names, numbers and
+shapes are the only things that a file can say, and no memory is taken for a tensor before as many
+bytes of it are known to be stored.
 """
 
 from __future__ import annotations
 
-import io
-import json
-import math
-import pickle
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from hydroslurm.checkpoint.checksummed_file import read_whole
+from hydroslurm.checkpoint.checksummed_file import read_checked
+from hydroslurm.checkpoint.landing import Landing, Wanted, land
+from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.tensor_file import PartIndex, index_name, parse, tensors_name
 from hydroslurm.checkpoint.tree import JsonValue, decode, tensor_keys
-from hydroslurm.checkpoint.write_plan import State
-from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON, own_json
-from hydroslurm.core.files import check_depth
+from hydroslurm.checkpoint.write_plan import SharedTensor, State
+from hydroslurm.checkpoint.writer import SHARED_JSON
 from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing
 
-_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
+_INDEX = re.compile(r"part-([0-9]{5,9})\.json")
 
-_MOST_DEPTH = 1000
-"""A state that is nested more deeply cannot be saved either."""
 
-_CLASSES: dict[tuple[str, str], Any] = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
-        dcp.Metadata,
-        dcp.MetadataIndex,
-        dcp.TensorStorageMetadata,
-        dcp.TensorProperties,
-        dcp.ChunkStorageMetadata,
-        dcp._MEM_FORMAT_ENCODING,
-        _StorageInfo,
-        torch.Size,
-    )
-}
+@dataclass(frozen=True)
+class Shared:
+    """What all ranks share: the state without its tensors, and what those are, by key."""
+
+    state: Mapping[str, JsonValue]
+    tensors: Mapping[str, SharedTensor]
+
+
+class CheckpointFiles:
+    """The files of one checkpoint, each compared with the manifest when it is read; an index is
+    read once."""
+
+    def __init__(self, folder: Path, entries: Mapping[str, FileEntry], *, storage: Storage) -> None:
+        self.folder = folder
+        self.storage = storage
+        self._entries = entries
+        self._indexes: dict[int, PartIndex] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that took part in the save."""
+        found = (_INDEX.fullmatch(name) for name in self._entries)
+        return sorted(int(match[1]) for match in found if match)
+
+    def shared(self) -> Shared:
+        """Raises CheckpointCorrupt, CheckpointError."""
+        path = self.folder / SHARED_JSON
+        text = self._read(SHARED_JSON)
+        try:
+            body = parse(text)
+            state, tensors = body["state"], body["tensors"]
+            if not isinstance(state, dict) or not isinstance(tensors, dict):
+                raise TypeError("it holds no state")
+            found = {key: _shared_tensor(*one) for key, one in tensors.items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointCorrupt(f"{path} cannot be read: {error!s:.200}") from error
+        return Shared(state, found)
+
+    def index(self, rank: int) -> PartIndex:
+        """Raises CheckpointCorrupt, CheckpointError."""
+        if rank not in self._indexes:
+            name = index_name(rank)
+            self._indexes[rank] = PartIndex.from_json(
+                self._read(name),
+                where=self.folder / name,
+                rank=rank,
+                tensors=self.entry(tensors_name(rank)),
+            )
+        return self._indexes[rank]
+
+    def entry(self, name: str) -> FileEntry:
+        """Raises CheckpointCorrupt: there is no such file."""
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointCorrupt(f"{self.folder} has no {name}") from None
+
+    def _read(self, name: str) -> bytes:
+        return read_checked(self.folder / name, self.entry(name), storage=self.storage)
 
 
 def read_state(
-    folder: Path,
-    files: Collection[str],
+    files: CheckpointFiles,
     *,
-    storage: Storage,
     rank: int,
     only: Collection[str] | None = None,
     like: Mapping[str, Any] | None = None,
@@ -63,208 +101,133 @@ def read_state(
     A rank that had no part in the save has nothing of its own.
 
     Raises:
-        CheckpointCorrupt: a file is missing or does not hold what it should.
+        CheckpointCorrupt: a file is missing or is not what was written.
+        CheckpointError: someone else may have written one.
         CheckpointMissing: a name in ``only`` was not saved.
     """
-    shared = _read_json(folder / SHARED_JSON, storage=storage)
-    mine = own_json(rank)
-    own = _read_json(folder / mine, storage=storage) if mine in files else {}
+    shared = files.shared()
+    state, own = shared.state, files.index(rank).own if rank in files.ranks else {}
     if only is not None:
-        missing = sorted(set(only) - set(shared) - set(own))
+        missing = sorted(set(only) - set(state) - set(own))
         if missing:
             raise CheckpointMissing(
-                f"{folder} has no {', '.join(missing)}; it has {', '.join([*shared, *own])}"
+                f"{files.folder} has no {', '.join(missing)}; it has {', '.join([*state, *own])}"
             )
-        shared = {name: value for name, value in shared.items() if name in only}
+        state = {name: value for name, value in state.items() if name in only}
         own = {name: value for name, value in own.items() if name in only}
     layouts: dict[str, torch.Tensor | None] = {}
-    for name, value in shared.items():
+    for name, value in state.items():
         layouts |= tensor_keys(value, (like or {}).get(name))
-    for value in own.values():
-        layouts |= tensor_keys(value)
-    tensors = read_tensors(folder, storage=storage, only=layouts, like=layouts)
+    wanted = [*_wanted_of_shared(layouts, shared, files), *_wanted_of_own(own, rank, files)]
+    tensors = _read_tensors(files, wanted, first=rank)
     return State(
-        shared={name: decode(value, tensors) for name, value in shared.items()},
+        shared={name: decode(value, tensors) for name, value in state.items()},
         own={name: decode(value, tensors) for name, value in own.items()},
     )
 
 
-def read_own(
-    folder: Path, files: Collection[str], *, storage: Storage, rank: int
-) -> dict[str, Any]:
+def read_own(files: CheckpointFiles, *, rank: int) -> dict[str, Any]:
     """The ``own`` of one rank.
 
     Raises:
         CheckpointMissing: that rank had no part in the save.
-        CheckpointCorrupt: a file is missing or does not hold what it should.
+        CheckpointCorrupt, CheckpointError: as :func:`read_state`.
     """
-    mine = own_json(rank)
-    if mine not in files:
-        there = sum(name.startswith("rank-") for name in files)
-        raise CheckpointMissing(f"{folder} has nothing of rank {rank}: {there} ranks saved it")
-    own = _read_json(folder / mine, storage=storage)
-    tensors = read_tensors(folder, storage=storage, only=tensor_keys(list(own.values())))
+    if rank not in files.ranks:
+        raise CheckpointMissing(
+            f"{files.folder} has nothing of rank {rank}: {len(files.ranks)} ranks saved it"
+        )
+    own = files.index(rank).own
+    tensors = _read_tensors(files, _wanted_of_own(own, rank, files), first=rank)
     return {name: decode(value, tensors) for name, value in own.items()}
 
 
-def _read_json(path: Path, *, storage: Storage) -> dict[str, JsonValue]:
-    try:
-        text = read_whole(path, storage=storage).decode()
-        check_depth(text, max_depth=_MOST_DEPTH)
-        found = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointCorrupt(f"{path} holds no names, but a {type(found).__name__}")
-    return found
-
-
-def read_metadata(folder: Path, *, storage: Storage) -> dcp.Metadata:
-    """DCP's index of a checkpoint.
+def tensors_of(files: CheckpointFiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Key -> shape and dtype of all tensors, of what the ranks share and of each rank's own. Reads
+    the indexes only.
 
     Raises:
-        CheckpointCorrupt: it is missing, is not an index, or names anything but its classes.
+        CheckpointCorrupt, CheckpointError: as :func:`read_state`.
     """
-    path = folder / METADATA
-    try:
-        found = _Unpickler(io.BytesIO(read_whole(path, storage=storage))).load()
-    except Exception as error:
-        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dcp.Metadata):
-        raise CheckpointCorrupt(f"{path} is not an index of DCP, but a {type(found).__name__}")
+    shared = files.shared().tensors
+    found = {key: (one.shape, getattr(torch, one.dtype)) for key, one in shared.items()}
+    for rank in files.ranks:
+        for chunk in files.index(rank).chunks:
+            found.setdefault(chunk.key, (chunk.shape, chunk.torch_dtype))
     return found
 
 
-def read_tensors(
-    folder: Path,
-    *,
-    storage: Storage,
-    only: Collection[str] | None = None,
-    like: Mapping[str, torch.Tensor | None] | None = None,
+def _wanted_of_shared(
+    layouts: Mapping[str, torch.Tensor | None], shared: Shared, files: CheckpointFiles
+) -> Iterator[Wanted]:
+    for key, template in layouts.items():
+        one = shared.tensors.get(key)
+        if one is None:
+            raise CheckpointCorrupt(f"{files.folder / SHARED_JSON} has no tensor {key!r:.80}")
+        dtype = getattr(torch, one.dtype)
+        yield Wanted.like(key, one.shape, dtype, template=template, writer=one.writer)
+
+
+def _wanted_of_own(
+    own: Mapping[str, JsonValue], rank: int, files: CheckpointFiles
+) -> Iterator[Wanted]:
+    keys = tensor_keys(list(own.values()))
+    there = {one.key: one for one in files.index(rank).chunks if one.key in keys} if keys else {}
+    for key in keys:
+        if key not in there:
+            raise CheckpointCorrupt(f"{files.folder / index_name(rank)} has no {key!r:.80}")
+        one = there[key]
+        yield Wanted.like(key, one.shape, one.torch_dtype, template=None, writer=rank)
+
+
+def _read_tensors(
+    files: CheckpointFiles, wanted: Iterable[Wanted], *, first: int
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint folder, whole and on the CPU.
+    """Find all pieces, then take memory, then read.
 
     Args:
-        only: their keys; all of them when None.
-        like: key -> a DTensor of this process, or None. A tensor of the same shape is laid out like
-            it, and only the pieces that this takes are read.
-
-    Raises:
-        CheckpointCorrupt: a key is missing, or a file does not hold what it should.
+        first: the rank whose part holds, if nothing has changed since the save, what this process
+            holds of sharded tensors.
     """
-    metadata = read_metadata(folder, storage=storage)
-    keys = metadata.state_dict_metadata if only is None else only
-    try:
-        _require_room(metadata, keys, _stored_bytes(metadata, folder, storage=storage))
-        tensors = {
-            key: _empty(metadata.state_dict_metadata[key], (like or {}).get(key)) for key in keys
-        }
-        _fill(tensors, folder, metadata)
-    except KeyError as error:
-        raise CheckpointCorrupt(f"{folder} has no tensor {error}") from error
-    except Exception as error:
-        raise CheckpointCorrupt(f"the tensors of {folder} cannot be read: {error}") from error
-    return tensors
+    landings = [Landing(one) for one in wanted]
+    open_ones = {one.wanted.key: one for one in landings if one.lacking}
+    there, asked = files.ranks, set[int]()
+    while open_ones:
+        ranks = _likely(open_ones.values(), first) & set(there) - asked or set(there) - asked
+        if not ranks:
+            break
+        rank = min(ranks)
+        asked.add(rank)
+        where = files.folder / index_name(rank)
+        for chunk in files.index(rank).chunks:
+            landing = open_ones.get(chunk.key)
+            if landing is not None:
+                landing.take(rank, chunk, where=where)
+        open_ones = {key: one for key, one in open_ones.items() if one.lacking}
+    for key, one in open_ones.items():
+        raise CheckpointCorrupt(
+            f"the files of {files.folder} lack {one.lacking} of the values of {key!r:.80}"
+        )
+    return land(files.folder, landings, index=files.index, entry=files.entry, storage=files.storage)
 
 
-def _stored_bytes(metadata: dcp.Metadata, folder: Path, *, storage: Storage) -> dict[object, int]:
-    """Key -> bytes of its pieces, which together fit into their files.
-
-    Raises:
-        ValueError: a piece is not in a file of this folder.
-        OSError: such a file cannot be read.
-    """
-    left: dict[str, int] = {}
-    found: dict[object, int] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        name, begin, length = info.relative_path, info.offset, info.length
-        if not isinstance(name, str) or not _FILE.fullmatch(name):
-            raise ValueError(f"a piece of a tensor lies in {str(name)[:80]!r}")
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError("a piece of a tensor is stored in a form that DCP alone can read")
-        if name not in left:
-            left[name] = _size_bytes(folder / name, storage)
-        if type(begin) is not int or type(length) is not int or min(begin, length) < 0:
-            raise ValueError(f"a piece of a tensor lies at {begin!r}, {length!r} bytes")
-        left[name] -= length
-        if left[name] < 0:
-            raise ValueError(f"{name} is shorter than the pieces of tensors in it")
-        found[index.fqn] = found.get(index.fqn, 0) + length
+def _likely(landings: Iterable[Landing], first: int) -> set[int]:
+    """The ranks that have written what is lacking, if nothing has changed since the save: so that
+    with thousands of ranks not everybody reads the indexes of all."""
+    found: set[int] = set()
+    for one in landings:
+        writer = one.wanted.writer
+        found |= {first, *one.wanted.replicas} if writer is None else {writer}
     return found
 
 
-def _size_bytes(path: Path, storage: Storage) -> int:
-    fd = storage.open(path)
-    try:
-        return storage.size(fd)
-    finally:
-        storage.close(fd)
-
-
-def _require_room(
-    metadata: dcp.Metadata, keys: Collection[str], stored: Mapping[object, int]
-) -> None:
-    """Check that no tensor is larger than what is stored of it: a shape alone is not trusted.
-
-    Raises:
-        KeyError: a tensor is missing.
-        TypeError, ValueError: one is not a tensor, or is larger.
-    """
-    for key in keys:
-        found = metadata.state_dict_metadata[key]
-        if not isinstance(found, dcp.TensorStorageMetadata):
-            raise TypeError(f"{type(found).__name__} in the place of a tensor")
-        shape, dtype = tuple(found.size), found.properties.dtype
-        if any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError(f"{key} has shape {shape}")
-        if math.prod(shape) * dtype.itemsize > stored.get(key, 0):
-            raise ValueError(
-                f"{key} has shape {shape} of {dtype}, and {stored.get(key, 0)} bytes are stored"
-            )
-
-
-def _empty(found: dcp.STORAGE_TYPES, template: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(found, dcp.TensorStorageMetadata)
-    if template is not None and tuple(template.shape) == tuple(found.size):
-        return torch.empty_like(template.detach(), dtype=found.properties.dtype)
-    return torch.empty(found.size, dtype=found.properties.dtype)
-
-
-def _fill(tensors: dict[str, torch.Tensor], folder: Path, metadata: dcp.Metadata) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    plans = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plans[0]), planner).wait()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows DCP's classes and torch's dtypes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = _CLASSES.get((module, name))
-        if known is not None:
-            return known
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of DCP needs")
-
-
-def _memory_format(kind: Any, name: str) -> Any:
-    """Stands in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle the members of an enum;
-    other releases call the class with the value."""
-    if kind is dcp._MEM_FORMAT_ENCODING and name in dcp._MEM_FORMAT_ENCODING.__members__:
-        return dcp._MEM_FORMAT_ENCODING[name]
-    raise pickle.UnpicklingError(f"it asks for {kind!r}.{name}, which no index of DCP needs")
-
-
-def _layout(name: str) -> torch.layout:
-    if name != "torch.strided":
-        raise pickle.UnpicklingError(f"layout {name!r}")
-    return torch.strided
+def _shared_tensor(shape: Any, dtype: Any, writer: Any) -> SharedTensor:
+    """Raises TypeError or ValueError: it is none."""
+    one = SharedTensor(tuple(shape), dtype, writer)
+    if any(type(number) is not int or not 0 <= number < 1 << 63 for number in one.shape):
+        raise ValueError(f"a tensor of shape {one.shape}")
+    if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise TypeError(f"a tensor of {dtype!r:.80}")
+    if writer is not None and type(writer) is not int:
+        raise TypeError(f"a tensor that {writer!r:.80} has written")
+    return one

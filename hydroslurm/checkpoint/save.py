@@ -8,11 +8,11 @@ An agreement has one outcome for all, so that all ranks return, or raise, the sa
 ``written`` and ``commit`` the first rank that is left does the committing: from ``written`` on, no
 single death loses the checkpoint. What is still to be written then follows from the parts and from
 what was agreed, byte for byte, so that any rank can do it, again after one that died half-way, and
-even beside one that is only thought to be dead: every file comes into its place by a rename, and
+even beside one that is only thought to be dead: the manifest comes into its place by a rename, and
 who comes second puts the same bytes there, or finds the folder moved.
 
-A rank that saves alone goes the same way. It has nobody to agree with, and leaves out what only
-other ranks would read: the index of its part, and the fsyncs that go with it.
+A rank that saves alone goes the same way. It has nobody to agree with, and leaves out the fsync of
+the folder that the others' parts need before they are acknowledged.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint import commit, folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, read_manifest
 from hydroslurm.checkpoint.checking import Checker
-from hydroslurm.checkpoint.checksummed_file import compare, copy_file, read_whole
-from hydroslurm.checkpoint.manifest import FileEntry, Manifest
+from hydroslurm.checkpoint.checksummed_file import compare, copy_file
+from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.save_round import (
     KEPT,
     SaveRound,
@@ -39,16 +39,8 @@ from hydroslurm.checkpoint.save_round import (
     why,
 )
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.write_plan import State, WritePlan, plan_of
-from hydroslurm.checkpoint.writer import (
-    METADATA,
-    PartIndex,
-    metadata_of,
-    part_json,
-    pickled,
-    write_index,
-    write_part,
-)
+from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, State, WritePlan, plan_of
+from hydroslurm.checkpoint.writer import Part, write_part
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
 
@@ -67,14 +59,34 @@ class Parts:
     """All parts of a save, which are on the disk now.
 
     Attributes:
-        mine: this rank's.
-        indexes: of several ranks: rank -> the entry of its part's index.
+        of_ranks: in rank order.
+        whole_tally: of all values of the tensors that the ranks share.
         slowest_s: of several ranks: how long the slowest one took.
     """
 
-    mine: PartIndex
-    indexes: Mapping[int, FileEntry] = field(default_factory=dict)
+    of_ranks: tuple[Part, ...]
+    whole_tally: int
     slowest_s: float | None = None
+
+    def described(self, header: Manifest, *, save_s: float) -> Manifest:
+        """The manifest of a save that has these parts.
+
+        Raises:
+            SaveFailed: the pieces of the shared tensors do not make up the whole.
+        """
+        tally = sum(part.tally for part in self.of_ranks) % TALLY_MODULUS
+        if tally != self.whole_tally:
+            raise SaveFailed(
+                f"the pieces that {len(self.of_ranks)} ranks have written do not make up the "
+                "tensors that they share: they do not hold the same ones. Is every DTensor laid "
+                "out over one mesh of all ranks?"
+            )
+        return replace(
+            header,
+            files={name: entry for part in self.of_ranks for name, entry in part.files.items()},
+            save_s=save_s,
+            state_bytes=sum(part.state_bytes for part in self.of_ranks),
+        )
 
 
 class Save:
@@ -160,7 +172,7 @@ class Save:
                     self._written()
 
             def describe() -> Manifest:
-                self._put(place.folder, manifest.NAME, source.manifest.to_json().encode())
+                self._put_manifest(place.folder, source.manifest)
                 return source.manifest
 
             return self._commit(place, describe)
@@ -241,11 +253,11 @@ class Save:
                 cancel=self._round.cancel,
                 chunk_bytes=self._chunk_bytes,
             )
-            entry = None if alone else write_index(folder, mine, storage=self._storage)
+            if not alone:
+                self._storage.fsync_dir(folder)
             if self._written is not None:
                 self._written()
-            if entry is not None:
-                answer = {"index": [entry.size_bytes, entry.checksum], "took_s": self._took_s()}
+            answer = {**mine.to_answer(), "took_s": self._took_s()}
         except BaseException as error:
             problem = self._explained(error)
         try:
@@ -255,9 +267,12 @@ class Save:
                 raise
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
         if alone:
-            return Parts(mine)
-        indexes = {rank: _index_of(rank, one) for rank, one in answers.items()}
-        return Parts(mine, indexes, slowest_s=max(one["took_s"] for one in answers.values()))
+            return Parts((mine,), plan.whole_tally)
+        parts = tuple(Part.from_answer(one, rank=rank) for rank, one in sorted(answers.items()))
+        took_s = [
+            checked(one, rank=rank, took_s=(int, float))["took_s"] for rank, one in answers.items()
+        ]
+        return Parts(parts, plan.whole_tally, slowest_s=max(took_s))
 
     def _commit(self, place: Place, describe: Callable[[], Manifest]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""
@@ -336,32 +351,17 @@ class Save:
         return found if ours or self._checker.is_good(Checkpoint(place.target, found)) else None
 
     def _describe(self, place: Place, parts: Parts) -> Manifest:
-        """Write DCP's index and the manifest into the folder, from what the parts say."""
+        """Write the manifest into the folder, from what the parts say."""
         commit.remove_drafts(place.folder, storage=self._storage)
-        indexes = [
-            self._read_index(place.folder, rank, entry)
-            for rank, entry in sorted(parts.indexes.items())
-        ] or [parts.mine]
-        files = {name: entry for index in indexes for name, entry in index.files.items()}
-        files |= {part_json(rank): entry for rank, entry in parts.indexes.items()}
-        files[METADATA] = self._put(place.folder, METADATA, pickled(metadata_of(indexes)))
-        described = replace(
-            place.header,
-            files=files,
-            save_s=self._took_s() if parts.slowest_s is None else parts.slowest_s,
-            state_bytes=sum(chunk.value_bytes for index in indexes for chunk in index.chunks),
+        described = parts.described(
+            place.header, save_s=self._took_s() if parts.slowest_s is None else parts.slowest_s
         )
-        self._put(place.folder, manifest.NAME, described.to_json().encode())
+        self._put_manifest(place.folder, described)
         return described
 
-    def _read_index(self, folder: Path, rank: int, entry: FileEntry) -> PartIndex:
-        path = folder / part_json(rank)
-        text = read_whole(path, storage=self._storage)
-        compare(path, entry, FileEntry(len(text), manifest.checksum(text)))
-        return PartIndex.from_json(text, where=path)
-
-    def _put(self, folder: Path, name: str, data: bytes) -> FileEntry:
-        return commit.put(folder, name, data, rank=self._rank, storage=self._storage)
+    def _put_manifest(self, folder: Path, described: Manifest) -> None:
+        data = described.to_json().encode()
+        commit.put(folder, manifest.NAME, data, rank=self._rank, storage=self._storage)
 
     def _trusted(self, path: Path, found: Manifest) -> Checkpoint:
         """What was just committed, or found to be good by rank 0."""
@@ -421,11 +421,3 @@ def _told(chosen: Place | Checkpoint) -> dict[str, str]:
     if isinstance(chosen, Place):
         return {"name": chosen.folder.name, "manifest": chosen.header.to_json()}
     return {"name": chosen.path.name, "manifest": chosen.manifest.to_json()}
-
-
-def _index_of(rank: int, answer: Any) -> FileEntry:
-    told = checked(answer, rank=rank, index=list, took_s=(int, float))
-    size_bytes, checksum = (told["index"] + [None, None])[:2]
-    if not (type(size_bytes) is int and size_bytes >= 0 and isinstance(checksum, str)):
-        raise SaveFailed(f"rank {rank} names no index that it has written: {told['index']!r:.80}")
-    return FileEntry(size_bytes, checksum)

@@ -2,8 +2,8 @@
 
 One method is one call that can fail or be the last one of a killed process. The tests replace this
 object by one that fails or kills at the n-th call, which is how the commit rule is proved; so
-whatever creates, writes, renames or removes a part of a checkpoint does it through this object.
-(Tensors are loaded by DCP's own reader, from files that were verified through it.)
+whatever creates, writes, reads, renames or removes a part of a checkpoint does it through this
+object.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,9 @@ from hydroslurm.core.trust import check_trusted
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 """Before the umask: the folder that a checkpoint is in decides who may read it. Nobody else may
 write one, even if the umask would let the group: it could not be trusted any more."""
+
+MOST_BUFFERS = 1024
+"""In one call of ``read``: Linux's IOV_MAX."""
 
 
 class Storage(Protocol):
@@ -72,8 +75,9 @@ class Storage(Protocol):
     def size(self, fd: int) -> int:
         """Of an open file, in bytes."""
 
-    def read(self, fd: int, into: memoryview, *, offset: int) -> int:
-        """Read up to ``len(into)`` bytes; 0 at the end of the file."""
+    def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
+        """Read into one buffer after the other, up to all of them; 0 at the end of the file.
+        Thread-safe. At most MOST_BUFFERS of them."""
 
 
 class LocalStorage:
@@ -135,8 +139,8 @@ class LocalStorage:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
-    def read(self, fd: int, into: memoryview, *, offset: int) -> int:
-        return os.preadv(fd, [into], offset)
+    def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
+        return os.preadv(fd, into, offset)
 
 
 class AnyonesStorage(LocalStorage):
@@ -149,7 +153,7 @@ class AnyonesStorage(LocalStorage):
 
 
 MOST_SYNCS = 256
-"""How many are remembered; a save by one rank makes eight."""
+"""How many are remembered; a save by one rank makes six."""
 
 
 class TimedSyncs:

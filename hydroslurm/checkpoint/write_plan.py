@@ -10,13 +10,13 @@ compare their ``layout`` to be sure.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from hydroslurm.checkpoint.tree import JsonValue, encode, is_dtensor
 from hydroslurm.errors import UnsavableState, UsageError
@@ -25,6 +25,9 @@ LEAST_DIVIDED_BYTES = 64 * 1024
 """A plain tensor of at least this size is taken to be a replica, bit for bit the same on all ranks,
 like parameters and optimizer states under DDP. Smaller ones are rank 0's: the BatchNorm statistics
 of DDP ranks differ, and rank 0's are the ones that torch.save would have kept."""
+
+TALLY_MODULUS = 2**61 - 1
+"""A prime, so that a number of values times its weight is never nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,19 @@ class Shard:
     tensor: torch.Tensor
 
 
+class SharedTensor(NamedTuple):
+    """A tensor that all ranks share. A named tuple, because there are thousands.
+
+    Attributes:
+        dtype: its name without ``torch.``.
+        writer: the rank that writes it; None for one that the ranks write in pieces.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    writer: int | None
+
+
 @dataclass(frozen=True)
 class WritePlan:
     """What one rank has to write of a state.
@@ -60,6 +76,7 @@ class WritePlan:
         own: this rank's own state, without tensors.
         shards: the tensors, or parts of them, that this rank writes.
         state_bytes: of the state of all ranks, assuming that each has as much of its own.
+        shared_tensors: by key; the same on all ranks.
         layout: equal on all ranks if they have the same tensors.
     """
 
@@ -69,7 +86,21 @@ class WritePlan:
     own: dict[str, JsonValue]
     shards: tuple[Shard, ...]
     state_bytes: int
+    shared_tensors: Mapping[str, SharedTensor]
     layout: str
+
+    @property
+    def tally(self) -> int:
+        """Of the values of shared tensors that this rank writes. Those of all ranks together are
+        :attr:`whole_tally` if they write every value once."""
+        return tally_of(
+            (one.key, one.tensor.numel()) for one in self.shards if one.key in self.shared_tensors
+        )
+
+    @property
+    def whole_tally(self) -> int:
+        """Of all values of the shared tensors."""
+        return tally_of((key, math.prod(one.shape)) for key, one in self.shared_tensors.items())
 
 
 def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
@@ -100,8 +131,20 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
         own=own_tree,
         shards=tuple(one for one in shards if one is not None),
         state_bytes=_bytes(shared) + world_size * _bytes(own),
+        shared_tensors={
+            key: SharedTensor(
+                tuple(one.shape), str(one.dtype).removeprefix("torch."), writers.get(key)
+            )
+            for key, one in shared.items()
+        },
         layout=_layout(shared),
     )
+
+
+def tally_of(values: Iterable[tuple[str, int]]) -> int:
+    """A sum over keys and the numbers of values that there are of each. Every key has its own
+    weight: what one has too many does not make up for what another one lacks."""
+    return sum((zlib.crc32(key.encode()) | 1) * number for key, number in values) % TALLY_MODULUS
 
 
 def plan_of(state: State | WritePlan, *, rank: int, world_size: int) -> WritePlan:
@@ -155,13 +198,22 @@ def _shard_of_dtensor(key: str, tensor: Any) -> Shard | None:
     local = tensor.to_local().detach()
     if any(replicas) or (local.numel() == 0 and tensor.numel() != 0):
         return None
-    (item,) = _create_write_items(key, tensor)
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
     if tensor.numel() == 0:  # its shards are all alike: one stands for the whole
         return Shard(key, tuple(tensor.shape), (0,) * tensor.dim(), local.new_empty(tensor.shape))
-    assert tuple(chunk.sizes) == tuple(local.shape), f"{key}: {chunk.sizes}, {local.shape}"
-    return Shard(key, tuple(tensor.shape), tuple(chunk.offsets), local)
+    offsets, sizes = box_of(tensor)
+    assert sizes == tuple(local.shape), f"{key}: {sizes}, {local.shape}"
+    return Shard(key, tuple(tensor.shape), offsets, local)
+
+
+def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the part of a DTensor that this rank holds begins in the whole, and its sizes."""
+    # imported here: it takes 0.2 s, and a training without DTensors never needs it
+    from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+    (item,) = _create_write_items("", tensor)
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:

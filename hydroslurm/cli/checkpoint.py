@@ -28,7 +28,14 @@ Where = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 Check = Annotated[bool, typer.Option("--verify", help="Also read all files, as verify does.")]
-Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="model.pt or model.safetensors")]
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="model.pt, model.safetensors, or model.dcp: a folder for torch.distributed.checkpoint",
+    ),
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(
@@ -184,10 +191,10 @@ def _row(store: CheckpointStore, one: Checkpoint, *, verify: bool) -> dict[str, 
 
 
 def _verdict(error: Exception) -> dict[str, str]:
-    from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew
+    from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld
 
-    state = "torn" if isinstance(error, CheckpointCorrupt) else "untrusted"
-    state = "too new" if isinstance(error, CheckpointTooNew) else state
+    states = ((CheckpointCorrupt, "torn"), (CheckpointTooNew, "too new"), (CheckpointTooOld, "old"))
+    state = next((word for kind, word in states if isinstance(error, kind)), "untrusted")
     return {"state": state, "reason": str(error)}
 
 

@@ -12,6 +12,7 @@ from hydroslurm.cli.status import echo, rank_line
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
+    from hydroslurm.jobs.control.listing import ListedJob
     from hydroslurm.jobs.control.overview import Found, Overview
     from hydroslurm.jobs.control.plain_job import PlainAttempt, PlainJob
     from hydroslurm.jobs.spec.replicas import ReplicaSpec
@@ -39,7 +40,7 @@ def list_jobs() -> None:
     replicas are the ranks that have announced themselves."""
     import getpass
 
-    from hydroslurm.jobs.control.plain_job import my_jobs
+    from hydroslurm.jobs.control.listing import my_jobs
     from hydroslurm.slurm.client import open_client
 
     rows = [_row(one) for one in my_jobs(open_client(), getpass.getuser())]
@@ -53,28 +54,17 @@ def list_jobs() -> None:
         echo(line.rstrip())
 
 
-def _row(found: Overview | PlainJob) -> tuple[str, ...]:
-    from hydroslurm.jobs.control.overview import Overview
-
-    assert found.slurm is not None
+def _row(found: ListedJob) -> tuple[str, ...]:
     condition = found.condition
-    if isinstance(found, Overview):
-        name, replicas = found.job.name, str(found.job.replicas)
-        preemptions = str(found.preemptions)
-        restarts = f"{found.restarts}/{found.job.run_policy.backoff_limit}"
-    else:
-        name, replicas = found.name, str(len(found.ranks) or "-")
-        restarts = str(found.slurm.restart_count)
-        # accounting knows those that no rank has noticed, but only describe asks it
-        preemptions = str(found.preemptions) if found.saver or restarts == "0" else "-"
+    most = "" if found.backoff_limit is None else f"/{found.backoff_limit}"
     return (
         str(found.slurm.job_id),
-        name[:30],
+        found.name[:30],
         condition.type if condition else "-",
         found.slurm.state.value,
-        replicas,
-        restarts,
-        preemptions,
+        str(found.replicas or "-"),
+        f"{found.restarts}{most}",
+        "-" if found.preemptions is None else str(found.preemptions),
         moment(condition.epoch_ns) if condition else "-",
     )
 

@@ -53,13 +53,14 @@ def render(
     if as_yaml:
         typer.echo(dumps(spec.job), nl=False)
         return
+    from hydroslurm.core.rundir import RunDir
+    from hydroslurm.jobs.launch.job_script import job_script
     from hydroslurm.jobs.launch.training_job import plan_for
-    from hydroslurm.jobs.launch.training_job import render as script_of
 
     plan, notes = plan_for(spec, environ=os.environ)
     for note in notes:
         typer.echo(f"hydroslurm: {note}", err=True)
-    typer.echo(script_of(spec, plan, root=folder.absolute() / "RUN_FOLDER"))
+    typer.echo(job_script(spec.job, plan, RunDir(folder.absolute() / "RUN_FOLDER")), nl=False)
 
 
 def schema(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hydroslurm.core.status import RankStatus
     from hydroslurm.jobs.control.requests import JobStatus
     from hydroslurm.jobs.supervisor.conditions import Condition
+    from hydroslurm.slurm.values import Job
 
 
 def status(
@@ -24,7 +25,8 @@ def status(
     """Show a job's state in Slurm and what its ranks report."""
     import getpass
 
-    from hydroslurm.jobs.control.requests import find_job, job_status
+    from hydroslurm.core.overlap import overlapped
+    from hydroslurm.jobs.control.requests import find_job
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
@@ -32,11 +34,11 @@ def status(
         jobs = list(client.jobs(user=getpass.getuser()))
     else:
         jobs = [find_job(client, job_id)]
-    for found in (job_status(job) for job in jobs):
+    for found, now in overlapped(_look, jobs):
         if as_json:
-            typer.echo(json.dumps(_as_json(found)))
+            typer.echo(json.dumps(_as_json(found, now)))
         else:
-            _print_status(found)
+            _print_status(found, now)
     if not jobs:
         typer.echo("no jobs")
 
@@ -52,19 +54,24 @@ _MOST = 2000
 """Characters of a line."""
 
 
-def _newest_condition(found: JobStatus) -> tuple[Condition | None, str | None]:
-    """What the job is now, and why its run folder cannot be read, if so."""
+_Now: TypeAlias = "tuple[Condition | None, str | None]"
+"""What a job is now, and why its run folder cannot be read, if so."""
+
+
+def _look(job: Job) -> tuple[JobStatus, _Now]:
     from hydroslurm.errors import RunFolderError
     from hydroslurm.jobs.control.overview import condition_now
+    from hydroslurm.jobs.control.requests import job_status
 
+    found = job_status(job)
     first = next(iter(found.ranks), None)
     try:
-        return condition_now(found.run_dir, found.job, first), found.problem
+        return found, (condition_now(found.run_dir, job, first), found.problem)
     except RunFolderError as error:
-        return None, found.problem or str(error)
+        return found, (None, found.problem or str(error))
 
 
-def _print_status(found: JobStatus) -> None:
+def _print_status(found: JobStatus, now: _Now) -> None:
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
     job = found.job
@@ -74,7 +81,7 @@ def _print_status(found: JobStatus) -> None:
         f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
         f"{limit}, restarts {job.restart_count}"
     )
-    condition, problem = _newest_condition(found)
+    condition, problem = now
     if condition is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
         message = f": {condition.message}" if condition.message else ""
@@ -132,9 +139,9 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
     return f"since {max(0.0, since_s):.1f} s"
 
 
-def _as_json(found: JobStatus) -> dict[str, object]:
+def _as_json(found: JobStatus, now: _Now) -> dict[str, object]:
     job = found.job
-    condition, problem = _newest_condition(found)
+    condition, problem = now
     return {
         "job_id": job.job_id,
         "name": job.name,

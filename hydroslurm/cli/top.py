@@ -58,7 +58,7 @@ def top(
     import getpass
 
     from hydroslurm.errors import UsageError
-    from hydroslurm.observe.watcher import Watcher
+    from hydroslurm.observe.watcher import RANKS_EACH_TIME, Watcher
     from hydroslurm.slurm.client import RetryPolicy, open_client
 
     if interval_s is not None and not interval_s >= LEAST_EVERY_S:
@@ -66,18 +66,21 @@ def top(
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without "≤" shall not end us
         sys.stdout.reconfigure(errors="replace")
     named = jobs or []
+    has_screen = not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
+    is_only_view = once or (interval_s is None and not has_screen)
     watcher = Watcher(
         # an absent controller is waited for by asking again at the next interval
         open_client(retry_policy=RetryPolicy(give_up_after_s=0.0)),
         user=None if all_users or named else getpass.getuser(),
         partition=partition,
         ids=named,
+        ranks_each_time=sys.maxsize if is_only_view else RANKS_EACH_TIME,
     )
     every_s = EVERY_S if interval_s is None else interval_s
-    if not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty():
+    if has_screen:
         _Screen(watcher, every_s=every_s).run()
         return
-    _print_views(watcher, every_s=None if once or interval_s is None else every_s, as_json=as_json)
+    _print_views(watcher, every_s=None if is_only_view else every_s, as_json=as_json)
 
 
 def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> None:

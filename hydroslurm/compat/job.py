@@ -1,4 +1,4 @@
-"""``Job``: a training written down as groups of functions, for a JobRunner to carry out.
+"""``Job``: a training described as groups of functions, which a JobRunner runs.
 
     with hydroslurm.Job("digits") as job:
 
@@ -10,16 +10,16 @@
             job.loader = make_loader()
 
         @job.epoch
-        def train(job):                         # until a stop signal says that it is enough
+        def train(job):                         # until a stop signal is true
             for images, labels in job.run.epoch_batches():
                 ...
 
         job.add_stop_signal(hydroslurm.epoch_limiter(10))
 
-After Caffe2's class of the same name, with one group more. There the state is blobs, which come out
-of the checkpoint by themselves, so that ``init`` can make them and be skipped on a resume. Here an
-object has to exist before its state can be loaded into it: ``build`` makes the objects, always, and
-``init`` is what has to be done only once. Caffe2's own spelling works as well:
+After Caffe2's class of the same name, with one more group. There the state consists of blobs, which
+a checkpoint recreates, so ``init`` can make them and be skipped on a resume. Here an object has to
+exist before its state can be loaded into it: ``build`` makes the objects in every attempt, and
+``init`` does what has to be done only once. Caffe2's own spelling works as well:
 
     with Job() as job:                          # tasks made here belong to the epoch group
         model = job.save("model", make_model())
@@ -117,7 +117,7 @@ class Job:
         return job
 
     def __enter__(self) -> Job:
-        """Within it this is the current job, and tasks belong to its epoch group."""
+        """Inside it this is the current job, and tasks belong to its epoch group."""
         _stack().append(self)
         self.epoch_group.__enter__()
         return self
@@ -128,7 +128,7 @@ class Job:
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Within it this is the current job; tasks that are made belong to no group of it."""
+        """Inside it this is the current job; tasks made there belong to none of its groups."""
         _stack().append(self)
         try:
             yield
@@ -155,8 +155,8 @@ class Job:
 
     @property
     def loader(self) -> Any:
-        """What ``job.run.epoch_batches()`` goes over; set it in ``build``, or before the job runs.
-        None when there is none."""
+        """What ``job.run.epoch_batches()`` iterates over, or None; set it in ``build``, or before
+        the job runs."""
         return self._loader
 
     @loader.setter
@@ -173,11 +173,11 @@ class Job:
         return self._add(Group.BUILD, function)
 
     def init(self, function: Function) -> Function:
-        """Add a function that is done once in a run."""
+        """Add a function that runs once per run."""
         return self._add(Group.INIT, function)
 
     def epoch(self, function: Function) -> Function:
-        """Add a function that is a part of each epoch.
+        """Add a function that is part of each epoch.
 
         It iterates its data with ``job.run.epoch_batches()``, at most once. If a stop cuts it off,
         the next attempt calls it again, and its loop gets the remaining batches; whatever it does
@@ -191,11 +191,11 @@ class Job:
         return self._add(Group.EXIT, function)
 
     def add_stop_signal(self, signal: Signal) -> Signal:
-        """Add a function that is asked after each epoch whether that was the last one; or the
+        """Add a function that says after each epoch whether that was the last one; or the
         output of a task, a flag or a tensor of one element, which is looked at then.
 
-        ``job.run.epoch`` is then the number of epochs that are done. All are asked each time, and
-        one that says yes is enough. It should look at what is saved only, or else it may answer
+        ``job.run.epoch`` is then the number of epochs that are done. All are asked each time; one
+        yes is enough. It should look only at what is saved, or it may answer
         differently after a restart: an output is saved with the job, a flag or a tensor is not.
         """
         self.check_open(f"add_stop_signal({name_of(signal)})")
@@ -205,7 +205,7 @@ class Job:
         return signal
 
     def compile(self, session: Any) -> Self:
-        """Have every group compiled by a session, and the nodes settled; returns the job itself,
+        """Compile every group with a session and fix the nodes; return the job itself,
         which can then be pickled with all its functions, closures included, by plain pickle.
 
         Args:
@@ -261,7 +261,7 @@ class Job:
 
     @property
     def init_group(self) -> TaskGroup:
-        """What is done once in a run."""
+        """What runs once per run."""
         return self._groups[Group.INIT]
 
     @property
@@ -316,7 +316,7 @@ class Job:
     # --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """See that it can be run.
+        """Check that it can run.
 
         Raises:
             UsageError: it runs already, has no epoch, or would never end.
@@ -352,7 +352,7 @@ class Job:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A compiled job travels as one piece, by cloudpickle, which takes closures, too: within it
-        the job and its functions mean each other."""
+        the job and its functions refer to each other."""
         if not self._is_compiled or getattr(_local, "is_packing", False):
             return super().__reduce_ex__(protocol)
         _local.is_packing = True
@@ -370,7 +370,7 @@ class Job:
         return dict(vars(self))
 
     def check_open(self, what: str) -> None:
-        """See that something can still be added.
+        """Check that something can still be added.
 
         Raises:
             UsageError: the objects are built and loaded.

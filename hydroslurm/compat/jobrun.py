@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hydroslurm.checkpoint.catalog import EPOCH
-from hydroslurm.checkpoint.newest import Found
+from hydroslurm.checkpoint.newest import Found, Load
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.store import Checkpoint, State
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
@@ -204,12 +204,14 @@ class JobRun(Run):
     # --- Run's seams
     # --------------------------------------------------------------------------------------------
 
-    def _newest(self) -> Found | None:
+    def _newest(self, load: Load | None) -> Found | None:
         if not self.saves:
             return None
-        found = super()._newest()
+        found = super()._newest(load)
         if found is None and self._origin is not None:
             self.begins_at_origin = True
+            if load is not None:
+                load(self._origin)
             return self._origin
         return found
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.coordination.channel import (
+    Connection,
     CoordinatorChannel,
     find_coordinator,
     join_coordinator,
 )
-from hydroslurm.coordination.messages import MAX_TEXT, Message
+from hydroslurm.coordination.messages import MAX_CUT_OFF, MAX_TEXT, Message, ranks_of
 from hydroslurm.coordination.pause_barrier import Emit, PauseBarrier
+from hydroslurm.coordination.relay import find_through_relay
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.stop_barrier import StopBarriers
@@ -80,11 +81,14 @@ class CoordinatorClient:
         self._on_barrier_called = on_barrier_called
         self._warn = warn
         self._lock = threading.Lock()
-        self._agreements = PendingAgreements(send=self._send, lost=lambda: self.lost)
+        self._agreements = PendingAgreements(
+            world_size=world.world_size, send=self._send, lost=lambda: self.lost
+        )
         self._unsent: list[Message] = []
         self._channel: CoordinatorChannel | None = None
         self._all_joined = threading.Event()
         self._connected = False
+        self._relayed = False
         self._rejoin_by_s = math.inf
         self._stop_message: str | None = None
         self._leaving = False
@@ -130,6 +134,7 @@ class CoordinatorClient:
         timeout_s: float | None = None,
         cancel: threading.Event | None = None,
         among: Sequence[int] | None = None,
+        collect_at: Collection[int] | None = None,
     ) -> Mapping[int, Any]:
         """Submit a value and get everybody's; see :class:`hydroslurm.checkpoint.save_round.Peers`.
 
@@ -138,7 +143,14 @@ class CoordinatorClient:
             CoordinatorLost: nothing connects the ranks any more.
             UsageError: this rank waits for that topic already.
         """
-        return self._agreements.agree(topic, value, timeout_s=timeout_s, cancel=cancel, among=among)
+        return self._agreements.agree(
+            topic,
+            value,
+            timeout_s=timeout_s,
+            cancel=cancel,
+            among=among,
+            collect_at=collect_at,
+        )
 
     def call(self, kind: str, message: str = "") -> None:
         """Call a stop barrier of a kind (``stop`` or ``save``): all ranks will hold it at one safe
@@ -197,20 +209,10 @@ class CoordinatorClient:
         if self._secret is None:
             self._secret = self._find_secret()
         secret = self._secret
-        if world.rank == 0:
-            ports: tuple[int, ...] = (start_coordinator(world, secret),)
-        else:
-            ports = world.coordinator_ports(secret.port_key)
-        found = find_coordinator(
-            world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
-        )
-        process = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "cut_off": sorted(self._agreements.cut_off),
-        }
+        found = self._find(world, secret, until_s=time.monotonic() + timeout_s)
+        cut_off = sorted(self._agreements.cut_off)[:MAX_CUT_OFF]
         channel = CoordinatorChannel(
-            join_coordinator(found, world, process),
+            join_coordinator(found, world, cut_off),
             on_message=self._on_message,
             due_s=self._due_s,
             tick=self._tick,
@@ -224,6 +226,25 @@ class CoordinatorClient:
         if self._leaving:
             channel.close()
         channel.run()
+
+    def _find(self, world: World, secret: Secret, *, until_s: float) -> Connection:
+        """Connect through the relay of this node, or directly; the first rank starts the
+        coordinator."""
+        if world.rank == 0:
+            ports: tuple[int, ...] = (start_coordinator(world, secret),)
+        else:
+            ports = world.coordinator_ports(secret.port_key)
+
+        def leaving() -> bool:
+            return self._leaving
+
+        left_s = until_s - time.monotonic()
+        found = find_through_relay(world, secret, os.environ, timeout_s=left_s, stop=leaving)
+        self._relayed = found is not None
+        if found is not None:
+            return found
+        left_s = until_s - time.monotonic()
+        return find_coordinator(world, secret, ports=ports, timeout_s=left_s, stop=leaving)
 
     def _due_s(self) -> float | None:
         pause_due_s = self._pause_barrier.due_s
@@ -241,7 +262,7 @@ class CoordinatorClient:
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
-        if kind in ("hold", "count", "let_through", "all_parked", "release"):
+        if kind in ("hold", "count", "let_through", "describe", "all_parked", "release"):
             self._pause_barrier.on_message(message)
         elif kind == "agreed":
             self._agreements.agreed(message)
@@ -254,13 +275,14 @@ class CoordinatorClient:
         elif kind == "barrier_failed":
             self.stop_barriers.fail(
                 message["barrier"],
-                missing=tuple(message["missing"]),
+                missing=tuple(ranks_of(message["missing"])),
                 finished=message["finished"],
             )
-        elif kind == "rank_gone":
-            self._gone[message["rank"]] = message["died"]
-            if message["died"]:
-                self._emit(EventKind.RANK_GONE, {"of_rank": message["rank"]})
+        elif kind == "ranks_gone":
+            self._gone |= dict.fromkeys(ranks_of(message["left"]), False)
+            for rank in ranks_of(message["died"]):
+                self._gone[rank] = True
+                self._emit(EventKind.RANK_GONE, {"of_rank": rank})
         elif kind == "all_joined":
             self._connect(message)
 
@@ -273,11 +295,11 @@ class CoordinatorClient:
                 "world_size": self.world_size,
                 "joined_s": took_s,
                 "key_from": self._secret.source,
+                "relayed": self._relayed,
             },
         )
         self._connected = True
-        processes = message["ranks"].values()
-        self._agreements.reconnected(process.get("cut_off", ()) for process in processes)
+        self._agreements.reconnected(message["cut_off"])
         self._all_joined.set()
         if self._stop_message is not None:
             self.call("stop", self._stop_message)  # the coordinator that knew of it may be gone

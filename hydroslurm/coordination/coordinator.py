@@ -1,4 +1,5 @@
-"""The coordinator: a process of its own beside rank 0, to which every rank holds one connection.
+"""The coordinator: a process of its own beside rank 0, to which every rank holds a connection, of
+its own or through the relay of its node (:mod:`hydroslurm.coordination.relay`).
 
 It is a process because it has to outlive rank 0: to tell the others that it is gone, and to let a
 survivor finish what was begun. torch's store cannot do this: it does not report a dead rank, does
@@ -11,49 +12,32 @@ sleeps until a message arrives, and ends when all ranks have left.
 reads its options from stdin, because everybody can read a command line: one line of JSON with the
 fields of :class:`CoordinatorOptions`. It prints one line of JSON, ``{"port": n}`` or
 ``{"error": message}``, and closes its output.
-
-Anybody on the network can connect. Until a connection has proved that it is a rank of this job step
-(:mod:`hydroslurm.coordination.authentication`) it costs a descriptor and a few kilobytes, for a few
-seconds, and the number of such connections is bounded. It cannot delay a rank.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import itertools
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.messages import (
-    BadMessage,
-    Message,
-    Outbox,
-    check_from_rank,
-)
-from hydroslurm.coordination.network import allow_descriptors, configure_socket, listen
-from hydroslurm.coordination.peers import Authenticator, PeerConnection
+from hydroslurm.coordination.frames import pack, unpack, unwrap_up, wrap_down
+from hydroslurm.coordination.messages import BadMessage, Message, Outbox, check_from_rank
+from hydroslurm.coordination.network import allow_descriptors, listen
+from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
+from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
 from hydroslurm.coordination.state import CoordinatorState
 
 LINGER_S = 10.0
 """With no rank connected, how long to wait for ranks that are still to come, or to come back."""
-GREETING_S = 10.0
-"""A connection that has not authenticated by then is closed."""
-MAX_UNAUTHENTICATED = 256
-"""Connections that have not authenticated; one more, and the oldest is closed. A rank needs only
-milliseconds, so whoever floods the coordinator drives out its own connections."""
-ACCEPT_AGAIN_S = 0.5
-OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-SPARE_DESCRIPTORS = 32
+NEWS_S = 0.25
+"""Between two announcements of ranks that are gone: so many may go one after the other."""
 
 
 @dataclass(frozen=True)
@@ -78,40 +62,27 @@ class CoordinatorOptions:
     munge_socket: str | None
 
 
-class Coordinator:
-    """Sockets around a :class:`CoordinatorState`; one thread, and one more for MUNGE."""
+class Coordinator(Server):
+    """A :class:`CoordinatorState` behind sockets."""
 
     def __init__(self, listener: socket.socket, options: CoordinatorOptions) -> None:
+        super().__init__(
+            listener,
+            Authenticator(
+                key=options.key, attempt=options.incarnation_id, munge_socket=options.munge_socket
+            ),
+        )
         self._options = options
         self._state = CoordinatorState(options.world_size)
-        self._authenticator = Authenticator(
-            key=options.key, attempt=options.incarnation_id, munge_socket=options.munge_socket
-        )
-        self._listener = listener
-        listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(
-            self._authenticator.wakeup, selectors.EVENT_READ, self._authenticator.on_wakeup
-        )
-        self._accept_again_s: float | None = None
         self._joined: dict[int, PeerConnection] = {}
-        self._open: set[PeerConnection] = set()
-        self._unauthenticated: deque[PeerConnection] = deque()
-        """The oldest first; some may be closed."""
         self._last_joined_s = time.monotonic()
+        self._news_due_s = 0.0
 
     def run(self) -> None:
         """Serve until all ranks have left, or none comes."""
         while not self._is_done():
-            for key, _ in self._selector.select(timeout=self._select_timeout_s()):
-                key.data()
-            for peer, answer in self._authenticator.answered():
-                self._guarded(peer, lambda peer=peer, answer=answer: self._answer(peer, answer))
-            self._expire()
-        for peer in list(self._open):
-            self._drop(peer)
-        self._authenticator.close()
+            self.serve_once()
+        self.close()
 
     def _is_done(self) -> bool:
         if self._joined:
@@ -123,114 +94,63 @@ class Coordinator:
         # as long as rank 0 lives and no rank has joined, they may be on their way
         return bool(some_left) and time.monotonic() - self._last_joined_s > LINGER_S
 
-    # --- accepting connections
+    def timeout_s(self) -> float:
+        if self._state.has_news:
+            return max(0.0, self._news_due_s - time.monotonic())
+        return super().timeout_s()
 
-    def _select_timeout_s(self) -> float:
-        return 1.0 if self._accept_again_s is None else ACCEPT_AGAIN_S
+    def on_round(self) -> None:
+        self._announce()
 
-    def _expire(self) -> None:
-        """Drop connections that have not authenticated in time; accept again after a pause."""
-        now_s = time.monotonic()
-        while self._unauthenticated and (
-            self._unauthenticated[0].has_joined
-            or self._unauthenticated[0] not in self._open
-            or now_s - self._unauthenticated[0].since_s > GREETING_S
-        ):
-            peer = self._unauthenticated.popleft()
-            if not peer.has_joined:
-                self._drop(peer)
-        if self._accept_again_s is not None and now_s >= self._accept_again_s:
-            self._accept_again_s = None
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+    # --- messages of ranks, and of relays that carry those of several
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in OUT_OF_RESOURCES and not self._drop_oldest():
-                # the waiting connection stays readable: trying again at once would be a busy loop
-                self._selector.unregister(self._listener)
-                self._accept_again_s = time.monotonic() + ACCEPT_AGAIN_S
+    def on_body(self, peer: PeerConnection, body: bytes) -> None:
+        if peer.relayed is not None:
+            for rank, one in unwrap_up(body):
+                self._relayed(peer, rank, one)
             return
-        peer = PeerConnection(connection)
-        self._open.add(peer)
-        self._unauthenticated.append(peer)
-        try:
-            configure_socket(connection)
-            connection.setblocking(False)
-            self._selector.register(
-                connection, selectors.EVENT_READ, lambda: self._guarded(peer, self._serve, peer)
-            )
-        except (OSError, ValueError):
-            self._drop(peer)
-        if len(self._open) - len(self._joined) > MAX_UNAUTHENTICATED:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> bool:
-        """Close the oldest connection that has not authenticated; return whether there was one."""
-        while self._unauthenticated:
-            peer = self._unauthenticated.popleft()
-            if peer in self._open and not peer.has_joined:
-                self._drop(peer)
-                return True
-        return False
-
-    # --- one connection, whose failures are its own
-
-    def _guarded(self, peer: PeerConnection, act: Callable[..., None], *arguments: Any) -> None:
-        """Whatever goes wrong on one connection ends that connection and nothing else."""
-        try:
-            act(*arguments)
-        except Exception:
-            self._drop(peer)
-
-    def _serve(self, peer: PeerConnection) -> None:
-        """Write what is left, and read what has arrived."""
-        peer.flush()
-        data = peer.read()
-        if data == b"":
-            self._drop(peer)
-            return
-        if data:
-            self._receive(peer, data)
-        if peer in self._open:
-            self._watch(peer)
-
-    def _receive(self, peer: PeerConnection, data: bytes) -> None:
-        if peer.unsealer is None:
-            greeting = peer.greeting
-            had_hello = greeting.hello is not None
-            greeting.feed(data)
-            if greeting.hello is not None and not had_hello:
-                self._authenticator.ask(peer)
-            if greeting.session is None:
-                return
-            peer.open_session()
-            data = greeting.session.rest
-        assert peer.unsealer is not None
-        for message in peer.unsealer.feed(data):
-            self._handle(peer, check_from_rank(message))
-            if peer not in self._open:
-                return
-
-    def _answer(self, peer: PeerConnection, answer: Future[bytes]) -> None:
-        if peer in self._open:
-            peer.write_bytes(answer.result())
-            self._watch(peer)
-
-    def _handle(self, peer: PeerConnection, message: Message) -> None:
-        if peer.rank is None:
+        message = check_from_rank(unpack(body))
+        if peer.rank is not None:
+            self._handle(peer.rank, message)
+        elif message["type"] == "relay":
+            self._join_relay(peer, message)
+        else:
             self._join(peer, message)
-            return
-        outbox = self._state.handle(peer.rank, message)
+
+    def _relayed(self, peer: PeerConnection, rank: int, body: bytes) -> None:
+        """One rank's message through a relay: what is wrong with it concerns that rank alone."""
+        assert peer.relayed is not None
+        try:
+            if not body:
+                self._lose(rank, of=peer)
+                return
+            message = check_from_rank(unpack(body))
+            if self._joined.get(rank) is peer:
+                self._handle(rank, message)
+            elif message.get("rank") == rank:
+                self._join(peer, message)
+            else:
+                raise BadMessage(f"a relay names rank {rank}")
+        except Exception:
+            self.send(peer, Packed(wrap_down((rank,), b"")))
+            self._lose(rank, of=peer)
+
+    def _handle(self, rank: int, message: Message) -> None:
+        outbox = self._state.handle(rank, message)
         if message["type"] == "leave":
-            self._joined.pop(peer.rank, None)
-            peer.rank = None
-            peer.has_left = True
+            self._forget(rank)
+        self._announce()
         self._send(outbox)
 
+    def _join_relay(self, peer: PeerConnection, message: Message) -> None:
+        if peer.has_joined or message["incarnation_id"] != self._options.incarnation_id:
+            raise BadMessage("a relay of another incarnation")
+        peer.relayed, peer.has_joined = set(), True
+        self.send(peer, Packed(pack({"type": "reached"})))
+
     def _join(self, peer: PeerConnection, message: Message) -> None:
-        if message["type"] != "join" or peer.has_left:
+        is_relayed = peer.relayed is not None
+        if message["type"] != "join" or (peer.has_joined and not is_relayed):
             raise BadMessage("the first message is join")
         rank = message["rank"]
         same_incarnation = message["incarnation_id"] == self._options.incarnation_id
@@ -241,44 +161,65 @@ class Coordinator:
         else:
             reason = self._state.why_not(rank, message["world_size"])
         if reason is not None:
-            peer.write({"type": "refused", "reason": reason, "same_incarnation": same_incarnation})
+            refused = {"type": "refused", "reason": reason, "same_incarnation": same_incarnation}
+            body = pack(refused)
+            self.send(peer, Packed(wrap_down((rank,), body) if is_relayed else body))
             return
-        peer.rank = rank
+        if peer.relayed is None:
+            peer.rank = rank
+        else:
+            peer.relayed.add(rank)
         peer.has_joined = True
         self._joined[rank] = peer
-        self._send(self._state.join(rank, message["process"]))
+        self._send(self._state.join(rank, message["cut_off"]))
+
+    def on_drop(self, peer: PeerConnection) -> None:
+        for rank in [peer.rank] if peer.rank is not None else sorted(peer.relayed or ()):
+            self._lose(rank, of=peer)
+
+    def _lose(self, rank: int, *, of: PeerConnection) -> None:
+        """A rank is cut off."""
+        if self._joined.get(rank) is of:
+            self._forget(rank)
+            outbox = self._state.gone(rank)
+            self._announce()
+            self._send(outbox)
+
+    def _forget(self, rank: int) -> None:
+        peer = self._joined.pop(rank)
+        peer.rank = None
+        if peer.relayed is not None:
+            peer.relayed.discard(rank)
+
+    def _announce(self) -> None:
+        """Say who is gone, at once if nobody has gone lately."""
+        if self._state.has_news and (now_s := time.monotonic()) >= self._news_due_s:
+            self._news_due_s = now_s + NEWS_S
+            self._send(self._state.announce())
 
     def _send(self, outbox: Outbox) -> None:
-        broken = []
-        for rank, message in outbox:
-            peer = self._joined.get(rank)
-            if peer is None:
-                continue
-            try:
-                peer.write(message)
-                self._watch(peer)
-            except OSError:
-                broken.append(peer)
-        for peer in broken:
-            self._drop(peer)
+        """Each message is packed once, and goes once to each relay, for all of its ranks."""
+        for message, ranks in _grouped(outbox):
+            body = pack(message)
+            packed = Packed(body)
+            relays: dict[PeerConnection, list[int]] = {}
+            for rank in ranks:
+                peer = self._joined.get(rank)
+                if peer is None:
+                    continue
+                if peer.relayed is None:
+                    self.send(peer, packed)
+                else:
+                    relays.setdefault(peer, []).append(rank)
+            for peer, together in relays.items():
+                self.send(peer, Packed(wrap_down(together, body)))
 
-    def _watch(self, peer: PeerConnection) -> None:
-        key = self._selector.get_key(peer.connection)
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
-        if key.events != wanted:
-            self._selector.modify(peer.connection, wanted, key.data)
 
-    def _drop(self, peer: PeerConnection) -> None:
-        if peer not in self._open:
-            return
-        self._open.discard(peer)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.connection)
-        peer.connection.close()
-        rank, peer.rank = peer.rank, None
-        if rank is not None and self._joined.get(rank) is peer:
-            del self._joined[rank]
-            self._send(self._state.gone(rank))
+def _grouped(outbox: Outbox) -> Iterator[tuple[Message, list[int]]]:
+    """Runs of one and the same message, which keeps the order of what each rank gets."""
+    for _, run in itertools.groupby(outbox, key=lambda item: id(item[1])):
+        items = list(run)
+        yield items[0][1], [rank for rank, _ in items]
 
 
 def main() -> int:

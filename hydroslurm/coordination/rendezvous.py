@@ -20,16 +20,17 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydroslurm.coordination.channel import find_coordinator
-from hydroslurm.coordination.coordinator import CoordinatorOptions
 from hydroslurm.coordination.network import listen, located, set_master_addr
-from hydroslurm.coordination.secret import Secret, find_secret, key_from
-from hydroslurm.coordination.world import KEY_ENV, World
+from hydroslurm.coordination.secret import Secret, find_secret
+from hydroslurm.coordination.world import KEY_ENV, World, key_from, set_torch_variables
 from hydroslurm.core import registry
 from hydroslurm.errors import CoordinatorLost, RunFolderError
 from hydroslurm.slurm import run_folders
+
+if TYPE_CHECKING:  # a task that becomes a rank needs neither end of the connection
+    from hydroslurm.coordination.coordinator import CoordinatorOptions
 
 MEET_S = 600.0
 """As long as ranks look for each other: nodes boot, images are fetched."""
@@ -67,12 +68,7 @@ def set_torch_environment(environ: MutableMapping[str, str] | None = None) -> Wo
         world = set_master_addr(world, environ)
     chooses_port = world.world_size > 1 and not environ.get("MASTER_PORT")
     key = step_key(world, environ) if ours and chooses_port else key_from(environ)
-    environ.setdefault("MASTER_ADDR", world.host)
-    environ.setdefault("MASTER_PORT", str(world.torch_port(key)))
-    environ.setdefault("RANK", str(world.rank))
-    environ.setdefault("WORLD_SIZE", str(world.world_size))
-    environ.setdefault("LOCAL_RANK", str(world.local_rank))
-    environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_world_size))
+    set_torch_variables(environ, world, key)
     if ours and chooses_port and world.rank == 0:
         _open_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), world.world_size)
     return world
@@ -96,6 +92,8 @@ def step_key(
         if secret.source != "environment":
             start_coordinator(world, secret)
         return secret.key
+    from hydroslurm.coordination.channel import find_coordinator
+
     ports = world.coordinator_ports(secret.port_key)
     found = find_coordinator(world, secret, ports=ports, timeout_s=MEET_S, stop=stop)
     found.socket.close()
@@ -134,6 +132,8 @@ def start_coordinator(world: World, secret: Secret) -> int:
     process, port = _started.get((os.getpid(), world.incarnation_id), (None, 0))
     if process is not None and process.returncode is None:
         return port
+    from hydroslurm.coordination.coordinator import CoordinatorOptions
+
     assert secret.key is not None
     options = CoordinatorOptions(
         incarnation_id=world.incarnation_id,

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.coordination.authentication import KEY_BYTES, RankGreeting
-from hydroslurm.coordination.world import KEY_ENV, World
+from hydroslurm.coordination.world import KEY_ENV, World, key_from
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
-from hydroslurm.errors import NoSecret, UntrustedFile, UsageError
+from hydroslurm.errors import NoSecret, UntrustedFile
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 
 KEYS = "keys"
@@ -105,25 +105,6 @@ def find_secret(world: World, environ: Mapping[str, str], *, folder: Path | None
     except (OSError, UntrustedFile) as error:
         raise _nothing(no_munge, str(error)) from error
     return Secret("file", key, None, None, path)
-
-
-def key_from(environ: Mapping[str, str]) -> bytes | None:
-    """The key of ``HYDROSLURM_STEP_KEY``; None where it is not set.
-
-    Raises:
-        UsageError: it is no key.
-    """
-    text = environ.get(KEY_ENV, "")
-    if not text:
-        return None
-    with contextlib.suppress(ValueError):
-        key = bytes.fromhex(text)
-        if len(key) == KEY_BYTES:
-            return key
-    raise UsageError(
-        f"{KEY_ENV} has {len(text)} characters, and wants {2 * KEY_BYTES} hexadecimal digits, as "
-        f"`openssl rand -hex {KEY_BYTES}` prints them. Unset it to have the ranks find another way"
-    )
 
 
 def new_key() -> str:

@@ -6,9 +6,10 @@ ranks of their own. A process of neither is rank 0 of 1.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from hydroslurm.errors import UsageError
@@ -24,7 +25,8 @@ LOOPBACK = "127.0.0.1"
 INCARNATION_ENV = "HYDROSLURM_INCARNATION"
 """Set by ``hydroslurm agent`` for its workers: the same on all nodes, new after a restart."""
 KEY_ENV = "HYDROSLURM_STEP_KEY"
-"""The key of a job step's ranks, 64 hexadecimal digits; see ``coordination/secret.py``."""
+"""The key of a job step's ranks, KEY_DIGITS hexadecimal digits; see ``coordination/secret.py``."""
+KEY_DIGITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,37 @@ class World:
         return tuple(
             FIRST_PORT + PORTS + (first + 367 * n) % PORTS for n in range(COORDINATOR_PORT_TRIES)
         )
+
+
+def key_from(environ: Mapping[str, str]) -> bytes | None:
+    """The key of ``HYDROSLURM_STEP_KEY``; None where it is not set.
+
+    Raises:
+        UsageError: it is no key.
+    """
+    text = environ.get(KEY_ENV, "")
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        key = bytes.fromhex(text)
+        if 2 * len(key) == KEY_DIGITS:
+            return key
+    raise UsageError(
+        f"{KEY_ENV} has {len(text)} characters, and wants {KEY_DIGITS} hexadecimal digits, as "
+        f"`openssl rand -hex {KEY_DIGITS // 2}` prints them. Unset it to have the ranks find "
+        "another way"
+    )
+
+
+def set_torch_variables(environ: MutableMapping[str, str], world: World, key: bytes | None) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which
+    ``init_process_group()`` reads; a value that exists is kept."""
+    environ.setdefault("MASTER_ADDR", world.host)
+    environ.setdefault("MASTER_PORT", str(world.torch_port(key)))
+    environ.setdefault("RANK", str(world.rank))
+    environ.setdefault("WORLD_SIZE", str(world.world_size))
+    environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_world_size))
 
 
 def _torch_incarnation(environ: Mapping[str, str], host: str, allocation: Allocation | None) -> str:

@@ -26,6 +26,12 @@ def clocks() -> tuple[int, int]:
     return time.monotonic_ns(), time.time_ns()
 
 
+def agrees_with_now(mono_ns: int, epoch_ns: int, *, now: tuple[int, int]) -> bool:
+    """Whether nobody has set the date of this host between an event of this boot and now (its
+    monotonic clock and its date)."""
+    return abs((now[1] - epoch_ns) - (now[0] - mono_ns)) < _SET_NS
+
+
 def by_date_of_now(
     mono_ns: int, epoch_ns: int, host: str, *, now: tuple[int, int] | None = None
 ) -> int:
@@ -44,6 +50,6 @@ def by_date_of_now(
     now_mono_ns, now_epoch_ns = now or clocks()
     age_ns, told_age_ns = now_mono_ns - mono_ns, now_epoch_ns - epoch_ns
     is_of_this_boot = age_ns >= 0 and told_age_ns < now_mono_ns
-    if not is_of_this_boot or abs(told_age_ns - age_ns) < _SET_NS:
+    if not is_of_this_boot or agrees_with_now(mono_ns, epoch_ns, now=(now_mono_ns, now_epoch_ns)):
         return epoch_ns
     return now_epoch_ns - age_ns

@@ -26,13 +26,24 @@ MOST_LINE_BYTES = 1 << 20
 """A line that is longer is skipped by :class:`Tail`."""
 
 _CHUNK_BYTES = 1 << 20
+_FIRST_BYTES = 16 << 10
+"""Nearly all small files are shorter."""
 
 SPARE_BYTES = 16 * 1024
 """Some fifty events: half a dozen pauses."""
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+def open_regular(
+    path: Path | str,
+    flags: int = os.O_RDONLY,
+    mode: int = 0o600,
+    *,
+    known: os.stat_result | None = None,
+) -> int:
     """Open a regular file, never following a link in its last part, never waiting.
+
+    Args:
+        known: what ``lstat`` has just said of it, for those who asked anyway.
 
     Returns:
         A descriptor, closed by the caller, not inherited by children.
@@ -42,7 +53,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
     """
     extra = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        status = os.lstat(path)
+        status = known or os.lstat(path)
     except FileNotFoundError:
         pass
     else:
@@ -56,7 +67,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
     return fd
 
 
-def _require_regular(status: os.stat_result, path: Path) -> None:
+def _require_regular(status: os.stat_result, path: Path | str) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = next(word for test, word in _KINDS if test(status.st_mode))
         raise OSError(errno.EINVAL, f"{kind}, where a regular file was expected", str(path))
@@ -71,15 +82,31 @@ _KINDS = (
 )
 
 
-def read_regular(path: Path, *, limit_bytes: int) -> bytes:
-    """The whole of a small regular file.
+def read_regular(
+    path: Path | str, *, limit_bytes: int, known: os.stat_result | None = None
+) -> bytes:
+    """The whole of a small regular file, in as few calls as a file server has to answer.
+
+    Args:
+        known: as for :func:`open_regular`.
 
     Raises:
         OSError: as for :func:`open_regular`, or it is longer than ``limit_bytes``.
     """
-    fd = open_regular(path)
-    with os.fdopen(fd, "rb") as file:
-        data = file.read(limit_bytes + 1)
+    fd = open_regular(path, known=known)
+    try:
+        data = b""
+        # a read that is short is the last one: no other call is needed to see the end
+        while len(data) <= limit_bytes:
+            asked_bytes = min(
+                limit_bytes + 1 - len(data), _FIRST_BYTES if not data else _CHUNK_BYTES
+            )
+            more = os.read(fd, asked_bytes)
+            data += more
+            if len(more) < asked_bytes:
+                break
+    finally:
+        os.close(fd)
     if len(data) > limit_bytes:
         what = f"longer than the {limit_bytes} bytes that such a file may have"
         raise OSError(errno.EFBIG, what, str(path))
@@ -93,12 +120,13 @@ def read_end(path: Path, *, most_bytes: int) -> bytes:
     Raises:
         OSError: as for :func:`open_regular`.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes <= most_bytes:
-            return file.read(most_bytes)
-        file.seek(size_bytes - most_bytes)
-        return file.read(most_bytes).partition(b"\n")[2]
+    fd = open_regular(path)
+    try:
+        before_bytes = max(0, os.fstat(fd).st_size - most_bytes)
+        data = os.pread(fd, most_bytes, before_bytes)
+    finally:
+        os.close(fd)
+    return data.partition(b"\n")[2] if before_bytes else data
 
 
 @contextlib.contextmanager

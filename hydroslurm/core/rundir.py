@@ -27,6 +27,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ class RunDir:
     @property
     def job_sbatch(self) -> Path:
         return self.root / "job.sbatch"
+
+    @property
+    def janitor_sbatch(self) -> Path:
+        """Of the job that cleans up after a TrainingJob."""
+        return self.root / "janitor.sbatch"
 
     @property
     def job_yaml(self) -> Path:
@@ -188,13 +194,21 @@ class RunDir:
         """Rank -> status file; as :meth:`rank_event_files`."""
         return self._rank_files(".json")
 
+    def rank_status_names(self) -> dict[int, str]:
+        """Rank -> path of its status file; as :meth:`rank_event_files`, for those who read many."""
+        return self._rank_names(".json")
+
     def _rank_files(self, suffix: str) -> dict[int, Path]:
+        return {rank: Path(name) for rank, name in self._rank_names(suffix).items()}
+
+    def _rank_names(self, suffix: str) -> dict[int, str]:
+        events = str(self.events)
         try:
-            names = [path.name for path in self.events.iterdir()]
+            names = [entry.name for entry in os.scandir(events)]
         except (FileNotFoundError, NotADirectoryError):
             return {}
         found = {
-            int(match[1]): self.events / name
+            int(match[1]): f"{events}/{name}"
             for name in names
             if (match := _RANK_FILE.fullmatch(name)) and match[2] == suffix
         }

@@ -27,12 +27,15 @@ class Submission:
         command: what each rank runs, to be shown.
         requested_epoch_ns: when.
         job_id: Slurm's, as submitit writes it (``12`` or ``12_3``); None before sbatch answered.
+        replicas, backoff_limit: of a job with a spec, for whoever lists many jobs; None without.
     """
 
     name: str
     command: str
     requested_epoch_ns: int
     job_id: str | None = None
+    replicas: int | None = None
+    backoff_limit: int | None = None
 
 
 def write(run: RunDir, submission: Submission) -> None:
@@ -63,6 +66,8 @@ def read(root: Path) -> Submission:
             command=str(row["command"]),
             requested_epoch_ns=int(row["requested_epoch_ns"]),
             job_id=None if job_id is None else str(job_id),
+            replicas=_count(row.get("replicas")),
+            backoff_limit=_count(row.get("backoff_limit")),
         )
     except OSError as error:
         raise RunFolderError(
@@ -70,3 +75,7 @@ def read(root: Path) -> Submission:
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int else None

@@ -1,28 +1,21 @@
 """``python -m hydroslurm.jobs.task PLAN``: what srun starts for each task of a TrainingJob.
 
 It becomes the task's program by exec, so that the rank is the process that Slurm signals; with
-proctrack/cgroup no other process gets signals. There is no shell in between.
+proctrack/cgroup no other process gets signals. There is no shell in between. Every rank waits for
+this process, so that it imports what all tasks need and nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hydroslurm.coordination.rendezvous import set_torch_environment
+from hydroslurm.coordination.world import World, key_from, set_torch_variables
 from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.images import (
-    Runtime,
-    contained_argv,
-    contained_environ,
-    find_program,
-    no_runtime,
-)
 from hydroslurm.jobs.plan import Plan, TaskPlan
 from hydroslurm.runtime import autoload
 
@@ -77,7 +70,7 @@ def task_environ(task: TaskPlan, environ: Mapping[str, str], *, root: Path) -> d
     if not task.is_agent:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
             made.pop(name, None)  # left over from the shell that called sbatch
-        set_torch_environment(made)
+        set_torch_variables(made, World.from_environ(made), key_from(made))
     made.update(task.env)
     return made
 
@@ -101,7 +94,17 @@ def as_run(
     Raises:
         LaunchError: this node has no Apptainer, or a path cannot be bound.
     """
-    if task.image is None or plan.runtime != Runtime.APPTAINER:
+    if task.image is None:
+        return argv, environ
+    from hydroslurm.jobs.images import (
+        Runtime,
+        contained_argv,
+        contained_environ,
+        find_program,
+        no_runtime,
+    )
+
+    if plan.runtime != Runtime.APPTAINER:
         return argv, environ
     program = find_program(environ)
     if program is None:
@@ -119,6 +122,8 @@ def as_run(
 
 
 def _run_init(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    import subprocess
+
     done = subprocess.run(argv, env=dict(environ), stdin=subprocess.DEVNULL)
     return done.returncode if done.returncode >= 0 else 128 - done.returncode
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass
-from pathlib import Path
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import PAUSE_BOUNDS_S, RankStatus, read_status
@@ -62,24 +61,31 @@ class FollowedRun:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self._seen: dict[int, tuple[tuple[int, int, int], RankStatus | None]] = {}
+        self._next = 0
 
-    def read(self, *, budget_bytes: int) -> int:
-        """Read what is new, at most so much; returns how much that was."""
+    def read(self, *, most: int) -> int:
+        """Read the statuses that are new, at most so many; returns how many that were."""
         try:
-            files = self.run.rank_status_files()
+            files = self.run.rank_status_names()
         except OSError:
             return 0
-        used_bytes = 0
-        for rank, path in files.items():
-            version = _version(path)
-            known = self._seen.get(rank)
-            if version is None or (known is not None and known[0] == version):
+        count = 0
+        # after the rank that the last budget ended at, so that the last ones have their turn too
+        for rank, path in sorted(files.items(), key=lambda one: one[0] < self._next):
+            try:
+                now = os.lstat(path)
+            except OSError:
                 continue
-            if used_bytes >= budget_bytes:
+            version = (now.st_ino, now.st_mtime_ns, now.st_size)
+            known = self._seen.get(rank)
+            if not stat.S_ISREG(now.st_mode) or (known is not None and known[0] == version):
+                continue
+            if count >= most:
+                self._next = rank
                 break
-            self._seen[rank] = version, read_status(path)
-            used_bytes += version[2]
-        return used_bytes
+            self._seen[rank] = version, read_status(path, known=now)
+            count += 1
+        return count
 
     def facts(self, restart_count: int) -> RunFacts:
         """Return the facts of the attempt with that restart count."""
@@ -120,12 +126,3 @@ class FollowedRun:
             pause_counts=tuple(map(sum, zip(*(one.pause_counts for one in known), strict=True))),
             pause_sum_s=sum(one.pause_sum_s for one in known),
         )
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    """What changes when the file is replaced, and at last its size; None: it is no file."""
-    try:
-        now = os.lstat(path)
-    except OSError:
-        return None
-    return (now.st_ino, now.st_mtime_ns, now.st_size) if stat.S_ISREG(now.st_mode) else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from hydroslurm.core.overlap import overlapped
 from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.observe.folder import FollowedRun, RunFacts
@@ -14,8 +16,9 @@ from hydroslurm.observe.row import Row, in_order, row_of
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.values import Job
 
-BYTES_EACH_TIME = 16 * 1024 * 1024
-"""So much is read of all run folders in one interval; what is left waits for the next."""
+RANKS_EACH_TIME = 4000
+"""So many statuses are a fifth of a second's work; of a view that comes again soon, the ranks that
+are left can wait for the next."""
 FORGOTTEN_FOR_S = 300.0
 """How long a job is still shown that Slurm has forgotten while we looked elsewhere."""
 
@@ -58,6 +61,7 @@ class Watcher:
         ids: only these jobs, and the tasks of these arrays.
         policies: how the site preempts, which is asked once, at the first look; False leaves that
             out, and what would be lost is then not known to be nothing.
+        ranks_each_time: at most so many statuses are read in one look, those of all jobs in turn.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Watcher:
         partition: str | None = None,
         ids: Collection[int] = (),
         policies: bool = True,
+        ranks_each_time: int = sys.maxsize,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
@@ -80,6 +85,7 @@ class Watcher:
         self._seen: dict[int, _Seen] = {}
         self._answered_epoch_s: float | None = None
         self._turn = 0
+        self._ranks_each_time = ranks_each_time
 
     def look(self) -> View:
         """Ask Slurm, read what is new in the run folders. Slurm's absence is told in the view.
@@ -133,17 +139,22 @@ class Watcher:
 
     def _read(self) -> None:
         """Another job comes first each time, so that a budget that is too small reaches all."""
-        wanted = [one for one in self._seen.values() if not one.settled]
+        wanted = [one.run for one in self._seen.values() if not one.settled]
         if not wanted:
             return
-        self._turn %= len(wanted)
-        left = BYTES_EACH_TIME
-        for number in range(len(wanted)):
-            one = wanted[(self._turn + number) % len(wanted)]
-            left -= one.run.read(budget_bytes=left)
-            if left <= 0:
-                self._turn += number + 1
-                return
+        first = self._turn % len(wanted)
+        left = self._ranks_each_time
+
+        def read(run: FollowedRun) -> bool:
+            nonlocal left
+            if left > 0:  # threads may each take what one of them could: a budget, not a limit
+                count = run.read(most=left)
+                left -= count
+            return left > 0
+
+        went_on = list(overlapped(read, [*wanted[first:], *wanted[:first]]))
+        if left <= 0:
+            self._turn = first + went_on.index(False) + 1
 
     def _view(self, now_epoch_s: float, error: str | None) -> View:
         found, rows = [], []

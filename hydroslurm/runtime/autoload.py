@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import os
 import signal
 import sys
@@ -278,7 +279,7 @@ def _follow(loader: importlib.abc.Loader, call: Callable[[], None]) -> None:
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        execute(module)
+        _without_collections(execute, module)
         del loader.exec_module
         stand_down()
         # threads that install() starts import torch too. As long as the module counts as being
@@ -291,6 +292,26 @@ def _follow(loader: importlib.abc.Loader, call: Callable[[], None]) -> None:
         loader.exec_module = exec_module  # type: ignore[method-assign]
     except AttributeError as error:
         say(f"this process could not be made preemptible: torch has an odd loader ({error})")
+
+
+def _without_collections(execute: Callable[[ModuleType], object], module: ModuleType) -> None:
+    """Keep the garbage collector away from an import that makes a million objects and no garbage.
+
+    It would walk over all of them again and again, then and in every full collection that follows,
+    such as those of the first optimizer, which imports ``torch._dynamo``: 0.3 s of CPU before the
+    first step, measured with torch 2.13. So it is off during the import, and what is there at the
+    end is frozen (``gc.freeze``, which also keeps the pages of forked workers shared). There can be
+    no tensor yet: a model that goes is collected as ever.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        execute(module)
+        if was_on:
+            gc.freeze()
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _install() -> None:

@@ -54,7 +54,7 @@ def read_attempts(output: str) -> tuple[Job, ...]:
         UnreadableOutput: a row with another number of columns.
     """
     rows = list(_sacct_rows(output))
-    jobs = [text.read_record(_job_of_sacct, row, repr(row)) for row in rows]
+    jobs = [text.read_record(_job_of_sacct, row, row) for row in rows]
     jobs.sort(key=lambda job: (job.job_id, job.submit_epoch_s or 0, job.start_epoch_s or 0))
     attempts: dict[int, int] = {}
     counted = []
@@ -143,7 +143,7 @@ def read_jobs(output: str) -> tuple[Job, ...]:
         ) from error
     if errors:
         raise UnreadableOutput(f"squeue --json answered with errors: {errors!r}")
-    return tuple(text.read_record(_job_of_json, row, str(row)) for row in rows)
+    return tuple(text.read_record(_job_of_json, row, row) for row in rows)
 
 
 def _job_of_json(row: Mapping[str, Any]) -> Job:

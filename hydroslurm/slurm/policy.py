@@ -40,7 +40,7 @@ class StopKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StopCase:
-    """A stop, as far as it decides how much time there is.
+    """The facts about a stop that decide how much time there is.
 
     Attributes:
         to_end_s: seconds from the first signal to the job's EndTime, which a preemption with grace
@@ -55,10 +55,10 @@ class StopCase:
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """At least so many seconds from the first signal to SIGKILL; infinite where none follows.
+    """A lower bound on the seconds from the first signal to SIGKILL; infinite if none follows.
 
     Attributes:
-        why: the fact that it rests on, in a sentence.
+        why: the fact it rests on, as a sentence.
     """
 
     seconds: float
@@ -67,24 +67,24 @@ class TimeLeft:
 
 @dataclass(frozen=True, kw_only=True)
 class SitePolicy:
-    """What happens to one job, or to one that is planned.
+    """What happens to a job, submitted or planned.
 
     Attributes:
         action: what a preemption does to it.
         action_why: the setting that says so.
-        gang: gang scheduling does it, which pays no heed to GraceTime.
+        gang: gang scheduling does it, which ignores GraceTime.
         grace_s: GraceTime as configured for this job; it counts unless ``gang``.
-        grace_why: whose GraceTime that is.
+        grace_why: where that GraceTime is set.
         kill_wait_s: KillWait as slurmd takes it, at least 5.
         send_user_signal: the ``--signal`` comes in place of the first SIGTERM of a preemption.
         is_batch: False for what srun or salloc made; None for a job that is planned.
         may_requeue: whether Slurm will start it again.
         requeue_why: why, or why not.
-        requeue_wait_s: how long a requeued job waits at the least.
+        requeue_wait_s: how long a requeued job waits at least.
         suspend_grace_s: seconds between SIGTSTP and SIGSTOP of a suspend.
         signals_children: a signal reaches every process of a job step, not the srun tasks only.
         preemptors: the partitions or QOS that may preempt it; None when not known.
-        unknown: what could not be read, in words.
+        unknown: what could not be read, as sentences.
     """
 
     action: PreemptAction
@@ -126,7 +126,7 @@ class SitePolicy:
             StopKind.TIME_LIMIT: "SIGTERM comes when the time limit is over",
             StopKind.CANCELLED: "scancel ends the job at once",
             StopKind.REQUEUED: "scontrol requeue ends the job at once",
-            StopKind.UNKNOWN: "the shortest that any stop leaves",
+            StopKind.UNKNOWN: "the least time that any stop leaves",
         }
         return TimeLeft(self.kill_after_s, f"{causes[stop.kind]}; {wait}")
 
@@ -136,7 +136,7 @@ class SitePolicy:
             ends = "the job's EndTime, which is that of its grace" if stop.to_end_s else "at once"
             return TimeLeft(seconds, f"{ends}, then {wait}")
         if self.gang:
-            heed = f", which pays no heed to {self.grace_why}" if self.grace_s else ""
+            heed = f", which ignores {self.grace_why}" if self.grace_s else ""
             return TimeLeft(self.kill_after_s, f"gang scheduling preempts here{heed}; {wait}")
         if not self.grace_s:
             return TimeLeft(self.kill_after_s, f"{self.grace_why}; {wait}")
@@ -165,7 +165,7 @@ def site_policy(
     qoses: tuple[Qos, ...] | None = None,
     job: Job | None = None,
 ) -> SitePolicy:
-    """Put together what the settings mean for one job. Pure.
+    """Combine the settings into what they mean for one job. Pure.
 
     Args:
         partition: the job's.
@@ -201,7 +201,7 @@ def site_policy(
 
 
 def read_policy(client: SlurmClient, job_id: int) -> SitePolicy:
-    """Ask Slurm what it does to this job. Four questions: not for the grace.
+    """Ask Slurm what it does to this job. Takes four queries, too many for a grace period.
 
     Raises:
         SlurmError: Slurm could not be asked, or does not know the job.
@@ -230,7 +230,7 @@ def find_partition(partitions: tuple[Partition, ...], name: str) -> Partition:
 
 def _requeue_rule(config: Config, job: Job | None) -> tuple[bool, str]:
     if job is not None and job.is_batch is False:
-        return False, "it was made by srun or salloc, and Slurm requeues batch jobs only"
+        return False, "it was started by srun or salloc, and Slurm requeues batch jobs only"
     if job is not None and job.may_requeue is not None:
         if job.may_requeue:
             return True, "the job may be requeued (Requeue=1)"

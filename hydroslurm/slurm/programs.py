@@ -85,6 +85,36 @@ class Programs:
         return found
 
 
+SBATCH_TIMEOUT_S = 120.0
+
+
+def sbatch(script: Path) -> subprocess.CompletedProcess[str]:
+    """Submit a batch script with the environment of this process, unlike :meth:`Programs.run`: the
+    job gets it. The exit status is the caller's to check.
+
+    Raises:
+        SlurmMissing: there is no sbatch.
+        SlurmTimeout: it did not answer; Slurm may have the job.
+    """
+    try:
+        return subprocess.run(
+            ["sbatch", str(script)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SBATCH_TIMEOUT_S,
+            check=False,
+        )
+    except OSError as error:
+        raise SlurmMissing(
+            f"sbatch cannot be run ({error.strerror}), so there is no Slurm to submit to from "
+            "here. Log in to a submit host, or try a private one (hydroslurm cluster up)"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmTimeout(f"no answer within {SBATCH_TIMEOUT_S:g} s") from error
+
+
 def _run_apart(
     command: list[str], environ: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[bytes]:

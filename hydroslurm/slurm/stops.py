@@ -8,8 +8,8 @@ What 22.05.8 shows while a rank is still alive:
     requeued                  COMPLETING, one restart more, EndTime unknown or a time limit away
     a person's signal         RUNNING, as before
 
-"Requeued" is by an operator, by gang scheduling, or at the end of a grace. slurmctld does not tell
-which any more; accounting does, within 0.2 s: PREEMPTED or REQUEUED. It also knows who cancelled.
+"Requeued" is by an operator, by gang scheduling, or at the end of a grace. slurmctld no longer
+tells which; accounting does, within 0.2 s: PREEMPTED or REQUEUED. It also knows who cancelled.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Stop(StopCase):
 
 @dataclass(frozen=True)
 class FollowUp:
-    """What a stop is followed by, once the state is committed.
+    """What happens after a stop, once the state is committed.
 
     Attributes:
         requeue: ask Slurm to start the job again; "already pending" is success.
@@ -88,7 +88,7 @@ _FOLLOW_UPS = {
     StopReason.UNKNOWN: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
     StopReason.CANCELLED: FollowUp(False, CANCELLED, "save, leave; the job is not started again"),
     StopReason.REQUEUED: FollowUp(True, RUN_AGAIN, "save, leave; the job is pending already"),
-    StopReason.NODE_FAILING: FollowUp(True, RUN_AGAIN, "save if it can be done, requeue, leave"),
+    StopReason.NODE_FAILING: FollowUp(True, RUN_AGAIN, "save if possible, requeue, leave"),
 }
 
 
@@ -114,7 +114,7 @@ def ask_why(
         client: with :data:`IN_GRACE` for its retry policy; another one may use up the grace.
         warning_s: the T of ``--signal=X@T``, if it is known.
         history_within_s: how long accounting may take to hear of it; it is asked only where
-            slurmctld does not say all.
+            slurmctld leaves something open.
     """
     asked_epoch_s = time.time()
     try:

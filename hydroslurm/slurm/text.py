@@ -20,7 +20,7 @@ ABSENT = frozenset({"", "(null)", "null", "None", "NONE", "N/A", "Unknown", "Non
 """How Slurm's programs print that there is no value."""
 
 MAX_NODES = 1_000_000
-"""More nodes than any machine has: a range that names more is not a node list."""
+"""More nodes than any cluster has: a range that names more is not a node list."""
 
 _UNBOUNDED = frozenset(
     {"UNLIMITED", "INFINITE", "PARTITION_LIMIT", "NOT_SET", "INVALID", "N/A", "NONE", "(NULL)", ""}
@@ -31,7 +31,7 @@ _UNITS = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50,
 
 
 def parse_duration_s(text: str) -> int | None:
-    """Seconds of ``1-02:03:04``, ``02:03:04`` or ``03:04``.
+    """The seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``.
 
     None for UNLIMITED and for "no limit of its own" (Partition_Limit, N/A, NONE). A bare number is
     refused: Slurm reads it as minutes, prints it as seconds in some columns and as minutes in
@@ -42,7 +42,7 @@ def parse_duration_s(text: str) -> int | None:
     found = _DURATION.fullmatch(text.strip())
     if not found:
         raise UnreadableOutput(
-            f"not a duration of Slurm's: {text!r}; wanted D-HH:MM:SS or UNLIMITED"
+            f"not a duration as Slurm prints it: {text!r}; wanted D-HH:MM:SS or UNLIMITED"
         )
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
@@ -74,14 +74,14 @@ def parse_moment(text: str) -> int | None:
         return int(datetime.fromisoformat(word).timestamp())
     except (ValueError, OverflowError) as error:
         raise UnreadableOutput(
-            f"not a moment of Slurm's: {text!r}; wanted epoch seconds or YYYY-MM-DDTHH:MM:SS"
+            f"not a time as Slurm prints it: {text!r}; wanted epoch seconds or YYYY-MM-DDTHH:MM:SS"
         ) from error
 
 
 def parse_memory_bytes(text: str) -> int | None:
     """Bytes of ``4Gn``, ``2000M``, ``1.5T`` or ``2000`` (megabytes); None for nothing asked for.
 
-    The n (per node) or c (per CPU) that sacct appends is passed over.
+    The n (per node) or c (per CPU) that sacct appends is ignored.
     """
     word = text.strip()
     if word in ABSENT or word == "UNLIMITED":
@@ -145,8 +145,8 @@ def parse_state(words: str | Sequence[str]) -> tuple[JobState, frozenset[str]]:
     return state, frozenset(plain)
 
 
-def read_record(reader: Callable[[Any], Read], fields: Any, whole: str) -> Read:
-    """Apply a reader to one record, and name the record when it cannot be read.
+def read_record(reader: Callable[[Any], Read], fields: Any, whole: object) -> Read:
+    """Apply a reader to one record, and name the whole record when it cannot be read.
 
     Raises:
         UnreadableOutput: a field is missing or malformed.
@@ -155,12 +155,13 @@ def read_record(reader: Callable[[Any], Read], fields: Any, whole: str) -> Read:
         return reader(fields)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise UnreadableOutput(
-            f"cannot read this record of Slurm's ({type(error).__name__}: {error}): {whole[:300]!r}"
+            f"cannot read this record from Slurm ({type(error).__name__}: {error}): "
+            f"{str(whole)[:300]!r}"
         ) from error
 
 
 def leading_int(value: str) -> int | None:
-    """``2`` of ``2-4``, the number of nodes of a job that waits; None without a number."""
+    """``2`` of ``2-4``, the number of nodes of a pending job; None without a number."""
     found = re.match(r"\d+", value)
     return int(found[0]) if found else None
 
@@ -177,8 +178,8 @@ def job_exit_code(status: int) -> int:
 
 
 def join_gres(asked: Iterable[str]) -> str:
-    """``gres:gpu:2`` and ``gres/gpu=2,cpu=1`` -> ``gpu:2``, each kind once; what is no GRES is left
-    out."""
+    """``gres:gpu:2`` and ``gres/gpu=2,cpu=1`` -> ``gpu:2``, each kind once; anything else is
+    skipped."""
     words = [word for each in asked for word in each.split(",")]
     names = [re.sub(r"^gres[:/]", "", w).replace("=", ":") for w in words if w.startswith("gres")]
     return ",".join(dict.fromkeys(names))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from hydroslurm.checkpoint.newest import Found, newest_good
+from hydroslurm.checkpoint.newest import Found, Load, newest_good
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Tier
@@ -203,7 +203,13 @@ class Beginning(ABC):
             self._leave()
             raise ExitForRequeue.finished()
         self._fence.hold(entered["claim"])
-        found = self._newest()
+        loaded: list[State] = []
+
+        def load(candidate: Found) -> None:
+            loaded.clear()  # of one that another rank has rejected
+            loaded.append(load_for(rank_group, candidate, like=self._objects.templates()))
+
+        found = self._newest(load if may_load else None)
         if found is not None and not may_load:
             raise UsageError(
                 f"{seen} and the run was not resumed, but step {found.checkpoint.step} is "
@@ -222,11 +228,7 @@ class Beginning(ABC):
         if found is None:
             self._log_once(f"a new run, step 0 ({self.dir.root})")
             return False
-        try:
-            state = load_for(rank_group, found, like=self._objects.templates())
-        except (CheckpointError, OSError):
-            self._fence.check(f"loading {found.checkpoint.path}")  # a newer attempt removed it
-            raise
+        (state,) = loaded
         for message in differences(
             rank_group, found, state, objects=self._objects, loading=self._cursor.loading
         ):
@@ -241,8 +243,13 @@ class Beginning(ABC):
     # --- inside
     # --------------------------------------------------------------------------------------------
 
-    def _newest(self) -> Found | None:
-        return newest_good(self._durable, fast=self._fast, topic="resume")
+    def _newest(self, load: Load | None) -> Found | None:
+        """What the run resumes from; loads it."""
+        try:
+            return newest_good(self._durable, fast=self._fast, topic="resume", load=load)
+        except (CheckpointError, OSError):
+            self._fence.check(f"loading from {self._durable.directory}")  # a newer one removed it
+            raise
 
     def _enter(self) -> dict[str, Any]:
         """Claim the folder for all ranks, unless there is nothing left to do in it."""

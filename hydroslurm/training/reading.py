@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from hydroslurm.checkpoint.catalog import EPOCH
-from hydroslurm.checkpoint.checksummed_file import check_file
 from hydroslurm.checkpoint.newest import Found
-from hydroslurm.checkpoint.reader import read_metadata
+from hydroslurm.checkpoint.reader import tensors_of
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Tier
-from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, UsageError
+from hydroslurm.errors import CheckpointError, CheckpointMissing, UsageError
 from hydroslurm.training.objects import Objects
 
 
@@ -143,25 +138,18 @@ class CheckpointReader:
     # --------------------------------------------------------------------------------------------
 
     def metadata(self, *, epoch: int | None = None, step: int | None = None) -> Metadata:
-        """What a checkpoint holds; reads two small files of it, and no tensor.
+        """What a checkpoint holds; reads the small files of it, and no tensor.
 
         Raises:
             CheckpointMissing, UsageError: as :meth:`find`.
-            CheckpointCorrupt: one of the two is not what was written.
+            CheckpointCorrupt: one of them is not what was written.
         """
-        one = self.find(epoch=epoch, step=step).checkpoint
-        storage = AnyonesStorage()
-        for name in (SHARED_JSON, METADATA):
-            if name not in one.manifest.files:
-                raise CheckpointCorrupt(f"{one.path} has no {name}")
-            check_file(one.path / name, one.manifest.files[name], storage=storage)
-        index = read_metadata(one.path, storage=storage).state_dict_metadata
+        found = self.find(epoch=epoch, step=step)
+        files = found.store.files_of(found.checkpoint)
         tensors = {
-            key: TensorInfo(tuple(found.size), str(found.properties.dtype))
-            for key, found in index.items()
-            if isinstance(found, TensorStorageMetadata)
+            key: TensorInfo(shape, str(dtype)) for key, (shape, dtype) in tensors_of(files).items()
         }
-        return Metadata(one, tuple(json.loads((one.path / SHARED_JSON).read_text())), tensors)
+        return Metadata(found.checkpoint, tuple(files.shared().state), tensors)
 
     def names(self, *, epoch: int | None = None, step: int | None = None) -> tuple[str, ...]:
         """The objects whose state is in a checkpoint. What a job will save: ``job.names()``."""

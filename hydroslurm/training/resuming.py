@@ -16,7 +16,7 @@ from hydroslurm.training.rank_group import RankGroup
 
 
 def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
-    """The state of a checkpoint that was just verified, as this rank resumes from it.
+    """The state of a checkpoint, as this rank resumes from it.
 
     With another world size than at the save, no rank can take over a saved rank's own state as it
     is. It still gets what all ranks share; its position in the data is that of rank 0, which counts
@@ -26,7 +26,7 @@ def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
     Args:
         like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
     """
-    state = found.store.load(found.checkpoint, verify=False, like=like)
+    state = found.store.load(found.checkpoint, like=like)
     if found.checkpoint.manifest.world_size == rank_group.world_size:
         return state
     first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)

@@ -82,10 +82,10 @@ class Stopping:
         return SaveWindow(plan.deadline_mono_s, plan)
 
     def leave(self, window: SaveWindow, saved: str, *, step: int) -> ExitForRequeue:
-        """Have the job requeued after the save; the exit is returned, to be raised.
+        """Have the job requeued after the save; return the exit for the caller to raise.
 
         Args:
-            saved: what came of the save, for the log.
+            saved: how the save went, for the log.
 
         Raises:
             RanksError: a rank died just now.

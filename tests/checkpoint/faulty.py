@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class CountingStorage(LocalStorage):
         self.reach("size")
         return super().size(fd)
 
-    def read(self, fd: int, into: memoryview, *, offset: int) -> int:
+    def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
         self.reach("read")
         return super().read(fd, into, offset=offset)
 

@@ -68,6 +68,7 @@ def rounds(folder: Path, faults: list[tuple[str, int, Fault]]) -> int:
 def calls_of(folder: Path, rank: int) -> int:
     """How many I/O calls a rank makes in a save."""
     storage = CountingStorage()
+    folder.mkdir(parents=True)  # as in the rounds, where there is a checkpoint before
 
     def work(peers: PipePeers) -> None:
         mine = storage if peers.rank == rank else CountingStorage()
@@ -130,7 +131,7 @@ def broken_disks(folder: Path) -> int:
         faults += [
             (f"{errno.errorcode[number]} at {n}", rank, at(n, number))
             for number in (errno.ENOSPC, errno.EIO)
-            for n in range(2, total, 7 if number == errno.EIO else 5)
+            for n in range(2, total, 5 if number == errno.EIO else 3)
         ]
     return rounds(folder / "checkpoints", faults)
 

@@ -59,7 +59,7 @@ def look(folder: Path, steps: tuple[int, ...]) -> int:
 
 
 def holds(store: CheckpointStore, found: Checkpoint, step: int) -> bool:
-    state = store.load(found, verify=False)
+    state = store.load(found)
     wanted = joint_state(step, 0)
     return same(dict(state.shared), dict(wanted.shared)) and all(
         same(dict(store.load_own(found, rank)), dict(joint_state(step, rank).own))

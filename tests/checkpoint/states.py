@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint import folders, manifest
+from hydroslurm.checkpoint.checksummed_file import entry_of
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
@@ -61,6 +64,20 @@ def newest_in(store: CheckpointStore) -> Checkpoint | None:
     """What a run would continue from."""
     found = newest_good(store)
     return None if found is None else found.checkpoint
+
+
+def seal(folder: Path, change: Callable[[dict[str, Any]], object] = dict.items) -> None:
+    """Write a manifest that fits to the files, and to itself, as a forger would."""
+    body = json.loads((folder / manifest.NAME).read_text())
+    del body["checksum"]
+    for name in body["files"]:
+        if (folder / name).is_file() and not (folder / name).is_symlink():
+            entry = entry_of((folder / name).read_bytes())
+            body["files"][name] = {"size_bytes": entry.size_bytes, "checksum": entry.checksum}
+    change(body)
+    text = json.dumps(body, indent=1) + "\n"
+    body["checksum"] = manifest.checksum(text.encode())
+    (folder / manifest.NAME).write_text(json.dumps(body, indent=1) + "\n")
 
 
 def holds(store: CheckpointStore, checkpoint: Checkpoint, step: int) -> bool:

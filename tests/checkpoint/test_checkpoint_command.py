@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint.states import newest_in, same, state_of
 from typer.testing import CliRunner
 
@@ -27,11 +29,11 @@ def run_dir(tmp_path: Path) -> RunDir:
         store.write(state_of(step), step=step, epoch=1, kind="stop" if step == 1 else "periodic")
     folders = sorted(run.checkpoints.iterdir())
     (folders[1] / "manifest.json").unlink()
-    data = bytearray((folders[2] / "__0_0.distcp").read_bytes())
+    data = bytearray((folders[2] / "part-00000.safetensors").read_bytes())
     data[2000] ^= 1
-    (folders[2] / "__0_0.distcp").write_bytes(data)
+    (folders[2] / "part-00000.safetensors").write_bytes(data)
     text = (folders[3] / "manifest.json").read_text()
-    (folders[3] / "manifest.json").write_text(text.replace('"schema": 1', '"schema": 2'))
+    (folders[3] / "manifest.json").write_text(text.replace('"schema": 2', '"schema": 3'))
     return run
 
 
@@ -65,14 +67,14 @@ def test_ls_as_json(run_dir: RunDir) -> None:
         (4, "too new"),
     ]
     assert rows[0]["size_bytes"] > 1000
-    assert "__0_0.distcp" in rows[2]["reason"]
+    assert "part-00000.safetensors" in rows[2]["reason"]
 
 
 def test_verify(run_dir: RunDir) -> None:
     """Exit status 1 when anything is wrong, 0 for one that is good; each reason is printed."""
     said = call("verify", run_dir.root, status=1)
     assert "step-000000001: whole" in said
-    assert "__0_0.distcp has checksum" in said
+    assert "part-00000.safetensors has checksum" in said
     assert "4 checkpoints, 3 of them cannot be loaded" in said
     good = run_dir.checkpoints / "step-000000001"
     assert "1 checkpoints, 0 of them" in call("verify", good)
@@ -123,6 +125,42 @@ def test_export_refusals(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(CheckpointMissing, match="it has model"):
         export(good, tmp_path / "x.pt", only=["ema"])
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_export_for_dcp(tmp_path: Path) -> None:
+    """DCP's own reader takes every tensor out of the folder, under its dotted name; nothing that
+    is there is replaced, and a state without tensors is refused and leaves no folder."""
+    store = CheckpointStore(tmp_path / "c")
+    done = store.write(state_of(3), step=3, kind="periodic")
+    call("export", done.path, "--out", tmp_path / "all.dcp")
+    wanted = state_of(3).shared
+    moments = wanted["optimizer"]["state"][0]
+    names = {
+        "model.weight": wanted["model"]["weight"],
+        "model.tied": wanted["model"]["weight"],
+        "model.bias": wanted["model"]["bias"],
+        "optimizer.state.0.step": moments["step"],
+        "optimizer.state.0.exp_avg": moments["exp_avg"],
+    }
+    target = {name: torch.zeros_like(one) for name, one in names.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it loads in a single process
+        dcp.load(target, checkpoint_id=tmp_path / "all.dcp", no_dist=True)
+    assert same(target, names)
+    export(done, tmp_path / "model.dcp", only=["model"])
+    assert set(
+        dcp.FileSystemReader(tmp_path / "model.dcp").read_metadata().state_dict_metadata
+    ) == {
+        "weight",
+        "bias",
+        "tied",
+    }
+    with pytest.raises(UsageError, match="is there already"):
+        export(done, tmp_path / "model.dcp")
+    plain = store.write(State({"step": 1}, {}), step=4, kind="manual")
+    with pytest.raises(UsageError, match="no tensors"):
+        export(plain, tmp_path / "plain.dcp")
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "all.dcp", "model.dcp"}
 
 
 def test_export_as_safetensors(tmp_path: Path) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from checkpoint.states import holds, newest_in, state_of
+from checkpoint.states import holds, newest_in, seal, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -20,32 +17,15 @@ from typer.testing import CliRunner
 from hydroslurm.checkpoint import manifest
 from hydroslurm.checkpoint.catalog import look
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
-from hydroslurm.checkpoint.reader import read_metadata
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
-from hydroslurm.checkpoint.writer import METADATA, SHARED_JSON, PartIndex
+from hydroslurm.checkpoint.tensor_file import PartIndex
+from hydroslurm.checkpoint.writer import SHARED_JSON
 from hydroslurm.cli.checkpoint import checkpoint_app
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
-TENSORS = "__0_0.distcp"
+TENSORS, INDEX = "part-00000.safetensors", "part-00000.json"
 Forge = Callable[[Path], None]
-
-
-def _seal(folder: Path, change: Callable[[dict[str, Any]], object] = dict.items) -> None:
-    """Write a manifest that fits to the files, and to itself."""
-    body = json.loads((folder / manifest.NAME).read_text())
-    del body["checksum"]
-    for name in body["files"]:
-        if (folder / name).is_file() and not (folder / name).is_symlink():
-            data = (folder / name).read_bytes()
-            body["files"][name] = {
-                "size_bytes": len(data),
-                "checksum": manifest.checksum(data),
-            }
-    change(body)
-    text = json.dumps(body, indent=1) + "\n"
-    body["checksum"] = manifest.checksum(text.encode())
-    (folder / manifest.NAME).write_text(json.dumps(body, indent=1) + "\n")
 
 
 def _fifo(name: str) -> Forge:
@@ -68,7 +48,7 @@ def _text(name: str, text: str) -> Forge:
     def forge(folder: Path) -> None:
         (folder / name).write_text(text)
         if name != manifest.NAME:
-            _seal(folder)
+            seal(folder)
 
     return forge
 
@@ -81,11 +61,11 @@ def _sparse(name: str) -> Forge:
 
 
 def _says(**words: Any) -> Forge:
-    return lambda folder: _seal(folder, lambda body: body.update(words))
+    return lambda folder: seal(folder, lambda body: body.update(words))
 
 
 def _names(name: str, entry: object) -> Forge:
-    return lambda folder: _seal(folder, lambda body: body["files"].update({name: entry}))
+    return lambda folder: seal(folder, lambda body: body["files"].update({name: entry}))
 
 
 GOOD = {"size_bytes": 0, "checksum": "00000000"}
@@ -95,7 +75,7 @@ FOUND_BY_LS = {
     "device as manifest": _link(manifest.NAME, "/dev/zero"),
     "fifo as tensors": _fifo(TENSORS),
     "device as tensors": _link(TENSORS, "/dev/zero"),
-    "fifo as index": _fifo(METADATA),
+    "fifo as index": _fifo(INDEX),
     "endless manifest": _sparse(manifest.NAME),
     "endless tensors": _sparse(TENSORS),
     "deep manifest": _text(manifest.NAME, DEEP),
@@ -158,54 +138,96 @@ def test_forged(how: str, store: CheckpointStore, tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").is_file()
 
 
-def _metadata(change: Callable[[Any], None]) -> Forge:
+def _json(name: str, change: Callable[[Any], object]) -> Forge:
+    """Change what a file of JSON says."""
+
     def forge(folder: Path) -> None:
-        found = read_metadata(folder, storage=LocalStorage())
-        change(found)
-        (folder / METADATA).write_bytes(pickle.dumps(found))
-        _seal(folder)
+        body = json.loads((folder / name).read_text())
+        change(body)
+        (folder / name).write_text(json.dumps(body))
+        seal(folder)
 
     return forge
 
 
-def _first(found: Any) -> Any:
-    return next(iter(found.state_dict_metadata.values()))
+def _index(change: Callable[[Any], object]) -> Forge:
+    return _json(INDEX, change)
+
+
+def _chunk(place: int, value: object) -> Forge:
+    """Change one word of what the index says about every piece."""
+
+    def change(body: Any) -> None:
+        for chunk in body["chunks"]:
+            chunk[place] = value
+
+    return _index(change)
+
+
+KEY, SHAPE, DTYPE, OFFSETS, SIZES, AT = range(6)
+WEIGHT = "shared/model.weight"
 
 
 def _shaped(*shape: int) -> Forge:
-    def change(found: Any) -> None:
-        key, one = next(iter(found.state_dict_metadata.items()))
-        found.state_dict_metadata[key] = replace(one, size=torch.Size(shape))
+    """Claim that a tensor is larger, in both places that say so."""
 
-    return _metadata(change)
+    def forge(folder: Path) -> None:
+        def everywhere(body: Any) -> None:
+            for chunk in body["chunks"]:
+                if chunk[KEY] == WEIGHT:
+                    chunk[SHAPE:AT] = [shape, "float32", [0] * len(shape), shape]
+
+        _index(everywhere)(folder)
+        _json(SHARED_JSON, lambda body: body["tensors"].update({WEIGHT: [shape, "float32", 0]}))(
+            folder
+        )
+
+    return forge
 
 
-def _placed(**words: Any) -> Forge:
-    def change(found: Any) -> None:
-        for key, info in found.storage_data.items():
-            found.storage_data[key] = replace(info, **words)
+def _state(state: object) -> Forge:
+    return _json(SHARED_JSON, lambda body: body.update(state=state))
 
-    return _metadata(change)
+
+def _said_of_weight(*said: object) -> Forge:
+    return _json(SHARED_JSON, lambda body: body["tensors"].update({WEIGHT: said}))
 
 
 FOUND_BY_LOADING = {
     "shape of 10**18": _shaped(10**9, 10**9),
     "shape of a hundred gigabytes": _shaped(25, 10**9),
-    "tensors elsewhere": _placed(relative_path="../../../../../../dev/zero"),
-    "tensors at an absolute path": _placed(relative_path="/dev/zero"),
-    "tensors beyond the end": _placed(offset=0, length=10**15),
-    "negative length": _placed(length=-1),
-    "text for an offset": _placed(offset="0"),
-    "no tensors": _metadata(lambda found: found.state_dict_metadata.clear()),
-    "number for an index": _metadata(lambda found: setattr(found, "storage_data", 7)),
+    "shape of the index only": _chunk(SHAPE, [10**9, 10**9]),
+    "shape of the state only": _said_of_weight([10**9, 10**9], "float32", 0),
+    "all tensors in one place": _chunk(AT, 4096),
+    "tensors before the file": _chunk(AT, -1),
+    "tensors beyond the end": _chunk(AT, 10**15),
+    "tensors at an odd byte": _chunk(AT, 4097),
+    "text for an offset": _chunk(AT, "0"),
+    "piece outside of its tensor": _chunk(OFFSETS, [10**6, 0]),
+    "piece of other dimensions": _chunk(SIZES, [1]),
+    "number for a key": _chunk(KEY, 7),
+    "another key": _chunk(KEY, "shared/model.weigh"),
+    "type that is none": _chunk(DTYPE, "Tensor"),
+    "type of another size": _chunk(DTYPE, "float64"),
+    "list for a type": _said_of_weight([48, 48], [], 0),
+    "text for a writer": _said_of_weight([48, 48], "float32", "0"),
+    "no tensors": _index(lambda body: body["chunks"].clear()),
+    "no tensors in the state": _json(SHARED_JSON, lambda body: body["tensors"].clear()),
+    "number for the pieces": _index(lambda body: body.update(chunks=7)),
+    "other blocks": _index(lambda body: body.update(blocks=[1])),
+    "more blocks": _index(lambda body: body["blocks"].append(1)),
+    "huge block": _index(lambda body: body.update(blocks=[10**30])),
+    "no blocks": _index(lambda body: body.update(blocks=None)),
+    "index of another rank": _index(lambda body: body.update(rank=1)),
+    "list for its own state": _index(lambda body: body.update(own=[])),
+    "deep index": _text(INDEX, DEEP),
     "deep state": _text(SHARED_JSON, DEEP),
     "state of another kind": _text(SHARED_JSON, "[1]"),
-    "unknown tag": _text(SHARED_JSON, '{"model": {"$import": "os"}}'),
-    "strides over a petabyte": _text(
-        SHARED_JSON,
-        '{"model": {"$tensor": "shared/model.weight", "stride": [1000000000000000, 1]}}',
+    "unknown tag": _state({"model": {"$import": "os"}}),
+    "strides over a petabyte": _state(
+        {"model": {"$tensor": WEIGHT, "stride": [1000000000000000, 1]}}
     ),
-    "tensor named by a list": _text(SHARED_JSON, '{"model": {"$tensor": ["a"]}}'),
+    "tensor named by a list": _state({"model": {"$tensor": ["a"]}}),
 }
 
 
@@ -251,17 +273,21 @@ def test_any_value_in_any_place_of_a_manifest(name: str, value: Any) -> None:
 
 
 @given(
-    name=st.sampled_from(["rank", "files", "chunks"]),
-    value=_ANY | st.lists(st.lists(_ANY, min_size=7, max_size=7), max_size=2),
+    name=st.sampled_from(["rank", "own", "chunks", "blocks"]),
+    value=_ANY | st.lists(st.lists(_ANY, min_size=6, max_size=6), max_size=2),
 )
 def test_any_value_in_any_place_of_a_part(name: str, value: Any) -> None:
     """The index of one rank's part is one, typed, or CheckpointCorrupt."""
-    body = {"rank": 0, "files": {}, "chunks": [], name: value}
+    body = {"rank": 0, "own": {}, "chunks": [], "blocks": [0], name: value}
+    entry = FileEntry(5, "00000000")
     try:
-        found = PartIndex.from_json(json.dumps(body).encode(), where=Path("p"))
+        found = PartIndex.from_json(
+            json.dumps(body).encode(), where=Path("p"), rank=0, tensors=entry
+        )
     except CheckpointCorrupt:
         return
-    assert all(chunk.value_bytes >= 0 for chunk in found.chunks)
+    assert sum(chunk.size_bytes for chunk in found.chunks) <= 5
+    assert found.blocks == (0,)
 
 
 def test_a_folder_of_anything(tmp_path: Path) -> None:

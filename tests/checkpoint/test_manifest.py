@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import hydroslurm
 from hydroslurm.checkpoint import manifest
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest, WrittenBy
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew
+from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld
 
 ONE = Manifest(
     step=12,
@@ -42,16 +43,27 @@ def test_round_trip() -> None:
 def test_from_the_future(honest: bool) -> None:
     """A newer schema is told with both versions, and what to install."""
     body = json.loads(ONE.to_json())
-    body["schema"] = 2
+    body["schema"] = manifest.SCHEMA + 1
     body["written_by"]["hydroslurm"] = "9.1"
     body["shards"] = {"of": "another age"}
     if honest:
         del body["checksum"]
         text = json.dumps(body, indent=1) + "\n"
         body["checksum"] = manifest.checksum(text.encode())
-    wanted = re.escape(f"hydroslurm 9.1; hydroslurm {hydroslurm.__version__} reads up to schema 1")
+    wanted = re.escape(
+        f"hydroslurm 9.1; hydroslurm {hydroslurm.__version__} reads up to schema {manifest.SCHEMA}"
+    )
     with pytest.raises(CheckpointTooNew, match=wanted):
         Manifest.from_json(json.dumps(body, indent=1) + "\n", where=Path("m"))
+
+
+def test_from_the_past() -> None:
+    """An older schema is told with what can still read it; a damaged one is only damaged."""
+    old = replace(ONE, schema=1).to_json()
+    with pytest.raises(CheckpointTooOld, match=r"reads schema 2 only\. Finish the run with "):
+        Manifest.from_json(old, where=Path("m"))
+    with pytest.raises(CheckpointCorrupt):
+        Manifest.from_json(old.replace('"step": 12', '"step": 13'), where=Path("m"))
 
 
 def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
@@ -60,7 +72,7 @@ def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         done = store.write(State({"a": step}, {}), step=step, kind="periodic")
     file = done.path / manifest.NAME
-    file.write_text(file.read_text().replace('"schema": 1', '"schema": 7'))
+    file.write_text(file.read_text().replace(f'"schema": {manifest.SCHEMA}', '"schema": 7'))
     assert isinstance(store.problems()[done.path], CheckpointTooNew)
     with pytest.raises(CheckpointTooNew):
         store.verify(done)

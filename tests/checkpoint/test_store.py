@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import enum
+import contextlib
+import math
 import multiprocessing
 import os
 import pickle
 import re
 import shutil
 import threading
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoint.faulty import CountingStorage
 from checkpoint.pipepeers import Lonely
-from checkpoint.states import holds, newest_in, same, state_of
+from checkpoint.states import holds, newest_in, same, seal, state_of
 
-from hydroslurm.checkpoint import folders, layout
-from hydroslurm.checkpoint.reader import read_metadata, read_tensors
+from hydroslurm.checkpoint import folders, layout, reader
+from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.errors import (
@@ -34,7 +34,7 @@ from hydroslurm.errors import (
     UsageError,
 )
 
-FILES = (".metadata", "__0_0.distcp", "manifest.json", "rank-00000.json", "shared.json")
+FILES = ("manifest.json", "part-00000.json", "part-00000.safetensors", "shared.json")
 
 
 def saved(folder: Path, *steps: int, kind: str = "periodic") -> CheckpointStore:
@@ -58,8 +58,9 @@ def test_a_state_comes_back(tmp_path: Path) -> None:
     assert found == done
     assert (found.step, found.epoch, found.kind) == (7, 2, "stop")
     assert found.manifest.meta == {"loss": 0.5}
+    tensors = reader.tensors_of(CheckpointStore(tmp_path).files_of(found)).values()
     assert found.manifest.state_bytes == sum(
-        tensor.nbytes for tensor in read_tensors(done.path, storage=LocalStorage()).values()
+        math.prod(shape) * dtype.itemsize for shape, dtype in tensors
     )
     assert holds(CheckpointStore(tmp_path), found, 7)
 
@@ -325,17 +326,98 @@ def test_an_unsavable_state_touches_nothing(tmp_path: Path) -> None:
     assert storage.calls == []
 
 
-def test_dcp_reads_it_too(tmp_path: Path) -> None:
-    """Torch's own reader loads the tensors: the format is not ours alone."""
-    store = saved(tmp_path, 6)
+def test_safetensors_reads_it_too(tmp_path: Path) -> None:
+    """Any program that opens .safetensors can take the tensors: the format is not ours alone. Types
+    that it has not are bytes."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    state = {"w": torch.randn(3, 5).t(), "b": torch.ones(2, dtype=torch.bool), "h": HALF, "z": Z}
+    path = CheckpointStore(tmp_path).write(State(state, {}), step=1, kind="manual").path
+    found = safetensors.load_file(path / "part-00000.safetensors")
+    assert all(torch.equal(found[f"shared/{name}"], state[name]) for name in ("w", "b", "h"))
+    assert torch.equal(found["shared/z"].view(torch.complex128), Z)
+
+
+HALF = torch.randn(7).bfloat16()
+Z = torch.randn(4, dtype=torch.complex128)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_type_comes_back(tmp_path: Path) -> None:
+    """All types of torch that can hold values, also next to each other in odd numbers."""
+    kinds = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    tensors = {}
+    for kind in sorted(kinds, key=str):
+        if "torch.q" in str(kind):  # quantized: their tensors are refused
+            continue
+        with contextlib.suppress(RuntimeError, TypeError):  # torch has no tensors of all of them
+            tensors[str(kind)] = torch.randint(0, 2, (3 * kind.itemsize,)).byte().view(kind)
+    assert len(tensors) >= 20
+    store = CheckpointStore(tmp_path)
+    done = store.write(State(tensors, {}), step=1, kind="manual")
+    loaded = store.load(done).shared
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_tensors_of_many_blocks(tmp_path: Path) -> None:
+    """Large tensors between thousands of small ones: all come back, some of them alone, and a
+    changed byte anywhere is found by whoever reads its block, and named."""
+    sizes = [*range(1, 1500), 3_000_001, 5, 1_048_576, *range(1500, 1, -1)]
+    state = {str(n): torch.arange(size, dtype=torch.int8) for n, size in enumerate(sizes)}
+    large = [str(n) for n, size in enumerate(sizes) if size > 10_000]
+    store = CheckpointStore(tmp_path)
+    done = store.write(State({"all": state, **{n: state[n] for n in large}}, {}), step=1, kind="a")
+    assert same(dict(store.load(done).shared["all"]), state)
+    file = done.path / "part-00000.safetensors"
+    good = file.read_bytes()
+    for at in (0, len(good) // 3, len(good) // 2, len(good) - 1):
+        file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(CheckpointCorrupt, match=r"part-00000\.safetensors has checksum"):
+            store.load(done)
+    assert same(store.load(done, only=[large[0]]).shared, {large[0]: state[large[0]]})
+
+
+def test_reads_every_byte_once(tmp_path: Path) -> None:
+    """A load reads no file twice, and of the tensors the blocks that hold what it wants."""
+    state = {name: torch.randn(3_000_000) for name in "abc"}
+    done = CheckpointStore(tmp_path).write(State(state, {}), step=1, kind="manual")
+    read = ReadBytes()
+    CheckpointStore(tmp_path, storage=read).load(done)
+    manifest_bytes = (done.path / "manifest.json").stat().st_size
+    assert read.size_bytes == done.manifest.size_bytes + manifest_bytes
+    read.size_bytes = 0
+    CheckpointStore(tmp_path, storage=read).load(done, only=["b"])
+    assert read.size_bytes < done.manifest.size_bytes / 3 + 2 * BLOCK_BYTES + 10_000
+
+
+class ReadBytes(LocalStorage):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
+        got = super().read(fd, into, offset=offset)
+        with self._lock:
+            self.size_bytes += got
+        return got
+
+
+def test_a_pickle_in_the_place_of_tensors_runs_nothing(tmp_path: Path) -> None:
+    """Whatever stands where tensors are is their values."""
+    store = saved(tmp_path, 1)
     path = store.committed()[0].path
-    weight = torch.zeros(48, 48)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that there is no process group
-        dcp.load(
-            {"shared/model.weight": weight}, storage_reader=dcp.FileSystemReader(path), no_dist=True
-        )
-    assert torch.equal(weight, state_of(6).shared["model"]["weight"])
+    trap = tmp_path / "sprung"
+    for name in ("shared.json", "part-00000.json", "part-00000.safetensors"):
+        good = (path / name).read_bytes()
+        (path / name).write_bytes(pickle.dumps({"state": _Evil(trap)}))
+        seal(path)
+        with pytest.raises(CheckpointCorrupt):
+            store.load(store.committed()[0])
+        (path / name).write_bytes(good)
+    assert not trap.exists()
 
 
 class _Evil:
@@ -344,65 +426,6 @@ class _Evil:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (self._path,))
-
-
-def test_a_malicious_index_runs_nothing(tmp_path: Path) -> None:
-    """A pickle in the place of DCP's index is refused before anything in it is called."""
-    path = saved(tmp_path, 1).committed()[0].path
-    trap = tmp_path / "sprung"
-    (path / ".metadata").write_bytes(pickle.dumps({"state": _Evil(trap)}))
-    with pytest.raises(CheckpointCorrupt, match="which no index of DCP needs"):
-        read_metadata(path, storage=LocalStorage())
-    assert not trap.exists()
-
-
-class _OldEnums(pickle.Pickler):
-    """Pickles members of enums as Python 3.11.2 does: by getattr."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
-
-
-def test_an_index_written_by_another_python_is_read(tmp_path: Path) -> None:
-    """Debian 12's Python 3.11.2 pickles enums by getattr: its index is read by every other one, and
-    what else getattr could reach is refused."""
-    path = saved(tmp_path, 1).committed()[0].path
-    index = read_metadata(path, storage=LocalStorage())
-    with (path / ".metadata").open("wb") as file:
-        _OldEnums(file).dump(index)
-    assert b"getattr" in (path / ".metadata").read_bytes()
-    assert read_metadata(path, storage=LocalStorage()) == index
-    evil = pickle.dumps(_Reach())
-    (path / ".metadata").write_bytes(evil)
-    with pytest.raises(CheckpointCorrupt, match="which no index of DCP needs"):
-        read_metadata(path, storage=LocalStorage())
-
-
-class _Reach:
-    """Asks getattr for a method of a class that the reader knows."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (getattr, (dcp.metadata.Metadata, "__init__"))
-
-
-def test_a_pickled_object_in_the_place_of_a_tensor_runs_nothing(tmp_path: Path) -> None:
-    """Neither DCP's bytes items nor a pickle where a tensor should be are unpickled."""
-    path = saved(tmp_path, 1).committed()[0].path
-    trap = tmp_path / "sprung"
-    index = read_metadata(path, storage=LocalStorage())
-    evil = pickle.dumps(_Evil(trap))
-    for place, info in index.storage_data.items():
-        if place.fqn == "shared/model.weight":
-            data = bytearray((path / info.relative_path).read_bytes())
-            data[info.offset : info.offset + len(evil)] = evil
-            (path / info.relative_path).write_bytes(data)
-    with pytest.raises(CheckpointCorrupt):
-        read_tensors(path, storage=LocalStorage())
-    index.state_dict_metadata["shared/model.weight"] = dcp.metadata.BytesStorageMetadata()
-    (path / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CheckpointCorrupt):
-        read_tensors(path, storage=LocalStorage())
-    assert not trap.exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

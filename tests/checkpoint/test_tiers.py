@@ -23,7 +23,7 @@ def write(store: CheckpointStore, step: int) -> Checkpoint:
 
 
 def flip_a_bit(checkpoint: Checkpoint) -> None:
-    path = checkpoint.path / "__0_0.distcp"
+    path = checkpoint.path / "part-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

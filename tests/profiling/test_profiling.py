@@ -53,6 +53,15 @@ def test_report_speed() -> None:
         assert result[key] > 0
 
 
+def test_built_runs() -> None:
+    """Every rank of the made-up jobs is seen, also where each call takes a millisecond."""
+    result, _ = run_script("built_runs.py", "--json")
+    assert (result["jobs"], result["ranks"]) == (20, 8)
+    assert result["top_looks_until_complete"] == 1
+    for key in ("list_ms_per_job", "status_cpu_s", "top_cpu_s", "slow_list_s", "slow_top_s"):
+        assert result[key] > 0
+
+
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_suspend_latency() -> None:
@@ -147,5 +156,6 @@ def test_startup() -> None:
         assert result[key] > 0
     assert result["submit_to_first_operator_s"] > 0
     assert result["sbatch_to_first_operator_s"] > 0
-    assert result["submit_to_first_operator_ratio"] > 0
+    assert result["submit_ratio_to_sbatch"] > 0
+    assert result["first_step_ratio_to_bare"] > 0
     assert (result["starts"], result["submissions"]) == (10, 1)

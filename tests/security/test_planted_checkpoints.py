@@ -112,7 +112,7 @@ def test_a_forged_step_is_saved_again(
 def test_one_forged_file_is_enough(store: CheckpointStore, stranger: Stranger) -> None:
     """A checkpoint of ours with one file that others could write is not resumed."""
     store.write(_state(2.0), step=4, kind="periodic")
-    part = next((store.directory / "step-000000004").glob("*.distcp"))
+    part = next((store.directory / "step-000000004").glob("*.safetensors"))
     part.chmod(0o666)
     with pytest.warns(RuntimeWarning, match=f"others can write {part}"):
         found = newest_good(store)
@@ -203,7 +203,7 @@ def test_forged_parts_do_not_hang_a_reader(
 ) -> None:
     """A planted checkpoint whose tensors are a FIFO does not hang `verify`, and is torn."""
     planted = _plant(stranger, forged, store.directory)
-    part = next(planted.glob("*.distcp"))
+    part = next(planted.glob("*.safetensors"))
     stranger.run("rm", str(part))
     stranger.run("mkfifo", str(part))
     done = CliRunner().invoke(app, ["checkpoint", "verify", str(planted)])

@@ -148,12 +148,12 @@ def test_time_left() -> None:
     assert _seconds(policy, StopKind.ASKED, to_end_s=1000) == 1000 + kill_s
 
 
-def test_gang_pays_no_heed_to_the_grace() -> None:
+def test_gang_ignores_the_grace() -> None:
     """KillWait is all there is under gang scheduling, and the sentence says so."""
     policy = _policy(GANG, _low(grace_s=60))
     left = policy.time_left_s(StopCase(kind=StopKind.PREEMPTED))
     assert left.seconds == 30 - KILL_COMES_EARLY_S
-    assert "pays no heed to GraceTime=60 of partition low" in left.why
+    assert "ignores GraceTime=60 of partition low" in left.why
 
 
 def test_slurmd_waits_five_seconds_at_least() -> None:

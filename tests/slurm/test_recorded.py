@@ -103,7 +103,7 @@ def test_requeued_job() -> None:
 
 
 def test_local_time_is_read_too() -> None:
-    """A scontrol that pays no heed to SLURM_TIME_FORMAT still gives moments in the right order."""
+    """A scontrol that ignores SLURM_TIME_FORMAT still gives moments in the right order."""
     job = _scontrol("22.05/show_job_iso.txt")[9]
     assert job.submit_epoch_s
     assert job.start_epoch_s

@@ -84,7 +84,7 @@ def test_moments(berlin: None) -> None:
 @pytest.mark.parametrize("words", ["yesterday", "12:30", "2026-13-40T00:00:00"])
 def test_moments_refused(words: str) -> None:
     """A moment that cannot be read is refused, not taken for "none"."""
-    with pytest.raises(UnreadableOutput, match="not a moment"):
+    with pytest.raises(UnreadableOutput, match="not a time as Slurm prints it"):
         text.parse_moment(words)
 
 

@@ -106,7 +106,7 @@ def test_a_damaged_one_is_not_accessible(tmp_path: Path) -> None:
     job.add_stop_signal(epoch_limiter(1))
     manager = CheckpointManager(tmp_path)
     JobRunner(job, manager).run()
-    (manager.find(epoch=1).checkpoint.path / "rank-00000.json").write_text("{}")
+    (manager.find(epoch=1).checkpoint.path / "part-00000.json").write_text("{}")
     assert [manager.cp_accessible(epoch) for epoch in (0, 1)] == [True, False]
 
 

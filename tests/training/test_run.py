@@ -244,7 +244,7 @@ def test_a_flipped_bit_falls_back_with_a_warning_that_names_both(
     """The newest checkpoint is damaged: the one before is used, and the bits are right."""
     stopped(Training(tmp_path), after=9)
     newest = max((tmp_path / "checkpoints").iterdir())
-    part = next(newest.glob("*.distcp"))
+    part = next(newest.glob("*.safetensors"))
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hydroslurm.coordination.network import set_master_addr
 from hydroslurm.coordination.rendezvous import step_key
-from hydroslurm.coordination.secret import key_from
+from hydroslurm.coordination.world import key_from
 from hydroslurm.core import registry
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog

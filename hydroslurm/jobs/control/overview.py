@@ -1,5 +1,6 @@
-"""A TrainingJob as its run folder and Slurm tell it together: what ``describe`` and ``list``
-show. Jobs without a spec: :mod:`hydroslurm.jobs.control.plain_job`."""
+"""A TrainingJob as its run folder and Slurm tell it together: what ``describe``
+shows. Jobs without a spec: :mod:`~hydroslurm.jobs.control.plain_job`; all jobs in a line each:
+:mod:`~hydroslurm.jobs.control.listing`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import read_regular
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.status import RankStatus, read_status
+from hydroslurm.core.status import RankStatus
 from hydroslurm.errors import (
     ControllerUnreachable,
     NoSuchJob,
@@ -27,8 +28,18 @@ from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import loads
-from hydroslurm.jobs.supervisor.attempts import Attempt, Attempts, Ending
-from hydroslurm.jobs.supervisor.conditions import Condition, final_condition, read_conditions
+from hydroslurm.jobs.supervisor.attempts import (
+    Attempt,
+    Attempts,
+    count_preemptions,
+    count_restarts,
+)
+from hydroslurm.jobs.supervisor.conditions import (
+    Condition,
+    final_condition,
+    newest_conditions,
+    read_conditions,
+)
 from hydroslurm.jobs.supervisor.exit_policy import format_status
 from hydroslurm.jobs.supervisor.task_exits import TaskExits
 from hydroslurm.jobs.supervisor.tensorboard import Address, read_address
@@ -86,13 +97,12 @@ class Overview(Found):
     @property
     def restarts(self) -> int:
         """Failed or completed attempts that another one followed: what backoffLimit allows."""
-        counted = (Ending.FAILED, Ending.RESTARTED)
-        return sum(one.ending in counted for one in self.attempts[:-1])
+        return count_restarts(self.attempts)
 
     @property
     def preemptions(self) -> int:
         """What preemptionLimit is compared with."""
-        return len({one.restart_count for one in self.attempts if one.ending is Ending.PREEMPTED})
+        return count_preemptions(self.attempts)
 
 
 def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
@@ -119,15 +129,13 @@ def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
     return run_dir_of(slurm), slurm
 
 
-def read_overview(run: RunDir, slurm: Job | None, pauses: Iterable[Condition]) -> Overview:
+def read_overview(run: RunDir, slurm: Job | None) -> Overview:
     """Of the job with a spec whose run folder this is.
-
-    Args:
-        pauses: :func:`all_pauses`, or :func:`pause_now` where that is enough.
 
     Raises:
         RunFolderError: there is no spec in it that can be read.
     """
+    pauses = all_pauses(first_rank_events(run))
     return Overview(
         run=run,
         slurm=slurm,
@@ -142,7 +150,7 @@ def read_overview(run: RunDir, slurm: Job | None, pauses: Iterable[Condition]) -
 def condition_now(run: RunDir, slurm: Job | None, first: RankStatus | None) -> Condition | None:
     """What a job is now, with or without a spec; of one that no rank tells of, what its supervisor
     and Slurm say."""
-    return newest(in_order((*read_conditions(run.conditions_jsonl), *pause_now(first)), slurm))
+    return newest(in_order((*newest_conditions(run.conditions_jsonl), *pause_now(first)), slurm))
 
 
 def in_order(conditions: Iterable[Condition], slurm: Job | None) -> tuple[Condition, ...]:
@@ -208,15 +216,6 @@ def _paused(epoch_ns: int, causes: Iterable[str], restart_count: int) -> Conditi
 
 def _resumed(epoch_ns: int, restart_count: int) -> Condition:
     return Condition("Running", epoch_ns, "Resumed", "goes on in place", restart_count)
-
-
-def first_rank_status(run: RunDir) -> RankStatus | None:
-    """None where it cannot be read."""
-    try:
-        files = run.rank_status_files()
-    except OSError:
-        return None
-    return read_status(files[min(files)]) if files else None
 
 
 def first_rank_events(run: RunDir) -> list[Event]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
@@ -18,10 +17,8 @@ from hydroslurm.jobs.control.overview import (
     Overview,
     all_pauses,
     first_rank_events,
-    first_rank_status,
     in_order,
     locate,
-    pause_now,
     read_overview,
 )
 from hydroslurm.jobs.control.requests import job_status, run_dir_of
@@ -100,26 +97,11 @@ def job_of(client: SlurmClient, which: str) -> Overview | PlainJob:
     run, slurm = locate(client, which)
     try:
         if os.path.lexists(run.job_yaml):
-            return read_overview(run, slurm, all_pauses(first_rank_events(run)))
+            return read_overview(run, slurm)
         _require_ours(run, slurm, which)
     except PermissionError:
         raise RunFolderError(f"{run.root} is its owner's (0700): do this as that user") from None
     return _read(run, slurm, _history(client, slurm))
-
-
-def my_jobs(client: SlurmClient, user: str) -> tuple[Overview | PlainJob, ...]:
-    """All jobs of a user that hydroslurm has a part in, as they are now; one question to Slurm."""
-    found: list[Overview | PlainJob] = []
-    for slurm in client.jobs(user=user):
-        run = run_dir_of(slurm)
-        try:
-            if os.path.lexists(run.job_yaml):
-                found.append(read_overview(run, slurm, pause_now(first_rank_status(run))))
-            elif _is_ours(run):
-                found.append(_read_now(run, slurm))
-        except (RunFolderError, OSError):
-            continue  # the folder is nobody's any more
-    return tuple(found)
 
 
 def _is_ours(run: RunDir) -> bool:
@@ -151,28 +133,6 @@ def _history(client: SlurmClient, slurm: Job | None) -> tuple[Job, ...]:
         return ()
 
 
-def _read_now(run: RunDir, slurm: Job) -> PlainJob:
-    """What its ranks' statuses say: of attempts only that they were preempted."""
-    ranks = _ranks(run, slurm)
-    mine = [one for one in ranks if one.job_id == slurm.job_id]
-    preempted = {count: (epoch_ns, count) for one in mine for count, epoch_ns in one.preempted}
-    conditions = [*starmap(_preempted, preempted.values()), *_of_slurm(slurm)]
-    if mine:
-        first = mine[0]
-        begin = _started(first.started.epoch_ns, first.restart_count, first.host)
-        conditions += [begin, *pause_now(first)]
-    return PlainJob(
-        run=run,
-        slurm=slurm,
-        conditions=in_order(conditions, slurm),
-        submission=_submission(run),
-        ranks=ranks,
-        attempts=(),
-        saver=next((EventKind(one.saver) for one in mine if one.saver), None),
-        committed=None,
-    )
-
-
 def _read(run: RunDir, slurm: Job | None, records: Sequence[Job]) -> PlainJob:
     events = first_rank_events(run)
     if slurm is not None:  # a named folder may have had other jobs
@@ -183,7 +143,7 @@ def _read(run: RunDir, slurm: Job | None, records: Sequence[Job]) -> PlainJob:
     return PlainJob(
         run=run,
         slurm=slurm,
-        conditions=in_order((*_conditions(events), *all_pauses(events), *_of_slurm(slurm)), slurm),
+        conditions=in_order((*_conditions(events), *all_pauses(events), *of_slurm(slurm)), slurm),
         submission=_submission(run),
         ranks=_ranks(run, slurm),
         attempts=tuple(_attempts(run, events, records)),
@@ -215,22 +175,24 @@ def _conditions(events: Sequence[Event]) -> Iterator[Condition]:
         if event.kind is EventKind.INSTALLED and restart_count not in running:
             running.add(restart_count)
             number = numbers.get(restart_count)
-            yield _started(event.epoch_ns, restart_count, event.host, number)
+            yield started(event.epoch_ns, restart_count, event.host, number)
         if event.kind is EventKind.STOP_REASON and event.data.get("reason") == "preempted":
             message = str(event.data.get("message", ""))
-            yield _preempted(event.epoch_ns, restart_count, message)
+            yield preempted(event.epoch_ns, restart_count, message)
 
 
-def _started(epoch_ns: int, restart_count: int, host: str, number: int | None = None) -> Condition:
+def started(epoch_ns: int, restart_count: int, host: str, number: int | None = None) -> Condition:
+    """Its process on the first rank has begun."""
     message = f"attempt {number or restart_count + 1} on {host}"
     return Condition("Running", epoch_ns, "Started", message, restart_count)
 
 
-def _preempted(epoch_ns: int, restart_count: int, message: str = "") -> Condition:
+def preempted(epoch_ns: int, restart_count: int, message: str = "") -> Condition:
+    """A rank was told so."""
     return Condition("Preempted", epoch_ns, "Preempted", message, restart_count)
 
 
-def _of_slurm(slurm: Job | None) -> Iterator[Condition]:
+def of_slurm(slurm: Job | None) -> Iterator[Condition]:
     """That it waits or has ended, which no rank can write down."""
     if slurm is None:
         return

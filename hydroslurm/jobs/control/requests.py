@@ -26,8 +26,8 @@ from hydroslurm.jobs.control.listeners import Verb, listeners
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
 
-_SUBMITTED = re.compile(r"sbatch (/.+)/logs/\.?submission_file_\w+\.sh", re.DOTALL)
-"""How submitit calls sbatch: with a file in the run folder and nothing else."""
+_SUBMITTED = re.compile(r"sbatch (/.+)/(?:logs/\.?submission_file_\w+\.sh|job\.sbatch)", re.DOTALL)
+"""How submitit and we call sbatch: with a file in the run folder and nothing else."""
 
 
 @dataclass(frozen=True)

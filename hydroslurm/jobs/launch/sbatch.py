@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from submitit.core import utils as submitit_utils
-
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import LaunchError, RunFolderError, SlurmError, UsageError
+from hydroslurm.errors import LaunchError, RunFolderError, SlurmError, SlurmTimeout, UsageError
 from hydroslurm.slurm.client import Job, SlurmClient
 from hydroslurm.slurm.policy import find_partition
+from hydroslurm.slurm.programs import sbatch
 from hydroslurm.slurm.text import format_duration
 
 Answer = TypeVar("Answer")
 
 _MAYBE_TAKEN = ("timed out", "time out", "timeout", "zero bytes", "unexpected message", "killed")
 """In messages of sbatch that got no answer: slurmctld may have the job all the same."""
+_SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 _NEVER = re.compile(
     r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints|InvalidAccount"
     r"|InvalidQOS|(?:Assoc|QOS)\w*PerJob(?:Limit)?|QOSMin\w+"
@@ -62,18 +62,46 @@ def call_sbatch(submit: Callable[[], Answer], run: RunDir, *, is_new: bool) -> A
     Raises:
         LaunchError: sbatch refused the job, or did not confirm it.
     """
+    from submitit.core import utils as submitit_utils  # a TrainingJob starts sooner without
+
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
             answer = submit()
     except (submitit_utils.FailedJobError, submitit_utils.FailedSubmissionError) as error:
         _print_stderr(stderr.getvalue().replace(str(error), ""))
-        raise LaunchError(_refusal(error, run, is_new=is_new)) from error
+        is_refused = isinstance(error, submitit_utils.FailedJobError)
+        message = _refusal(str(error), run, is_refused=is_refused, is_new=is_new)
+        raise LaunchError(message) from error
     except BaseException:
         _print_stderr(stderr.getvalue())
         raise
     _print_stderr(stderr.getvalue())
     return answer
+
+
+def submit_script(script: Path, run: RunDir, *, is_new: bool) -> int:
+    """Submit a batch script of our own; returns the job's id. sbatch's warnings go to stderr.
+
+    Args:
+        run, is_new: as for :func:`call_sbatch`.
+
+    Raises:
+        LaunchError: sbatch refused the job, or did not confirm it.
+        SlurmMissing: there is no sbatch.
+    """
+    try:
+        done = sbatch(script)
+    except SlurmTimeout as error:
+        raise LaunchError(_refusal(str(error), run, is_refused=False, is_new=is_new)) from error
+    said = done.stderr.strip()
+    found = _SUBMITTED.search(done.stdout)
+    if done.returncode or found is None:
+        message = said or done.stdout
+        is_refused = done.returncode != 0
+        raise LaunchError(_refusal(message, run, is_refused=is_refused, is_new=is_new))
+    _print_stderr(said)
+    return int(found[1])
 
 
 @contextlib.contextmanager
@@ -116,11 +144,11 @@ def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:
     )
 
 
-def _refusal(error: Exception, run: RunDir, *, is_new: bool) -> str:
-    lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(str(error))]
+def _refusal(said: str, run: RunDir, *, is_refused: bool, is_new: bool) -> str:
+    """``is_refused``: sbatch said no, instead of nothing."""
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(said)]
     message = f"sbatch refused the job: {'; '.join(lines) or 'it gave no reason'}"
-    is_refused = isinstance(error, submitit_utils.FailedJobError)
-    if not is_refused or any(phrase in str(error).lower() for phrase in _MAYBE_TAKEN):
+    if not is_refused or any(phrase in said.lower() for phrase in _MAYBE_TAKEN):
         return (
             f"{message}. Slurm may have it all the same: check squeue --me before you submit it "
             f"again. The request is in {run.root}"

@@ -1,38 +1,32 @@
-"""Submit a TrainingJob: its run folder, its batch script by submitit, and a second job that cleans
-up after it.
+"""Submit a TrainingJob: its run folder, its batch script, and a second job that cleans up after it.
 
     run folder/
       job.yaml      the resolved spec
       plan.json     what each task runs (holds the environment: 0600, in a folder of 0700)
       conditions.jsonl, attempts/    how it went: see hydroslurm.jobs.supervisor
 
-submitit runs the supervisor in the batch script, without srun; the supervisor starts the job step
-with the ranks. No string of the spec is part of a shell command: what sbatch gets is checked to be
-one harmless word, and the tasks read all the rest from plan.json.
+The batch script (:mod:`hydroslurm.jobs.launch.job_script`) runs the supervisor, without srun; the
+supervisor starts the job step with the ranks. No string of the spec is part of a shell command:
+what sbatch gets is checked to be one harmless word, and the tasks read all the rest from plan.json.
 """
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from submitit.slurm.slurm import SlurmExecutor
-
-from hydroslurm.core import rundir
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
-from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
-from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL
-from hydroslurm.jobs.launch.sbatch import call_sbatch, new_run, removing_on_refusal
-from hydroslurm.jobs.plan import Plan, plan_job
+from hydroslurm.jobs.launch.job_script import janitor_script, job_script
+from hydroslurm.jobs.launch.sbatch import new_run, removing_on_refusal, submit_script
+from hydroslurm.jobs.layout import plan_job
+from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import JobSpec, dumps
 from hydroslurm.jobs.submission import Submission
@@ -42,11 +36,6 @@ from hydroslurm.jobs.supervisor.conditions import (
     final_condition,
     read_conditions,
 )
-from hydroslurm.jobs.supervisor.main import Clean, Supervise
-
-SUPERVISOR_STARTS = 10
-"""How often the batch script starts the supervisor, if it is killed each time."""
-JANITOR_MIN = 10
 
 
 @dataclass(frozen=True)
@@ -96,12 +85,6 @@ def plan_for(spec: JobSpec, *, environ: Mapping[str, str]) -> tuple[Plan, tuple[
     return plan, (f"these fields have no effect on this Slurm and are ignored:{listed}",)
 
 
-def render(spec: JobSpec, plan: Plan, *, root: Path) -> str:
-    """The batch script that would be submitted with this run folder."""
-    executor = _executor(spec.job, plan, RunDir(root))
-    return str(executor._make_submission_file_text(executor._submitit_command_str, "render"))
-
-
 def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> SubmittedJob:
     """Submit a job.
 
@@ -119,14 +102,18 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         _write(run.job_yaml, dumps(_resolved(spec)))
         _write(run.plan_json, plan.dumps())
         intent = Submission(
-            spec.job.name, f"TrainingJob of {len(plan.tasks)} tasks", time.time_ns()
+            spec.job.name,
+            f"TrainingJob of {len(plan.tasks)} tasks",
+            time.time_ns(),
+            replicas=spec.job.replicas,
+            backoff_limit=spec.job.run_policy.backoff_limit,
         )
         submission.write(run, intent)
         add_condition(run.conditions_jsonl, "Created", reason="Submitted", message=str(spec.folder))
         if spec.job.preemption.checkpoint_directory is not None:
             _link_checkpoints(run, spec.folder / spec.job.preemption.checkpoint_directory)
         try:
-            job_id = _submit(_executor(spec.job, plan, run), Supervise(run.root), run)
+            job_id = _submit(job_script(spec.job, plan, run), run.job_sbatch, run, is_new=True)
         except LaunchError as error:
             if run.root.exists():  # Slurm may have it all the same
                 add_condition(
@@ -136,7 +123,9 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     submission.write(run, replace(intent, job_id=str(job_id)))
     add_condition(run.conditions_jsonl, "Queued", reason="Pending", message=f"as job {job_id}")
     try:
-        janitor = _submit(_janitor(spec.job, run, job_id), Clean(run.root), run)
+        janitor = _submit(
+            janitor_script(spec.job, run, job_id), run.janitor_sbatch, run, is_new=False
+        )
     except LaunchError as error:
         notes = (*notes, f"the job that cleans up after it could not be submitted: {error}")
     else:
@@ -168,87 +157,9 @@ def _resolved(spec: JobSpec) -> TrainingJob:
     return spec.job.model_copy(update={"tensorboard": board})
 
 
-def _submit(executor: SlurmExecutor, function: Any, run: RunDir) -> int:
-    is_first = isinstance(function, Supervise)
-    job = call_sbatch(lambda: executor.submit(function), run, is_new=is_first)
-    if is_first:
-        _write(run.job_sbatch, job.paths.submission_file.read_text(encoding="utf-8"))
-    return int(job.job_id)
-
-
-def _executor(job: TrainingJob, plan: Plan, run: RunDir) -> SlurmExecutor:
-    """submitit's executor for the supervisor in the batch script."""
-    where = _where(job)
-    executor = SlurmExecutor(run.logs)
-    warning = {"signal": f"{SUBMITIT_SIGNAL}@{job.preemption.warning_seconds}"}
-    if job.preemption.mode == "pause":  # nobody would save
-        warning = {}
-    python, folder = shlex.quote(sys.executable), shlex.quote(str(run.root))
-    again = f"{python} -u -m hydroslurm.jobs.supervisor.main {folder}"
-    executor.parameters = {
-        **where,
-        "job_name": in_option_line(job.name),
-        "comment": rundir.comment_for(run),
-        "time": job.scheduler.time_limit_minutes,
-        "nodes": plan.nodes,
-        "ntasks_per_node": max(plan.tasks_per_node),
-        "cpus_per_task": plan.cpus_per_task,
-        "mem": None if plan.memory_mib_per_node is None else f"{plan.memory_mib_per_node}M",
-        "gpus_per_node": plan.gpus_per_node or None,
-        "stderr_to_stdout": True,
-        "use_srun": False,
-        "setup": [
-            # the ranks get these signals, too; this shell must outlive them
-            "trap : TERM URG USR1 USR2",
-            f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
-        ],
-        "teardown": [
-            "status=$?",
-            f"for start in {' '.join(str(n + 2) for n in range(SUPERVISOR_STARTS - 1))}; do",
-            "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
-            '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
-            f"    {again}",
-            "    status=$?",
-            "done",
-            *requeue_lines(),
-        ],
-        "additional_parameters": {
-            **where["additional_parameters"],
-            # not for the janitor: it would be held, start late, or request what the job needs
-            **job.scheduler.options,
-            "requeue": True,
-            **warning,
-        },
-    }
-    return executor
-
-
-def _where(job: TrainingJob) -> dict[str, Any]:
-    where = job.scheduler
-    more: dict[str, Any] = {}
-    if where.reservation is not None:
-        more["reservation"] = where.reservation
-    if where.nice:
-        more["nice"] = where.nice
-    return {
-        "partition": where.partition,
-        "qos": where.qos,
-        "account": where.account,
-        "additional_parameters": more,
-    }
-
-
-def _janitor(job: TrainingJob, run: RunDir, job_id: int) -> SlurmExecutor:
-    executor = SlurmExecutor(run.logs)
-    executor.parameters = {
-        **_where(job),
-        "job_name": in_option_line(f"{job.name[:180]}-janitor"),
-        "time": JANITOR_MIN,
-        "dependency": f"afterany:{job_id}",
-        "stderr_to_stdout": True,
-        "use_srun": False,
-    }
-    return executor
+def _submit(script: str, path: Path, run: RunDir, *, is_new: bool) -> int:
+    _write(path, script)
+    return submit_script(path, run, is_new=is_new)
 
 
 def _link_checkpoints(run: RunDir, directory: Path) -> None:

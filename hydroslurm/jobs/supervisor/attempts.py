@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError
@@ -36,6 +35,7 @@ from hydroslurm.jobs.supervisor.exit_policy import (
 )
 
 _MOST_BYTES = 1 << 20
+_COUNTS = "counts.json"
 
 
 class Ending(str, Enum):
@@ -92,6 +92,25 @@ class Attempt:
     final_decision: FinalDecision | None = None
 
 
+def count_restarts(attempts: Sequence[Attempt]) -> int:
+    """Failed or completed attempts that another one followed: what backoffLimit allows."""
+    return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in attempts[:-1])
+
+
+def count_preemptions(attempts: Sequence[Attempt]) -> int:
+    """How many allocations ended because somebody else wanted the nodes."""
+    return len({one.restart_count for one in attempts if one.ending is Ending.PREEMPTED})
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many attempts there were of some kinds, as :func:`count_restarts` and
+    :func:`count_preemptions` say."""
+
+    restarts: int
+    preemptions: int
+
+
 class Attempts:
     """The attempts of one job, in a folder of their own. Written by one supervisor at a time."""
 
@@ -140,6 +159,7 @@ class Attempts:
             "began_epoch_ns": attempt.began_epoch_ns,
         }
         self._write(f"{number:06d}.began.json", row, new=True)
+        self._write_counts()
         return attempt
 
     def started(self, attempt: Attempt, *, srun_pid: int, srun_started: int) -> Attempt:
@@ -166,7 +186,7 @@ class Attempts:
             "final_decision": None if final_decision is None else asdict(final_decision),
         }
         self._write(f"{attempt.number:06d}.ended.json", row, new=True, quietly=True)
-        return next(one for one in self.all() if one.number == attempt.number)
+        return next(one for one in self._write_counts() if one.number == attempt.number)
 
     def restarts(self) -> int:
         """Those that count against backoffLimit, including restarts after a success (Always)."""
@@ -174,7 +194,43 @@ class Attempts:
 
     def preemptions(self) -> int:
         """How many allocations ended because somebody else wanted the nodes."""
-        return len({one.restart_count for one in self.all() if one.ending is Ending.PREEMPTED})
+        return count_preemptions(self.all())
+
+    def counts(self) -> Counts:
+        """Of all attempts, from one small file if that is up to date.
+
+        Raises:
+            RunFolderError: as :meth:`all`.
+        """
+        try:
+            files = self._count_files()
+        except OSError:
+            return Counts(0, 0)
+        row = self._read(_COUNTS) or {}
+        restarts, preemptions = row.get("restarts"), row.get("preemptions")
+        # a supervisor that was killed between two files has left it behind
+        is_current = row.get("v") == FORMAT and row.get("files") == files
+        if is_current and isinstance(restarts, int) and isinstance(preemptions, int):
+            return Counts(restarts, preemptions)
+        attempts = self.all()
+        return Counts(count_restarts(attempts), count_preemptions(attempts))
+
+    def _write_counts(self) -> tuple[Attempt, ...]:
+        attempts = self.all()
+        row = {
+            "v": FORMAT,
+            "restarts": count_restarts(attempts),
+            "preemptions": count_preemptions(attempts),
+        }
+        with contextlib.suppress(OSError):
+            row["files"] = self._count_files()
+            write_atomically(self.folder / _COUNTS, json.dumps(row))
+        return attempts
+
+    def _count_files(self) -> int:
+        """Those that begin and end attempts; both are written once and never taken away."""
+        ends = (".began.json", ".ended.json")
+        return sum(entry.name.endswith(ends) for entry in os.scandir(self.folder))
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
@@ -202,9 +258,39 @@ def _attempt(row: Mapping[str, Any]) -> Attempt | None:
     """None if a field has another type: we did not write it."""
     known = {name: row[name] for name in Attempt.__dataclass_fields__ if row.get(name) is not None}
     try:
-        return TypeAdapter(Attempt).validate_python(known)
-    except ValidationError:
+        if "ending" in known:
+            known["ending"] = Ending(known["ending"])
+        if "final_decision" in known:
+            known["final_decision"] = _final_decision(known["final_decision"])
+        right = type(known.get("replica", "")) is str and all(
+            type(known.get(name, 0)) is int for name in _NUMBERS
+        )
+        return Attempt(**known) if right else None
+    except (TypeError, ValueError):
         return None
+
+
+_NUMBERS = (
+    "number",
+    "restart_count",
+    "began_epoch_ns",
+    "srun_pid",
+    "srun_started",
+    "status",
+    "ended_epoch_ns",
+)
+
+
+def _final_decision(row: Any) -> FinalDecision:
+    """Read it back.
+
+    Raises:
+        TypeError: a field is missing, not known, or of another type.
+    """
+    found = FinalDecision(**row)
+    if [type(found.failed), type(found.reason), type(found.message)] != [bool, str, str]:
+        raise TypeError(f"{row!r} is no final decision")
+    return found
 
 
 def last_recorded(attempts_jsonl: Path) -> int:

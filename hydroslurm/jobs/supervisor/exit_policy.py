@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
-from hydroslurm.jobs.plan import Plan
-from hydroslurm.jobs.spec.sections import RunPolicy
+from hydroslurm.jobs.plan import Plan, RunLimits
 
 RETRYABLE = frozenset({130, 137, 138, 140, 143})
 """Under ExitCode: SIGINT, SIGKILL, SIGUSR1 (T9k's "the user wants it again"), SIGUSR2 (submitit's
@@ -181,17 +180,17 @@ class FinalDecision:
 
 
 def decide_job(
-    decision: ExitDecision, policy: RunPolicy, *, earlier_restarts: int, is_over_deadline: bool
+    decision: ExitDecision, limits: RunLimits, *, earlier_restarts: int, is_over_deadline: bool
 ) -> FinalDecision | None:
     """Apply the limits of the job; None: it is restarted."""
     if decision.action is Action.SUCCEED:
         return FinalDecision(False, decision.reason, decision.message)
     if is_over_deadline:
-        message = f"activeDeadlineSeconds ({policy.active_deadline_seconds}) is exceeded"
+        message = f"activeDeadlineSeconds ({limits.active_deadline_seconds}) is exceeded"
         return FinalDecision(True, DEADLINE_EXCEEDED, message)
     if decision.action is Action.FAIL:
         return FinalDecision(True, decision.reason, decision.message)
-    limit = policy.backoff_limit
+    limit = limits.backoff_limit
     if decision.counts and earlier_restarts >= limit:
         allowed = "no more restarts" if limit else "no restart"
         message = f"{decision.message}; backoffLimit {limit} allows {allowed}"

@@ -21,16 +21,9 @@ from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
 from hydroslurm.core.files import open_regular
-from hydroslurm.core.rundir import (
-    ATTEMPTS_ENV,
-    RUN_DIR_ENV,
-    SAVE_EVERY_ENV,
-    SUPERVISED_ENV,
-    RunDir,
-)
+from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.jobs.images import Runtime, pyxis_options
 from hydroslurm.jobs.plan import Plan
-from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.supervisor.exit_policy import (
     Action,
     ExitDecision,
@@ -38,7 +31,6 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     srun_was_killed,
 )
 from hydroslurm.jobs.supervisor.task_exits import LOST, TaskExits, last_error
-from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 
 @dataclass
@@ -135,19 +127,8 @@ def host_list(plan: Plan, nodes: Sequence[str]) -> str:
     return "".join(f"{nodes[task.node]}\n" for task in plan.tasks)
 
 
-def rank_variables(job: TrainingJob) -> dict[str, str]:
-    """The spec's ``preemption`` as environment variables for the ranks."""
-    wanted = job.preemption
-    made = {PREEMPT_ENV: "requeue" if wanted.mode == "requeue" else "pause", SUPERVISED_ENV: "1"}
-    if wanted.save_every_seconds is not None:
-        made[SAVE_EVERY_ENV] = str(wanted.save_every_seconds)
-    if wanted.attempts_without_progress is not None:
-        made[ATTEMPTS_ENV] = str(wanted.attempts_without_progress)
-    return made
-
-
 def step_variables(
-    run: RunDir, job: TrainingJob, plan: Plan, *, nodes: Sequence[str], address: str
+    run: RunDir, plan: Plan, *, nodes: Sequence[str], address: str
 ) -> dict[str, str]:
     """What srun and the ranks of an attempt get in addition to the job's environment. Writes the
     host list into the run folder. ``address``: of the first node."""
@@ -156,7 +137,7 @@ def step_variables(
     return {
         **rendezvous_environment(address),
         **({} if plan.is_even else {"SLURM_HOSTFILE": str(hosts)}),
-        **rank_variables(job),
+        **dict(plan.rank_env),
         KEY_ENV: new_key(),
         RUN_DIR_ENV: str(run.root),
     }

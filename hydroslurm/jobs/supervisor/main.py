@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.core.rundir import RunDir
@@ -19,7 +18,7 @@ from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import LaunchError, SlurmError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.plan import Plan
-from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
 from hydroslurm.jobs.supervisor.supervise import Outcome, Supervisor
@@ -27,29 +26,6 @@ from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.values import Job
-
-
-@dataclass(frozen=True)
-class Supervise:
-    """What submitit calls in the batch script of the job."""
-
-    root: Path
-
-    def __call__(self) -> str:
-        outcome = supervise(self.root, environ=os.environ)
-        if outcome.status:
-            raise SystemExit(outcome.status)
-        return outcome.message
-
-
-@dataclass(frozen=True)
-class Clean:
-    """What submitit calls in the batch script of the janitor."""
-
-    root: Path
-
-    def __call__(self) -> str:
-        return clean(self.root, environ=os.environ)
 
 
 def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
@@ -65,24 +41,19 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
     if allocation is None:
         raise LaunchError("a supervisor runs in the batch script of its job; submit the job")
     try:
-        for file in (run.job_yaml, run.plan_json):
-            check_trusted(file, what="the job's plan", shared=True)
-        job = loads(
-            run.job_yaml.read_text(encoding="utf-8"), name=str(run.job_yaml), folder=root
-        ).job
-        plan = Plan.loads(run.plan_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        check_trusted(run.plan_json, what="the job's plan", shared=True)
+        plan = _read_plan(run)
+    except OSError as error:
         raise LaunchError(f"{root} is not the run folder of a TrainingJob: {error}") from error
     supervisor = Supervisor(
         run,
-        job,
         plan,
         client=open_client(environ=environ),
         allocation=allocation,
         environ=environ,
         log=_log,
     )
-    with tensorboard(job.tensorboard, run, log=_log):
+    with tensorboard(plan.tensorboard, run, log=_log):
         return supervisor.supervise()
 
 
@@ -93,7 +64,7 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
     The job's processes need no cleaning: they ended with it.
     """
     run = RunDir(root)
-    job = loads(run.job_yaml.read_text(encoding="utf-8"), name=str(run.job_yaml), folder=root).job
+    plan = _read_plan(run)
     done = []
     if final_condition(read_conditions(run.conditions_jsonl)) is None:
         last = _last_record(run, environ)
@@ -108,10 +79,24 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
         add_condition(run.conditions_jsonl, "Failed", reason=reason, message=message)
         done.append(message)
     run.tensorboard_json.unlink(missing_ok=True)
-    if job.run_policy.clean_policy == "All" and run.scratch.is_dir():
+    if plan.limits.clean_policy == "All" and run.scratch.is_dir():
         shutil.rmtree(run.scratch, ignore_errors=True)
         done.append("scratch folders removed")
     return "; ".join(done) or "nothing was left to do"
+
+
+def _read_plan(run: RunDir) -> Plan:
+    """What was laid out at the submission.
+
+    Raises:
+        LaunchError: there is no plan, or none of this version.
+    """
+    try:
+        return Plan.loads(run.plan_json.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchError(
+            f"{run.plan_json} is no plan of this version ({error!r}); submit the job again"
+        ) from error
 
 
 def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:
@@ -134,8 +119,14 @@ def _log(message: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m hydroslurm.jobs.supervisor.main RUN_FOLDER``"""
-    return supervise(Path(arguments[0]), environ=os.environ).status
+    """``python -m hydroslurm.jobs.supervisor.main [--clean] RUN_FOLDER``: the supervisor, or the
+    janitor."""
+    if arguments[0] == CLEAN:
+        _log(f"cleaned up: {clean(Path(arguments[1]), environ=os.environ)}")
+        return 0
+    outcome = supervise(Path(arguments[0]), environ=os.environ)
+    _log(outcome.message)
+    return outcome.status
 
 
 if __name__ == "__main__":

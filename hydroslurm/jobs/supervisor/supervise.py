@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
+from hydroslurm.coordination.world import LOOPBACK
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
 from hydroslurm.core.rundir import ATTEMPT_ENV, RunDir
 from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.jobs.plan import Plan
-from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.supervisor.attempts import (
     ActiveTime,
     Attempt,
@@ -92,7 +92,6 @@ class Supervisor:
     """Supervises one allocation of the job. Main thread only."""
 
     run: RunDir
-    job: TrainingJob
     plan: Plan
     client: SlurmClient
     allocation: Allocation
@@ -125,7 +124,7 @@ class Supervisor:
                 self._active.write()
 
     def _run_attempts(self) -> Outcome:
-        preemptions, limit = self._attempts.preemptions(), self.job.run_policy.preemption_limit
+        preemptions, limit = self._attempts.preemptions(), self.plan.limits.preemption_limit
         if limit is not None and preemptions > limit:
             message = f"preempted {preemptions} times; preemptionLimit is {limit}"
             self._add_condition("Failed", "PreemptionLimitExceeded", message)
@@ -156,7 +155,7 @@ class Supervisor:
             return self._leave(attempt, stop, saved=decision.action is Action.LEAVE)
         final_decision = decide_job(
             decision,
-            self.job.run_policy,
+            self.plan.limits,
             earlier_restarts=self._attempts.restarts(),
             is_over_deadline=self._is_over_deadline(),
         )
@@ -183,7 +182,7 @@ class Supervisor:
 
     def _conclude(self, final_decision: FinalDecision, step: RunningStep | None) -> Outcome:
         """Apply cleanPolicy, and record how the job has ended."""
-        clean_policy = self.job.run_policy.clean_policy
+        clean_policy = self.plan.limits.clean_policy
         if step is not None:
             patience_s = float("inf") if clean_policy == "None" else PEERS_S
             self._end_within(
@@ -237,9 +236,12 @@ class Supervisor:
     def _step_environ(self, attempt: Attempt) -> dict[str, str]:
         nodes = self.allocation.nodes
         address = nodes[0]
-        with contextlib.suppress(SlurmError):  # at most sites its name resolves, too
-            address = self.client.node_address(nodes[0])
-        made = step_variables(self.run, self.job, self.plan, nodes=nodes, address=address)
+        if len(nodes) == 1:
+            address = LOOPBACK
+        else:
+            with contextlib.suppress(SlurmError):  # at most sites its name resolves, too
+                address = self.client.node_address(nodes[0])
+        made = step_variables(self.run, self.plan, nodes=nodes, address=address)
         return {**self.environ, **made, ATTEMPT_ENV: str(attempt.number)}
 
     def _watch(self, step: RunningStep, exits: TaskExits) -> ExitDecision:
@@ -279,7 +281,7 @@ class Supervisor:
         return ask_why(
             self.client,
             self.allocation.job_id,
-            warning_s=float(self.job.preemption.warning_seconds),
+            warning_s=float(self.plan.warning_s),
         )
 
     def _was_requested(self, stop: Stop | None, attempt: Attempt) -> bool:
@@ -371,7 +373,7 @@ class Supervisor:
             step.end()
 
     def _is_over_deadline(self) -> bool:
-        limit_s = self.job.run_policy.active_deadline_seconds
+        limit_s = self.plan.limits.active_deadline_seconds
         return limit_s is not None and self._active.tick() >= limit_s
 
     def _delay_restart(self, failures: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.jobs.spec.sections import TensorBoard
+from hydroslurm.jobs.plan import TensorBoardPlan
 
 MISSING = (
     f"there is no TensorBoard: {sys.executable} has no package tensorboard (pip install "
@@ -70,7 +70,7 @@ def is_there() -> bool:
 
 @contextlib.contextmanager
 def tensorboard(
-    wanted: TensorBoard | None, run: RunDir, *, log: Callable[[str], None]
+    wanted: TensorBoardPlan | None, run: RunDir, *, log: Callable[[str], None]
 ) -> Iterator[None]:
     """Run TensorBoard inside the block, if it is wanted. The ranks do not wait for it: it announces
     its address once it has one. Its failures are logged, never raised. Main thread only.
@@ -95,7 +95,7 @@ def tensorboard(
 class Board:
     """One TensorBoard process."""
 
-    def __init__(self, wanted: TensorBoard, run: RunDir, *, log: Callable[[str], None]) -> None:
+    def __init__(self, wanted: TensorBoardPlan, run: RunDir, *, log: Callable[[str], None]) -> None:
         self._wanted = wanted
         self._run = run
         self._log = log
@@ -105,7 +105,7 @@ class Board:
 
     def start(self) -> None:
         """Start it. Its log directory is made where it is missing."""
-        logdir = self._run.root / self._wanted.log_directory
+        logdir = Path(self._wanted.log_directory)
         log = self._run.tensorboard_log
         try:
             logdir.mkdir(parents=True, exist_ok=True)

@@ -148,6 +148,29 @@ import torch
     assert (done.stdout, done.stderr) == ("None\n", "")
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_not_collected_while_torch_is_imported(tmp_path: Path, *, enabled: bool) -> None:
+    """What the import has made is frozen behind it, and the collector is as the script had it,
+    also behind an import that fails; a script that has switched it off has its reasons."""
+    code = f"""
+import gc, sys
+{"" if enabled else "gc.disable()"}
+sys.broken = True
+try:
+    import torch
+except ImportError:
+    print(gc.isenabled(), gc.get_freeze_count() > 0)
+sys.broken = False
+import torch
+print(torch.enabled, gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+    source = "import gc, sys\nenabled = gc.isenabled()\nif sys.broken:\n    raise ImportError\n"
+    done = _with_torch(tmp_path, source, code)
+    assert done.stdout == f"{enabled} False\nFalse {enabled} {enabled}\n"
+    plain = python("-c", code, PYTHONPATH=str(tmp_path), HYDROSLURM_PREEMPT="")
+    assert plain.stdout == f"{enabled} False\n{enabled} {enabled} False\n"
+
+
 @pytest.mark.parametrize(
     "argv", [["torchrun"], ["-m", "torch.distributed.run"], ["-mtorch.distributed.run"]]
 )

@@ -149,7 +149,7 @@ class Scene:
 
     def kill_supervisor(self, *, with_shell: bool) -> None:
         """SIGKILL, to it alone or first to the batch shell that would start it again."""
-        (pid,) = self.processes("submitit.core._submit")
+        (pid,) = self.processes("hydroslurm.jobs.supervisor.main")
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         for victim in [*([parent] if with_shell else []), pid]:
             os.kill(victim, signal.SIGKILL)

@@ -237,7 +237,7 @@ def cleaned(cluster: DevCluster, folder: Path, *, policy: str, with_shell: bool)
     janitor = re.search(r"job (\d+) cleans up after it", scene.said)
     assert janitor is not None
     log = scene.run.logs / f"{janitor[1]}_0_log.out"
-    scene.wait(lambda: "Exiting after successful" in _text(log), "end of the janitor")
+    scene.wait(lambda: "cleaned up: " in _text(log), "end of the janitor")
     scene.seen["scratch"] = (scratch / "kept").exists()
     return scene
 

@@ -17,7 +17,7 @@ from processes import child, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.spec.sections import TensorBoard
+from hydroslurm.jobs.plan import TensorBoardPlan
 from hydroslurm.jobs.supervisor.tensorboard import Address, read_address, tensorboard
 
 WRITER = """
@@ -99,7 +99,7 @@ def test_none_installed_is_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The job runs without it; the note says what to install, in the log that describe names."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     run, said = RunDir(tmp_path / "run").create(), list[str]()
-    with tensorboard(TensorBoard(), run, log=said.append):
+    with tensorboard(TensorBoardPlan(str(tmp_path), 0, "127.0.0.1"), run, log=said.append):
         pass
     (note,) = said
     assert "pip install tensorboard" in note
@@ -112,7 +112,7 @@ def test_port_in_use_is_one_note(tmp_path: Path) -> None:
     """TensorBoard ends at once; who asked for it is told where to look, and goes on."""
     run, said = RunDir(tmp_path / "run").create(), list[str]()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        wanted = TensorBoard(port=taken.getsockname()[1], log_directory=str(tmp_path / "new/logs"))
+        wanted = TensorBoardPlan(str(tmp_path / "new/logs"), taken.getsockname()[1], "127.0.0.1")
         with tensorboard(wanted, run, log=said.append):
             wait_until(lambda: said, "the note")
     (note,) = said
@@ -127,9 +127,10 @@ def test_it_ends_with_a_killed_parent(tmp_path: Path) -> None:
     code = """
     import os, pathlib, signal, sys
     from hydroslurm.core.rundir import RunDir
-    from hydroslurm.jobs.spec.sections import TensorBoard
+    from hydroslurm.jobs.plan import TensorBoardPlan
     from hydroslurm.jobs.supervisor.tensorboard import tensorboard
-    with tensorboard(TensorBoard(), RunDir(pathlib.Path(sys.argv[1])).create(), log=print):
+    run = RunDir(pathlib.Path(sys.argv[1])).create()
+    with tensorboard(TensorBoardPlan(f"{run.root}/runs", 0, "127.0.0.1"), run, log=print):
         print("child", pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text())
         signal.pause()
     """

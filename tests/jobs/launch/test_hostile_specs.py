@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from processes import wait_until
 
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, RunFolderError, SpecError
-from hydroslurm.jobs.launch.training_job import SubmittedJob, plan_for, render, submit_job
+from hydroslurm.jobs.launch.job_script import job_script
+from hydroslurm.jobs.launch.training_job import SubmittedJob, plan_for, submit_job
 from hydroslurm.jobs.spec.reading import JobSpec, load, loads
 from hydroslurm.slurm.client import open_client
 
@@ -306,7 +308,7 @@ def test_the_batch_script_is_the_same_but_for_its_words(
 
 def _shell_lines(spec: JobSpec) -> list[str]:
     plan, _ = plan_for(spec, environ=os.environ)
-    script = render(spec, plan, root=Path("/run"))
+    script = job_script(spec.job, plan, RunDir(Path("/run")))
     return [line for line in script.split("\n") if not line.startswith("#SBATCH ")]
 
 

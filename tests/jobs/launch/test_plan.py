@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.jobs.plan import Plan, plan_job
+from hydroslurm.jobs.layout import plan_job
+from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.reading import loads
 
 PYTHON = "/opt/python"

@@ -17,6 +17,7 @@ from hydroslurm.jobs.supervisor.attempts import (
     LONGEST_TICK_S,
     ActiveTime,
     Attempts,
+    Counts,
     Ending,
     last_recorded,
 )
@@ -113,7 +114,7 @@ def test_files_of_an_older_version_are_refused(tmp_path: Path) -> None:
     attempts, conditions = Attempts(tmp_path / "attempts"), tmp_path / "conditions.jsonl"
     attempts.begin(0)
     add_condition(conditions, "Running")
-    began = next(attempts.folder.iterdir())
+    began = next(attempts.folder.glob("*.began.json"))
     for file in (began, conditions):
         row = json.loads(file.read_text())
         assert row.pop("v") == FORMAT
@@ -166,3 +167,20 @@ def test_a_file_that_cannot_be_read_counts_for_nothing(tmp_path: Path) -> None:
     path.write_text('{"active_s": ')
     assert ActiveTime(path).seconds == 0.0
     assert ActiveTime(tmp_path / "no" / "such" / "folder").tick() < 60.0
+
+
+def test_counts_are_those_of_the_attempts(tmp_path: Path) -> None:
+    """Also where the supervisor was killed between the end of an attempt and the file of counts, or
+    somebody else wrote it."""
+    attempts = Attempts(tmp_path / "attempts")
+    assert attempts.counts() == Counts(0, 0)
+    for count, ending in enumerate((Ending.FAILED, Ending.PREEMPTED, Ending.FAILED)):
+        attempts.end(attempts.begin(count), ending)
+    counts = attempts.folder / "counts.json"
+    written = counts.read_text()
+    assert attempts.counts() == Counts(restarts=1, preemptions=1)
+    attempts.begin(3)
+    assert attempts.counts() == Counts(restarts=2, preemptions=1)
+    for spoiled in (written, "{}", "[1", '{"v": 1, "files": 7, "restarts": "9", "preemptions": 0}'):
+        counts.write_text(spoiled)
+        assert attempts.counts() == Counts(restarts=2, preemptions=1)

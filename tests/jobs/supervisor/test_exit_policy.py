@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.jobs.plan import Plan, plan_job
+from hydroslurm.jobs.layout import plan_job
+from hydroslurm.jobs.plan import Plan, RunLimits
 from hydroslurm.jobs.spec.reading import loads
-from hydroslurm.jobs.spec.sections import RunPolicy
 from hydroslurm.jobs.supervisor.exit_policy import (
     DEADLINE_EXCEEDED,
     Action,
@@ -139,7 +139,7 @@ SUCCESS = ExitDecision(
 )
 def test_failures_are_counted_against_one_limit(earlier: int, limit: int, is_over: bool) -> None:
     """So many restarts, and the failure behind them is the last."""
-    policy = RunPolicy(backoff_limit=limit)
+    policy = RunLimits(backoff_limit=limit)
     found = decide_job(FAILURE, policy, earlier_restarts=earlier, is_over_deadline=False)
     assert (found is not None) == is_over
     assert found is None or (found.failed, found.reason) == (True, "BackoffLimitExceeded")
@@ -148,7 +148,7 @@ def test_failures_are_counted_against_one_limit(earlier: int, limit: int, is_ove
 def test_a_restart_after_a_success_counts_too() -> None:
     """restartPolicy Always would start a script that does nothing for ever."""
     again = ExitDecision(Action.RESTART, "worker-0", 0, True, "Always", "worker-0 has ended")
-    policy = RunPolicy(backoff_limit=1)
+    policy = RunLimits(backoff_limit=1)
     assert decide_job(again, policy, earlier_restarts=0, is_over_deadline=False) is None
     found = decide_job(again, policy, earlier_restarts=1, is_over_deadline=False)
     assert found is not None
@@ -159,7 +159,7 @@ def test_a_restart_after_a_success_counts_too() -> None:
 
 def test_success_comes_before_the_deadline_and_the_deadline_before_a_failure() -> None:
     """What is done is done; what fails when its time is over has not failed of itself."""
-    policy = RunPolicy(active_deadline_seconds=60)
+    policy = RunLimits(active_deadline_seconds=60)
     done = decide_job(SUCCESS, policy, earlier_restarts=0, is_over_deadline=True)
     assert done is not None
     assert not done.failed

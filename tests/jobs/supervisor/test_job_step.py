@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.core import registry
-from hydroslurm.jobs.plan import Plan, plan_job
+from hydroslurm.jobs.layout import plan_job, rank_variables
+from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.supervisor.job_step import (
     RunningStep,
     host_list,
-    rank_variables,
     srun_command,
 )
 from hydroslurm.jobs.supervisor.task_exits import TaskExits, last_error

@@ -12,7 +12,7 @@ import pytest
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob
-from hydroslurm.jobs.plan import plan_job
+from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.supervisor import supervise
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
@@ -91,7 +91,6 @@ def supervised(
     run, job = RunDir(folder / "run").create(), loads(spec).job
     supervisor = supervise.Supervisor(
         run,
-        job,
         plan_job(job, folder=folder, python="python"),
         client=client,
         allocation=Allocation(job_id=7, nodes=("n1",)),
@@ -142,5 +141,5 @@ def test_it_ends_and_leaves_the_living_attempt_alone(
     assert outcome.status == MUST_NOT_RUN_AGAIN
     assert "is left alone" in outcome.message
     assert (tmp_path / "calls").read_text() == "called\n"
-    assert client.asked == ["node_address"]
+    assert client.asked == []
     assert [one.type for one in read_conditions(run.conditions_jsonl)] == ["Running"]

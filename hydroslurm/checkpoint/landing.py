@@ -1,0 +1,216 @@
+"""Where the pieces of saved tensors go: straight into the tensors that are asked for, where both
+lie in one piece in memory, else over a copy."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hydroslurm.checkpoint.blocks import BlockReader, Range, Source, require_size
+from hydroslurm.checkpoint.boxes import Box
+from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex, bytes_of, tensors_name
+from hydroslurm.checkpoint.write_plan import box_of
+from hydroslurm.errors import CheckpointCorrupt
+
+_HUGE_BYTES = 4 << 20
+"""Tensors from this size on are put into huge pages: the kernel clears a fresh page the first time
+that it is touched, and one of 2 MiB takes it a fifth of the time of 512 of 4 KiB."""
+
+
+class Wanted(NamedTuple):
+    """A tensor, or this rank's part of one.
+
+    Attributes:
+        shape: of the whole. box: what is wanted of it.
+        template: the DTensor that it is laid out like; None: a plain tensor.
+        writer: the rank that has written all of it; None if it is not known to be only one.
+        replicas: ranks that hold the same part now.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    template: Any = None
+    writer: int | None = None
+    replicas: tuple[int, ...] = ()
+
+    @classmethod
+    def like(
+        cls,
+        key: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        template: Any,
+        writer: int | None,
+    ) -> Wanted:
+        """What a template asks for: of the same shape the part that this rank holds of it,
+        otherwise, and without one, the whole."""
+        if template is None or tuple(template.shape) != shape:
+            return cls(key, shape, dtype, Box((0,) * len(shape), shape), writer=writer)
+        template = template.detach()
+        if template.device_mesh.get_coordinate() is None or template.to_local().numel() == 0:
+            box = Box((0,), (0,))
+        else:
+            box = Box(*box_of(template))
+        return cls(key, shape, dtype, box, template, writer, _replicas(template))
+
+
+class Landing:
+    """A tensor that is read, and the pieces of files that it is made of."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.lacking = wanted.box.volume
+        self.pieces: list[tuple[int, Chunk, Box]] = []
+        self._seen: set[tuple[int, ...]] = set()
+
+    def take(self, rank: int, chunk: Chunk, *, where: Path) -> None:
+        """Look at one more piece that a rank has written; one that two have written counts once.
+
+        Raises:
+            CheckpointCorrupt: it is of another tensor, or overlaps others.
+        """
+        if chunk.shape != self.wanted.shape or chunk.torch_dtype != self.wanted.dtype:
+            raise CheckpointCorrupt(
+                f"{where} has {chunk.key!r:.80} as {chunk.dtype} of shape {chunk.shape}; expected "
+                f"{self.wanted.dtype} of shape {self.wanted.shape}"
+            )
+        common = Box(chunk.offsets, chunk.sizes).common(self.wanted.box)
+        if common is None or chunk.offsets in self._seen:
+            return
+        self._seen.add(chunk.offsets)
+        self.lacking -= common.volume
+        if self.lacking < 0:
+            raise CheckpointCorrupt(f"{where}: a piece of {chunk.key!r:.80} overlaps others")
+        self.pieces.append((rank, chunk, common))
+
+
+def land(
+    folder: Path,
+    landings: Iterable[Landing],
+    *,
+    index: Callable[[int], PartIndex],
+    entry: Callable[[str], FileEntry],
+    storage: Storage,
+) -> dict[str, torch.Tensor]:
+    """Read all pieces; the tensors by key.
+
+    Raises:
+        CheckpointCorrupt: a file is not what was written.
+        CheckpointError: someone else may have written it.
+    """
+    landings = tuple(landings)
+    for rank in sorted({rank for one in landings for rank, _, _ in one.pieces}):
+        require_size(folder / tensors_name(rank), entry(tensors_name(rank)), storage=storage)
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[int, list[_Place]] = {}
+    finals = _Later()
+    for one in landings:
+        tensors[one.wanted.key], memory = _memory_for(one.wanted, finals)
+        flat = memory.reshape(-1)
+        for rank, chunk, common in one.pieces:
+            places.setdefault(rank, []).append(_Place(chunk, common, one.wanted.box, flat))
+    with BlockReader(storage) as reader:
+        for rank in sorted(places):
+            of_file = sorted(places[rank], key=lambda place: place.chunk.at_bytes)
+            copies = _Later()
+            name = tensors_name(rank)
+            reader.read(
+                Source(folder / name, entry(name), index(rank).blocks),
+                [place.range(copies) for place in of_file],
+                then=copies.run,
+            )
+    finals.run()
+    return tensors
+
+
+class _Later(list[Callable[[], object]]):
+    """What is to be done when something has been read."""
+
+    def run(self) -> None:
+        with torch.no_grad():
+            for function in self:
+                function()
+
+
+class _Place(NamedTuple):
+    """Of a piece what belongs into a tensor, whose memory (flat, in C order) is the box ``into``
+    of the whole."""
+
+    chunk: Chunk
+    common: Box
+    into: Box
+    memory: torch.Tensor
+
+    def range(self, copies: _Later) -> Range:
+        """What is to be read, and where to; ``copies`` gets what is to be done afterwards."""
+        box = Box(self.chunk.offsets, self.chunk.sizes)
+        if box == self.into:  # nothing has changed since the save
+            return Range(self.chunk.at_bytes, bytes_of(self.memory))
+        item = self.memory.dtype.itemsize
+        begin, count = box.span(self.common)
+        first, spread = self.into.span(self.common)
+        if count == spread == self.common.volume:
+            target = self.memory[first : first + count]
+        else:
+            target = torch.empty(count, dtype=self.memory.dtype)
+            source = box.view(target, self.common, begin=begin)
+            copies.append(lambda: self.into.view(self.memory, self.common).copy_(source))
+        return Range(self.chunk.at_bytes + begin * item, bytes_of(target))
+
+
+def _memory_for(wanted: Wanted, finals: _Later) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor, and its local values as a contiguous tensor on the CPU. Where these are not the
+    same memory, ``finals`` gets the copying."""
+    if wanted.template is None:
+        found = torch.empty(wanted.shape, dtype=wanted.dtype)
+        _advise_huge_pages(found)
+        return found, found
+    found = torch.empty_like(wanted.template, dtype=wanted.dtype)
+    local: torch.Tensor = found.to_local()  # type: ignore[attr-defined]  # a DTensor
+    if local.device.type == "cpu" and local.is_contiguous():
+        _advise_huge_pages(local)
+        return found, local
+    memory = torch.empty(local.shape, dtype=wanted.dtype)
+    finals.append(lambda: local.copy_(memory))
+    return found, memory
+
+
+def _replicas(template: Any) -> tuple[int, ...]:
+    """The rank that writes for all those that hold the same part as this one."""
+    mesh = template.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return ()
+    writer = tuple(
+        0 if placement.is_replicate() else where
+        for where, placement in zip(place, template.placements, strict=True)
+    )
+    return (int(mesh.mesh[writer]),)
+
+
+def _advise_huge_pages(tensor: torch.Tensor) -> None:
+    """Advice only: a kernel that does not know it gives plain pages."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if size_bytes < _HUGE_BYTES:
+        return
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (tensor.data_ptr() + size_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(AttributeError, OSError, ValueError):
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

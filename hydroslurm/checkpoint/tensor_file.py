@@ -1,0 +1,244 @@
+"""The tensors of one rank in one .safetensors file, and the index that says which they are.
+
+The file begins with the length of its header in eight bytes, then the header in JSON, then the
+values, in C order and native (little-endian) bytes, back to back: any program that reads
+.safetensors can open it. The index repeats what the header says, and adds where each piece lies in
+its whole tensor, and the checksums of the file's blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, checksum_of
+from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.tree import JsonValue
+from hydroslurm.checkpoint.write_plan import Shard
+from hydroslurm.errors import CheckpointCorrupt
+
+ALIGN_BYTES = 64
+"""Of the first value in a file, for those who map it into memory. The tensors follow in the order
+of the size of their elements, so that each of them is aligned for its type without gaps, which the
+format forbids."""
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    **{
+        getattr(torch, name): known
+        for name, known in (
+            ("uint16", "U16"),
+            ("uint32", "U32"),
+            ("uint64", "U64"),
+            ("float8_e4m3fn", "F8_E4M3"),
+            ("float8_e5m2", "F8_E5M2"),
+        )
+        if hasattr(torch, name)
+    },
+}
+"""The types that every reader of the format knows. The others stand in the header as bytes."""
+
+
+class Chunk(NamedTuple):
+    """A piece of a tensor, and where it is in its rank's file.
+
+    There are thousands: a named tuple is made in half the time, and is JSON already.
+
+    Attributes:
+        key: of the whole tensor. shape: of the whole tensor. dtype: its name without ``torch.``.
+        offsets, sizes: of the piece inside the whole.
+        at_bytes: of its first value, from the beginning of the file.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at_bytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return cast("torch.dtype", getattr(torch, self.dtype))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.sizes) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PartIndex:
+    """What one rank has written.
+
+    Attributes:
+        own: what only this rank has, tensors as references.
+        chunks: in the order of the file of tensors, none of them inside another.
+        blocks: the checksums of that file's blocks.
+    """
+
+    rank: int
+    own: Mapping[str, JsonValue]
+    chunks: tuple[Chunk, ...]
+    blocks: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        body = {
+            "rank": self.rank,
+            "own": dict(self.own),
+            "chunks": self.chunks,
+            "blocks": self.blocks,
+        }
+        return json.dumps(body, allow_nan=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: bytes, *, where: Path, rank: int, tensors: FileEntry) -> PartIndex:
+        """Read the text of a file.
+
+        Args:
+            rank: whose index it must be.
+            tensors: the entry of the file of tensors, in which all chunks must lie.
+
+        Raises:
+            CheckpointCorrupt: it is no such text; names ``where``.
+        """
+        try:
+            body = parse(text)
+            index = cls(
+                rank=body["rank"],
+                own=body["own"],
+                chunks=tuple(_chunk(*one) for one in body["chunks"]),
+                blocks=tuple(body["blocks"]),
+            )
+            if type(index.rank) is not int or index.rank != rank:
+                raise ValueError(f"it is of rank {index.rank!r}")
+            if not isinstance(index.own, dict):
+                raise TypeError(f"its own state is a {type(index.own).__name__}")
+            _require_inside(index, tensors)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise CheckpointCorrupt(f"{where} cannot be read: {error!s:.200}") from error
+        return index
+
+
+def own_prefix(rank: int) -> str:
+    """Begins the keys of the tensors that only one rank has."""
+    return f"rank-{rank:05d}"
+
+
+def index_name(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def tensors_name(rank: int) -> str:
+    return f"part-{rank:05d}.safetensors"
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds no names, but a {type(found).__name__}")
+    return found
+
+
+def lay_out(shards: Iterable[Shard], *, rank: int) -> tuple[bytes, list[tuple[Shard, Chunk]]]:
+    """The beginning of a file of tensors, and what follows it in this order."""
+    ordered = sorted(shards, key=lambda one: -one.tensor.dtype.itemsize)
+    said = "a part of a checkpoint of hydroslurm: its .json says where each piece belongs"
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "rank": str(rank), "about": said}}
+    ends = [0]
+    for shard in ordered:
+        dtype, size_bytes = shard.tensor.dtype, shard.tensor.numel() * shard.tensor.dtype.itemsize
+        name = _NAMES.get(dtype)
+        header[shard.key] = {
+            "dtype": name or "U8",
+            "shape": list(shard.tensor.shape) if name else [size_bytes],
+            "data_offsets": [ends[-1], ends[-1] + size_bytes],
+        }
+        ends.append(ends[-1] + size_bytes)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
+    begin = 8 + len(text)
+    chunks = [
+        Chunk(
+            key=shard.key,
+            shape=shard.shape,
+            dtype=str(shard.tensor.dtype).removeprefix("torch."),
+            offsets=shard.offsets,
+            sizes=tuple(shard.tensor.shape),
+            at_bytes=begin + end,
+        )
+        for shard, end in zip(ordered, ends, strict=False)
+    ]
+    return len(text).to_bytes(8, "little") + text, list(zip(ordered, chunks, strict=True))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, in use for as long as the view lives."""
+    try:
+        array = tensor.numpy()
+    except (TypeError, RuntimeError):  # a type that numpy has not, or needs a gradient
+        array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array.reshape(-1)).cast("B")  # type: ignore[arg-type]
+
+
+def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes: Any) -> Chunk:
+    """Raises TypeError or ValueError: it is none."""
+    chunk = Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at_bytes)
+    numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes)
+    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= 1 << 63:
+        raise ValueError(f"a piece of {key!r:.80} lies at {numbers}")
+    if not isinstance(key, str) or not isinstance(chunk.torch_dtype, torch.dtype):
+        raise TypeError(f"{key!r:.80} is a tensor of {dtype!r:.80}")
+    if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or not all(
+        map(_fits, chunk.offsets, chunk.sizes, chunk.shape)
+    ):
+        raise ValueError(f"a piece of {key!r:.80} lies outside of it: {numbers}")
+    return chunk
+
+
+def _fits(at: int, size: int, whole: int) -> bool:
+    return at + size <= whole
+
+
+def _require_inside(index: PartIndex, tensors: FileEntry) -> None:
+    """Check what bounds the memory that a load takes: no two chunks share a byte of the file.
+
+    Raises:
+        ValueError, TypeError, OverflowError: they do, or the file is another one.
+    """
+    end = 0
+    for chunk in index.chunks:
+        if chunk.at_bytes < end or chunk.at_bytes % chunk.torch_dtype.itemsize:
+            raise ValueError(f"{chunk.key!r:.80} lies at {chunk.at_bytes}, after {end} bytes")
+        end = chunk.at_bytes + chunk.size_bytes
+    if end > tensors.size_bytes:
+        raise ValueError(f"{end} bytes of tensors are in a file of {tensors.size_bytes}")
+    if len(index.blocks) != -(-tensors.size_bytes // BLOCK_BYTES):
+        raise ValueError(f"{len(index.blocks)} blocks make {tensors.size_bytes} bytes")
+    if checksum_of(index.blocks) != tensors.checksum:
+        raise ValueError("the checksums of its blocks are not those of the file of tensors")

@@ -1,0 +1,225 @@
+"""A listener that anybody can connect to, and that serves only those who authenticate.
+
+Until a connection has proved that it belongs to this job step
+(:mod:`hydroslurm.coordination.authentication`) it costs a descriptor and a few kilobytes, for a few
+seconds, and the number of such connections is bounded. It cannot delay a rank. The coordinator and
+the relays of nodes are built on this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from hydroslurm.coordination.network import configure_socket
+from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
+
+GREETING_S = 10.0
+"""A connection that has not authenticated and joined by then is closed."""
+MAX_UNAUTHENTICATED = 256
+"""Connections that have not joined; one more, and the oldest is closed. A rank needs only
+milliseconds, so whoever floods the listener drives out its own connections."""
+ACCEPT_AGAIN_S = 0.5
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+SPARE_DESCRIPTORS = 32
+ACCEPTS = 64
+"""Connections taken between two looks at those that exist: these must not wait for a flood."""
+
+
+class Server:
+    """Accepts, authenticates, reads and writes, in one thread; a subclass says what a message means
+    (:meth:`on_body`) and what the end of a connection means (:meth:`on_drop`)."""
+
+    def __init__(self, listener: socket.socket, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+        self._listener = listener
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(authenticator.wakeup, selectors.EVENT_READ, authenticator.on_wakeup)
+        self._accept_again_s: float | None = None
+        self._open: set[PeerConnection] = set()
+        self._unjoined: deque[PeerConnection] = deque()
+        """The oldest first; some may have joined or be closed."""
+        self._unflushed: dict[PeerConnection, None] = {}
+
+    def on_body(self, peer: PeerConnection, body: bytes) -> None:
+        """One frame of a peer that has authenticated; whatever this raises ends the connection."""
+        raise NotImplementedError
+
+    def on_drop(self, peer: PeerConnection) -> None:
+        """The connection has ended."""
+        raise NotImplementedError
+
+    def on_round(self) -> None:
+        """All that has arrived has been served; what is sent now goes out with its answers."""
+
+    def timeout_s(self) -> float:
+        """The longest to wait for what comes next."""
+        return 1.0 if self._accept_again_s is None else ACCEPT_AGAIN_S
+
+    def serve_once(self) -> None:
+        """Wait for what comes next and serve it; then write, once per connection."""
+        for key, _ in self._selector.select(timeout=self.timeout_s()):
+            if isinstance(key.data, PeerConnection):
+                self._guarded(key.data, self._serve, key.data)
+            else:
+                key.data()
+        for peer, answer in self._authenticator.answered():
+            self._guarded(peer, self._answer, peer, answer)
+        self.on_round()
+        while self._unflushed:  # one that is lost over it may be news for others
+            peers, self._unflushed = self._unflushed, {}
+            for peer in peers:
+                self.flush(peer)
+        self._expire()
+
+    def close(self) -> None:
+        """End all connections."""
+        for peer in list(self._open):
+            self.drop(peer)
+        self._selector.close()
+        self._listener.close()
+        self._authenticator.close()
+
+    def adopt(self, peer: PeerConnection) -> None:
+        """Serve a connection that did not come through the listener; it has authenticated."""
+        self._open.add(peer)
+        peer.connection.setblocking(False)
+        peer.events = selectors.EVENT_READ
+        self._selector.register(peer.connection, peer.events, peer)
+
+    def send(self, peer: PeerConnection, packed: Packed) -> None:
+        """Put a body on its way; raises ValueError for one that is too long."""
+        peer.put(packed)
+        self._unflushed[peer] = None
+
+    def flush(self, peer: PeerConnection) -> None:
+        """Write what the peer takes now, and wait for it to take the rest."""
+        if peer in self._open:
+            self._guarded(peer, self._flush, peer)
+
+    def drop(self, peer: PeerConnection) -> None:
+        """End a connection."""
+        if peer not in self._open:
+            return
+        self._open.discard(peer)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self.on_drop(peer)
+
+    # --- accepting connections
+
+    def _expire(self) -> None:
+        """Drop connections that have not joined in time; accept again after a pause."""
+        now_s = time.monotonic()
+        while self._unjoined and (
+            self._unjoined[0].has_joined
+            or self._unjoined[0] not in self._open
+            or now_s - self._unjoined[0].since_s > GREETING_S
+        ):
+            peer = self._unjoined.popleft()
+            if not peer.has_joined:
+                self.drop(peer)
+        if self._accept_again_s is not None and now_s >= self._accept_again_s:
+            self._accept_again_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in OUT_OF_RESOURCES and not self._drop_oldest():
+                    # the waiting connection stays readable: trying again at once would be a busy
+                    # loop
+                    self._selector.unregister(self._listener)
+                    self._accept_again_s = time.monotonic() + ACCEPT_AGAIN_S
+                return
+            self._take(PeerConnection(connection))
+
+    def _take(self, peer: PeerConnection) -> None:
+        self._unjoined.append(peer)
+        try:
+            configure_socket(peer.connection)
+            self.adopt(peer)
+        except (OSError, ValueError):
+            self.drop(peer)
+        if len(self._unjoined) > MAX_UNAUTHENTICATED:
+            self._unjoined = deque(
+                one for one in self._unjoined if one in self._open and not one.has_joined
+            )
+            if len(self._unjoined) > MAX_UNAUTHENTICATED:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> bool:
+        """Close the oldest connection that has not joined; return whether there was one."""
+        while self._unjoined:
+            peer = self._unjoined.popleft()
+            if peer in self._open and not peer.has_joined:
+                self.drop(peer)
+                return True
+        return False
+
+    # --- one connection, whose failures are its own
+
+    def _guarded(self, peer: PeerConnection, act: Callable[..., None], *arguments: Any) -> None:
+        """Whatever goes wrong on one connection ends that connection and nothing else."""
+        try:
+            act(*arguments)
+        except Exception:
+            self.drop(peer)
+
+    def _serve(self, peer: PeerConnection) -> None:
+        """Read what has arrived; what is left to write is written at the end of the round."""
+        if peer.has_unsent:
+            self._unflushed[peer] = None
+        data = peer.read()
+        if data == b"":
+            self.drop(peer)
+        elif data:
+            self._receive(peer, data)
+
+    def _flush(self, peer: PeerConnection) -> None:
+        peer.flush()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
+        if peer.events != wanted:
+            peer.events = wanted
+            self._selector.modify(peer.connection, wanted, peer)
+
+    def _receive(self, peer: PeerConnection, data: bytes) -> None:
+        if peer.unsealer is None:
+            greeting = peer.greeting
+            had_hello = greeting.hello is not None
+            greeting.feed(data)
+            if greeting.hello is not None and not had_hello:
+                self._answer_hello(peer)
+            if greeting.session is None:
+                return
+            peer.open_session()
+            data = greeting.session.rest
+        assert peer.unsealer is not None
+        for body in peer.unsealer.bodies(data):
+            self.on_body(peer, body)
+            if peer not in self._open:
+                return
+
+    def _answer_hello(self, peer: PeerConnection) -> None:
+        if peer.greeting.asks_munge:
+            self._authenticator.ask(peer)
+        else:
+            peer.put_bytes(self._authenticator.answer_at_once(peer.greeting))
+            self._unflushed[peer] = None
+
+    def _answer(self, peer: PeerConnection, answer: Future[bytes]) -> None:
+        if peer in self._open:
+            peer.put_bytes(answer.result())
+            self._unflushed[peer] = None

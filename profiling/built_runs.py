@@ -1,0 +1,297 @@
+"""What watching made-up jobs costs: `list`, `status` and `top` of 100 and 1,000 jobs of 8 ranks.
+
+Their run folders are built, half of them with a spec, and their Slurm is a squeue that prints what
+it was given: the figures are of reading run folders, at sizes that no test cluster has. While `top`
+looks, every rank goes on writing its status, once each heartbeat of 10 s. `slow_*`: the same with
+1 ms added to each call on a file of a run folder, as on a busy file server (slow_calls.c).
+
+Of the largest size: `list_ms_per_job` is the processor time of the whole command; `top_cpu_s` that
+of the dearest look but the first, which has the start of the program in it (`top_first_cpu_s`);
+`top_looks_until_complete` says how many looks it takes until all ranks are there, `top_idle_cpu_s`
+what a look costs when nothing has changed. Processor times are those of squeue, too.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import resource
+import stat
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness import PROFILING, finish, options, scratch
+
+from hydroslurm.core.dates import boot_id, clocks
+from hydroslurm.core.files import write_atomically
+from hydroslurm.core.rundir import RunDir, comment_for
+from hydroslurm.core.status import Moment, RankStatus
+from hydroslurm.jobs import submission
+from hydroslurm.jobs.spec.reading import dumps, loads
+from hydroslurm.jobs.submission import Submission
+from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
+from hydroslurm.jobs.supervisor.conditions import add_condition
+
+HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
+RECORDED = PROFILING.parent / "tests/slurm/recorded/22.05"
+RANKS = 8
+PREEMPTIONS = 5
+"""Of each job so far."""
+EVERY_S = 5.0
+QUICK_EVERY_S = 0.5
+HEARTBEAT_S = 10.0
+SLOW_US = 1000
+_TICKS = os.sysconf("SC_CLK_TCK")
+_SPEC = """
+name: built
+runPolicy: {backoffLimit: 3}
+replicaSpecs:
+- {type: worker, replicas: 8, template: {command: [python, train.py], resources: {cpus: 1}}}
+"""
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """So many jobs, with the environment in which Slurm knows them."""
+
+    folder: Path
+    runs: tuple[RunDir, ...]
+    environ: Mapping[str, str]
+
+
+def build(folder: Path, count: int) -> Jobs:
+    """Write their run folders, and the programs of their Slurm."""
+    folder.mkdir()
+    runs = tuple(RunDir(folder / f"run-{number}") for number in range(count))
+    for number, run in enumerate(runs):
+        run.create()
+        _describe(run, number, with_spec=number % 2 == 0)
+        for rank in range(RANKS):
+            run.rank_events(rank).touch(mode=0o600)
+            write_status(run, rank, number, step=1000)
+    return Jobs(folder, runs, _slurm(folder / "programs", runs))
+
+
+def _describe(run: RunDir, number: int, *, with_spec: bool) -> None:
+    intent = Submission("built", "train.py", time.time_ns(), job_id=str(number + 1))
+    if with_spec:
+        intent = replace(intent, replicas=RANKS, backoff_limit=3)
+        job = loads(_SPEC, name="job.yaml", folder=run.root).job
+        run.job_yaml.write_text(dumps(job))
+        attempts = Attempts(run.attempts)
+        for count in range(PREEMPTIONS):
+            attempts.end(attempts.begin(count), Ending.PREEMPTED)
+            add_condition(run.conditions_jsonl, "Running", restart_count=count)
+            add_condition(run.conditions_jsonl, "Preempted", restart_count=count)
+        attempts.begin(PREEMPTIONS)
+        add_condition(run.conditions_jsonl, "Running", restart_count=PREEMPTIONS)
+    submission.write(run, intent)
+
+
+def write_status(run: RunDir, rank: int, number: int, *, step: int) -> None:
+    """As the rank of such a job would."""
+    now = Moment(*clocks())
+    status = RankStatus(
+        rank=rank,
+        state="running",
+        since=now,
+        started=now,
+        as_of=now,
+        host=os.uname().nodename,
+        boot_id=boot_id(),
+        pid=1000 + rank,
+        job_id=number + 1,
+        restart_count=PREEMPTIONS,
+        pauses=2,
+        park_us=90.0,
+        world_size=RANKS,
+        step=step,
+        step_since=now,
+        steps_per_s=1.5,
+        heartbeat_s=HEARTBEAT_S,
+        saver="attempt_began",
+        saver_restart_count=PREEMPTIONS,
+        attempt_step=500,
+        attempt_began=now,
+        attempt_restart_count=PREEMPTIONS,
+        committed_step=900,
+        committed=now,
+        save_s=0.5,
+        preempted=tuple((count, now.epoch_ns) for count in range(PREEMPTIONS)),
+    )
+    write_atomically(run.rank_status(rank), status.to_json())
+
+
+def _slurm(folder: Path, runs: tuple[RunDir, ...]) -> dict[str, str]:
+    """Programs that print one answer, in the form of 22.05.8."""
+    folder.mkdir()
+    answer = json.loads((RECORDED / "squeue.json").read_text())
+    first = answer["jobs"][0]
+    now_s = int(time.time())
+    answer["jobs"] = [
+        {
+            **first,
+            "job_id": number + 1,
+            "user_name": getpass.getuser(),
+            "partition": "low",
+            "comment": comment_for(run),
+            "restart_cnt": PREEMPTIONS,
+            "start_time": now_s - 600,
+            "end_time": now_s + 36000,
+        }
+        for number, run in enumerate(runs)
+    ]
+    (folder / "squeue.json").write_text(json.dumps(answer))
+    _program(folder / "squeue", f"exec cat {folder}/squeue.json")
+    config, partitions = RECORDED / "show_config.txt", RECORDED / "show_partition.txt"
+    _program(
+        folder / "scontrol", f'case "$*" in *config*) cat {config};; *) cat {partitions};; esac'
+    )
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    environ.pop("SLURM_CONF", None)
+    return {**environ, "HYDROSLURM_SLURM_BACKEND": "commands"}
+
+
+def _program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+class Heartbeats:
+    """Each rank replaces its status once every ``HEARTBEAT_S``, evenly over time."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._write, daemon=True)
+
+    def __enter__(self) -> Heartbeats:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        step = 1000
+        while True:
+            step += 15
+            begin_s = time.monotonic()
+            for number, run in enumerate(self._jobs.runs):
+                for rank in range(RANKS):
+                    write_status(run, rank, number, step=step)
+                due_s = begin_s + HEARTBEAT_S * (number + 1) / len(self._jobs.runs)
+                if self._end.wait(max(0.0, due_s - time.monotonic())):
+                    return
+
+
+def run_once(verb: str, environ: Mapping[str, str]) -> tuple[float, float]:
+    """CPU seconds, with those of Slurm's programs, and seconds of one run of a command."""
+    before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    subprocess.run([*HYDROSLURM, verb], env=environ, stdout=subprocess.DEVNULL, check=True)
+    took_s, after = time.monotonic() - begin_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, took_s
+
+
+@dataclass(frozen=True)
+class Look:
+    """One view of ``top``: what it took, the first with the start of the program."""
+
+    cpu_s: float
+    took_s: float
+    complete: bool
+
+
+def looks(jobs: Jobs, environ: Mapping[str, str], *, count: int, every_s: float) -> Iterator[Look]:
+    """So many views of one ``top``."""
+    command = [*HYDROSLURM, "top", "--json", "-n", str(every_s)]
+    begin_s, used_s = time.monotonic(), 0.0
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as top:
+        assert top.stdout is not None
+        for _ in range(count):
+            rows = [json.loads(top.stdout.readline()) for _ in jobs.runs]
+            took_s = time.monotonic() - begin_s
+            complete = all(row["ranks"] == RANKS and row["parked"] == 0 for row in rows)
+            now_s = _cpu_s(top.pid)
+            yield Look(now_s - used_s, took_s, complete and all(row["step"] for row in rows))
+            used_s, begin_s = now_s, begin_s + took_s + every_s
+        top.terminate()
+        top.stdout.read()
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS
+
+
+def slowed(jobs: Jobs, library: Path) -> dict[str, str]:
+    """The environment in which each call on a run folder takes a millisecond more."""
+    below = str(jobs.folder / "run-")
+    more = {"LD_PRELOAD": str(library), "SLOW_BELOW": below, "SLOW_US": str(SLOW_US)}
+    return {**jobs.environ, **more}
+
+
+def compile_slow_calls(folder: Path) -> Path:
+    library = folder / "slow_calls.so"
+    source = PROFILING / "slow_calls.c"
+    command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def measure(chosen: Namespace, folder: Path) -> dict[str, Any]:
+    sizes = (20,) if chosen.quick else (100, 1000)
+    library = compile_slow_calls(folder)
+    result: dict[str, Any] = {}
+    for size in sizes:
+        found = measure_size(build(folder / str(size), size), library, quick=chosen.quick)
+        result |= {f"{name}_{size}": value for name, value in found.items()}
+    result |= found
+    result["list_ms_per_job"] = 1000 * result["list_cpu_s"] / sizes[-1]
+    return {"jobs": sizes[-1], "ranks": RANKS, **result}
+
+
+def measure_size(jobs: Jobs, library: Path, *, quick: bool) -> dict[str, Any]:
+    """The figures of so many jobs."""
+    times, every_s = (1, QUICK_EVERY_S) if quick else (3, EVERY_S)
+    found: dict[str, Any] = {}
+    for verb in ("list", "status"):
+        run_once(verb, jobs.environ)  # files into the cache
+        costs = [run_once(verb, jobs.environ)[0] for _ in range(times)]
+        found[f"{verb}_cpu_s"] = statistics.median(costs)
+    with Heartbeats(jobs):
+        first, *others = looks(jobs, jobs.environ, count=2 + times, every_s=every_s)
+    complete = [look.complete for look in (first, *others)]
+    found["top_looks_until_complete"] = complete.index(True) + 1 if True in complete else None
+    found["top_first_cpu_s"] = first.cpu_s
+    found["top_cpu_s"] = max(look.cpu_s for look in others)
+    idle = list(looks(jobs, jobs.environ, count=3 + times, every_s=every_s))[3:]
+    found["top_idle_cpu_s"] = statistics.median(look.cpu_s for look in idle)
+    slow = slowed(jobs, library)
+    for verb in ("list", "status"):
+        found[f"slow_{verb}_s"] = run_once(verb, slow)[1]
+    first, *others = looks(jobs, slow, count=3, every_s=every_s)
+    found["slow_top_first_s"] = first.took_s
+    found["slow_top_s"] = statistics.median(look.took_s for look in others)
+    return found
+
+
+def main() -> None:
+    chosen = options("What list, status and top of made-up jobs cost.")
+    with scratch("built", chosen) as folder:
+        result = measure(chosen, folder)
+    finish(chosen, "built_runs: list, status and top of made-up jobs", result)
+
+
+if __name__ == "__main__":
+    main()
