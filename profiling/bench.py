@@ -36,6 +36,8 @@ SCRIPTS = (
     "startup",
     "report_speed",
     "scale",
+    "built_runs",
+    "storm",
     "compare",
     "gpu_check",
 )

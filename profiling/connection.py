@@ -22,7 +22,7 @@ from harness import finish, options
 
 from hydroslurm.coordination.authentication import CoordinatorGreeting, RankGreeting
 from hydroslurm.coordination.channel import find_coordinator, join_coordinator
-from hydroslurm.coordination.messages import Sealer, Unsealer, pack
+from hydroslurm.coordination.frames import Sealer, Unsealer, pack
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
@@ -33,7 +33,7 @@ MESSAGE = {
     "type": "counts",
     "pause": 3,
     "round": 2,
-    "groups": {str(key): [list(range(8)), 1234 + key] for key in range(4)},
+    "groups": {f"group {key}": 1234 + key for key in range(4)},
     "in_flight": 0,
     "allowance": 0,
 }
@@ -87,7 +87,7 @@ def join_all() -> float:
 
     def come(world: World) -> None:
         found = find_coordinator(world, secret, ports=[port], timeout_s=120)
-        line = join_coordinator(found, world, {"pid": os.getpid()})
+        line = join_coordinator(found, world, [])
         messages = list(line.first)
         while not any(one["type"] == "all_joined" for one in messages):
             messages += line.unsealer.feed(line.socket.recv(1 << 16))

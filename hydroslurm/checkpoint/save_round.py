@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -57,6 +57,7 @@ class Peers(Protocol):
         timeout_s: float | None = None,
         cancel: threading.Event | None = None,
         among: Sequence[int] | None = None,
+        collect_at: Collection[int] | None = None,
     ) -> Mapping[int, Any]:
         """Submit a value and get those of all ranks, in rank order.
 
@@ -65,12 +66,16 @@ class Peers(Protocol):
 
         Args:
             topic: names the agreement; used once per job.
-            value: plain JSON, and small: all values go to all ranks.
+            value: plain JSON. It goes to all ranks: one that many ranks have alike costs little,
+                those that differ have to be small.
             timeout_s: give up after so long, for all ranks. Time during which this process was
                 stopped does not count. None: wait until a rank is gone.
             cancel: give up when it is set.
             among: the ranks that take part, including this one; the same on all of them. Default:
                 all.
+            collect_at: the ranks, at most four, that this value goes to; the others wait for it,
+                and do not get it. Each rank says so for its own value, so that of several thousand
+                one that has failed can tell all, and the others only the rank that needs to know.
 
         Raises:
             AgreementFailed: a rank has died, left or given up.
@@ -92,6 +97,7 @@ class Solo:
         timeout_s: float | None = None,  # noqa: ARG002 - as above
         cancel: threading.Event | None = None,  # noqa: ARG002 - as above
         among: Sequence[int] | None = None,  # noqa: ARG002 - as above
+        collect_at: Collection[int] | None = None,  # noqa: ARG002 - as above
     ) -> Mapping[int, Any]:
         return {0: value}
 
@@ -146,14 +152,22 @@ class SaveRound:
             with suppress(CheckpointError, RanksError):
                 self.settle("open", problem=error)
 
-    def agree(self, what: str, value: Any, *, among: Sequence[int] | None = None) -> Any:
-        """The values of all ranks; raises RanksError."""
+    def agree(
+        self,
+        what: str,
+        value: Any,
+        *,
+        among: Sequence[int] | None = None,
+        collect_at: Collection[int] | None = None,
+    ) -> Any:
+        """As :meth:`Peers.agree`; raises RanksError."""
         return self.peers.agree(
             f"{self.topic}/{what}",
             value,
             timeout_s=self.timeout_s,
             cancel=self.cancel,
             among=among,
+            collect_at=collect_at,
         )
 
     def settle(
@@ -163,12 +177,14 @@ class SaveRound:
         *,
         problem: BaseException | None = None,
         left_s: float = math.inf,
+        collect_at: Collection[int] | None = None,
     ) -> Mapping[int, Any]:
         """The answers of all ranks.
 
         Args:
-            problem: why this rank has failed, instead of an answer.
+            problem: why this rank has failed, instead of an answer; told to all.
             left_s: the longest to wait.
+            collect_at: the only ranks that get this rank's answer; see :meth:`Peers.agree`.
 
         Raises:
             SaveFailed, UnsavableState, SaveAbandoned, StaleAttempt: a rank has failed or is gone;
@@ -179,7 +195,8 @@ class SaveRound:
         value = dict(answer or {}) if problem is None else failed(problem)
         in_time = replace(self, timeout_s=min(self.timeout_s, max(0.0, left_s)))
         try:
-            answers: Mapping[int, Any] = in_time.agree(what, value)
+            to = collect_at if problem is None else None
+            answers: Mapping[int, Any] = in_time.agree(what, value, collect_at=to)
         except RanksError as error:
             kind = SaveAbandoned if self._canceled and not gone(error) else SaveFailed
             raise kind(f"{self.not_saved} {why(error)}. {KEPT}") from error

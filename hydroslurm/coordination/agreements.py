@@ -5,10 +5,13 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydroslurm.coordination.frames import LIMIT_DEPTH, pack
+from hydroslurm.coordination.messages import MAX_COLLECTORS, Message, Runs, ranks_of, runs_of
+from hydroslurm.core.files import parse_json
 from hydroslurm.errors import AgreementFailed, CoordinatorLost, RanksError, UsageError
 
 _POLL_S = 0.5
@@ -37,14 +40,20 @@ class PendingAgreements:
     """
 
     def __init__(
-        self, *, send: Callable[[Any], None], lost: Callable[[], CoordinatorLost | None]
+        self,
+        *,
+        world_size: int,
+        send: Callable[[Any], None],
+        lost: Callable[[], CoordinatorLost | None],
     ) -> None:
         """
         Args:
+            world_size: how many ranks there are.
             send: to the coordinator, now or once it is found; raises CoordinatorLost.
             lost: why there will be no coordinator any more, None while there may be one.
         """
         self.cut_off: frozenset[str] = frozenset()
+        self._world_size = world_size
         self._send = send
         self._lost = lost
         self._lock = threading.Lock()
@@ -63,17 +72,18 @@ class PendingAgreements:
         timeout_s: float | None,
         cancel: threading.Event | None,
         among: Sequence[int] | None,
+        collect_at: Collection[int] | None,
     ) -> Mapping[int, Any]:
-        """All ranks' values; see :meth:`hydroslurm.coordination.client.CoordinatorClient.agree`."""
+        """The ranks' values; see :meth:`hydroslurm.coordination.client.CoordinatorClient.agree`."""
+        message = self._message(topic, value, among=among, collect_at=collect_at)
         self._start(_operation_of(topic))
         pending = _Pending()
         with self._lock:
             if topic in self._open:
                 raise UsageError(f"{topic!r} is being agreed on already; a topic is used once")
             self._open[topic] = pending
-        participants = None if among is None else sorted(among)
         try:
-            self._send({"type": "agree", "topic": topic, "value": value, "among": participants})
+            self._send(message)
             self._wait(topic, pending, timeout_s=timeout_s, cancel=cancel)
         finally:
             with self._lock:
@@ -86,8 +96,12 @@ class PendingAgreements:
 
     def agreed(self, message: Mapping[str, Any]) -> None:
         """All values have arrived."""
-        values = {int(rank): value for rank, value in message["values"]}
-        self._resolve(message["topic"], values=values)
+        topic = message["topic"]
+        try:
+            self._resolve(topic, values=values_of(message))
+        except ValueError as error:  # of one rank, whose value the coordinator does not read
+            reason = f"a value of {topic!r} cannot be read: {error}"
+            self._resolve(topic, failure=AgreementFailed(reason))
 
     def failed(self, message: Mapping[str, Any]) -> None:
         """Ranks are gone, or have given up."""
@@ -99,10 +113,10 @@ class PendingAgreements:
         self._started.clear()
         self.fail(error)
 
-    def reconnected(self, cut_off: Iterable[Iterable[str]]) -> None:
+    def reconnected(self, cut_off: Iterable[str]) -> None:
         """All ranks have joined one coordinator: what any of them had started at the last one is
         over."""
-        self.cut_off = self.cut_off.union(*cut_off)
+        self.cut_off = self.cut_off.union(cut_off)
         with self._lock:
             over = [
                 one for topic, one in self._open.items() if _operation_of(topic) in self.cut_off
@@ -118,6 +132,28 @@ class PendingAgreements:
             _decide(pending, failure=pending.failure or error)
 
     # --- inside
+
+    def _message(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        among: Sequence[int] | None,
+        collect_at: Collection[int] | None,
+    ) -> Message:
+        everybody = among is None or len(set(among)) == self._world_size
+        if collect_at is not None and len(collect_at) > MAX_COLLECTORS:
+            raise UsageError(
+                f"{topic!r} is collected at {len(collect_at)} ranks, and at most {MAX_COLLECTORS} "
+                "may; leave collect_at out to tell all"
+            )
+        return {
+            "type": "agree",
+            "topic": topic,
+            "value": pack(value).decode(),
+            "among": None if everybody or among is None else runs_of(set(among)),
+            "collect_at": None if collect_at is None else sorted(collect_at),
+        }
 
     def _start(self, operation: str) -> None:
         if operation in self.cut_off:
@@ -164,6 +200,19 @@ class PendingAgreements:
             _decide(pending, failure=failure)
 
 
+def values_of(message: Mapping[str, Any]) -> dict[int, Any]:
+    """The values of an agreement, in rank order. Ranks that have submitted the same share one
+    object.
+
+    Raises:
+        ValueError: one is not JSON.
+    """
+    values: dict[int, Any] = {}
+    for text, runs in message["values"]:
+        values |= dict.fromkeys(ranks_of(runs), parse_json(text, max_depth=LIMIT_DEPTH))
+    return dict(sorted(values.items()))
+
+
 def _decide(pending: _Pending, *, failure: RanksError | None) -> None:
     pending.failure = failure
     pending.decided.set()
@@ -179,16 +228,21 @@ def _is_cut_off(what: str) -> CoordinatorLost:
 
 
 def _failure(message: Mapping[str, Any]) -> AgreementFailed:
-    missing, withdrawn = tuple(message["missing"]), tuple(message["withdrawn"])
+    missing, withdrawn = ranks_of(message["missing"]), ranks_of(message["withdrawn"])
     parts = []
     if missing:
-        parts.append(f"gone: rank {', '.join(map(str, missing))}")
+        parts.append(f"gone: rank {_told(message['missing'])}")
     if withdrawn:
-        parts.append(f"given up: rank {', '.join(map(str, withdrawn))}")
+        parts.append(f"given up: rank {_told(message['withdrawn'])}")
     if message.get("message"):
         parts.append(str(message["message"]))
     return AgreementFailed(
         f"not all ranks took part in {message['topic']!r}: {'; '.join(parts)}",
-        missing=missing,
-        withdrawn=withdrawn,
+        missing=tuple(missing),
+        withdrawn=tuple(withdrawn),
     )
+
+
+def _told(runs: Runs) -> str:
+    """``3, 5-8``."""
+    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)

@@ -164,6 +164,12 @@ class CoordinatorGreeting:
                 raise GreetingFailed("does not know the key")
             self.session = _session(self._key, self._sent, rest)
 
+    @property
+    def asks_munge(self) -> bool:
+        """Whether the rank has no key, so that an answer needs MUNGE."""
+        assert self.hello is not None
+        return self.hello[len(MAGIC) : len(MAGIC) + 1] == BY_MUNGE
+
     def _read_hello(self) -> None:
         start = self._buffer[: len(MAGIC)]
         if start != MAGIC[: len(start)]:

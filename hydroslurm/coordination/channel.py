@@ -14,15 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydroslurm.coordination.authentication import GreetingFailed, RankGreeting
-from hydroslurm.coordination.messages import (
-    BadFrame,
-    BadMessage,
-    Message,
-    Sealer,
-    Unsealer,
-    check_from_coordinator,
-    pack,
-)
+from hydroslurm.coordination.frames import BadFrame, Sealer, Unsealer, pack
+from hydroslurm.coordination.messages import BadMessage, Message, check_from_coordinator
 from hydroslurm.coordination.network import configure_socket, located
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import LOOPBACK, World
@@ -102,8 +95,11 @@ def connect(
         return search.run(candidates)
 
 
-def join_coordinator(connection: Connection, world: World, process: Any) -> Connection:
+def join_coordinator(connection: Connection, world: World, cut_off: Sequence[str]) -> Connection:
     """Join the other ranks of this attempt on a connection.
+
+    Args:
+        cut_off: operations that this rank had started at coordinators that are gone.
 
     Raises:
         StaleRank: the coordinator of this attempt refuses this rank.
@@ -114,7 +110,7 @@ def join_coordinator(connection: Connection, world: World, process: Any) -> Conn
         "incarnation_id": world.incarnation_id,
         "rank": world.rank,
         "world_size": world.world_size,
-        "process": process,
+        "cut_off": list(cut_off),
     }
     sock = connection.socket
     try:

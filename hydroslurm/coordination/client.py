@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from hydroslurm.coordination.channel import (
     find_coordinator,
     join_coordinator,
 )
-from hydroslurm.coordination.messages import MAX_TEXT, Message
+from hydroslurm.coordination.messages import MAX_CUT_OFF, MAX_TEXT, Message, ranks_of
 from hydroslurm.coordination.pause_barrier import Emit, PauseBarrier
 from hydroslurm.coordination.relay import find_through_relay
 from hydroslurm.coordination.rendezvous import start_coordinator
@@ -82,7 +81,9 @@ class CoordinatorClient:
         self._on_barrier_called = on_barrier_called
         self._warn = warn
         self._lock = threading.Lock()
-        self._agreements = PendingAgreements(send=self._send, lost=lambda: self.lost)
+        self._agreements = PendingAgreements(
+            world_size=world.world_size, send=self._send, lost=lambda: self.lost
+        )
         self._unsent: list[Message] = []
         self._channel: CoordinatorChannel | None = None
         self._all_joined = threading.Event()
@@ -133,6 +134,7 @@ class CoordinatorClient:
         timeout_s: float | None = None,
         cancel: threading.Event | None = None,
         among: Sequence[int] | None = None,
+        collect_at: Collection[int] | None = None,
     ) -> Mapping[int, Any]:
         """Submit a value and get everybody's; see :class:`hydroslurm.checkpoint.save_round.Peers`.
 
@@ -141,7 +143,14 @@ class CoordinatorClient:
             CoordinatorLost: nothing connects the ranks any more.
             UsageError: this rank waits for that topic already.
         """
-        return self._agreements.agree(topic, value, timeout_s=timeout_s, cancel=cancel, among=among)
+        return self._agreements.agree(
+            topic,
+            value,
+            timeout_s=timeout_s,
+            cancel=cancel,
+            among=among,
+            collect_at=collect_at,
+        )
 
     def call(self, kind: str, message: str = "") -> None:
         """Call a stop barrier of a kind (``stop`` or ``save``): all ranks will hold it at one safe
@@ -201,13 +210,9 @@ class CoordinatorClient:
             self._secret = self._find_secret()
         secret = self._secret
         found = self._find(world, secret, until_s=time.monotonic() + timeout_s)
-        process = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "cut_off": sorted(self._agreements.cut_off),
-        }
+        cut_off = sorted(self._agreements.cut_off)[:MAX_CUT_OFF]
         channel = CoordinatorChannel(
-            join_coordinator(found, world, process),
+            join_coordinator(found, world, cut_off),
             on_message=self._on_message,
             due_s=self._due_s,
             tick=self._tick,
@@ -257,7 +262,7 @@ class CoordinatorClient:
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
-        if kind in ("hold", "count", "let_through", "all_parked", "release"):
+        if kind in ("hold", "count", "let_through", "describe", "all_parked", "release"):
             self._pause_barrier.on_message(message)
         elif kind == "agreed":
             self._agreements.agreed(message)
@@ -270,13 +275,14 @@ class CoordinatorClient:
         elif kind == "barrier_failed":
             self.stop_barriers.fail(
                 message["barrier"],
-                missing=tuple(message["missing"]),
+                missing=tuple(ranks_of(message["missing"])),
                 finished=message["finished"],
             )
-        elif kind == "rank_gone":
-            self._gone[message["rank"]] = message["died"]
-            if message["died"]:
-                self._emit(EventKind.RANK_GONE, {"of_rank": message["rank"]})
+        elif kind == "ranks_gone":
+            self._gone |= dict.fromkeys(ranks_of(message["left"]), False)
+            for rank in ranks_of(message["died"]):
+                self._gone[rank] = True
+                self._emit(EventKind.RANK_GONE, {"of_rank": rank})
         elif kind == "all_joined":
             self._connect(message)
 
@@ -293,8 +299,7 @@ class CoordinatorClient:
             },
         )
         self._connected = True
-        processes = message["ranks"].values()
-        self._agreements.reconnected(process.get("cut_off", ()) for process in processes)
+        self._agreements.reconnected(message["cut_off"])
         self._all_joined.set()
         if self._stop_message is not None:
             self.call("stop", self._stop_message)  # the coordinator that knew of it may be gone

@@ -27,23 +27,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.messages import (
-    BadMessage,
-    Message,
-    Outbox,
-    check_from_rank,
-    pack,
-    unpack,
-    unwrap_up,
-    wrap_down,
-)
+from hydroslurm.coordination.frames import pack, unpack, unwrap_up, wrap_down
+from hydroslurm.coordination.messages import BadMessage, Message, Outbox, check_from_rank
 from hydroslurm.coordination.network import allow_descriptors, listen
-from hydroslurm.coordination.peers import Authenticator, PeerConnection
+from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
 from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
 from hydroslurm.coordination.state import CoordinatorState
 
 LINGER_S = 10.0
 """With no rank connected, how long to wait for ranks that are still to come, or to come back."""
+NEWS_S = 0.25
+"""Between two announcements of ranks that are gone: so many may go one after the other."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +76,7 @@ class Coordinator(Server):
         self._state = CoordinatorState(options.world_size)
         self._joined: dict[int, PeerConnection] = {}
         self._last_joined_s = time.monotonic()
+        self._news_due_s = 0.0
 
     def run(self) -> None:
         """Serve until all ranks have left, or none comes."""
@@ -98,6 +93,14 @@ class Coordinator(Server):
         some_left = self._state.died or self._state.left or os.getppid() != self._options.parent_pid
         # as long as rank 0 lives and no rank has joined, they may be on their way
         return bool(some_left) and time.monotonic() - self._last_joined_s > LINGER_S
+
+    def timeout_s(self) -> float:
+        if self._state.has_news:
+            return max(0.0, self._news_due_s - time.monotonic())
+        return super().timeout_s()
+
+    def on_round(self) -> None:
+        self._announce()
 
     # --- messages of ranks, and of relays that carry those of several
 
@@ -129,20 +132,21 @@ class Coordinator(Server):
             else:
                 raise BadMessage(f"a relay names rank {rank}")
         except Exception:
-            peer.write_body(wrap_down((rank,), b""))
+            self.send(peer, Packed(wrap_down((rank,), b"")))
             self._lose(rank, of=peer)
 
     def _handle(self, rank: int, message: Message) -> None:
         outbox = self._state.handle(rank, message)
         if message["type"] == "leave":
             self._forget(rank)
+        self._announce()
         self._send(outbox)
 
     def _join_relay(self, peer: PeerConnection, message: Message) -> None:
         if peer.has_joined or message["incarnation_id"] != self._options.incarnation_id:
             raise BadMessage("a relay of another incarnation")
         peer.relayed, peer.has_joined = set(), True
-        peer.write({"type": "reached"})
+        self.send(peer, Packed(pack({"type": "reached"})))
 
     def _join(self, peer: PeerConnection, message: Message) -> None:
         is_relayed = peer.relayed is not None
@@ -159,7 +163,7 @@ class Coordinator(Server):
         if reason is not None:
             refused = {"type": "refused", "reason": reason, "same_incarnation": same_incarnation}
             body = pack(refused)
-            peer.write_body(wrap_down((rank,), body) if is_relayed else body)
+            self.send(peer, Packed(wrap_down((rank,), body) if is_relayed else body))
             return
         if peer.relayed is None:
             peer.rank = rank
@@ -167,7 +171,7 @@ class Coordinator(Server):
             peer.relayed.add(rank)
         peer.has_joined = True
         self._joined[rank] = peer
-        self._send(self._state.join(rank, message["process"]))
+        self._send(self._state.join(rank, message["cut_off"]))
 
     def on_drop(self, peer: PeerConnection) -> None:
         for rank in [peer.rank] if peer.rank is not None else sorted(peer.relayed or ()):
@@ -177,7 +181,9 @@ class Coordinator(Server):
         """A rank is cut off."""
         if self._joined.get(rank) is of:
             self._forget(rank)
-            self._send(self._state.gone(rank))
+            outbox = self._state.gone(rank)
+            self._announce()
+            self._send(outbox)
 
     def _forget(self, rank: int) -> None:
         peer = self._joined.pop(rank)
@@ -185,35 +191,28 @@ class Coordinator(Server):
         if peer.relayed is not None:
             peer.relayed.discard(rank)
 
+    def _announce(self) -> None:
+        """Say who is gone, at once if nobody has gone lately."""
+        if self._state.has_news and (now_s := time.monotonic()) >= self._news_due_s:
+            self._news_due_s = now_s + NEWS_S
+            self._send(self._state.announce())
+
     def _send(self, outbox: Outbox) -> None:
         """Each message is packed once, and goes once to each relay, for all of its ranks."""
-        broken = []
         for message, ranks in _grouped(outbox):
             body = pack(message)
+            packed = Packed(body)
             relays: dict[PeerConnection, list[int]] = {}
             for rank in ranks:
                 peer = self._joined.get(rank)
                 if peer is None:
                     continue
-                if peer.relayed is not None:
+                if peer.relayed is None:
+                    self.send(peer, packed)
+                else:
                     relays.setdefault(peer, []).append(rank)
-                    continue
-                if not self._write(peer, body):
-                    broken.append(peer)
             for peer, together in relays.items():
-                if not self._write(peer, wrap_down(together, body)):
-                    broken.append(peer)
-        for peer in broken:
-            self.drop(peer)
-
-    def _write(self, peer: PeerConnection, body: bytes) -> bool:
-        """Whether the connection still works."""
-        try:
-            peer.write_body(body)
-            self.watch(peer)
-        except OSError:
-            return False
-        return True
+                self.send(peer, Packed(wrap_down(together, body)))
 
 
 def _grouped(outbox: Outbox) -> Iterator[tuple[Message, list[int]]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydroslurm.coordination import collectives
+from hydroslurm.coordination.messages import runs_of
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import CoordinatorLost
 from hydroslurm.gate.protocol import Action, Cause, Gate, GateEvent, GateState
@@ -99,6 +100,11 @@ class PauseBarrier:
     def on_message(self, message: Mapping[str, Any]) -> None:
         """Act on a message about a pause."""
         kind = message["type"]
+        if kind == "describe":
+            groups = {key: runs_of(one.ranks) for key, one in collectives.groups().items()}
+            wanted = {key: groups[key] for key in message["groups"] if key in groups}
+            self._try_send({"type": "members", "groups": wanted})
+            return
         if kind == "release":
             self._release()
             return
@@ -232,10 +238,10 @@ class PauseBarrier:
             return  # the channel reports it
 
 
-def _counts_by_group(*, exact: bool) -> dict[str, Any]:
-    """Key of a process group -> its ranks, and how many collectives this rank has issued on it."""
-    groups = collectives.groups()
-    issued = {key: one.issued for key, one in groups.items()}
+def _counts_by_group(*, exact: bool) -> dict[str, int]:
+    """Key of a process group -> how many collectives this rank has issued on it."""
+    issued = {key: one.issued for key, one in collectives.groups().items()}
     if exact:
-        issued |= collectives.issued_exact() or {}
-    return {key: [list(one.ranks), issued[key]] for key, one in groups.items()}
+        told = collectives.issued_exact() or {}
+        issued |= {key: told[key] for key in issued.keys() & told.keys()}
+    return issued

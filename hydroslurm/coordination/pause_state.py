@@ -12,14 +12,18 @@ Twice is enough: a rank reports only when its threads are held or have been asle
 thread that has passed is counted before the next report; and a round in which a rank may still use
 an allowance does not count. Without either of these the model in tests/coordination/model finds a
 wrong end.
+
+A rank names its groups in each report, and tells who the members are only when it is asked: one
+rank per group is, once. So a report is small, and a round costs what the reports do.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hydroslurm.coordination.messages import Message, Outbox
+from hydroslurm.coordination.messages import Message, Outbox, Runs
 
 MAX_ROUNDS = 400
 """Then the pause is reported with collectives in flight: the suspend grace is over long before."""
@@ -30,6 +34,9 @@ SETTLING_ROUNDS = 100
 INEXACT_ROUNDS = 3
 """Rounds with torch's quick counts. On gloo these include sends and receives, which differ between
 ranks permanently; later rounds leave them out, which costs more."""
+
+MAX_PAUSING = 16
+"""Ranks with a cause of their own that are named: a job that is suspended has them all."""
 
 
 class PauseState:
@@ -49,6 +56,8 @@ class PauseState:
         self._counts: dict[int, Mapping[str, Any]] = {}
         self._last_counts: dict[int, Any] = {}
         self._all_parked = False
+        self._members: dict[str, Runs] = {}
+        self._asked: dict[int, list[str]] = {}
 
     def pause(self, rank: int, present: Collection[int]) -> Outbox:
         """A rank is paused: hold all."""
@@ -77,6 +86,7 @@ class PauseState:
     def without(self, rank: int, present: Collection[int]) -> Outbox:
         """A rank is gone; the others do not wait for it."""
         self._counts.pop(rank, None)
+        self._asked.pop(rank, None)  # the next one is asked
         return self.resume(rank, present) or self._evaluate(present)
 
     def catch_up(self, rank: int, present: Collection[int]) -> Outbox:
@@ -89,24 +99,52 @@ class PauseState:
         return [*self._to(others, self._message("count")), (rank, self._message("hold"))]
 
     def counts(self, rank: int, message: Mapping[str, Any], present: Collection[int]) -> Outbox:
-        """Take the report of a held rank: ``groups``, key -> [ranks, issued]; how many of those are
+        """Take the report of a held rank: ``groups``, key -> issued; how many of those are
         ``in_flight``; and its ``allowance``, collectives that it may still issue."""
         if not self._active or (message["pause"], message["round"]) != (self._number, self._round):
             return []
         self._counts[rank] = message
         return self._evaluate(present)
 
+    def members(self, rank: int, groups: Mapping[str, Runs], present: Collection[int]) -> Outbox:
+        """Take the members of groups from a rank that was asked. It may have destroyed one
+        meanwhile: nobody can be waited for in such a group."""
+        asked = self._asked.pop(rank, None)
+        if asked is None:
+            return []
+        self._members |= {key: groups.get(key, []) for key in asked}
+        return self._evaluate(present)
+
     def _evaluate(self, present: Collection[int]) -> Outbox:
-        if not self._active or self._all_parked or not set(present) <= self._counts.keys():
+        missing = len(self._counts) < len(present) or self._asked
+        if not self._active or self._all_parked or missing:
             return []
         reports = {rank: self._counts[rank]["groups"] for rank in present}
+        return self._ask_for_members(reports) or self._decide(reports, present)
+
+    def _ask_for_members(self, reports: Mapping[int, Mapping[str, int]]) -> Outbox:
+        """Have the first rank that names an unknown group say who is in it; forget the groups that
+        nobody names any more."""
+        named: dict[str, int] = {}
+        for rank in sorted(reports, reverse=True):
+            named |= dict.fromkeys(reports[rank], rank)
+        self._members = {key: of for key, of in self._members.items() if key in named}
+        for key in sorted(named.keys() - self._members.keys()):
+            self._asked.setdefault(named[key], []).append(key)
+        return [
+            (rank, {"type": "describe", "groups": keys})
+            for rank, keys in sorted(self._asked.items())
+        ]
+
+    def _decide(self, reports: dict[int, Any], present: Collection[int]) -> Outbox:
         self._stalled_rounds = self._stalled_rounds + 1 if reports == self._last_counts else 0
         self._last_counts = reports
-        behind = behind_by(reports)
+        behind = behind_by(reports, self._members)
         if any(behind.values()) and self._round < MAX_ROUNDS:
             self._equal_rounds = 0
             self._next_round()
-            return [(rank, self._catch_up_message(behind[rank])) for rank in sorted(present)]
+            messages = {n: self._catch_up_message(n) for n in set(behind.values())}
+            return [(rank, messages[behind[rank]]) for rank in sorted(present)]
         if any(self._counts[rank].get("allowance") for rank in present):
             self._equal_rounds = 0
             self._next_round()
@@ -146,7 +184,7 @@ class PauseState:
             "round": self._round,
             "exact": exact,
             "wait_ms": min(LONGEST_WAIT_MS, 1 << min(self._stalled_rounds, 10)),
-            "of_ranks": sorted(self.paused_by),
+            "of_ranks": sorted(self.paused_by)[:MAX_PAUSING],
             **more,
         }
 
@@ -154,22 +192,29 @@ class PauseState:
         return [(rank, message) for rank in sorted(ranks)]
 
 
-def behind_by(reports: Mapping[int, Mapping[str, Any]]) -> dict[int, int]:
+def behind_by(
+    reports: Mapping[int, Mapping[str, int]], members: Mapping[str, Runs]
+) -> dict[int, int]:
     """How many collectives each rank has issued fewer than the foremost members of its groups.
 
+    Linear in what it is given, however many ranks a group claims to have. Never negative, whatever
+    a rank says of its groups.
+
     Args:
-        reports: rank -> key of a group -> [its ranks, issued]. A member that does not name a group
-            has not created it yet.
+        reports: rank -> key of a group -> issued. A member that does not name a group has not
+            created it yet.
+        members: key of each group -> its ranks, some of which may be gone.
     """
     foremost: dict[str, int] = {}
-    members: dict[str, set[int]] = {}
     for groups in reports.values():
-        for key, (ranks, issued) in groups.items():
-            foremost[key] = max(foremost.get(key, 0), int(issued))
-            members.setdefault(key, set()).update(map(int, ranks))
-    behind = dict.fromkeys(reports, 0)
+        for key, issued in groups.items():
+            foremost[key] = max(foremost.get(key, 0), issued)
+    # what a member of all these groups should have issued, as differences from rank to rank
+    rises = [0] * (max(reports, default=0) + 2)
     for key, most in foremost.items():
-        for rank in members[key] & reports.keys():
-            mine = reports[rank].get(key)
-            behind[rank] += most - (int(mine[1]) if mine else 0)
-    return behind
+        for first, last in members[key]:
+            if first < len(rises):
+                rises[first] += most
+                rises[min(last + 1, len(rises) - 1)] -= most
+    due = list(itertools.accumulate(rises))
+    return {rank: max(0, due[rank] - sum(groups.values())) for rank, groups in reports.items()}

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import socket
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from hydroslurm.coordination.authentication import CoordinatorGreeting
-from hydroslurm.coordination.messages import Sealer, Unsealer, pack
+from hydroslurm.coordination.frames import Sealer, Unsealer, digest
 from hydroslurm.slurm.munge import Munge
 
 MAX_UNSENT_BYTES = 256 << 20
 """Of messages that a rank has not read; a rank that is suspended for days is sent few."""
 _READ_BYTES = 1 << 18
+_COPIED_BYTES = 1 << 14
+"""Shorter bodies are copied behind their heads; longer ones are shared by all who are sent them."""
+_AT_ONCE = 64
+"""Buffers of one write."""
+
+_read_buffer = memoryview(bytearray(_READ_BYTES))
+"""One for all: recv() would map and unmap a quarter of a megabyte for each message."""
+
+
+class Packed:
+    """A body that is hashed once, for as many connections as it is sent on."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.digest = digest(body)
 
 
 class PeerConnection:
@@ -26,6 +41,7 @@ class PeerConnection:
         rank: that has joined on it, and is present.
         relayed: of a relay's connection: the ranks that have joined through it; None for a rank's.
         has_joined: a rank or a relay has joined on it.
+        events: what the selector watches for.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -36,8 +52,10 @@ class PeerConnection:
         self.rank: int | None = None
         self.relayed: set[int] | None = None
         self.has_joined = False
+        self.events = 0
         self._sealer: Sealer | None = None
-        self._unsent = bytearray()
+        self._unsent: deque[bytes | memoryview] = deque()
+        self._unsent_bytes = 0
 
     @property
     def has_unsent(self) -> bool:
@@ -56,28 +74,45 @@ class PeerConnection:
     def read(self) -> bytes | None:
         """What has arrived; b"" at its end, None when nothing has."""
         try:
-            return self.connection.recv(_READ_BYTES)
+            count = self.connection.recv_into(_read_buffer)
         except BlockingIOError:
             return None
+        return bytes(_read_buffer[:count])
 
-    def write(self, message: Any) -> None:
-        self.write_body(pack(message))
-
-    def write_body(self, body: bytes) -> None:
+    def put(self, packed: Packed) -> None:
+        """Seal a body, to be sent by :meth:`flush`. Frames are counted, so it has to be sent."""
         assert self._sealer is not None
-        self.write_bytes(self._sealer.seal(body))
+        head = self._sealer.head(len(packed.body), packed.digest)
+        if len(packed.body) <= _COPIED_BYTES:
+            self.put_bytes(head + packed.body)
+        else:
+            self.put_bytes(head)
+            self.put_bytes(packed.body)
 
-    def write_bytes(self, data: bytes) -> None:
-        self._unsent += data
-        self.flush()
-        if len(self._unsent) > MAX_UNSENT_BYTES:
-            raise OSError(errno.ENOBUFS, "reads nothing of what it is sent")
+    def put_bytes(self, data: bytes) -> None:
+        """To be sent by :meth:`flush`."""
+        self._unsent.append(data)
+        self._unsent_bytes += len(data)
 
     def flush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._unsent:
-                sent = self.connection.send(self._unsent)
-                del self._unsent[:sent]
+        """Send what can be sent; raises OSError for a peer that does not read, or is gone."""
+        while self._unsent:
+            try:
+                sent = self.connection.sendmsg(itertools.islice(self._unsent, _AT_ONCE))
+            except BlockingIOError:
+                break
+            self._sent(sent)
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
+            raise OSError(errno.ENOBUFS, "reads nothing of what it is sent")
+
+    def _sent(self, count: int) -> None:
+        self._unsent_bytes -= count
+        while count:
+            first = self._unsent.popleft()
+            if count < len(first):
+                self._unsent.appendleft(memoryview(first)[count:])
+                return
+            count -= len(first)
 
 
 class Authenticator:
@@ -95,8 +130,12 @@ class Authenticator:
         self.wakeup.setblocking(False)
         self._waker.setblocking(False)
 
+    def answer_at_once(self, greeting: CoordinatorGreeting) -> bytes:
+        """The answer to a rank that has the key, for which nobody has to be asked."""
+        return greeting.answer(self._key, attempt=self._attempt, munge=None)
+
     def ask(self, peer: PeerConnection) -> None:
-        """Have the hello of a peer answered; see :meth:`answered`."""
+        """Have the hello of a peer without the key answered; see :meth:`answered`."""
         answer = self._pool.submit(self._answer, peer.greeting)
         self._asked.append((peer, answer))
         answer.add_done_callback(lambda _: self.wake())

@@ -26,18 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydroslurm.coordination.channel import Connection, connect, find_coordinator
-from hydroslurm.coordination.messages import (
-    BadFrame,
-    BadMessage,
-    check_from_coordinator,
-    check_to_relay,
-    pack,
-    unpack,
-    unwrap_down,
-    wrap_up,
-)
+from hydroslurm.coordination.frames import BadFrame, pack, unpack, unwrap_down, wrap_up
+from hydroslurm.coordination.messages import BadMessage, check_from_coordinator, check_to_relay
 from hydroslurm.coordination.network import configure_socket, listen
-from hydroslurm.coordination.peers import Authenticator, PeerConnection
+from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.server import Server
 from hydroslurm.coordination.world import LOOPBACK, World
@@ -112,8 +104,6 @@ class Relay(Server):
         """Serve until :meth:`stop`."""
         while not self._closed:
             self.serve_once()
-            for upstream in list(self._upstreams.values()):
-                self._forward(upstream)
         for upstream in self._upstreams.values():
             upstream.is_given_up = True
         self._searches.shutdown(wait=False, cancel_futures=True)
@@ -124,6 +114,10 @@ class Relay(Server):
         self._closed = True
         self._authenticator.wake()
         self._thread.join()
+
+    def on_round(self) -> None:
+        for upstream in list(self._upstreams.values()):
+            self._forward(upstream)
 
     # --- from the ranks
 
@@ -164,7 +158,7 @@ class Relay(Server):
         upstream.ranks[rank] = peer
         self._of_peer[peer] = (upstream, rank)
         if upstream.is_ready:
-            self._write(peer, pack({"type": "reached"}))
+            self._write(peer, Packed(pack({"type": "reached"})))
 
     # --- to and from a coordinator
 
@@ -207,9 +201,11 @@ class Relay(Server):
                 items.append((rank, body))
                 size_bytes += len(body)
             del upstream.waiting[: len(items)]
-            self._write(upstream.peer, wrap_up(items))
+            self._write(upstream.peer, Packed(wrap_up(items)))
         if not upstream.ranks:
-            self._end(upstream)
+            self.flush(upstream.peer)  # the last words of the last rank
+            if not upstream.peer.has_unsent:
+                self._end(upstream)
 
     def _connect(self, upstream: _Upstream) -> None:
         """Take the result of the search, if there is one."""
@@ -223,7 +219,8 @@ class Relay(Server):
             peer.has_joined = True
             self._of_peer[peer] = (upstream, None)
             self.adopt(peer)
-            self._write(peer, pack({"type": "relay", "incarnation_id": upstream.incarnation_id}))
+            hello = {"type": "relay", "incarnation_id": upstream.incarnation_id}
+            self._write(peer, Packed(pack(hello)))
         except Exception:  # whatever it is, the ranks try without the relay, and say what they see
             self._end(upstream)
 
@@ -232,23 +229,24 @@ class Relay(Server):
             if check_from_coordinator(unpack(body))["type"] != "reached":
                 raise BadMessage("the coordinator does not answer as one")
             upstream.is_ready = True
+            packed = Packed(body)
             for peer in list(upstream.ranks.values()):
-                self._write(peer, body)
+                self._write(peer, packed)
             return
         ranks, message = unwrap_down(body)
+        packed = Packed(message)
         for rank in ranks:
             rank_peer = upstream.ranks.get(rank)
             if rank_peer is not None and message:
-                self._write(rank_peer, message)
+                self._write(rank_peer, packed)
             elif rank_peer is not None:
                 del upstream.ranks[rank]
                 self.drop(rank_peer)
 
-    def _write(self, peer: PeerConnection, body: bytes) -> None:
+    def _write(self, peer: PeerConnection, packed: Packed) -> None:
         try:
-            peer.write_body(body)
-            self.watch(peer)
-        except (OSError, ValueError):
+            self.send(peer, packed)
+        except ValueError:
             self.drop(peer)
 
     def _end(self, upstream: _Upstream) -> None:

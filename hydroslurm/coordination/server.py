@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hydroslurm.coordination.network import configure_socket
-from hydroslurm.coordination.peers import Authenticator, PeerConnection
+from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
 
 GREETING_S = 10.0
 """A connection that has not authenticated and joined by then is closed."""
@@ -29,6 +29,8 @@ milliseconds, so whoever floods the listener drives out its own connections."""
 ACCEPT_AGAIN_S = 0.5
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_DESCRIPTORS = 32
+ACCEPTS = 64
+"""Connections taken between two looks at those that exist: these must not wait for a flood."""
 
 
 class Server:
@@ -46,6 +48,7 @@ class Server:
         self._open: set[PeerConnection] = set()
         self._unjoined: deque[PeerConnection] = deque()
         """The oldest first; some may have joined or be closed."""
+        self._unflushed: dict[PeerConnection, None] = {}
 
     def on_body(self, peer: PeerConnection, body: bytes) -> None:
         """One frame of a peer that has authenticated; whatever this raises ends the connection."""
@@ -55,13 +58,27 @@ class Server:
         """The connection has ended."""
         raise NotImplementedError
 
+    def on_round(self) -> None:
+        """All that has arrived has been served; what is sent now goes out with its answers."""
+
+    def timeout_s(self) -> float:
+        """The longest to wait for what comes next."""
+        return 1.0 if self._accept_again_s is None else ACCEPT_AGAIN_S
+
     def serve_once(self) -> None:
-        """Wait for what comes next, for a second at most, and serve it."""
-        timeout_s = 1.0 if self._accept_again_s is None else ACCEPT_AGAIN_S
-        for key, _ in self._selector.select(timeout=timeout_s):
-            key.data()
+        """Wait for what comes next and serve it; then write, once per connection."""
+        for key, _ in self._selector.select(timeout=self.timeout_s()):
+            if isinstance(key.data, PeerConnection):
+                self._guarded(key.data, self._serve, key.data)
+            else:
+                key.data()
         for peer, answer in self._authenticator.answered():
             self._guarded(peer, self._answer, peer, answer)
+        self.on_round()
+        while self._unflushed:  # one that is lost over it may be news for others
+            peers, self._unflushed = self._unflushed, {}
+            for peer in peers:
+                self.flush(peer)
         self._expire()
 
     def close(self) -> None:
@@ -76,10 +93,18 @@ class Server:
         """Serve a connection that did not come through the listener; it has authenticated."""
         self._open.add(peer)
         peer.connection.setblocking(False)
-        self._selector.register(
-            peer.connection, selectors.EVENT_READ, lambda: self._guarded(peer, self._serve, peer)
-        )
-        self.watch(peer)
+        peer.events = selectors.EVENT_READ
+        self._selector.register(peer.connection, peer.events, peer)
+
+    def send(self, peer: PeerConnection, packed: Packed) -> None:
+        """Put a body on its way; raises ValueError for one that is too long."""
+        peer.put(packed)
+        self._unflushed[peer] = None
+
+    def flush(self, peer: PeerConnection) -> None:
+        """Write what the peer takes now, and wait for it to take the rest."""
+        if peer in self._open:
+            self._guarded(peer, self._flush, peer)
 
     def drop(self, peer: PeerConnection) -> None:
         """End a connection."""
@@ -90,13 +115,6 @@ class Server:
             self._selector.unregister(peer.connection)
         peer.connection.close()
         self.on_drop(peer)
-
-    def watch(self, peer: PeerConnection) -> None:
-        """Wait for what the peer sends, and for it to take what is unsent."""
-        key = self._selector.get_key(peer.connection)
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
-        if key.events != wanted:
-            self._selector.modify(peer.connection, wanted, key.data)
 
     # --- accepting connections
 
@@ -116,18 +134,22 @@ class Server:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in OUT_OF_RESOURCES and not self._drop_oldest():
-                # the waiting connection stays readable: trying again at once would be a busy loop
-                self._selector.unregister(self._listener)
-                self._accept_again_s = time.monotonic() + ACCEPT_AGAIN_S
-            return
-        peer = PeerConnection(connection)
+        for _ in range(ACCEPTS):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in OUT_OF_RESOURCES and not self._drop_oldest():
+                    # the waiting connection stays readable: trying again at once would be a busy
+                    # loop
+                    self._selector.unregister(self._listener)
+                    self._accept_again_s = time.monotonic() + ACCEPT_AGAIN_S
+                return
+            self._take(PeerConnection(connection))
+
+    def _take(self, peer: PeerConnection) -> None:
         self._unjoined.append(peer)
         try:
-            configure_socket(connection)
+            configure_socket(peer.connection)
             self.adopt(peer)
         except (OSError, ValueError):
             self.drop(peer)
@@ -157,16 +179,21 @@ class Server:
             self.drop(peer)
 
     def _serve(self, peer: PeerConnection) -> None:
-        """Write what is left, and read what has arrived."""
-        peer.flush()
+        """Read what has arrived; what is left to write is written at the end of the round."""
+        if peer.has_unsent:
+            self._unflushed[peer] = None
         data = peer.read()
         if data == b"":
             self.drop(peer)
-            return
-        if data:
+        elif data:
             self._receive(peer, data)
-        if peer in self._open:
-            self.watch(peer)
+
+    def _flush(self, peer: PeerConnection) -> None:
+        peer.flush()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
+        if peer.events != wanted:
+            peer.events = wanted
+            self._selector.modify(peer.connection, wanted, peer)
 
     def _receive(self, peer: PeerConnection, data: bytes) -> None:
         if peer.unsealer is None:
@@ -174,7 +201,7 @@ class Server:
             had_hello = greeting.hello is not None
             greeting.feed(data)
             if greeting.hello is not None and not had_hello:
-                self._authenticator.ask(peer)
+                self._answer_hello(peer)
             if greeting.session is None:
                 return
             peer.open_session()
@@ -185,7 +212,14 @@ class Server:
             if peer not in self._open:
                 return
 
+    def _answer_hello(self, peer: PeerConnection) -> None:
+        if peer.greeting.asks_munge:
+            self._authenticator.ask(peer)
+        else:
+            peer.put_bytes(self._authenticator.answer_at_once(peer.greeting))
+            self._unflushed[peer] = None
+
     def _answer(self, peer: PeerConnection, answer: Future[bytes]) -> None:
         if peer in self._open:
-            peer.write_bytes(answer.result())
-            self.watch(peer)
+            peer.put_bytes(answer.result())
+            self._unflushed[peer] = None

@@ -1,24 +1,25 @@
 """What the coordinator knows of the ranks, and what it answers. Pure: messages in, messages out.
 
 Everything that the ranks decide together is decided here, in one place and once, so two ranks never
-receive different decisions. ``type`` names what a message of a rank asks for:
+receive different decisions. Nothing that a message makes happen takes longer the more ranks there
+are, except where all of them are answered. ``type`` names what a message of a rank asks for:
 
 ========================  =======================================================================
-agree, withdraw           one value of every rank to all ranks, or one failure to all
+agree, withdraw           one value of every rank to all ranks or to some, or one failure to all
 call_barrier, propose     a stop barrier: the maximum of all proposals is the common safe point
 pause, resume             a rank has causes of its own to be parked, or none any more
 counts                    the collectives that a held rank has issued
+members                   the ranks of process groups, from a rank that was asked for them
 leave                     a rank leaves, done or not; one that is cut off has died
 ========================  =======================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
 
-from hydroslurm.coordination.messages import Message, Outbox
+from hydroslurm.coordination.agreement_state import Agreements
+from hydroslurm.coordination.messages import Message, Outbox, Runs, runs_of
 from hydroslurm.coordination.pause_state import PauseState
 
 
@@ -36,7 +37,9 @@ class CoordinatorState:
         self.present: set[int] = set()
         self.died: set[int] = set()
         self.left: set[int] = set()
-        self._processes: dict[int, Any] = {}
+        self._joined = 0
+        self._cut_off: set[str] = set()
+        self._unannounced: set[int] = set()
         self._agreements = Agreements(world_size)
         self._pause = PauseState()
         self._barriers: dict[int, Message] = {}
@@ -52,18 +55,24 @@ class CoordinatorState:
             return f"it counts {world_size} ranks, the others {self.world_size}"
         if rank in self.present:
             return f"rank {rank} has joined already"
-        if rank in self.died | self.left or self.left:
+        if rank in self.died or self.left:
             return f"rank {rank} comes after ranks of this incarnation have ended"
         return None
 
-    def join(self, rank: int, process: Any) -> Outbox:
-        """A rank joins. Once all have, all are told."""
+    def join(self, rank: int, cut_off: Iterable[str]) -> Outbox:
+        """A rank joins. Once all have, all are told.
+
+        Args:
+            cut_off: operations that it had started at coordinators that are gone.
+        """
         self.present.add(rank)
-        self._processes[rank] = process
+        self._joined += 1
+        self._cut_off.update(cut_off)
         outbox: Outbox = [(rank, {"type": "welcome"})]
-        outbox += [(rank, _rank_gone(other, died=True)) for other in sorted(self.died)]
-        if len(self._processes) == self.world_size:
-            outbox += self._all({"type": "all_joined", "ranks": self._processes})
+        if self.died:
+            outbox.append((rank, _ranks_gone(died=self.died)))
+        if self._joined == self.world_size:
+            outbox += self._all({"type": "all_joined", "cut_off": sorted(self._cut_off)})
             early, self._early_calls = self._early_calls, []
             for caller, message in early:
                 outbox += self._call_barrier(caller, message)
@@ -71,17 +80,29 @@ class CoordinatorState:
         return outbox
 
     def gone(self, rank: int, *, died: bool = True) -> Outbox:
-        """A rank is not connected any more."""
+        """A rank is not connected any more. The others hear of it by :meth:`announce`, and at once
+        if they wait for it."""
         if rank not in self.present:
             return []
         self.present.discard(rank)
         (self.died if died else self.left).add(rank)
-        outbox = self._all(_rank_gone(rank, died=died))
-        outbox += self._agreements.without(rank)
+        self._unannounced.add(rank)
+        outbox = self._agreements.without(rank)
         for number in sorted(self._barriers):
             outbox += self._evaluate_barrier(number)
         outbox += self._pause.without(rank, self.present)
         return outbox
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ranks are gone that were not announced."""
+        return bool(self._unannounced)
+
+    def announce(self) -> Outbox:
+        """Tell all who is gone since the last time. For the caller to time: when all ranks end one
+        after the other, telling all of each at once would be quadratic."""
+        news, self._unannounced = self._unannounced, set()
+        return self._all(_ranks_gone(died=news & self.died, left=news & self.left))
 
     @property
     def is_over(self) -> bool:
@@ -98,12 +119,10 @@ class CoordinatorState:
         """
         kind = message["type"]
         if kind == "agree":
-            gone = self.died | self.left
-            if max(message.get("among") or (0,)) >= self.world_size:
-                raise ValueError(f"among {message['among']}, and there are {self.world_size} ranks")
-            return self._agreements.submit(
-                rank, message["topic"], message["value"], among=message.get("among"), gone=gone
-            )
+            among, collect_at = message["among"], message["collect_at"]
+            self._require_ranks([] if among is None else among)
+            self._require_ranks([[one, one] for one in collect_at or ()])
+            return self._agreements.submit(rank, message, died=self.died, left=self.left)
         if kind == "withdraw":
             return self._agreements.withdraw(rank, message["topic"])
         if kind == "call_barrier":
@@ -116,16 +135,24 @@ class CoordinatorState:
             return self._pause.resume(rank, self.present)
         if kind == "counts":
             return self._pause.counts(rank, message, self.present)
+        if kind == "members":
+            for runs in message["groups"].values():
+                self._require_ranks(runs)
+            return self._pause.members(rank, message["groups"], self.present)
         if kind == "leave":
             return self.gone(rank, died=not message.get("done"))
         raise ValueError(f"no rank sends {kind!r}")
+
+    def _require_ranks(self, runs: Runs) -> None:
+        if any(last >= self.world_size for _, last in runs):
+            raise ValueError(f"ranks {runs!s:.80}, and there are {self.world_size}")
 
     # --- stop barriers
 
     def _call_barrier(self, rank: int, message: Message) -> Outbox:
         """One barrier of a kind at a time; after a stop there is none. None before all have joined:
         the others would wait for a rank that ends before it is known."""
-        if len(self._processes) < self.world_size:
+        if self._joined < self.world_size:
             self._early_calls.append((rank, message))
             return []
         kind = message["kind"]
@@ -153,9 +180,9 @@ class CoordinatorState:
         """The proposals of all ranks make a safe point; a rank that is gone makes a failure. A rank
         that left has trained to the end, and so will the others."""
         proposals = self._barriers[number]["proposals"]
-        gone = self.died | self.left
-        if gone:
-            decision: Message = {"type": "barrier_failed", "missing": sorted(gone)}
+        if self.died or self.left:
+            missing = runs_of(self.died | self.left)
+            decision: Message = {"type": "barrier_failed", "missing": missing}
             decision["finished"] = not self.died
         elif len(proposals) == self.world_size:
             decision = {"type": "barrier_agreed", "safe_point_index": max(proposals.values())}
@@ -168,81 +195,5 @@ class CoordinatorState:
         return [(rank, message) for rank in sorted(self.present)]
 
 
-def _rank_gone(rank: int, *, died: bool) -> Message:
-    return {"type": "rank_gone", "rank": rank, "died": died}
-
-
-@dataclass
-class _Agreement:
-    """One that is not decided."""
-
-    among: tuple[int, ...]
-    values: dict[int, Any] = field(default_factory=dict)
-
-
-class Agreements:
-    """All values to all who take part, or one failure to all; by topic. A decided agreement is
-    forgotten, because all have it; a failed one is kept for ranks that have not asked yet."""
-
-    def __init__(self, world_size: int) -> None:
-        self._all_ranks = tuple(range(world_size))
-        self._open: dict[str, _Agreement] = {}
-        self._failed: dict[str, Message] = {}
-
-    def submit(
-        self, rank: int, topic: str, value: Any, *, among: Any, gone: Collection[int]
-    ) -> Outbox:
-        """Take a rank's value. The agreement fails if a participant is gone, or if ranks name
-        different participants."""
-        if topic in self._failed:
-            return [(rank, self._failed[topic])]
-        participants = self._all_ranks if among is None else tuple(sorted(map(int, among)))
-        agreement = self._open.setdefault(topic, _Agreement(participants))
-        agreement.values[rank] = value
-        if participants != agreement.among or rank not in participants:
-            # with thousands of ranks the lists are cut
-            reason = f"asked among {list(agreement.among)!s:.400} and among "
-            return self._fail(topic, message=f"{reason}{list(participants)!s:.400}")
-        missing = [one for one in participants if one in gone and one not in agreement.values]
-        if missing:
-            return self._fail(topic, missing=missing)
-        if len(agreement.values) < len(participants):
-            return []
-        del self._open[topic]
-        values = [[one, agreement.values[one]] for one in participants]
-        message = {"type": "agreed", "topic": topic, "values": values}
-        return [(one, message) for one in participants if one not in gone]
-
-    def withdraw(self, rank: int, topic: str) -> Outbox:
-        """A rank has given up; without effect once the agreement is decided."""
-        agreement = self._open.get(topic)
-        if agreement is None or rank not in agreement.values:
-            return []
-        return self._fail(topic, withdrawn=(rank,))
-
-    def without(self, rank: int) -> Outbox:
-        """A rank is gone: fail what waits for its value."""
-        outbox: Outbox = []
-        for topic, agreement in list(self._open.items()):
-            if rank in agreement.among and rank not in agreement.values:
-                outbox += self._fail(topic, missing=(rank,))
-        return outbox
-
-    def _fail(
-        self,
-        topic: str,
-        *,
-        missing: Collection[int] = (),
-        withdrawn: Collection[int] = (),
-        message: str = "",
-    ) -> Outbox:
-        agreement = self._open.pop(topic)
-        failure = {
-            "type": "agreement_failed",
-            "topic": topic,
-            "missing": sorted(missing),
-            "withdrawn": sorted(withdrawn),
-            "message": message,
-        }
-        self._failed[topic] = failure
-        return [(rank, failure) for rank in sorted(agreement.values)]
+def _ranks_gone(*, died: Iterable[int], left: Iterable[int] = ()) -> Message:
+    return {"type": "ranks_gone", "died": runs_of(died), "left": runs_of(left)}

@@ -12,10 +12,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hydroslurm.coordination.state import Agreements
+from hydroslurm.coordination.agreement_state import Agreements
+from hydroslurm.coordination.agreements import values_of
+from hydroslurm.coordination.messages import ranks_of, runs_of
 from hydroslurm.errors import AgreementFailed, CoordinatorLost
 
 LIMIT_S = 60.0
@@ -49,9 +51,13 @@ class PipePeers:
         timeout_s: float | None = None,
         cancel: threading.Event | None = None,
         among: Sequence[int] | None = None,
+        collect_at: Collection[int] | None = None,
     ) -> Mapping[int, Any]:
         self.hook("before", topic)
-        self._send({"type": "agree", "topic": topic, "value": value, "among": among})
+        ask = {"type": "agree", "topic": topic, "value": json.dumps(value, allow_nan=False)}
+        ask["among"] = None if among is None else runs_of(among)
+        ask["collect_at"] = None if collect_at is None else sorted(collect_at)
+        self._send(ask)
         end_s = time.monotonic() + (LIMIT_S if timeout_s is None else timeout_s)
         withdrawn = False
         with self._changed:
@@ -66,11 +72,11 @@ class PipePeers:
             told = self._decided[topic]
         self.hook("after", topic)
         if told["type"] == "agreed":
-            return dict(told["values"])
+            return values_of(told)
         raise AgreementFailed(
             f"no agreement on {topic}",
-            missing=tuple(told["missing"]),
-            withdrawn=tuple(told["withdrawn"]),
+            missing=tuple(ranks_of(told["missing"])),
+            withdrawn=tuple(ranks_of(told["withdrawn"])),
         )
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -102,6 +108,7 @@ class Lonely:
         timeout_s: float | None = None,
         cancel: threading.Event | None = None,
         among: Sequence[int] | None = None,
+        collect_at: Collection[int] | None = None,
     ) -> Mapping[int, Any]:
         raise AssertionError("nobody is asked")
 
@@ -168,9 +175,7 @@ def _decide(world_size: int, connections: list[socket.socket]) -> None:
                 if ask["type"] == "withdraw":
                     letters = book.withdraw(rank, ask["topic"])
                 else:
-                    letters = book.submit(
-                        rank, ask["topic"], ask["value"], among=ask["among"], gone=gone
-                    )
+                    letters = book.submit(rank, ask, died=gone, left=())
                 _deliver(letters, connections)
 
 

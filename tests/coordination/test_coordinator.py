@@ -26,13 +26,8 @@ from processes import wait_until
 from hydroslurm.coordination import client
 from hydroslurm.coordination.authentication import RankGreeting
 from hydroslurm.coordination.client import CoordinatorClient
-from hydroslurm.coordination.messages import (
-    MAC_BYTES,
-    Sealer,
-    Unsealer,
-    check_from_coordinator,
-    pack,
-)
+from hydroslurm.coordination.frames import MAC_BYTES, Sealer, Unsealer, pack
+from hydroslurm.coordination.messages import check_from_coordinator
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
@@ -53,7 +48,7 @@ class OpenGate:
         return
 
 
-JOIN = {"type": "join", "incarnation_id": "", "rank": 1, "world_size": 2, "process": {}}
+JOIN = {"type": "join", "incarnation_id": "", "rank": 1, "world_size": 2, "cut_off": []}
 KEY = secrets.token_bytes(32)
 SECRET = Secret("environment", KEY)
 
@@ -130,6 +125,39 @@ def test_all_get_all_values(team: Team) -> None:
         assert list(told.items()) == [(rank, [topic, rank]) for rank in range(3)]
 
 
+def test_a_value_that_only_one_rank_needs(team: Team) -> None:
+    """With collect_at a value goes to the ranks that are named; one that is for all goes to all,
+    in the same agreement. What many ranks have alike arrives at each of them."""
+    first, second, third = team.join(3)
+    told = all_at_once(
+        lambda: first.agree("x", "told to all"),
+        lambda: second.agree("x", [1.5], collect_at=[0]),
+        lambda: third.agree("x", [True], collect_at=[0, 2]),
+    )
+    assert told == [
+        {0: "told to all", 1: [1.5], 2: [True]},
+        {0: "told to all"},
+        {0: "told to all", 2: [True]},
+    ]
+    told = all_at_once(
+        lambda: first.agree("y", 1), lambda: second.agree("y", True), lambda: third.agree("y", 1)
+    )
+    assert [list(map(repr, one.values())) for one in told] == [["1", "True", "1"]] * 3
+    with pytest.raises(UsageError, match="at most 4"):
+        first.agree("z", 1, collect_at=range(5))
+
+
+def test_a_value_that_cannot_be_read_fails_its_agreement_only(team: Team) -> None:
+    """The coordinator does not read values, so what a broken rank submits reaches the others: they
+    stay connected."""
+    first, second = team.join(2)
+    asking = {"type": "agree", "topic": "x", "value": "[" * 99, "among": None, "collect_at": None}
+    second._send(asking)
+    (failed,) = all_at_once(lambda: first.agree("x", 1))
+    assert "cannot be read" in str(failed)
+    assert all_at_once(lambda: first.agree("y", 1), lambda: second.agree("y", 1))[0] == {0: 1, 1: 1}
+
+
 def test_a_part_of_the_ranks_can_agree(team: Team) -> None:
     """Among two of three nobody waits for the third; circles that differ fail for both."""
     first, second, third = team.join(3)
@@ -170,10 +198,10 @@ def test_circles_of_thousands_that_differ() -> None:
             visitor.greet()
             visitor.send(hello(world, rank=rank))
             assert visitor.receive()[0] == {"type": "welcome"}
-        first.send({"type": "agree", "topic": "t", "value": 1, "among": [*range(9000)]})
-        second.send({"type": "agree", "topic": "t", "value": 1, "among": [*range(1, 9000)]})
+        first.send(ask_among([[rank, rank] for rank in range(0, 9000, 2)]))
+        second.send(ask_among([[rank, rank] for rank in range(1, 9000, 2)]))
         (failed,) = second.receive()
-        assert check_from_coordinator(failed)["message"].startswith("asked among [")
+        assert check_from_coordinator(failed)["message"].startswith("asked among ranks [")
     os.kill(coordinator_at(port), signal.SIGKILL)
 
 
@@ -383,6 +411,10 @@ class Visitor:
         return True
 
 
+def ask_among(runs: list[list[int]]) -> dict[str, Any]:
+    return {"type": "agree", "topic": "t", "value": "1", "among": runs, "collect_at": None}
+
+
 def ask(port: int, *messages: Any) -> list[Any]:
     """What the coordinator answers to a rank, until it has answered once or hung up."""
     with Visitor(port) as visitor:
@@ -397,7 +429,7 @@ def hello(world: World, rank: int = 1, **changes: Any) -> dict[str, Any]:
         "incarnation_id": world.incarnation_id,
         "rank": rank,
         "world_size": world.world_size,
-        "process": {},
+        "cut_off": [],
         **changes,
     }
 
@@ -430,7 +462,7 @@ def test_a_stranger_is_refused_with_a_reason(
         b"\xff" * 64,
         b"\x00\x00\x00\x02{]",
         b"[" * 60_000,
-        b'\x00\x00\x00\x2a{"type":"join","rank":Infinity,"incarnation_id":"","process":{}}',
+        b'\x00\x00\x00\x2a{"type":"join","rank":Infinity,"incarnation_id":"","cut_off":[]}',
         b"hydroslurm 1\n" + b"k" + b"\0" * 32 + b"\xff\xff",
         b"hydroslurm 1\n" + b"m" + b"\0" * 32 + b"\x00\x08" + b"MUNGE:x:",
         b"hydroslurm 1\n" + b"?" + b"\0" * 34,
@@ -463,12 +495,12 @@ def test_whoever_does_not_know_the_key_is_hung_up_on(
             "incarnation_id": "",
             "rank": 1,
             "world_size": 2,
-            "process": {},
+            "cut_off": [],
             "more": 1,
         },
         {**JOIN, "rank": 1.0},
         {**JOIN, "rank": True},
-        {**JOIN, "process": {"pid": "x"}},
+        {**JOIN, "cut_off": [1]},
     ],
 )
 def test_a_rank_out_of_its_mind_ends_its_own_connection(
@@ -483,7 +515,7 @@ def test_a_rank_out_of_its_mind_ends_its_own_connection(
         other.greet()
         other.send(hello(world, rank=0))
         assert other.receive()[0] == {"type": "welcome"}
-        other.send({"type": "agree", "topic": "t", "value": 1, "among": [0, 7]})
+        other.send(ask_among([[0, 0], [7, 7]]))
         assert other.receive() == []
     assert ask(port, hello(world))[0] == {"type": "welcome"}
 
@@ -583,7 +615,7 @@ def test_a_coordinator_without_descriptors_waits_and_does_not_spin() -> None:
             more = [Visitor(port) for _ in range(60)]
             before_s = cpu_s(process.pid)
             begin_s = time.monotonic()
-            first.send({"type": "agree", "topic": "t", "value": 1, "among": [0]})
+            first.send(ask_among([[0, 0]]))
             while "agreed" not in {one["type"] for one in first.receive()}:
                 pass
             wait_until(lambda: time.monotonic() - begin_s > 2.0, "two seconds")

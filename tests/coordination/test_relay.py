@@ -16,7 +16,7 @@ from coordination.test_coordinator import KEY, SECRET, Team, all_at_once
 from processes import wait_until
 
 from hydroslurm.coordination.channel import connect
-from hydroslurm.coordination.messages import (
+from hydroslurm.coordination.frames import (
     BadFrame,
     pack,
     unwrap_down,
@@ -34,6 +34,7 @@ from hydroslurm.coordination.relay import (
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import LOOPBACK, World
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import AgreementFailed, UsageError
 
 
@@ -152,6 +153,8 @@ def test_a_killed_coordinator_is_replaced_behind_the_relay(team: Team) -> None:
             if b"coordination.coordinator" in line and parent == os.getpid():
                 os.kill(int(process.name), signal.SIGKILL)
     wait_until(lambda: not connections_to(before), "the connections to end")
+    lost = EventKind.COORDINATOR_LOST
+    wait_until(lambda: all((rank, lost) in team.told for rank in range(4)), "all to notice")
     wait_until(lambda: all(one._connected for one in ranks), "the ranks to meet again")
     told = all_at_once(*(lambda one=one: one.agree("y", one.rank) for one in ranks))
     assert told == [{rank: rank for rank in range(4)}] * 4

@@ -38,7 +38,7 @@ ATTACKS = """
     port = int(sys.argv[1])
     def frame(body): return struct.pack(">I", len(body)) + body
     hello = {"type": "join", "incarnation_id": sys.argv[2], "rank": 1, "world_size": 2}
-    hello["process"] = {}
+    hello["cut_off"] = []
     bodies = [
         json.dumps({**hello, "rank": float("inf")}).encode(),
         b"[" * 60000,

@@ -62,7 +62,7 @@ class Coordinators:
         kind, rank, *rest = event
         if kind == "join":
             may_join = coordinator.why_not(rank, coordinator.world_size) is None
-            outbox = coordinator.join(rank, None) if may_join else []
+            outbox = coordinator.join(rank, ()) if may_join else []
         elif kind == "gone":
             outbox = coordinator.gone(rank)
         elif rank in coordinator.present:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from hydroslurm.coordination.messages import runs_of
 from hydroslurm.coordination.state import CoordinatorState
 
 Message = tuple[Any, ...]
@@ -75,15 +76,16 @@ def tidy(coordinator: CoordinatorState) -> None:
 def write(message: Message) -> dict[str, Any]:
     """A message as the coordinator reads it."""
     do, *more = message
+    if do == "members":
+        return {"type": do, "groups": {key: runs_of(ranks) for key, ranks in more[0]}}
     if do != "counts":
         return {"type": do}
     pause, groups, allowance = more
-    told = {key: [list(ranks), issued] for key, ranks, issued in groups}
     return {
         "type": do,
         "pause": pause,
         "round": ROUND,
-        "groups": told,
+        "groups": dict(groups),
         "in_flight": 0,
         "allowance": allowance,
     }
@@ -91,6 +93,8 @@ def write(message: Message) -> dict[str, Any]:
 
 def read(message: dict[str, Any]) -> Message | None:
     """A message of the coordinator, as far as pauses are concerned."""
+    if message["type"] == "describe":
+        return (message["type"], 0, tuple(message["groups"]))
     if message["type"] in ("hold", "count", "let_through", "all_parked", "release"):
         return (message["type"], message["pause"], message.get("n", 0))
     return None

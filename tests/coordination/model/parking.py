@@ -108,11 +108,15 @@ class Parking:
     def _at_once(self, state: State) -> tuple[Words, State] | None:
         """A step whose moment makes no difference, so that no other is looked at.
 
-        Nobody else sees that a rank hears ``count`` with no allowance to take back. The report of a
+        Nobody else sees that a rank hears ``count`` with no allowance to take back, or is asked who
+        is in a group, for which the coordinator waits and does nothing else. The report of a
         rank that is held without an allowance is the same until it has reported; and what the
         coordinator does at the last report of a round can take as long on its way back.
         """
         for number, rank in enumerate(state.ranks):
+            if rank.down and rank.down[0][0] == "describe":
+                words = ("rank", number, "says who is in a group")
+                return words, self._coordinator(put(state, number, self._heard(rank)), number)
             if not rank.peers or rank.allowance:
                 continue
             if rank.down and rank.down[0][0] == "count":
@@ -164,6 +168,9 @@ class Parking:
     def _heard(self, rank: Rank) -> Rank:
         (say, pause, n), *rest = rank.down
         rank = rank._replace(down=tuple(rest))
+        if say == "describe":
+            told = tuple((key, self.groups[key]) for key in n)
+            return rank._replace(up=(*rank.up, ("members", told)))
         if say == "release":
             return rank._replace(peers=False, allowance=0, due=0, owing=False)
         if say == "all_parked":
@@ -175,7 +182,7 @@ class Parking:
 
     def _report(self, state: State, number: int) -> State:
         rank = state.ranks[number]
-        groups = tuple((key, self.groups[key], n) for key, n in self._issued(state, number).items())
+        groups = tuple(self._issued(state, number).items())
         after = rank._replace(
             due=0,
             owing=self.moves_in_time and self._can_move(state, number),

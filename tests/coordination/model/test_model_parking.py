@@ -129,6 +129,18 @@ class ParksAtOnce(PauseState):
         return self._announce(present, in_flight=0, behind=0) if self._counts else []
 
 
+class WaitsForTheDead(PauseState):
+    """Does not ask another rank who is in a group when the one that was asked is gone."""
+
+    def without(self, rank: int, present: Collection[int]) -> Any:
+        asked = dict(self._asked)
+        outbox = super().without(rank, present)
+        if asked:
+            self._asked = asked
+            return [(to, message) for to, message in outbox if message["type"] != "describe"]
+        return outbox
+
+
 def coordinator_with(pause: type[PauseState]) -> Callable[[int], CoordinatorState]:
     def make(ranks: int) -> CoordinatorState:
         coordinator = CoordinatorState(ranks)
@@ -153,6 +165,13 @@ def test_mistakes_of_the_hub_are_found(pause: type[PauseState], story: str, word
     wrong, _ = look(story, make=coordinator_with(pause))
     assert wrong is not None
     assert words in wrong.message, str(wrong)
+
+
+def test_a_rank_that_is_waited_for_in_vain_is_found() -> None:
+    """A coordinator that waits for the members of a group from a rank that is dead."""
+    wrong, _ = look("a", deaths=1, make=coordinator_with(WaitsForTheDead))
+    assert wrong is not None
+    assert "never comes about" in wrong.message, str(wrong)
 
 
 @pytest.mark.parametrize("bounds", [{"takes_back": False}, {"moves_in_time": False}])

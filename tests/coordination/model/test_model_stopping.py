@@ -160,18 +160,16 @@ class ForgetsTheDead(CoordinatorState):
 class CallsTheAbsent(CoordinatorState):
     """Does not wait with a call until everybody has joined."""
 
-    def join(self, rank: int, process: Any) -> Any:
+    def join(self, rank: int, cut_off: Any) -> Any:
         real, self.world_size = self.world_size, 0
-        outbox = super().join(rank, process)
+        outbox = super().join(rank, cut_off)
         self.world_size = real
         return outbox
 
     def _call_barrier(self, rank: int, message: Any) -> Any:
-        absent = {other: None for other in range(self.world_size) if other not in self._processes}
-        self._processes.update(absent)
+        real, self._joined = self._joined, self.world_size
         outbox = super()._call_barrier(rank, message)
-        for other in absent:
-            del self._processes[other]
+        self._joined = real
         return outbox
 
 

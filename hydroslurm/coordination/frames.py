@@ -1,0 +1,168 @@
+"""How messages travel between ranks and the coordinator.
+
+A frame is a length, a MAC and JSON. Each direction has a key of its own, which
+:mod:`hydroslurm.coordination.authentication` has agreed on. The MAC covers a counter and a digest
+of the body, so a frame that is changed, repeated, left out or moved ends the connection before a
+byte of its body is interpreted. A body that goes to thousands of ranks is packed and hashed once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hydroslurm.core.files import parse_json
+
+LIMIT_BYTES = 64 << 20
+"""Of one message."""
+LIMIT_ITEMS = 1 << 20
+"""Of the values in one message: bounds what a short text can become in memory."""
+LIMIT_DEPTH = 32
+MAC_BYTES = 16
+
+_HEAD = struct.Struct(">I")
+_COUNTED = struct.Struct(">QI")
+_ITEM = struct.Struct(">II")
+
+
+class BadFrame(Exception):
+    """Not what a rank or the coordinator sends; the connection is of no use any more."""
+
+
+def pack(message: Any) -> bytes:
+    """The body of one message.
+
+    Raises:
+        TypeError, ValueError: not plain JSON.
+    """
+    return json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest(body: bytes) -> bytes:
+    """What a MAC covers of a body: independent of the key, so that it is made once for all."""
+    return hashlib.blake2b(body, digest_size=32).digest()
+
+
+class Sealer:
+    """Bodies in, frames out, in the order in which they are sent."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def seal(self, body: bytes) -> bytes:
+        """One body as it travels; raises ValueError for one that no receiver would take."""
+        return self.head(len(body), digest(body)) + body
+
+    def head(self, length: int, body_digest: bytes) -> bytes:
+        """What precedes a body of so many bytes; raises as :meth:`seal`."""
+        if length > LIMIT_BYTES:
+            raise ValueError(f"a message of {length} bytes; {LIMIT_BYTES} are allowed")
+        mac = _mac(self._key, self._count, length, body_digest)
+        self._count += 1
+        return _HEAD.pack(length) + mac
+
+
+class Unsealer:
+    """Frames as they come in, messages out."""
+
+    def __init__(self, key: bytes, *, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._key = key
+        self._count = 0
+        self._buffer = bytearray()
+        self._limit_bytes = limit_bytes
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that are complete with these bytes.
+
+        Raises:
+            BadFrame: as :meth:`bodies` and :func:`unpack`.
+        """
+        return [unpack(body) for body in self.bodies(data)]
+
+    def bodies(self, data: bytes) -> list[bytes]:
+        """The bodies that are complete with these bytes.
+
+        Raises:
+            BadFrame: longer than allowed, or not what the other end of this connection has sent.
+        """
+        self._buffer += data
+        found = []
+        while len(self._buffer) >= _HEAD.size:
+            (length,) = _HEAD.unpack_from(self._buffer)
+            if length > self._limit_bytes:
+                raise BadFrame(f"a message of {length} bytes; {self._limit_bytes} are allowed")
+            begin = _HEAD.size + MAC_BYTES
+            if len(self._buffer) < begin + length:
+                break
+            mac = bytes(self._buffer[_HEAD.size : begin])
+            body = bytes(self._buffer[begin : begin + length])
+            del self._buffer[: begin + length]
+            if not hmac.compare_digest(mac, _mac(self._key, self._count, length, digest(body))):
+                raise BadFrame("the MAC of a message is wrong: it was changed, or is not of a peer")
+            self._count += 1
+            found.append(body)
+        return found
+
+
+def unpack(body: bytes) -> Any:
+    """The message of one body.
+
+    Raises:
+        BadFrame: deeper or with more values than allowed, or not JSON.
+    """
+    if body.count(b",") >= LIMIT_ITEMS:
+        raise BadFrame(f"a message of more than {LIMIT_ITEMS} values")
+    try:
+        return parse_json(body, max_depth=LIMIT_DEPTH)
+    except ValueError as error:
+        raise BadFrame(f"not JSON as ranks send it: {error}") from error
+
+
+def _mac(key: bytes, count: int, length: int, body_digest: bytes) -> bytes:
+    covered = _COUNTED.pack(count, length) + body_digest
+    return hashlib.blake2b(covered, key=key, digest_size=MAC_BYTES).digest()
+
+
+# --- what a relay carries
+
+
+def wrap_up(items: Iterable[tuple[int, bytes]]) -> bytes:
+    """The body of one frame from a relay to the coordinator: bodies of ranks, in the order in which
+    they came. An empty one says that the rank's connection has ended."""
+    return b"".join(part for rank, body in items for part in (_ITEM.pack(rank, len(body)), body))
+
+
+def unwrap_up(body: bytes) -> list[tuple[int, bytes]]:
+    """The reverse of :func:`wrap_up`; raises BadFrame."""
+    found, at = [], 0
+    while at < len(body):
+        if len(body) - at < _ITEM.size:
+            raise BadFrame("a frame of a relay ends within an item")
+        rank, length = _ITEM.unpack_from(body, at)
+        at += _ITEM.size
+        if len(body) - at < length:
+            raise BadFrame("a frame of a relay ends within an item")
+        found.append((rank, body[at : at + length]))
+        at += length
+    return found
+
+
+def wrap_down(ranks: Sequence[int], body: bytes) -> bytes:
+    """The body of one frame from the coordinator to a relay: one body for several ranks. An empty
+    one says that their connections are to be closed."""
+    return struct.pack(f">I{len(ranks)}I", len(ranks), *ranks) + body
+
+
+def unwrap_down(body: bytes) -> tuple[tuple[int, ...], bytes]:
+    """The reverse of :func:`wrap_down`; raises BadFrame."""
+    try:
+        (count,) = _HEAD.unpack_from(body)
+        ranks = struct.unpack_from(f">{count}I", body, _HEAD.size)
+    except (struct.error, MemoryError) as error:
+        raise BadFrame(f"not a frame for a relay: {error}") from error
+    return ranks, body[_HEAD.size * (1 + count) :]
