@@ -105,14 +105,14 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     manager, session = CheckpointManager(tmp_path), LocalSession()
     with pytest.raises(UsageError, match=r"after client\.run\(manager\.init"):
         manager.blob_list()
-    with pytest.raises(UsageError, match=r"first client\.run\(manager\.init"):
+    with pytest.raises(UsageError, match=r"run client\.run\(manager\.init"):
         session.run(manager.save(0))
     session.run(job.init_group)
     session.run(manager.init(job.nodes_to_checkpoint()))
     session.run(manager.save(0))
     total.total += 11
     session.run(manager.save(1))
-    with pytest.raises(UsageError, match="epoch 1 has a checkpoint"):
+    with pytest.raises(UsageError, match="epoch 1 already has a checkpoint"):
         session.run(manager.save(1))
     session.run(manager.load(0))
     assert total.total == 100

@@ -83,7 +83,7 @@ def test_saved_objects() -> None:
     model = job.save("model", torch.nn.Linear(1, 1))
     assert job["model"] is model
     assert job.names() == ("model",)
-    with pytest.raises(UsageError, match="registered already"):
+    with pytest.raises(UsageError, match="already registered"):
         job.save("model", model)
     with pytest.raises(UsageError, match="int without state_dict"):
         job.save("step", 3)
@@ -91,7 +91,7 @@ def test_saved_objects() -> None:
         UsageError, match=r"nothing is registered as 'optimizer' in Job\('things'\); "
     ):
         job["optimizer"]
-    with pytest.raises(UsageError, match="does not run"):
+    with pytest.raises(UsageError, match="is not running"):
         _ = job.run
 
 

@@ -64,7 +64,7 @@ def test_a_loop_of_ones_own_hears_saves_and_leaves(tmp_path: Path) -> None:
         os.killpg(program.pid, signal.SIGTERM)
         program.expect("saved")
         assert program.wait() == 75
-        assert "began before" not in str(program)
+        assert "started before" not in str(program)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "end of workers")
 
 
@@ -75,7 +75,7 @@ def test_going_without_a_request_is_refused(tmp_path: Path) -> None:
     with forked(code, tmp_path, "late") as program:
         assert program.wait() == 1
         assert "go_suspend() was called without a stop request" in str(program)
-        assert "1 process of multiprocessing (DataLoader workers?) began before" in str(program)
+        assert "1 process of multiprocessing (DataLoader workers?) started before" in str(program)
 
 
 def test_two_sigterms_are_one_stop(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_gang_requeue(gang_requeue_cluster: DevCluster, run: Doctor, tmp_path: P
     ("arguments", "words"),
     [
         (["67000000"], "Invalid job id"),
-        (["--partition", "nowhere"], "there are: low, urgent"),
+        (["--partition", "nowhere"], "its partitions: low, urgent"),
         (["5", "--partition", "low"], "either a job or --partition"),
         (["--run", "/no/such/folder"], "no such folder"),
         (["--run", "/", "--save-s", "1"], "either --run or --save-s"),
