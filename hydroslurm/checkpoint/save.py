@@ -54,12 +54,17 @@ class Place:
     header: Manifest
 
 
+COMMITTERS = 4
+"""The first ranks, which hear what all ranks have written: the first of them that is left commits.
+With thousands of ranks, telling all of them would cost more than anything else of a save."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """All parts of a save, which are on the disk now.
 
     Attributes:
-        of_ranks: in rank order.
+        of_ranks: in rank order; none on a rank that does not commit.
         whole_tally: of all values of the tensors that the ranks share.
         slowest_s: of several ranks: how long the slowest one took.
     """
@@ -72,8 +77,13 @@ class Parts:
         """The manifest of a save that has these parts.
 
         Raises:
-            SaveFailed: the pieces of the shared tensors do not make up the whole.
+            SaveFailed: the pieces of the shared tensors do not make up the whole, or this rank was
+                not told of them.
         """
+        if not self.of_ranks:
+            raise SaveFailed(
+                f"the {COMMITTERS} ranks that know what all ranks have written are gone"
+            )
         tally = sum(part.tally for part in self.of_ranks) % TALLY_MODULUS
         if tally != self.whole_tally:
             raise SaveFailed(
@@ -241,7 +251,7 @@ class Save:
         )
 
     def _write(self, folder: Path, plan: WritePlan) -> Parts:
-        """Write this rank's part, and hear of the others'."""
+        """Write this rank's part, and hear of the others', if this rank may come to commit."""
         alone = self._round.is_solo
         answer: dict[str, Any] = {}
         problem: BaseException | None = None
@@ -261,13 +271,18 @@ class Save:
         except BaseException as error:
             problem = self._explained(error)
         try:
-            answers = self._round.settle("written", answer, problem=problem)
+            committers = range(min(COMMITTERS, self._round.peers.world_size))
+            answers = self._round.settle(
+                "written", answer, problem=problem, collect_at=None if alone else committers
+            )
         except CheckpointError as error:
             if problem is None or isinstance(problem, Exception):
                 raise
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
         if alone:
             return Parts((mine,), plan.whole_tally)
+        if self._rank not in committers:
+            return Parts((), plan.whole_tally)
         parts = tuple(Part.from_answer(one, rank=rank) for rank, one in sorted(answers.items()))
         took_s = [
             checked(one, rank=rank, took_s=(int, float))["took_s"] for rank, one in answers.items()
