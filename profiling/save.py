@@ -8,6 +8,14 @@ Interleaved in one process, medians over the rounds; before each measurement the
     stall_ratio_to_memcpy     how long an asynchronous save holds the training / copying the same
                               tensors into ones that are there already
     stop_to_durable_ms        from the wish to stop to the committed checkpoint
+
+Beside torch.save, DCP and safetensors (``save_peers.py``), as throughput of ours / theirs:
+
+    save_small_ratio_to_best_peer  of a state of about 0.1 GB
+    load_ratio_to_best_peer        of the whole state, with a cold page cache
+    load_ratio_to_plain_read       the same / reading the bytes only
+    load_cpu_s_per_gb              of all threads
+    commit_cpu_s_512               of rank 0, when 512 ranks have written 1,600 tensors
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import save_peers
 import torch
 from harness import finish, interleaved, median_ratio, parser, percentile, scratch
 
@@ -30,6 +39,7 @@ from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import divide
 
 PIECE_BYTES = 8 << 20
+SMALL_BYTES = 100_000_000
 GRACE_S = 600.0
 
 
@@ -151,6 +161,17 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return []
 
 
+def _named(tree: Any, name: str = "state") -> dict[str, torch.Tensor]:
+    """The same, by where they are."""
+    if isinstance(tree, torch.Tensor):
+        return {name: tree}
+    return {
+        key: tensor
+        for part, value in tree.items()
+        for key, tensor in _named(value, f"{name}.{part}").items()
+    }
+
+
 def seconds_of(arms: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
     """Of each arm in each round, the disk synced before. The first round warms up (fresh memory,
     fresh blocks of the disk) and is not kept."""
@@ -187,6 +208,26 @@ def measure(bench: Bench, *, repeats: int) -> dict[str, float]:
     }
 
 
+def beside_peers(folder: Path, size_bytes: int, *, repeats: int) -> dict[str, Any]:
+    """What ours costs beside others, by key."""
+    found = {}
+    for name, wanted_bytes in (("small", min(size_bytes, SMALL_BYTES)), ("whole", size_bytes)):
+        tensors = _named(state_of(wanted_bytes).shared)
+        found[name] = save_peers.measure(tensors, folder / name, repeats=repeats)
+    whole = found["whole"]
+    return {
+        "save_small_ratio_to_best_peer": found["small"]["save_ratio_to_best_peer"],
+        "save_ratio_to_best_peer": whole["save_ratio_to_best_peer"],
+        "load_ratio_to_best_peer": whole["load_ratio_to_best_peer"],
+        "load_ratio_to_plain_read": whole["load_ratio_to_plain_read"],
+        "load_cpu_s_per_gb": whole["load_cpu_s_per_gb"],
+        "commit_cpu_s_512": save_peers.commit_cpu_s(folder / "commit"),
+        **{f"save_s_of_small.{name}": took for name, took in found["small"]["save_s"].items()},
+        **{f"save_s.{name}": took for name, took in whole["save_s"].items()},
+        **{f"load_s.{name}": took for name, took in whole["load_s"].items()},
+    }
+
+
 def main() -> None:
     wanted = parser("What saving costs.", directory=True)
     wanted.add_argument("--bytes", type=float, default=512e6, help="about so large a state")
@@ -197,6 +238,7 @@ def main() -> None:
     repeats = 2 if chosen.quick else chosen.repeats
     with scratch("save", chosen) as folder:
         result = measure(Bench(state_of(int(size_bytes)), folder), repeats=repeats)
+        result |= beside_peers(folder, int(size_bytes), repeats=repeats)
     finish(chosen, "save: what a checkpoint costs", result)
 
 

@@ -24,7 +24,7 @@ class Box(NamedTuple):
     def common(self, other: Box) -> Box | None:
         """What is in both; None if nothing is."""
         if self == other:
-            return self if self.volume else None
+            return None if 0 in self.sizes else self
         begins = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + n, b + m) - begin

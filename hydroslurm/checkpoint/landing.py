@@ -86,11 +86,10 @@ class Landing:
                 f"{where} has {chunk.key!r:.80} as {chunk.dtype} of shape {chunk.shape}; expected "
                 f"{self.wanted.dtype} of shape {self.wanted.shape}"
             )
-        box = Box(chunk.offsets, chunk.sizes)
-        common = box.common(self.wanted.box)
-        if common is None or box.offsets in self._seen:
+        common = Box(chunk.offsets, chunk.sizes).common(self.wanted.box)
+        if common is None or chunk.offsets in self._seen:
             return
-        self._seen.add(box.offsets)
+        self._seen.add(chunk.offsets)
         self.lacking -= common.volume
         if self.lacking < 0:
             raise CheckpointCorrupt(f"{where}: a piece of {chunk.key!r:.80} overlaps others")
@@ -156,8 +155,10 @@ class _Place(NamedTuple):
 
     def range(self, copies: _Later) -> Range:
         """What is to be read, and where to; ``copies`` gets what is to be done afterwards."""
-        item = self.memory.dtype.itemsize
         box = Box(self.chunk.offsets, self.chunk.sizes)
+        if box == self.into:  # nothing has changed since the save
+            return Range(self.chunk.at_bytes, bytes_of(self.memory))
+        item = self.memory.dtype.itemsize
         begin, count = box.span(self.common)
         first, spread = self.into.span(self.common)
         if count == spread == self.common.volume:

@@ -210,16 +210,19 @@ def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes:
     """Raises TypeError or ValueError: it is none."""
     chunk = Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at_bytes)
     numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes)
-    if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
+    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= 1 << 63:
         raise ValueError(f"a piece of {key!r:.80} lies at {numbers}")
     if not isinstance(key, str) or not isinstance(chunk.torch_dtype, torch.dtype):
         raise TypeError(f"{key!r:.80} is a tensor of {dtype!r:.80}")
-    if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or any(
-        at + size > whole
-        for at, size, whole in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
+    if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or not all(
+        map(_fits, chunk.offsets, chunk.sizes, chunk.shape)
     ):
         raise ValueError(f"a piece of {key!r:.80} lies outside of it: {numbers}")
     return chunk
+
+
+def _fits(at: int, size: int, whole: int) -> bool:
+    return at + size <= whole
 
 
 def _require_inside(index: PartIndex, tensors: FileEntry) -> None:

@@ -206,7 +206,7 @@ class _Encoder:
                 key += "~"
             self._keys[view] = key
             self.tensors[key] = tensor
-        if _is_dense(tensor) and not tensor.is_contiguous():
+        if not tensor.is_contiguous() and _is_dense(tensor):
             return {"$tensor": key, "stride": list(tensor.stride())}
         return {"$tensor": key}
 

@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,9 +54,8 @@ class Shard:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True)
-class SharedTensor:
-    """A tensor that all ranks share.
+class SharedTensor(NamedTuple):
+    """A tensor that all ranks share. A named tuple, because there are thousands.
 
     Attributes:
         dtype: its name without ``torch.``.

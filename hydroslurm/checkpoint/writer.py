@@ -121,10 +121,7 @@ def write_part(
 def shared_text(plan: WritePlan) -> str:
     """What all ranks share: the state, and its tensors, by key: shape, dtype, and the rank that has
     written it, or null for one that is in pieces."""
-    tensors = {
-        key: [list(one.shape), one.dtype, one.writer] for key, one in plan.shared_tensors.items()
-    }
-    body = {"state": plan.shared, "tensors": tensors}
+    body = {"state": plan.shared, "tensors": dict(plan.shared_tensors)}
     return json.dumps(body, allow_nan=False, separators=(",", ":"))
 
 

@@ -28,7 +28,14 @@ Where = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 Check = Annotated[bool, typer.Option("--verify", help="Also read all files, as verify does.")]
-Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="model.pt or model.safetensors")]
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="model.pt, model.safetensors, or model.dcp: a folder for torch.distributed.checkpoint",
+    ),
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(

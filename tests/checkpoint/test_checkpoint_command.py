@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint.states import newest_in, same, state_of
 from typer.testing import CliRunner
 
@@ -123,6 +125,42 @@ def test_export_refusals(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(CheckpointMissing, match="it has model"):
         export(good, tmp_path / "x.pt", only=["ema"])
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_export_for_dcp(tmp_path: Path) -> None:
+    """DCP's own reader takes every tensor out of the folder, under its dotted name; nothing that
+    is there is replaced, and a state without tensors is refused and leaves no folder."""
+    store = CheckpointStore(tmp_path / "c")
+    done = store.write(state_of(3), step=3, kind="periodic")
+    call("export", done.path, "--out", tmp_path / "all.dcp")
+    wanted = state_of(3).shared
+    moments = wanted["optimizer"]["state"][0]
+    names = {
+        "model.weight": wanted["model"]["weight"],
+        "model.tied": wanted["model"]["weight"],
+        "model.bias": wanted["model"]["bias"],
+        "optimizer.state.0.step": moments["step"],
+        "optimizer.state.0.exp_avg": moments["exp_avg"],
+    }
+    target = {name: torch.zeros_like(one) for name, one in names.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it loads in a single process
+        dcp.load(target, checkpoint_id=tmp_path / "all.dcp", no_dist=True)
+    assert same(target, names)
+    export(done, tmp_path / "model.dcp", only=["model"])
+    assert set(
+        dcp.FileSystemReader(tmp_path / "model.dcp").read_metadata().state_dict_metadata
+    ) == {
+        "weight",
+        "bias",
+        "tied",
+    }
+    with pytest.raises(UsageError, match="is there already"):
+        export(done, tmp_path / "model.dcp")
+    plain = store.write(State({"step": 1}, {}), step=4, kind="manual")
+    with pytest.raises(UsageError, match="no tensors"):
+        export(plain, tmp_path / "plain.dcp")
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "all.dcp", "model.dcp"}
 
 
 def test_export_as_safetensors(tmp_path: Path) -> None:

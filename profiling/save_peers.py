@@ -1,0 +1,207 @@
+"""Checkpoints beside those of torch.save, torch.distributed.checkpoint (DCP) and safetensors.
+
+All of them write the same tensors and fsync them; ours also checksums, fsyncs the folders and
+commits. A load reads what was written with a cold page cache: the files are dropped from it before.
+On a tmpfs (/dev/shm) there is no such thing, and what is compared is the work of the processor.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import resource
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import interleaved, median_ratio
+
+from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.writer import names_of
+
+RANKS = 512
+KEYS = 1600
+PIECE_BYTES = 8 << 20
+
+Arm = Callable[[], float]
+
+
+class Peers:
+    """Each way to save and to load one flat dict of tensors, in a folder of its own."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        self._tensors = dict(tensors)
+        self._folder = folder
+        self._steps = itertools.count(1)
+        self.size_bytes = sum(one.nbytes for one in self._tensors.values())
+        self.load_cpu_s: list[float] = []
+        logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+    def saves(self) -> dict[str, Arm]:
+        """Each keeps what it has written last, for the loads."""
+        ways = {
+            "ours": self._save_ours,
+            "torch_save": self._save_torch,
+            "dcp": self._save_dcp,
+            "dcp_async": self._save_dcp_async,
+            "safetensors": self._save_safetensors,
+        }
+        return {name: functools.partial(self._timed_save, name, way) for name, way in ways.items()}
+
+    def loads(self) -> dict[str, Arm]:
+        """For after the saves."""
+        ways = {
+            "plain": self._read_plain,
+            "ours": self._load_ours,
+            "torch_save": self._load_torch,
+            "dcp": self._load_dcp,
+            "safetensors": self._load_safetensors,
+        }
+        return {name: functools.partial(self._timed_load, name, way) for name, way in ways.items()}
+
+    def _timed_save(self, name: str, way: Callable[[Path], None]) -> float:
+        folder = self._folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        os.sync()
+        begin = time.perf_counter()
+        way(folder)
+        return time.perf_counter() - begin
+
+    def _timed_load(self, name: str, way: Callable[[Path], object]) -> float:
+        folder = self._folder / ("ours" if name == "plain" else name)
+        drop_from_cache(folder)
+        begin = time.perf_counter()
+        found = way(folder)
+        took = time.perf_counter() - begin
+        del found
+        return took
+
+    def _save_ours(self, folder: Path) -> None:
+        CheckpointStore(folder).write(State(self._tensors, {}), step=next(self._steps), kind="x")
+
+    def _save_torch(self, folder: Path) -> None:
+        with (folder / "model.pt").open("xb") as file:
+            torch.save(self._tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _save_safetensors(self, folder: Path) -> None:
+        safetensors.torch.save_file(self._tensors, folder / "model.safetensors")
+        with (folder / "model.safetensors").open("rb") as file:
+            os.fsync(file.fileno())
+
+    def _save_dcp(self, folder: Path) -> None:
+        dcp.save(self._tensors, checkpoint_id=folder, no_dist=True)
+
+    def _save_dcp_async(self, folder: Path) -> None:
+        dcp.async_save(self._tensors, checkpoint_id=folder, no_dist=True).result()
+
+    def _read_plain(self, folder: Path) -> None:
+        buffer = bytearray(PIECE_BYTES)
+        for path in sorted(folder.rglob("part-*.safetensors")):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    def _load_ours(self, folder: Path) -> object:
+        store = CheckpointStore(folder)
+        (checkpoint,) = store.committed()
+        before_s = _cpu_s()
+        found = store.load(checkpoint)
+        self.load_cpu_s.append(_cpu_s() - before_s)
+        return found
+
+    def _load_torch(self, folder: Path) -> object:
+        return torch.load(folder / "model.pt", weights_only=True)
+
+    def _load_safetensors(self, folder: Path) -> object:
+        # a mapping into memory would read nothing before the values are used
+        with safetensors.torch.safe_open(folder / "model.safetensors", "pt") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+    def _load_dcp(self, folder: Path) -> object:
+        target = {name: torch.empty_like(one) for name, one in self._tensors.items()}
+        dcp.load(target, checkpoint_id=folder, no_dist=True)
+        return target
+
+
+def measure(tensors: Mapping[str, torch.Tensor], folder: Path, *, repeats: int) -> dict[str, Any]:
+    """Medians in seconds of every way, and ours beside the best of the others."""
+    folder.mkdir()
+    peers = Peers(tensors, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP says that it saves in a single process
+        saved = _seconds(peers.saves(), repeats=repeats)
+        loaded = _seconds(peers.loads(), repeats=repeats)
+    shutil.rmtree(folder)
+    return {
+        "bytes": peers.size_bytes,
+        "save_s": {name: statistics.median(took) for name, took in saved.items()},
+        "load_s": {name: statistics.median(took) for name, took in loaded.items()},
+        "save_ratio_to_best_peer": _to_best(saved, but=("ours",)),
+        "load_ratio_to_best_peer": _to_best(loaded, but=("ours", "plain")),
+        "load_ratio_to_plain_read": median_ratio(loaded, "plain", "ours"),
+        "load_cpu_s_per_gb": statistics.median(peers.load_cpu_s) / (peers.size_bytes / 1e9),
+    }
+
+
+def _seconds(arms: Mapping[str, Arm], *, repeats: int) -> dict[str, list[float]]:
+    """The first round warms up and is not kept."""
+    return {name: took[1:] for name, took in interleaved(arms, rounds=repeats + 1).items()}
+
+
+def _to_best(seen: Mapping[str, Sequence[float]], *, but: Sequence[str]) -> float:
+    """The throughput of ours by that of the best other way: 1 and more is better."""
+    return min(median_ratio(seen, name, "ours") for name in seen if name not in but)
+
+
+def drop_from_cache(folder: Path) -> None:
+    """What is read next comes from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class SimulatedRanks:
+    """The peers of rank 0 in a world whose other ranks have written nothing but their answers."""
+
+    rank, world_size = 0, RANKS
+
+    def __init__(self) -> None:
+        self.all_written_cpu_s = 0.0
+
+    def agree(self, topic: str, value: Any, **_: Any) -> Mapping[int, Any]:
+        answers = dict.fromkeys(range(RANKS), value)
+        if topic.endswith("/written"):
+            entry = next(iter(value["files"].values()))
+            for rank in range(1, RANKS):
+                files = dict.fromkeys(sorted(names_of(rank)), entry)
+                answers[rank] = {**value, "files": files, "tally": 0}
+            self.all_written_cpu_s = _cpu_s()
+        return answers
+
+
+def commit_cpu_s(folder: Path) -> float:
+    """What a commit of many ranks takes of rank 0's processor, from the moment when all have
+    written to the committed checkpoint. The tensors are so small that all of them are rank 0's."""
+    peers = SimulatedRanks()
+    state = State({f"layer{n}": torch.zeros(4) for n in range(KEYS)}, {})
+    CheckpointStore(folder, peers=peers).write(state, step=1, kind="x")
+    return _cpu_s() - peers.all_written_cpu_s
