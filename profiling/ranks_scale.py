@@ -18,6 +18,7 @@ leave    every rank leaves
 The same `relayed`: eight ranks share a connection, as behind the relays of their nodes.
 `growth_exponent` is the worst of join, agree, pause and tell: log(cost ratio) / log(size ratio)
 from the smallest size to 4,096 ranks; 1 is a cost that grows as the number of ranks does.
+`growth_exponent_commit` is that of commit.
 """
 
 from __future__ import annotations
@@ -334,15 +335,20 @@ def main() -> None:
     seen = {size: measure(size) for size in sizes}
     relayed = {size: measure(size, per_line=NODE) for size in relayed_sizes}
     first, last = min(sizes), max(sizes)
-    growth = max(
-        math.log(seen[last][f"{phase}_s"] / seen[first][f"{phase}_s"]) / math.log(last / first)
-        for phase in GROWING
-    )
+
+    def growth(phase: str) -> float:
+        ratio = seen[last][f"{phase}_s"] / seen[first][f"{phase}_s"]
+        return math.log(ratio) / math.log(last / first)
+
+    exponents = {
+        "growth_exponent": max(map(growth, GROWING)),
+        "growth_exponent_commit": growth("commit"),
+    }
     result = {f"{name}_{size}": one for size, of in seen.items() for name, one in of.items()}
     for size, of in relayed.items():
         result |= {f"{name}_{size}_relayed": one for name, one in of.items()}
     title = "ranks_scale: CPU seconds of the coordinator"
-    finish(chosen, title, {"growth_exponent": growth, **result})
+    finish(chosen, title, {**exponents, **result})
 
 
 if __name__ == "__main__":
