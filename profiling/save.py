@@ -9,6 +9,14 @@ Interleaved in one process, medians over the rounds; before each measurement the
                               tensors into ones that are there already
     stop_to_durable_ms        from the wish to stop to the committed checkpoint
 
+Once in each of some fresh processes, medians:
+
+    first_stall_ratio_to_memcpy   the first asynchronous save, when the memory for its copy has been
+                                  touched in the background; ... _early: while that is still done
+    stop_peak_ratio_to_state      host memory that saving takes beside the state, at its most, while
+                                  a stop writes beside a periodic save that a hung disk holds / the
+                                  state. One copy for periodic saves is 1
+
 Beside torch.save, DCP and safetensors (``save_peers.py``), as throughput of ours / theirs:
 
     save_small_ratio_to_best_peer  of a state of about 0.1 GB
@@ -32,6 +40,7 @@ from typing import Any
 
 import save_peers
 import torch
+from first_save import first_stall, in_fresh_process, state_of, stop_peak, tensors_of
 from harness import finish, interleaved, median_ratio, parser, percentile, scratch
 
 from hydroslurm.checkpoint.saver import Saver
@@ -41,33 +50,8 @@ from hydroslurm.checkpoint.write_plan import divide
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 100_000_000
 GRACE_S = 600.0
-
-
-def state_of(size_bytes: int) -> State:
-    """A transformer's parameters with Adam's state: one large tensor, many middling ones, and more
-    that are tiny than both together."""
-    wide = size_bytes > 100e6
-    hidden, words = (512, 16384) if wide else (64, 4096)
-    layers = max(1, round((size_bytes / 12 - words * hidden) / (12 * hidden * hidden)))
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (words, hidden)}
-    for layer in range(layers):
-        for name, shape in {
-            "attention": (3 * hidden, hidden),
-            "out": (hidden, hidden),
-            "up": (4 * hidden, hidden),
-            "down": (hidden, 4 * hidden),
-            "norm1": (hidden,),
-            "norm2": (hidden,),
-            "bias_up": (4 * hidden,),
-            "bias_down": (hidden,),
-        }.items():
-            shapes[f"layer{layer}.{name}"] = shape
-    model = {name: torch.randn(shape) for name, shape in shapes.items()}
-    moments = {
-        index: {"step": torch.tensor(1.0), "exp_avg": torch.randn(s), "exp_avg_sq": torch.randn(s)}
-        for index, s in enumerate(shapes.values())
-    }
-    return State(shared={"model": model, "optimizer": {"state": moments}}, own={"step": 1})
+FRESH = 5
+"""Fresh processes for each figure that needs them."""
 
 
 class Bench:
@@ -80,7 +64,7 @@ class Bench:
         self._plain = memoryview(
             torch.randint(0, 256, (self.size_bytes,), dtype=torch.uint8).numpy()
         )
-        self._tensors = _tensors(state.shared)
+        self._tensors = tensors_of(state.shared)
         self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         self._store = CheckpointStore(folder / "store")
         self._saver = Saver(CheckpointStore(folder / "saver"))
@@ -153,16 +137,8 @@ class Bench:
         return self._step
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        return [tensor for value in tree.values() for tensor in _tensors(value)]
-    return []
-
-
 def _named(tree: Any, name: str = "state") -> dict[str, torch.Tensor]:
-    """The same, by where they are."""
+    """The tensors of a tree, by where they are."""
     if isinstance(tree, torch.Tensor):
         return {name: tree}
     return {
@@ -182,6 +158,23 @@ def seconds_of(arms: Mapping[str, Callable[[], float]], *, repeats: int) -> dict
 
     ready = {name: functools.partial(synced, arm) for name, arm in arms.items()}
     return {name: s[1:] for name, s in interleaved(ready, rounds=repeats + 1).items()}
+
+
+def measure_fresh(size_bytes: int, folder: Path, *, repeats: int) -> dict[str, float]:
+    """What only a process that has saved nothing yet can show."""
+    arms = {
+        "first_stall_ratio_to_memcpy": functools.partial(first_stall, early=False),
+        "first_stall_early_ratio_to_memcpy": functools.partial(first_stall, early=True),
+        "stop_peak_ratio_to_state": stop_peak,
+    }
+    seen = interleaved(
+        {
+            name: functools.partial(in_fresh_process, arm, size_bytes, folder)
+            for name, arm in arms.items()
+        },
+        rounds=repeats,
+    )
+    return {name: statistics.median(values) for name, values in seen.items()}
 
 
 def measure(bench: Bench, *, repeats: int) -> dict[str, float]:
@@ -237,9 +230,11 @@ def main() -> None:
     size_bytes = 16e6 if chosen.quick else chosen.bytes
     repeats = 2 if chosen.quick else chosen.repeats
     with scratch("save", chosen) as folder:
+        # first: a process that has computed cannot be forked for this, its threads are gone there
+        fresh = measure_fresh(int(size_bytes), folder, repeats=1 if chosen.quick else FRESH)
         result = measure(Bench(state_of(int(size_bytes)), folder), repeats=repeats)
         result |= beside_peers(folder, int(size_bytes), repeats=repeats)
-    finish(chosen, "save: what a checkpoint costs", result)
+    finish(chosen, "save: what a checkpoint costs", {**result, **fresh})
 
 
 if __name__ == "__main__":

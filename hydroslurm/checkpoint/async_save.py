@@ -28,6 +28,7 @@ class AsyncSave:
         step: int,
         state: int,
         expected_s: float,
+        writes: bool,
         exempt: Callable[[], AbstractContextManager[None]],
         after: Callable[[], None],
     ) -> None:
@@ -37,6 +38,7 @@ class AsyncSave:
             work: does the save; is given the event that asks it to end early.
             step: whose state it writes. state: the number of that state (``SaveRequest.state``).
             expected_s: how long it should take.
+            writes: False if this rank only tells the others that it cannot take part.
             exempt: makes the context in which no pause holds the thread.
             after: tidies up once the save has succeeded. Nobody waits for it but :meth:`join` and
                 the shutdown of Python: removing an old checkpoint of some GB takes longer than
@@ -44,6 +46,7 @@ class AsyncSave:
         """
         self.step = step
         self.state = state
+        self.writes = writes
         self.failure: BaseException | None = None
         self._exempt = exempt
         self._after = after
@@ -71,11 +74,15 @@ class AsyncSave:
         self._thread.join(_bounded(timeout_s))
         return not self._thread.is_alive()
 
-    def see_through(self) -> None:
-        """Wait until it has ended and tidied up. If a signal handler raises meanwhile, it is given
-        up and waited for: before that the state that it writes is not the caller's own."""
+    def see_through(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended, and without a timeout until it has tidied up. If a signal
+        handler raises meanwhile, it is given up and waited for: before that the state that it
+        writes is not the caller's own."""
         try:
-            self.join()
+            if timeout_s is None:
+                self.join()
+            else:
+                self.wait(timeout_s)
         except BaseException:
             self.give_up()
             self.join()
@@ -100,7 +107,8 @@ class AsyncSave:
             with self._exempt():
                 work(self._given_up)
                 self._ended.set()
-                self._after()
+                if self.writes:
+                    self._after()
         except BaseException as error:  # kept for the training thread, which reports it
             self.failure = error
         finally:
@@ -125,7 +133,13 @@ class AsyncSaves:
         self._all: list[AsyncSave] = []
 
     def launch(
-        self, work: Callable[[threading.Event], None], *, step: int, state: int, expected_s: float
+        self,
+        work: Callable[[threading.Event], None],
+        *,
+        step: int,
+        state: int,
+        expected_s: float,
+        writes: bool = True,
     ) -> AsyncSave:
         """Begin a save (see :class:`AsyncSave`)."""
         self._all = [one for one in self._all if not one.join(0) or one.failure is not None]
@@ -134,6 +148,7 @@ class AsyncSaves:
             step=step,
             state=state,
             expected_s=expected_s,
+            writes=writes,
             exempt=self._exempt,
             after=self._after,
         )
@@ -142,7 +157,8 @@ class AsyncSaves:
 
     def current(self) -> AsyncSave | None:
         """The youngest one that is under way."""
-        return next((save for save in reversed(self._all) if save.running), None)
+        found = (save for save in reversed(self._all) if save.running and save.writes)
+        return next(found, None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether all have ended and tidied up, after waiting so long at the most."""

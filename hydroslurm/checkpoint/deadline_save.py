@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -28,9 +27,12 @@ between two writes; a hanging disk or a long fsync holds it up."""
 class DeadlineSave:
     """The save of one stop.
 
-    The calling thread waits and copies; a background thread writes, so that this one returns at the
-    deadline even if the disk hangs, while the write goes on. A save that is killed later does no
-    harm: a checkpoint is committed as a whole or not at all.
+    The calling thread waits; a background thread writes, so that this one returns at the deadline
+    even if the disk hangs, while the write goes on. A save that is killed later does no harm: a
+    checkpoint is committed as a whole or not at all.
+
+    What is written is the state itself: the training is over, and a copy beside the one that a save
+    under way may still be reading would be one more than was reserved.
     """
 
     def __init__(
@@ -38,25 +40,20 @@ class DeadlineSave:
         writer: TieredWriter,
         saves: AsyncSaves,
         *,
-        stage: Callable[[WritePlan, SaveRequest], WritePlan],
         save_round: SaveRound,
         request: SaveRequest,
         deadline_mono_s: float,
     ) -> None:
         """
         Args:
-            stage: copies a state into memory that no save under way is reading. Without memory it
-                returns the state itself, which must not change until the save has ended.
             save_round: the agreements of the ranks.
         """
         self._writer = writer
         self._saves = saves
-        self._stage = stage
         self._round = save_round
         self._request = request
         self._deadline_s = deadline_mono_s
         self._begin_s = time.monotonic()
-        self._stall_s = 0.0
 
     def choose(self) -> Choice:
         """What to do, given what all ranks know now.
@@ -83,7 +80,7 @@ class DeadlineSave:
         return self._saved(None, None, failure=failure)
 
     def carry_out(self, choice: Choice, plan: WritePlan) -> Saved:
-        """Do it, until the deadline."""
+        """Do it, until the deadline. Whatever is still written then reads the state itself."""
         if choice.action is Action.NOTHING:
             return self._saved(choice, None)
         source = self._writer.to_fast(plan, self._request) if choice.fast_first else None
@@ -96,7 +93,7 @@ class DeadlineSave:
         except SaveFailed as error:
             return self._saved(choice, before, failure=error)
         last = self._launch(plan, source, before)
-        last.wait(self._left_s())
+        last.see_through(self._left_s())
         return self._saved(choice, last)
 
     def _make_way(self, choice: Choice) -> AsyncSave | None:
@@ -118,10 +115,6 @@ class DeadlineSave:
         self, plan: WritePlan, source: Checkpoint | None, before: AsyncSave | None
     ) -> AsyncSave:
         """Write durably, after ``before``."""
-        if source is None:
-            begin_s = time.monotonic()
-            plan = self._stage(plan, self._request)
-            self._stall_s = time.monotonic() - begin_s
 
         def work(cancel: threading.Event) -> None:
             if before is not None:
@@ -158,7 +151,6 @@ class DeadlineSave:
             steps_at_risk=durability.steps_at_risk,
             reason=came if choice is None else f"{came}; {choice.reason}",
             choice=None if choice is None else choice.action,
-            stall_s=self._stall_s,
             took_s=time.monotonic() - self._begin_s,
             still_writing=is_writing,
         )

@@ -11,7 +11,13 @@ from typing import Literal
 from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.store import Checkpoint
 from hydroslurm.checkpoint.tiers import Tier
-from hydroslurm.errors import CheckpointError, SaveAbandoned, SaveFailed, StaleAttempt
+from hydroslurm.errors import (
+    CheckpointError,
+    SaveAbandoned,
+    SaveFailed,
+    StaleAttempt,
+    UnsavableState,
+)
 
 
 class SaveEventKind(str, Enum):
@@ -67,11 +73,10 @@ class Saved:
             survives. 0 also if that is an earlier save of the same step.
         reason: what was chosen and what came of it, for people.
         choice: what was chosen at a deadline; None without one.
-        stall_s: how long copying the state took.
         took_s: how long the call took.
         still_writing: a durable save continues in the background. It can still be committed while
-            the process lives (``Saver.wait``), and an interpreter that shuts down waits for it. If
-            there was no memory for a copy, leave the state alone until then.
+            the process lives (``Saver.wait``), and an interpreter that shuts down waits for it. It
+            reads the state itself: leave that alone until then.
     """
 
     step: int
@@ -80,7 +85,6 @@ class Saved:
     steps_at_risk: int
     reason: str
     choice: Action | None = None
-    stall_s: float = 0.0
     took_s: float = 0.0
     still_writing: bool = False
 
@@ -96,12 +100,13 @@ def report(
     Raises:
         SaveFailed: a save failed and ``on_save_error`` is "fail"; otherwise a RuntimeWarning.
         StaleAttempt: no save of this attempt will be committed any more.
+        UnsavableState: the state of a rank holds what cannot be saved.
     """
     failures = [one for one in failures if not isinstance(one, SaveAbandoned)]
     for problem in problems:
         _warn(problem)
     for failure in failures:
-        if isinstance(failure, StaleAttempt):
+        if isinstance(failure, (StaleAttempt, UnsavableState)):
             raise failure
     if not failures:
         return

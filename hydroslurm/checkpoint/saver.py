@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,7 +27,14 @@ from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
-from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
+from hydroslurm.errors import (
+    CheckpointError,
+    SaveAbandoned,
+    SaveFailed,
+    StaleAttempt,
+    UnsavableState,
+    UsageError,
+)
 
 _NO_META: Mapping[str, Any] = {}
 
@@ -89,7 +98,6 @@ class Saver:
         self._owner_pid = os.getpid()
         self._state = 0
         self._staging = Staging(exempt=exempt, room=room)
-        self._refused: list[BaseException] = []
         self._saves = AsyncSaves(exempt=exempt, after=self._writer.prune)
 
     def reserve(self, state: State) -> str:
@@ -120,31 +128,42 @@ class Saver:
         """Copy the state and save the copy in the background; without memory for a copy, save.
 
         While a save is under way on any rank, this one is skipped, with an event: a disk that
-        cannot keep up must not hold up the training.
+        cannot keep up must not hold up the training. The ranks agree on that in the background too:
+        none waits here for another one.
 
         Returns:
             How long the training stalled, in seconds; 0.0 if no save was started.
 
         Raises:
-            UnsavableState: the state holds what cannot be saved.
+            UnsavableState: the state holds what cannot be saved. Of several ranks, :meth:`poll`
+                raises it on all.
         """
         self._check_ours()
         begin_s = time.monotonic()
         save_round = self._next_round(step)
         request = SaveRequest(step, kind, epoch, meta, topic=save_round.topic)
+        under_way = self._saves.current()
+        if under_way is not None:
+            if save_round.is_solo:
+                reason = save_round.busy(under_way.step)
+                self._writer.tell(SaveEventKind.SKIPPED, request, reason=reason or "")
+            else:
+                self._excuse(save_round, request, busy=under_way.step)
+            return 0.0
         try:
-            plan = self._begin(save_round, state)
-        except SaveFailed as error:
-            self._refused.append(error)
-            self._writer.tell(SaveEventKind.FAILED, request, reason=str(error))
+            with _no_garbage_collection():
+                plan = self._divide(state)
+                request = replace(request, state=self._new_state(), state_bytes=plan.state_bytes)
+                self._writer.tell(SaveEventKind.STARTED, request)
+                staged = self._stage(plan, request)
+        except BaseException as error:  # of which the others must hear
+            if save_round.is_solo:
+                raise
+            self._excuse(save_round, request, problem=error)
+            if not isinstance(error, Exception):
+                raise
             return 0.0
-        if isinstance(plan, str):
-            self._writer.tell(SaveEventKind.SKIPPED, request, reason=plan)
-            return 0.0
-        request = replace(request, state=self._new_state(), state_bytes=plan.state_bytes)
-        self._writer.tell(SaveEventKind.STARTED, request)
-        staged = self._stage(plan, request)
-        save = self._launch(staged, request)
+        save = self._launch(staged, request, save_round)
         if staged is plan:
             save.see_through()
         return time.monotonic() - begin_s
@@ -213,9 +232,12 @@ class Saver:
         """Save for a stop whatever can still be committed in time (see ``deadline.choose``).
 
         Returns when the step is committed on the durable tier, when that has failed, or at the
-        deadline (``time.monotonic()``). Copying the state and a save to the fast tier are not
-        interrupted, and only begun if they should fit. A failed save does not raise; it is reported
-        in ``Saved.reason``, and the rest of the grace belongs to the caller.
+        deadline (``time.monotonic()``). A save to the fast tier is not interrupted, and only begun
+        if it should fit. A failed save does not raise; it is reported in ``Saved.reason``, and the
+        rest of the grace belongs to the caller.
+
+        No copy is made: until a save that is ``still_writing`` has ended (:meth:`wait`,
+        :meth:`close`), the state must not change.
 
         Args:
             unchanged: the state is certainly that of the newest save, or the one that the run
@@ -239,7 +261,6 @@ class Saver:
         stop = DeadlineSave(
             self._writer,
             self._saves,
-            stage=self._stage,
             save_round=save_round,
             request=request,
             deadline_mono_s=deadline_mono_s,
@@ -269,12 +290,13 @@ class Saver:
 
         Raises:
             SaveFailed: a save failed and ``on_save_error`` is "fail".
+            StaleAttempt: a newer attempt has begun.
+            UnsavableState: the state of a rank holds what cannot be saved.
         """
         if not self._ours:
             return
-        refused, self._refused = self._refused, []
         report(
-            refused + self._saves.failures(),
+            self._saves.failures(),
             problems=self._writer.take_problems(),
             on_save_error=self._on_save_error,
         )
@@ -336,33 +358,10 @@ class Saver:
         """The one walk over the state that a save makes; raises UnsavableState."""
         return divide(state, rank=self._peers.rank, world_size=self._peers.world_size)
 
-    def _begin(self, save_round: SaveRound, state: State) -> WritePlan | str:
-        """What is to be saved now; or, for people, why no save can begin."""
-        under_way = self._saves.current()
-        plan, problem = None, None
-        if under_way is None:
-            try:
-                plan = self._divide(state)
-            except Exception as error:  # of which the others must hear first
-                problem = error
-        busy = save_round.busy(None if under_way is None else under_way.step, problem=problem)
-        if busy is not None:
-            return busy
-        assert plan is not None
-        return plan
-
     def _stage(self, plan: WritePlan, request: SaveRequest) -> WritePlan:
         """A copy; ``plan`` itself where there is no memory for one."""
-        self._staging.join()  # not a part of what a copy takes
         begin_s = time.monotonic()
-        try:
-            copied = self._staging.copy(plan, being_read=self._saves.current() is not None)
-        except BaseException as error:
-            if request.topic is not None:
-                SaveRound(
-                    self._peers, request.topic, step=request.step, timeout_s=self._patience_s
-                ).decline(error)
-            raise
+        copied = self._staging.copy(plan)
         if copied is None:
             self._writer.tell(SaveEventKind.NOT_COPIED, request, reason=self._staging.refused)
             return plan
@@ -370,15 +369,78 @@ class Saver:
         self._writer.tell(SaveEventKind.STAGED, request, seconds=seconds)
         return copied
 
-    def _launch(self, plan: WritePlan, request: SaveRequest) -> AsyncSave:
+    def _launch(
+        self, plan: WritePlan, request: SaveRequest, save_round: SaveRound | None = None
+    ) -> AsyncSave:
+        """Save in the background, if the ranks of ``save_round`` agree to begin."""
+
+        def work(cancel: threading.Event) -> None:
+            if save_round is None or self._may_begin(replace(save_round, cancel=cancel), request):
+                self._writer.to_all(plan, request, cancel=cancel)
+
         estimate = self._writer.estimate(request.state_bytes)
         return self._saves.launch(
-            lambda cancel: self._writer.to_all(plan, request, cancel=cancel),
+            work,
             step=request.step,
             state=request.state,
             expected_s=estimate.durable.seconds
             + (0.0 if estimate.fast is None else estimate.fast.seconds),
         )
+
+    def _excuse(
+        self,
+        save_round: SaveRound,
+        request: SaveRequest,
+        *,
+        busy: int | None = None,
+        problem: BaseException | None = None,
+    ) -> None:
+        """Tell the other ranks in the background that this one cannot begin."""
+
+        def work(cancel: threading.Event) -> None:
+            self._may_begin(replace(save_round, cancel=cancel), request, busy=busy, problem=problem)
+
+        self._saves.launch(
+            work, step=request.step, state=request.state, expected_s=0.0, writes=False
+        )
+
+    def _may_begin(
+        self,
+        save_round: SaveRound,
+        request: SaveRequest,
+        *,
+        busy: int | None = None,
+        problem: BaseException | None = None,
+    ) -> bool:
+        """Whether all ranks can begin this save, which all of them are told alike.
+
+        Raises:
+            SaveFailed, UnsavableState, SaveAbandoned: one cannot take part, is gone or has given
+                up.
+        """
+        try:
+            reason = save_round.busy(busy, problem=problem)
+        except (CheckpointError, StaleAttempt) as error:
+            given_up = isinstance(error, SaveAbandoned)
+            kind = SaveEventKind.ABANDONED if given_up else SaveEventKind.FAILED
+            self._writer.tell(kind, request, reason=str(error))
+            raise
+        if reason is not None:
+            self._writer.tell(SaveEventKind.SKIPPED, request, reason=reason)
+        return reason is None
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Leave cyclic garbage alone while the training waits: the thousands of small objects of a plan
+    make Python search all objects, which takes longer than to copy them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _check_peers(

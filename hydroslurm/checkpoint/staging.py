@@ -1,8 +1,8 @@
 """A copy of the training state in host memory, which is reused from save to save.
 
-The training stalls for this copy only; a background thread writes it. Touching fresh pages takes
-five to twenty times as long as the copy itself, so the memory is kept and can be allocated in
-advance (:meth:`Staging.reserve`).
+The training stalls for this copy only; a background thread writes it. Fresh pages cost more than
+the copy itself, so the memory is kept, and can be allocated and touched in advance
+(:meth:`Staging.reserve`). So are the tensors that view it, while the state keeps its shapes.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import mmap
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
 from hydroslurm.checkpoint.memory import Room, room
-from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.checkpoint.write_plan import Shard, WritePlan
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one piece of staging memory. A power of two: torch rounds pinned memory up to the next
 one, so that one large piece could take twice what it holds. A larger tensor gets its own piece."""
 
+_TOUCH_BYTES = 64 * 2**20
+"""What is touched before a first copy that has come early can go on."""
+
 _ALIGN_BYTES = 64
 _SLACK_BYTES = 2**16
+
+_Shape: TypeAlias = tuple[object, ...]
 
 
 class Staging:
@@ -44,7 +50,9 @@ class Staging:
         self._exempt = exempt
         self._room = room
         self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
+        self._copies: _Copies | None = None
         self._reserving: threading.Thread | None = None
+        self._enough = threading.Event()
         self._refused = ""
         self._others_bytes = 0
 
@@ -75,10 +83,8 @@ class Staging:
 
         def reserve() -> None:
             with self._exempt():
-                self._rewind(plan)
-                for shard in plan.shards:
-                    self._arena(shard.tensor).like(shard.tensor)
-                self._pageable.touch()
+                self._copies = self._make_copies(plan, _shapes(plan))
+                self._pageable.touch(enough=self._enough)
 
         self._reserving = threading.Thread(target=reserve, name="hydroslurm-reserve", daemon=False)
         self._reserving.start()
@@ -88,43 +94,37 @@ class Staging:
         if self._reserving is not None:
             self._reserving.join()
 
-    def copy(self, plan: WritePlan, *, being_read: bool = False) -> WritePlan | None:
+    def copy(self, plan: WritePlan) -> WritePlan | None:
         """Copy what this rank writes, so that the caller may change the state at once. None if
         there is no memory for a copy (see :attr:`refused`).
 
-        Tensors of an accelerator are copied into pinned memory.
-
-        Args:
-            being_read: a save under way is reading the last copy.
+        Nobody may be reading the last copy any more. Tensors of an accelerator are copied into
+        pinned memory.
         """
+        # touching a page ahead of the copy takes as long as touching it in the copy
+        self._enough.set()
         self.join()
         if self._refused:
             return None
-        if being_read:
-            self._drop()
-        if not self._may_hold(plan):
-            self._drop()  # of no use any more
-            return None
-        self._rewind(plan)
-        with torch.no_grad():
-            copies = [
-                self._arena(one.tensor)
-                .like(one.tensor)
-                .copy_(one.tensor, non_blocking=one.tensor.is_cuda)
-                for one in plan.shards
-            ]
-        for device in {one.tensor.device for one in plan.shards if one.tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-        pairs = zip(plan.shards, copies, strict=True)
-        return replace(plan, shards=tuple(replace(one, tensor=copy) for one, copy in pairs))
+        shapes = _shapes(plan)
+        copies = self._copies
+        if copies is None or copies.shapes != shapes:
+            self._copies = None
+            if not self._may_hold(plan):
+                self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
+                return None
+            copies = self._copies = self._make_copies(plan, shapes)
+        _copy_into(copies.shards, plan.shards)
+        return replace(plan, shards=copies.shards)
 
-    def _drop(self) -> None:
-        self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
-
-    def _rewind(self, plan: WritePlan) -> None:
+    def _make_copies(self, plan: WritePlan, shapes: list[_Shape]) -> _Copies:
         sizes = _sizes(plan)
         self._pageable.rewind(sizes[False])
         self._pinned.rewind(sizes[True])
+        shards = tuple(
+            one._replace(tensor=self._arena(one.tensor).like(one.tensor)) for one in plan.shards
+        )
+        return _Copies(shapes, shards)
 
     def _may_hold(self, plan: WritePlan) -> bool:
         """Whether there is memory for a copy. A refusal is final: what was too much after one step
@@ -146,6 +146,40 @@ class Staging:
 
     def _arena(self, tensor: torch.Tensor) -> _Arena:
         return self._pinned if tensor.is_cuda else self._pageable
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Shards in staging memory, for a state of these shapes."""
+
+    shapes: list[_Shape]
+    shards: tuple[Shard, ...]
+
+
+def _shapes(plan: WritePlan) -> list[_Shape]:
+    """Equal for two plans whose copies can lie in the same tensors."""
+    return [
+        (key, shape, offsets, one.shape, one.stride(), one.dtype, one.is_cuda)
+        for key, shape, offsets, one in plan.shards
+    ]
+
+
+def _copy_into(copies: tuple[Shard, ...], shards: tuple[Shard, ...]) -> None:
+    """One call for all tensors of a kind: for small ones, calling takes longer than copying."""
+    on_cuda: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {
+        True: ([], []),
+        False: ([], []),
+    }
+    for copy, one in zip(copies, shards, strict=True):
+        to, of = on_cuda[one.tensor.is_cuda]
+        to.append(copy.tensor)
+        of.append(one.tensor)
+    with torch.no_grad():
+        for is_cuda, (to, of) in on_cuda.items():
+            if to:
+                torch._foreach_copy_(to, of, non_blocking=is_cuda)
+    for device in {one.tensor.device for one in shards if one.tensor.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def size_bytes(tensor: torch.Tensor) -> int:
@@ -198,10 +232,19 @@ class _Arena:
             return flat.view(tensor.shape)
         return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
-    def touch(self) -> None:
-        """Make the kernel back all of it with real pages; overwrites the contents."""
+    def touch(self, *, enough: threading.Event) -> None:
+        """Make the kernel back the memory with real pages until it is ``enough``; overwrites the
+        contents.
+
+        One byte a page: the kernel has to clear it anyway. In pieces, each of them too short for
+        torch to use the threads that the training computes with.
+        """
         for piece in self._pieces:
-            torch.frombuffer(piece, dtype=torch.uint8).zero_()
+            for start in range(0, len(piece), _TOUCH_BYTES):
+                if enough.is_set():
+                    return
+                part = torch.frombuffer(piece[start : start + _TOUCH_BYTES], dtype=torch.uint8)
+                part[:: mmap.PAGESIZE].zero_()
 
     def _take(self, wanted_bytes: int) -> memoryview:
         for index, piece in enumerate(self._pieces):
@@ -233,7 +276,7 @@ def _with_slack(expected_bytes: int) -> int:
 def _pages(wanted_bytes: int) -> mmap.mmap:
     """Private memory, in huge pages if possible, that children do not inherit.
 
-    With huge pages the first copy takes a fifth of the time. Inherited by a child (a DataLoader
+    With huge pages touching them takes a fifth of the time. Inherited by a child (a DataLoader
     worker), every page would become copy-on-write, and the next copy would stall the training as
     long as the first.
     """

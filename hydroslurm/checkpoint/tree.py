@@ -130,13 +130,15 @@ class _Encoder:
 
     def __init__(self, prefix: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._prefix = prefix
-        self._keys: dict[tuple[object, ...], str] = {}
+        self._dotted, self._slashed = prefix + ".", prefix + "/"
+        self._at: dict[int, tuple[str, ...]] = {}
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: str) -> JsonValue:
         kind = type(value)
-        if value is None or kind in (bool, str):
+        if kind is torch.Tensor:  # nearly all values are: the training waits for this walk
+            return self._tensor(value, path)
+        if value is None or kind is str or kind is bool:
             return value  # type: ignore[no-any-return]
         if kind is int and value.bit_length() <= EXACT_INT_BITS:
             return value  # type: ignore[no-any-return]
@@ -197,14 +199,18 @@ class _Encoder:
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> JsonValue:
         tensor = _plain(tensor, path)
-        view = (tensor.device, tensor.dtype, tuple(tensor.shape), *_memory(tensor))
-        key = self._keys.get(view)
+        # By address first: hashing all that makes two tensors equal takes three times as long.
+        address = _address(tensor)
+        here = self._at.get(address, ())
+        key = None
+        if here:
+            key = next((one for one in here if _alike(self.tensors[one], tensor)), None)
         if key is None:
             # a "." and a "[" in the name of a key can make two paths equal
-            key = path.replace(self._prefix + ".", self._prefix + "/", 1)
+            key = path.replace(self._dotted, self._slashed, 1)
             while key in self.tensors:
                 key += "~"
-            self._keys[view] = key
+            self._at[address] = (*here, key)
             self.tensors[key] = tensor
         if not tensor.is_contiguous() and _is_dense(tensor):
             return {"$tensor": key, "stride": list(tensor.stride())}
@@ -216,6 +222,13 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
     DTensors pass: each rank writes its part of them.
     """
+    if (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_meta)
+        and not (tensor.is_conj() or tensor.is_neg())
+    ):
+        return tensor  # what follows would come to the same, and takes five times as long
     if is_lazy(tensor):
         raise UnsavableState(
             f"{path} has no values yet, because its lazy layer has seen no batch. Run one through "
@@ -236,11 +249,22 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What is equal for two tensors of one shape if and only if they show the same memory."""
+def _address(tensor: torch.Tensor) -> int:
+    """Equal for two tensors that show the same memory; of those without memory of their own, each
+    has another one."""
     if type(tensor) is torch.Tensor and tensor.numel():
-        return tensor.data_ptr(), tensor.stride()
-    return (id(tensor),)
+        return tensor.data_ptr()
+    return -id(tensor)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at one address show the same memory in the same way."""
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+    )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -10,11 +10,13 @@ compare their ``layout`` to be sure.
 
 from __future__ import annotations
 
+import heapq
 import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -38,8 +40,7 @@ class State:
     own: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """A part of a tensor: a box inside the whole.
 
     Attributes:
@@ -67,6 +68,9 @@ class SharedTensor(NamedTuple):
     writer: int | None
 
 
+Whole: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, "int | None"]
+
+
 @dataclass(frozen=True)
 class WritePlan:
     """What one rank has to write of a state.
@@ -76,8 +80,8 @@ class WritePlan:
         own: this rank's own state, without tensors.
         shards: the tensors, or parts of them, that this rank writes.
         state_bytes: of the state of all ranks, assuming that each has as much of its own.
-        shared_tensors: by key; the same on all ranks.
-        layout: equal on all ranks if they have the same tensors.
+        wholes: of every tensor that the ranks share: key, shape, dtype, and the rank that writes it
+        (None: in pieces). What is made of it is not made while the training waits.
     """
 
     rank: int
@@ -86,8 +90,24 @@ class WritePlan:
     own: dict[str, JsonValue]
     shards: tuple[Shard, ...]
     state_bytes: int
-    shared_tensors: Mapping[str, SharedTensor]
-    layout: str
+    wholes: tuple[Whole, ...]
+
+    @cached_property
+    def shared_tensors(self) -> Mapping[str, SharedTensor]:
+        """By key; the same on all ranks."""
+        return {
+            key: SharedTensor(tuple(shape), str(dtype).removeprefix("torch."), writer)
+            for key, shape, dtype, writer in self.wholes
+        }
+
+    @cached_property
+    def layout(self) -> str:
+        """Equal on all ranks if they have the same tensors."""
+        lines = sorted(
+            f"{key} {tuple(shape)} {dtype} {writer is None}"
+            for key, shape, dtype, writer in self.wholes
+        )
+        return f"{len(lines)} tensors, {zlib.crc32(chr(10).join(lines).encode()):08x}"
 
     @property
     def tally(self) -> int:
@@ -117,12 +137,13 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     own_tree, own = encode(dict(state.own), prefix=f"rank-{rank:05d}")
     assert isinstance(shared_tree, dict)
     assert isinstance(own_tree, dict)
-    writers = owners(
-        {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}, world_size
-    )
+    writers: Mapping[str, int] = dict.fromkeys(shared, 0)
+    if world_size > 1:
+        sizes_bytes = {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}
+        writers = owners(sizes_bytes, world_size)
     shards = [
         _shard(key, one, mine=key in own or writers.get(key) == rank)
-        for key, one in {**shared, **own}.items()
+        for key, one in (*shared.items(), *own.items())
     ]
     return WritePlan(
         rank=rank,
@@ -131,13 +152,10 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
         own=own_tree,
         shards=tuple(one for one in shards if one is not None),
         state_bytes=_bytes(shared) + world_size * _bytes(own),
-        shared_tensors={
-            key: SharedTensor(
-                tuple(one.shape), str(one.dtype).removeprefix("torch."), writers.get(key)
-            )
+        wholes=tuple(
+            (key, one.shape, one.dtype, None if is_dtensor(one) else writers[key])
             for key, one in shared.items()
-        },
-        layout=_layout(shared),
+        ),
     )
 
 
@@ -159,20 +177,21 @@ def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
     the least so far."""
     small = [key for key, size_bytes in sizes_bytes.items() if size_bytes < LEAST_DIVIDED_BYTES]
     found = dict.fromkeys(small, 0)
-    load_bytes = [sum(sizes_bytes[key] for key in small)] + [0] * (world_size - 1)
+    loads = [(0, rank) for rank in range(1, world_size)]
+    loads.insert(0, (sum(sizes_bytes[key] for key in small), 0))
+    heapq.heapify(loads)
     large = [key for key in sizes_bytes if key not in found]
     for key in sorted(large, key=lambda key: (-sizes_bytes[key], key)):
-        rank = min(range(world_size), key=lambda one: (load_bytes[one], one))
+        load_bytes, rank = loads[0]
         found[key] = rank
-        load_bytes[rank] += sizes_bytes[key]
+        heapq.heapreplace(loads, (load_bytes + sizes_bytes[key], rank))
     return found
 
 
 def _shard(key: str, tensor: torch.Tensor, *, mine: bool) -> Shard | None:
     """The part that this rank writes, if any."""
     if not is_dtensor(tensor):
-        whole = (0,) * tensor.dim()
-        return Shard(key, tuple(tensor.shape), whole, tensor) if mine else None
+        return Shard(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor) if mine else None
     if not key.startswith("shared/"):
         raise UnsavableState(
             f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "
@@ -218,10 +237,3 @@ def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _layout(tensors: Mapping[str, torch.Tensor]) -> str:
-    lines = sorted(
-        f"{key} {tuple(one.shape)} {one.dtype} {is_dtensor(one)}" for key, one in tensors.items()
-    )
-    return f"{len(lines)} tensors, {zlib.crc32(chr(10).join(lines).encode()):08x}"

@@ -11,9 +11,9 @@ from hydroslurm.core.overlap import overlapped
 from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.observe.folder import FollowedRun, RunFacts
-from hydroslurm.observe.policies import Policies, read_policies
 from hydroslurm.observe.row import Row, in_order, row_of
 from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.policies import Policies, read_policies
 from hydroslurm.slurm.values import Job
 
 RANKS_EACH_TIME = 4000

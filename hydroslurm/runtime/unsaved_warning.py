@@ -1,7 +1,8 @@
 """One line of warning for a script that would lose work: it trains where jobs are preempted, and
 nothing in it saves when the job is stopped.
 
-The first rank of a job checks, once per job, with three questions to slurmctld. It waits until
+The first rank of a job checks, once per job, with one question to slurmctld, and two more where
+nobody on the node has asked them lately. It waits until
 there is an optimizer, and a while longer: a script with a ``Run`` makes that next, and one that has
 neither will train. So the training loop may have begun by then, but not for long. Nothing waits for
 slurmctld's answer: the thread is a daemon, issues no operator and holds nothing.
@@ -66,20 +67,20 @@ class UnsavedWarning:
             return
         # Slurm's programs are missing in a container, slurmctld is busy: not worth a message
         with contextlib.suppress(HydroslurmError, UsageError, OSError):
-            message = what_is_lost(self._policy(), self._job_id) if self._is_first() else None
+            policy = self._policy() if self._is_first() else None
+            message = None if policy is None else what_is_lost(policy, self._job_id)
             if message is not None and not self._ended.is_set() and not self._is_settled():
                 sys.stderr.write(f"hydroslurm: {message}\n")
                 sys.stderr.flush()
 
-    def _policy(self) -> SitePolicy:
+    def _policy(self) -> SitePolicy | None:
         from hydroslurm.slurm.client import open_client  # every start would pay for it
-        from hydroslurm.slurm.policy import read_policy
+        from hydroslurm.slurm.policies import shared_policies
         from hydroslurm.slurm.refusals import RetryPolicy
 
         retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
-        return read_policy(
-            open_client(environ=self._environ, retry_policy=retry_policy), self._job_id
-        )
+        client = open_client(environ=self._environ, retry_policy=retry_policy)
+        return shared_policies(client, self._environ).of(client.job(self._job_id))
 
     def _is_settled(self) -> bool:
         return _had_saver or self._controller.had_saver or handles_sigterm()

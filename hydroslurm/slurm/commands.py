@@ -59,7 +59,10 @@ class SlurmClient:
 
     def job(self, job_id: int) -> Job:
         """Describe one job."""
-        output = self._ask("scontrol", "show", "job", str(checked_job_id(job_id)))
+        # outside of a federation --local only saves the question whether there is one; a process
+        # of the job itself is where it runs in any case
+        local = ["--local"] if self._programs.environ.get("SLURM_JOB_ID") == str(job_id) else []
+        output = self._ask("scontrol", *local, "show", "job", str(checked_job_id(job_id)))
         for job in scontrol_text.read_jobs(output):
             if job.job_id == job_id:
                 return job

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hydroslurm.errors import UsageError
-from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.config import Config, PreemptAction, Rule, rule_for
 from hydroslurm.slurm.values import Job, Partition, Qos
 
@@ -106,7 +105,7 @@ class SitePolicy:
     @property
     def kill_after_s(self) -> float:
         """At least so long from the SIGTERM that begins the end to SIGKILL."""
-        return max(self.kill_wait_s, LEAST_KILL_WAIT_S) - KILL_COMES_EARLY_S
+        return kill_after_s(self.kill_wait_s)
 
     def time_left_s(self, stop: StopCase) -> TimeLeft:
         """At least how long the processes have, counted from their first signal."""
@@ -156,6 +155,11 @@ class SitePolicy:
         )
 
 
+def kill_after_s(kill_wait_s: int) -> float:
+    """What slurmd makes of KillWait."""
+    return max(kill_wait_s, LEAST_KILL_WAIT_S) - KILL_COMES_EARLY_S
+
+
 def site_policy(
     config: Config,
     partition: Partition,
@@ -200,20 +204,6 @@ def site_policy(
     )
 
 
-def read_policy(client: SlurmClient, job_id: int) -> SitePolicy:
-    """Ask Slurm what it does to this job. Takes four queries, too many for a grace period.
-
-    Raises:
-        SlurmError: Slurm could not be asked, or does not know the job.
-    """
-    job = client.job(job_id)
-    config = client.config()
-    partitions = client.partitions()
-    qoses = client.qoses() if config.preempt_type == "preempt/qos" else None
-    partition = find_partition(partitions, job.partition)
-    return site_policy(config, partition, partitions=partitions, qoses=qoses, job=job)
-
-
 def find_partition(partitions: tuple[Partition, ...], name: str) -> Partition:
     """The partition of that name, or the first of several; the default one for "".
 
@@ -248,6 +238,6 @@ __all__ = [
     "StopKind",
     "TimeLeft",
     "find_partition",
-    "read_policy",
+    "kill_after_s",
     "site_policy",
 ]

@@ -28,8 +28,11 @@ class Start:
     began_epoch_s: float
 
 
-def requeue(client: SlurmClient, start: Start) -> None:
+def requeue(client: SlurmClient, start: Start, *, job: Job | None = None) -> None:
     """Requeue the job, unless it is already pending.
+
+    Args:
+        job: as slurmctld has just described it, where it was asked anyway.
 
     This could only hit the wrong attempt if somebody else's requeue and a whole start of the job
     happened between the check and the request.
@@ -38,7 +41,8 @@ def requeue(client: SlurmClient, start: Start) -> None:
         StaleAttempt: Slurm has started it again since; nothing was done.
         SlurmError: as of ``SlurmClient.requeue``.
     """
-    job = client.job(start.job_id)
+    if job is None:
+        job = client.job(start.job_id)
     check_newest(job, start)
     if not (job.restart_count > start.restart_count and is_pending(job)):
         client.requeue(start.job_id)

@@ -8,14 +8,16 @@ What 22.05.8 shows while a rank is still alive:
     requeued                  COMPLETING, one restart more, EndTime unknown or a time limit away
     a person's signal         RUNNING, as before
 
-"Requeued" is by an operator, by gang scheduling, or at the end of a grace. slurmctld no longer
-tells which; accounting does, within 0.2 s: PREEMPTED or REQUEUED. It also knows who cancelled.
+"Requeued" is by an operator, by gang scheduling, or at the end of a grace. slurmctld does not tell
+which any more, and accounting does: PREEMPTED or REQUEUED. What a rank has to do is the same, so it
+does not ask: where a thousand jobs are preempted without grace, a thousand would, at one moment.
+Accounting is asked who cancelled, and whether that was a preemption after all.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
@@ -40,8 +42,8 @@ class StopReason(str, Enum):
     TIME_LIMIT = "time_limit"
     CANCELLED = "cancelled"
     REQUEUED = "requeued"
-    """The job is in the queue again already: an operator's requeue, or a preemption without grace
-    where accounting could not tell it from one."""
+    """The job is in the queue again already: an operator's requeue, or a preemption without grace,
+    which only accounting can tell from one."""
     NODE_FAILING = "node_failing"
     ASKED = "asked"
     """A person or a program sent the signal; Slurm would let the job go on."""
@@ -57,6 +59,7 @@ class Stop(StopCase):
         by_uid: who cancelled it, where accounting told.
         pending_again: Slurm has put the job back into the queue already.
         needs_history: accounting may know better, and was not asked or did not answer.
+        job: as slurmctld described it; None where it could not be asked.
     """
 
     reason: StopReason
@@ -64,6 +67,7 @@ class Stop(StopCase):
     by_uid: int | None = None
     pending_again: bool = False
     needs_history: bool = False
+    job: Job | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def ask_why(
         if not stop.needs_history or time.monotonic() > deadline_s:
             break
         time.sleep(0.1)
-    return stop
+    return replace(stop, job=job)
 
 
 def why_stopped(
@@ -173,9 +177,7 @@ def why_stopped(
     if is_pending(job):
         by_hand = JobState.REQUEUED in told and attempt is not None
         message = "requeued by hand" if by_hand else "requeued, by hand or by a preemption"
-        return _ending(
-            StopReason.REQUEUED, message, pending_again=True, needs_history=attempt is None
-        )
+        return _ending(StopReason.REQUEUED, message, pending_again=True)
     message = "it is being ended and is not requeued: cancelled, or its batch script has ended"
     return _ending(StopReason.CANCELLED, message, needs_history=attempt is None)
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.fence import Fence, process_began_epoch_s
-from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, UsageError, WrongJobState
+from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, WrongJobState
 from hydroslurm.gate.marks import Range
 from hydroslurm.gate.signals import signal_name
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient, open_client
-from hydroslurm.slurm.policy import SitePolicy, read_policy
+from hydroslurm.slurm.policies import PATIENCE_S, Policies, shared_policies
+from hydroslurm.slurm.policy import SitePolicy
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.restarts import Start, requeue
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
@@ -40,8 +41,8 @@ LEAST_GRACE_S = 4.0
 LONGEST_WARNING_S = 900.0
 """A SIGURG within this time before the time limit is taken for its warning."""
 SPREAD_S = 5.0
-"""The policy is read at a random moment within this time after the start, so that the tasks of an
-array do not all ask slurmctld in the same second."""
+"""The settings are read at a random moment within this time after the start, so that the tasks of
+an array do not all ask slurmctld in the same second."""
 STALE_AFTER_S = 1.0
 """After a save that took this long, Slurm is asked for the reason again before the requeue."""
 _ENDINGS: dict[StopReason, Ending] = {
@@ -101,7 +102,7 @@ class StopHandler:
         """
         Args:
             fence: of the run's folder; an attempt that does not hold it requeues nothing.
-            reads_ahead: read the site's policy now, while there is time. One rank is enough;
+            reads_ahead: read the site's settings now, while there is time. One rank is enough;
                 another asks only when it has to decide in the first one's place.
         """
         self._fence = fence
@@ -109,7 +110,7 @@ class StopHandler:
         self._allocation = allocation
         self._controller = controller
         self._environ = dict(environ)
-        self._policy: SitePolicy | None = None
+        self._policies: Policies | None = None
         self._stop: Stop | None = None
         self._answered = threading.Event()
         self._answered_mono_s = 0.0
@@ -139,7 +140,7 @@ class StopHandler:
         assert request is not None, "certain_mono_s() before note_request()"
         if self._allocation is None:
             return math.inf
-        sure_s = LEAST_GRACE_S if self._policy is None else self._policy.kill_after_s
+        sure_s = LEAST_GRACE_S if self._policies is None else self._policies.kill_after_s
         return request.mono_ns / 1e9 + sure_s
 
     def plan(self, *, ranks_gone: bool = False) -> StopPlan:
@@ -191,7 +192,8 @@ class StopHandler:
         """
         if not plan.requeue or self._allocation is None:
             return ExitForRequeue(plan.exit_code)
-        if self._cancelled_meanwhile():
+        stop = self._stop_now()
+        if stop is not None and stop.reason is StopReason.CANCELLED:
             notice("the job was cancelled meanwhile: it is saved, and not requeued")
             return ExitForRequeue(CANCELLED)
         job_id = self._allocation.job_id
@@ -203,7 +205,7 @@ class StopHandler:
         self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
         try:
             with self._controller.marks.range(Range.REQUEUEING, self._controller.step or 0):
-                self._requeue(self._allocation, plan.deadline_mono_s)
+                self._requeue(self._allocation, plan.deadline_mono_s, stop)
         except StaleAttempt as error:
             return self._stay_away(error)
         except WrongJobState as error:
@@ -225,17 +227,17 @@ class StopHandler:
     # --------------------------------------------------------------------------------------------
 
     def _find_out(self) -> None:
-        """Read the policy at the start, while there is time; ask for the reason at a stop."""
+        """Read the settings at the start, while there is time; ask for the reason at a stop."""
         assert self._allocation is not None
         job_id = self._allocation.job_id
         try:
             client = open_client(environ=self._environ, retry_policy=IN_GRACE)
             if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
-                self._read_policy(client, job_id)
+                self._read_policies(client, patience_s=PATIENCE_S)
                 self._heard.wait()
             stop = self._named(ask_why(client, job_id, warning_s=self._warning_s()))
-            if self._policy is None:
-                self._read_policy(client, job_id)
+            if self._policies is None:
+                self._read_policies(client, patience_s=0.5)
             self._stop = stop
             self._controller.record(
                 EventKind.STOP_REASON, {"reason": stop.reason.value, "message": stop.message}
@@ -248,23 +250,31 @@ class StopHandler:
             self._answered_mono_s = time.monotonic()
             self._answered.set()
 
-    def _read_policy(self, client: SlurmClient, job_id: int) -> None:
-        # UsageError: a partition that this user may not see; an unknown policy means a short grace
-        with contextlib.suppress(SlurmError, UsageError):
-            self._policy = read_policy(client, job_id)
+    def _read_policies(self, client: SlurmClient, *, patience_s: float) -> None:
+        with contextlib.suppress(SlurmError):  # an unknown policy means a short grace
+            self._policies = shared_policies(client, self._environ, patience_s=patience_s)
 
-    def _cancelled_meanwhile(self) -> bool:
-        """Whether a person cancelled the job since the first answer. Slurm requeues a cancelled job
-        while its processes are alive (measured), which would undo the cancellation."""
+    @property
+    def _policy(self) -> SitePolicy | None:
+        """What the site does to this job; None while it or the job is not known, or for a partition
+        that this user may not see."""
+        job = None if self._stop is None else self._stop.job
+        return None if job is None or self._policies is None else self._policies.of(job)
+
+    def _stop_now(self) -> Stop | None:
+        """The stop as Slurm has it now: a person may have cancelled the job since the first answer.
+        Slurm requeues a cancelled job while its processes are alive (measured), which would undo
+        the cancellation. A job that was in the queue again already is not asked about twice."""
         assert self._allocation is not None
-        if time.monotonic() - self._answered_mono_s < STALE_AFTER_S:
-            return False
+        stop = self._stop
+        is_fresh = time.monotonic() - self._answered_mono_s < STALE_AFTER_S
+        if stop is not None and (is_fresh or stop.pending_again):
+            return stop
         try:
             client = open_client(environ=self._environ, retry_policy=IN_GRACE)
         except HydroslurmError:
-            return False
-        again = ask_why(client, self._allocation.job_id, history_within_s=0.5)
-        return again.reason is StopReason.CANCELLED
+            return None
+        return ask_why(client, self._allocation.job_id, history_within_s=0.5)
 
     def _warning_s(self) -> float | None:
         """How early SIGURG can be the warning: a rank does not know the T of ``--signal=URG@T``.
@@ -295,7 +305,7 @@ class StopHandler:
         notice(str(error))
         return ExitForRequeue.must_not_run_again()
 
-    def _requeue(self, allocation: Allocation, deadline_mono_s: float) -> None:
+    def _requeue(self, allocation: Allocation, deadline_mono_s: float, stop: Stop | None) -> None:
         left_s = max(5.0, deadline_mono_s - time.monotonic())
         retry_policy = RetryPolicy(give_up_after_s=min(left_s, 120.0))
         start = Start(
@@ -303,22 +313,25 @@ class StopHandler:
             restart_count=allocation.restart_count,
             began_epoch_s=self._began_epoch_s,
         )
-        requeue(open_client(environ=self._environ, retry_policy=retry_policy), start)
+        client = open_client(environ=self._environ, retry_policy=retry_policy)
+        requeue(client, start, job=None if stop is None else stop.job)
 
     def _cannot_requeue(self, error: WrongJobState) -> str:
-        if self._policy is not None and not self._policy.is_batch:
+        policy = self._policy
+        if policy is not None and not policy.is_batch:
             return (
                 "saved. This allocation was made by srun or salloc, which Slurm cannot requeue: "
                 "run the same command again, with the same directory, to go on"
             )
-        known = self._policy is not None and not self._policy.may_requeue
-        why = self._policy.requeue_why if self._policy is not None and known else str(error)
+        known = policy is not None and not policy.may_requeue
+        why = policy.requeue_why if policy is not None and known else str(error)
         return f"saved, but Slurm will not start the job again ({why}). Submit it again to go on"
 
     def _deadline(self, request: StopRequest, stop: Stop) -> float:
-        if self._policy is None:
+        policy = self._policy
+        if policy is None:
             return self._assumed_deadline(request)
-        left = self._policy.time_left_s(stop)
+        left = policy.time_left_s(stop)
         return request.mono_ns / 1e9 + left.seconds
 
     def _assumed_deadline(self, request: StopRequest) -> float:

@@ -4,6 +4,7 @@ many rounds it had."""
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -43,6 +44,7 @@ from hydroslurm.errors import (
     SaveAbandoned,
     SaveFailed,
     StaleAttempt,
+    UnsavableState,
 )
 
 
@@ -287,12 +289,12 @@ def savers(folder: Path) -> int:
     def work(peers: PipePeers) -> int:
         disk = HeldDisk(1) if peers.rank == 1 else HeldDisk()
         store = CheckpointStore(folder / "c", storage=disk, peers=peers, patience_s=60)
-        events: list[SaveEvent] = []
-        saver = Saver(store, peers=peers, topic="train", patience_s=60, tell=events.append)
+        events: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
+        saver = Saver(store, peers=peers, topic="train", patience_s=60, tell=events.put)
         saver.reserve(joint_state(1, peers.rank))
         saver.start(joint_state(1, peers.rank), step=1)
         saver.start(joint_state(2, peers.rank), step=2)
-        assert [one.kind.value for one in events][-1] == "save_skipped"
+        _until(events, "save_skipped", step=2)
         peers.agree("let go", None)
         disk.let_go.set()
         assert saver.save(joint_state(3, peers.rank), step=3).tier is Tier.DURABLE
@@ -333,6 +335,60 @@ def savers(folder: Path) -> int:
     return 1
 
 
+def savers_apart(folder: Path) -> int:
+    """A rank that comes late to a save, is busy with the last one, or cannot take part holds up no
+    other, and all save the same step or none."""
+
+    def work(peers: PipePeers) -> int:
+        store = CheckpointStore(folder / "c", peers=peers, patience_s=60)
+        events: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
+        saver = Saver(store, topic="train", patience_s=60, tell=events.put)
+        if peers.rank == 1:
+            peers.agree("the others train on", None)
+        saver.start(joint_state(1, peers.rank), step=1)
+        if peers.rank != 1:
+            peers.agree("the others train on", None)
+        saver.wait()
+        assert saver.durable_step == 1
+        skipped = threading.Event()
+
+        def stay_busy(when: str, topic: str) -> None:
+            if (peers.rank, when) == (1, "after") and "commit" in topic:
+                assert skipped.wait(60)
+
+        peers.hook = stay_busy
+        saver.start(joint_state(2, peers.rank), step=2)
+        if peers.rank != 1:
+            saver.wait()
+        saver.start(joint_state(3, peers.rank), step=3)
+        why = _until(events, "save_skipped", step=3).reason
+        assert why == "the save of step 2 is still under way (on rank 1)"
+        skipped.set()
+        saver.wait()
+        assert saver.durable_step == 2
+        odd = State({"odd": object() if peers.rank == 1 else 1}, {})
+        saver.start(odd, step=4)
+        saver.wait()
+        with pytest.raises(UnsavableState, match=r"rank 1: shared\.odd"):
+            saver.poll()
+        saver.start(joint_state(5, peers.rank), step=5)
+        saver.close()
+        assert saver.durable_step == 5
+        return 0
+
+    assert together(RANKS, work) == [0] * RANKS
+    assert look(folder / "c", (5,)) == 5
+    return 1
+
+
+def _until(events: queue.SimpleQueue[SaveEvent], kind: str, *, step: int) -> SaveEvent:
+    """The next such event of this step."""
+    while True:
+        event = events.get(timeout=60)
+        if (event.kind.value, event.step) == (kind, step):
+            return event
+
+
 def savers_without_memory(folder: Path) -> int:
     """A rank without memory for a copy writes its state itself, beside others that copy theirs:
     what is committed is what all had when the save began."""
@@ -365,7 +421,8 @@ def savers_without_one(folder: Path) -> int:
         saver.save(joint_state(1, peers.rank), step=1)
         if peers.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        assert saver.start(joint_state(2, peers.rank), step=2) == 0.0
+        saver.start(joint_state(2, peers.rank), step=2)
+        saver.wait()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             saver.poll()

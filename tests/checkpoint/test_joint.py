@@ -55,6 +55,7 @@ def test_one_broken_disk(quick_folder: Path) -> None:
         "unlike",
         "readable",
         "savers",
+        "savers_apart",
         "savers_without_memory",
         "savers_without_one",
     ],

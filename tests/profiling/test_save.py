@@ -16,6 +16,9 @@ def test_save(tmp_path: Path) -> None:
         "torch_save_ratio_to_disk",
         "stall_ratio_to_memcpy",
         "stop_to_durable_ms",
+        "first_stall_ratio_to_memcpy",
+        "first_stall_early_ratio_to_memcpy",
+        "stop_peak_ratio_to_state",
     ):
         assert result[key] > 0
     assert list(tmp_path.iterdir()) == []

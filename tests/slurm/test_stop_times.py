@@ -17,7 +17,8 @@ from slurm.victims import Victim, preempt
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.slurm.client import SlurmClient, open_client
-from hydroslurm.slurm.policy import PreemptAction, StopCase, StopKind, read_policy
+from hydroslurm.slurm.policies import Policies
+from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopCase, StopKind
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why
 from hydroslurm.slurm.values import JobState
 
@@ -40,6 +41,13 @@ def _client(cluster: DevCluster) -> SlurmClient:
     return open_client(environ=cluster.child_environ(), retry_policy=IN_GRACE)
 
 
+def _policy(cluster: DevCluster, job_id: int) -> SitePolicy:
+    client = _client(cluster)
+    policy = Policies.read(client).of(client.job(job_id))
+    assert policy is not None
+    return policy
+
+
 def _ask(victim: Victim, *, after: str = "SIGTERM", limit_s: float = 60.0) -> tuple[Stop, float]:
     """Why it was told to stop, as asked when it was told, and that moment."""
     told_at = victim.wait_for(after, limit_s=limit_s)
@@ -47,7 +55,7 @@ def _ask(victim: Victim, *, after: str = "SIGTERM", limit_s: float = 60.0) -> tu
 
 
 def _check(victim: Victim, stop: Stop, told_at: float, *, limit_s: float = 90.0) -> None:
-    policy = read_policy(_client(victim.cluster), victim.id)
+    policy = _policy(victim.cluster, victim.id)
     left = policy.time_left_s(stop)
     lived_s = victim.wait_for_kill(limit_s=limit_s) - told_at
     assert lived_s >= left.seconds - LATE_S, f"{lived_s} s, not {left}"
@@ -77,7 +85,7 @@ def test_grace_and_time_limit(
     assert job.restart_count == 1
     assert job.state in (JobState.COMPLETING, JobState.PENDING)
     _check(stubborn, stop, told_at)
-    policy = read_policy(_client(cluster), stubborn.id)
+    policy = _policy(cluster, stubborn.id)
     planned = policy.time_left_s(StopCase(kind=StopKind.PREEMPTED))
     assert stubborn.wait_for_kill() - told_at >= planned.seconds - LATE_S
     assert planned.seconds > cluster.spec.grace_s
@@ -91,16 +99,19 @@ def test_grace_and_time_limit(
 
 
 def test_gang(gang_requeue_cluster: DevCluster, tmp_path: Path, victims: list[Victim]) -> None:
-    """Gang scheduling requeues at once, whatever GraceTime says; accounting knows that it was a
-    preemption, and KillWait is what there is."""
+    """Gang scheduling requeues at once, whatever GraceTime says, and KillWait is what there is.
+    Accounting knows that it was a preemption, which makes no difference to what follows."""
     cluster = gang_requeue_cluster
     victims.append(Victim(cluster, tmp_path / "a", node="n1", cpus=cluster.spec.cpus_per_node))
     (victim,) = victims
     victim.wait_for("ready")
     preempt(cluster, node="n1")
     stop, told_at = _ask(victim)
-    assert (stop.reason, stop.pending_again) == (StopReason.PREEMPTED, True)
-    policy = read_policy(_client(cluster), victim.id)
+    assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
+    assert stop.message == "requeued, by hand or by a preemption"
+    client = _client(cluster)
+    wait_until(lambda: client.history(victim.id)[0].state is JobState.PREEMPTED, "its record")
+    policy = _policy(cluster, victim.id)
     assert (policy.action, policy.gang) == (PreemptAction.REQUEUE, True)
     assert policy.grace_s == cluster.spec.grace_s
     _check(victim, stop, told_at)
@@ -131,7 +142,7 @@ def test_by_a_person(pause_cluster: DevCluster, tmp_path: Path, victims: list[Vi
     _check(cancelled, *stops[0])
     _check(requeued, *stops[1])
     assert _client(pause_cluster).job(asked.id).state is JobState.RUNNING
-    assert read_policy(_client(pause_cluster), asked.id).action is PreemptAction.PAUSE
+    assert _policy(pause_cluster, asked.id).action is PreemptAction.PAUSE
 
 
 def test_slurm_requeues_a_cancelled_job_that_still_attempts(

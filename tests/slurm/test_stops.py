@@ -41,10 +41,10 @@ def test_preempted_in_its_grace() -> None:
 
 @pytest.mark.parametrize("name", ["grace_over", "no_grace", "gang", "requeued"])
 def test_back_in_the_queue(name: str) -> None:
-    """A requeue is seen from slurmctld alone; who it was, accounting says; and it is asked."""
+    """A requeue is seen from slurmctld alone, and that is enough; accounting would say whose."""
     stop = _why(name)
     assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
-    assert stop.needs_history
+    assert not stop.needs_history
     by_gang = _why(name, attempt=_attempt(JobState.PREEMPTED))
     assert (by_gang.reason, by_gang.pending_again) == (StopReason.PREEMPTED, True)
     by_hand = _why(name, attempt=_attempt(JobState.REQUEUED))
@@ -147,7 +147,7 @@ def test_accounting_that_is_late_is_asked_again() -> None:
     preempted = replace(running, state=JobState.PREEMPTED)
     late = replace(running, state=JobState.PENDING)
     client = Answers(
-        _job("gang"),
+        _job("cancelled"),
         NoSuchJob("not yet"),
         (earlier, running),
         (earlier, late),
@@ -158,9 +158,17 @@ def test_accounting_that_is_late_is_asked_again() -> None:
 
 def test_no_accounting() -> None:
     """Without it the answer comes all the same, after the time that was allowed for it."""
-    client = Answers(_job("gang"), NoSuchJob("Slurm accounting storage is disabled"))
+    client = Answers(_job("cancelled"), NoSuchJob("Slurm accounting storage is disabled"))
     stop = ask_why(client, 1, history_within_s=0.0)
+    assert (stop.reason, stop.needs_history) == (StopReason.CANCELLED, True)
+
+
+def test_accounting_is_not_asked_about_a_requeue() -> None:
+    """What follows is the same whoever it was, and it may be that of a thousand jobs at once."""
+    client = Answers(_job("gang"), AssertionError("sacct was run"))
+    stop = ask_why(client, 1)
     assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
+    assert stop.job == _job("gang")
 
 
 @pytest.mark.parametrize("reason", list(StopReason))

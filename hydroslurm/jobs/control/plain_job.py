@@ -27,6 +27,7 @@ from hydroslurm.jobs.supervisor.attempts import Attempt
 from hydroslurm.jobs.supervisor.conditions import Condition, ConditionType
 from hydroslurm.jobs.supervisor.stop_requests import condition_reason, recorded_stop_reason
 from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.stops import StopReason
 from hydroslurm.slurm.values import Job, JobState
 
 _BEFORE_NS = 5 * 10**9
@@ -260,4 +261,6 @@ def _how(run: RunDir, record: Job) -> str:
     )
     if known is None or record.state.value not in ("REQUEUED", "PREEMPTED"):
         return told
+    if known[0] is StopReason.REQUEUED and record.state is JobState.PREEMPTED:
+        return told  # a preemption without grace, which the ranks could not tell from a requeue
     return f"{condition_reason(known[0]).lower()}: {known[1]}"

@@ -38,6 +38,20 @@ def was_stop_requested(events: Path, *, since_epoch_ns: int) -> bool:
     return False
 
 
+def was_requeued_by_ranks(events: Path, attempt: Attempt) -> bool:
+    """Whether a rank of an attempt has had the job put back into the queue: then Slurm need not be
+    asked whether it is there."""
+    # the first one does it for all; where another had to, Slurm is asked
+    for path in sorted(events.glob("rank-*.jsonl"))[:1]:
+        with contextlib.suppress(OSError):
+            return any(
+                one.restart_count == attempt.restart_count
+                and one.epoch_ns >= attempt.began_epoch_ns
+                for one in read_events(path, kinds=(EventKind.REQUEUED,))
+            )
+    return False
+
+
 def recorded_stop_reason(events: Path, attempt: Attempt) -> tuple[StopReason, str] | None:
     """Why the ranks of an attempt were stopped, as the first of them that Slurm has told wrote it
     down; None where none has. A rank asks as soon as it is signalled. Later, when it has had the

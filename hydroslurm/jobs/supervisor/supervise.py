@@ -57,11 +57,13 @@ from hydroslurm.jobs.supervisor.stop_requests import (
     condition_reason,
     is_by_slurm,
     recorded_stop_reason,
+    was_requeued_by_ranks,
     was_stop_requested,
 )
 from hydroslurm.jobs.supervisor.task_exits import TaskExits
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.policy import StopKind
 from hydroslurm.slurm.restarts import Start, check_newest, requeue
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why
 
@@ -142,8 +144,11 @@ class Supervisor:
         """Run one attempt; None if another is to follow."""
         attempt, step, exits = self._adopt() or self._begin()
         decision = self._watch(step, exits)
-        self._check_newest()
-        asked = None if decision.action is Action.SUCCEED else self._why_stopped()
+        asked = None
+        if decision.action is Action.SUCCEED:
+            self._check_newest()
+        else:
+            asked = self._why_ended(attempt)
         stop = None if asked is None or not is_by_slurm(asked) else asked
         if decision.action is Action.REQUEUE:
             step.end()
@@ -277,6 +282,26 @@ class Supervisor:
 
     # --- with Slurm
 
+    def _why_ended(self, attempt: Attempt) -> Stop:
+        """Why the ranks of an attempt have left; they may have written down all that Slurm knows.
+
+        Raises:
+            StaleAttempt: as :meth:`_check_newest`.
+        """
+        if was_requeued_by_ranks(self.run.events, attempt):
+            message = "a rank has saved and had the job requeued"
+            return Stop(
+                kind=StopKind.REQUEUED,
+                reason=StopReason.REQUEUED,
+                message=message,
+                to_end_s=0.0,
+                pending_again=True,
+            )
+        stop = self._why_stopped()
+        if stop.job is not None:
+            check_newest(stop.job, self._start)
+        return stop
+
     def _why_stopped(self) -> Stop:
         return ask_why(
             self.client,
@@ -326,7 +351,8 @@ class Supervisor:
         shown = condition_reason(reason) if reason or instead is None else instead.reason
         self._add_condition("Preempted", shown, message)
         try:
-            requeue(self.client, self._start)
+            if stop is None or not stop.pending_again:
+                requeue(self.client, self._start)
         except SlurmError as error:
             # the batch script tries again for status 75
             self.log(f"the job could not be requeued: {error}")
