@@ -40,8 +40,9 @@ class Environments:
         self.image = folder / "environment.squashfs"
         self.mounted = folder / "mounted"
         self.mounted.mkdir()
-        shutil.copytree(sys.prefix, self.folder, symlinks=True)
-        run("mksquashfs", self.folder, self.image, "-comp", "zstd", "-no-progress", "-quiet")
+        run("cp", "-a", sys.prefix, self.folder)
+        quick = ("-comp", "zstd", "-Xcompression-level", "3", "-no-progress", "-quiet")
+        run("mksquashfs", self.folder, self.image, *quick)
         os.sync()  # pages that are not yet on the disk cannot be dropped
 
     def cold_folder(self) -> float:
