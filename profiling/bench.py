@@ -37,6 +37,8 @@ SCRIPTS = (
     "startup",
     "report_speed",
     "scale",
+    "built_runs",
+    "storm",
     "compare",
     "gpu_check",
 )
