@@ -5,11 +5,13 @@
     commit    the checkpoint is there; asked again, of those that are left, when a rank dies
 
 An agreement has one outcome for all, so that all ranks return, or raise, the same. Between
-``written`` and ``commit`` the first rank that is left does the committing: from ``written`` on, no
-single death loses the checkpoint. What is still to be written then follows from the parts and from
-what was agreed, byte for byte, so that any rank can do it, again after one that died half-way, and
-even beside one that is only thought to be dead: the manifest comes into its place by a rename, and
-who comes second puts the same bytes there, or finds the folder moved.
+``written`` and ``commit`` the first rank that is left does the committing: from ``written`` on, the
+deaths of three ranks do not lose the checkpoint. Only the first four ranks hear what each of the
+others has written: with thousands of ranks, telling everybody would be gigabytes. What is still to
+be written then follows from the parts and from what was agreed, byte for byte, so that any rank can
+do it, again after one that died half-way, and even beside one that is only thought to be dead: the
+manifest comes into its place by a rename, and who comes second puts the same bytes there, or finds
+the folder moved.
 
 A rank that saves alone goes the same way. It has nobody to agree with, and leaves out the fsync of
 the folder that the others' parts need before they are acknowledged.
@@ -43,6 +45,10 @@ from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, State, WritePlan, pl
 from hydroslurm.checkpoint.writer import Part, write_part
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
+COMMITTERS = 4
+"""Ranks that can commit. When all of them die, the coordinator, which is beside rank 0, is most
+likely gone as well, and nobody could agree on who goes on."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -59,33 +65,40 @@ class Parts:
     """All parts of a save, which are on the disk now.
 
     Attributes:
-        of_ranks: in rank order.
+        answers: rank -> what it has written, unchecked. All of them only on the ranks that may
+            have to commit.
         whole_tally: of all values of the tensors that the ranks share.
-        slowest_s: of several ranks: how long the slowest one took.
     """
 
-    of_ranks: tuple[Part, ...]
+    answers: Mapping[int, Any]
     whole_tally: int
-    slowest_s: float | None = None
 
-    def described(self, header: Manifest, *, save_s: float) -> Manifest:
+    def described(self, header: Manifest, *, save_s: float | None = None) -> Manifest:
         """The manifest of a save that has these parts.
 
+        Args:
+            save_s: None: how long the slowest rank took.
+
         Raises:
-            SaveFailed: the pieces of the shared tensors do not make up the whole.
+            SaveFailed: an answer is none, or the pieces of the shared tensors do not make up the
+                whole.
         """
-        tally = sum(part.tally for part in self.of_ranks) % TALLY_MODULUS
-        if tally != self.whole_tally:
+        parts = [Part.from_answer(one, rank=rank) for rank, one in sorted(self.answers.items())]
+        took_s = [
+            checked(one, rank=rank, took_s=(int, float))["took_s"]
+            for rank, one in self.answers.items()
+        ]
+        if sum(part.tally for part in parts) % TALLY_MODULUS != self.whole_tally:
             raise SaveFailed(
-                f"the pieces that {len(self.of_ranks)} ranks have written do not make up the "
+                f"the pieces that {len(parts)} ranks have written do not make up the "
                 "tensors that they share: they do not hold the same ones. Is every DTensor laid "
                 "out over one mesh of all ranks?"
             )
         return replace(
             header,
-            files={name: entry for part in self.of_ranks for name, entry in part.files.items()},
-            save_s=save_s,
-            state_bytes=sum(part.state_bytes for part in self.of_ranks),
+            files={name: entry for part in parts for name, entry in part.files.items()},
+            save_s=max(took_s) if save_s is None else save_s,
+            state_bytes=sum(part.state_bytes for part in parts),
         )
 
 
@@ -114,6 +127,7 @@ class Save:
         self._directory = directory
         self._round = save_round
         self._rank = save_round.peers.rank
+        self._committers = range(min(COMMITTERS, save_round.peers.world_size))
         self._storage = storage
         self._checker = checker
         self._chunk_bytes = chunk_bytes
@@ -261,18 +275,14 @@ class Save:
         except BaseException as error:
             problem = self._explained(error)
         try:
-            answers = self._round.settle("written", answer, problem=problem)
+            answers = self._round.settle(
+                "written", answer, problem=problem, collect_at=self._committers
+            )
         except CheckpointError as error:
             if problem is None or isinstance(problem, Exception):
                 raise
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
-        if alone:
-            return Parts((mine,), plan.whole_tally)
-        parts = tuple(Part.from_answer(one, rank=rank) for rank, one in sorted(answers.items()))
-        took_s = [
-            checked(one, rank=rank, took_s=(int, float))["took_s"] for rank, one in answers.items()
-        ]
-        return Parts(parts, plan.whole_tally, slowest_s=max(took_s))
+        return Parts(answers, plan.whole_tally)
 
     def _commit(self, place: Place, describe: Callable[[], Manifest]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""
@@ -293,7 +303,8 @@ class Save:
                 lost = gone(error)
                 left = [rank for rank in left if rank not in lost]
                 one_knows = isinstance(error, AgreementFailed) and not error.withdrawn
-                if not lost or not one_knows or self._rank not in left:
+                nobody_can = not left or left[0] not in self._committers
+                if not lost or not one_knows or self._rank not in left or nobody_can:
                     raise SaveFailed(
                         f"all ranks have written step {self._round.step}, but whether it was "
                         f"committed is not known here: {why(error)}. {KEPT}"
@@ -353,9 +364,8 @@ class Save:
     def _describe(self, place: Place, parts: Parts) -> Manifest:
         """Write the manifest into the folder, from what the parts say."""
         commit.remove_drafts(place.folder, storage=self._storage)
-        described = parts.described(
-            place.header, save_s=self._took_s() if parts.slowest_s is None else parts.slowest_s
-        )
+        save_s = self._took_s() if self._round.is_solo else None
+        described = parts.described(place.header, save_s=save_s)
         self._put_manifest(place.folder, described)
         return described
 

@@ -19,6 +19,7 @@ from checkpoint.faulty import CountingStorage
 from checkpoint.jointstates import (
     ABANDONED,
     COMMITTED,
+    NOT_KNOWN,
     NOT_SAVED,
     RANKS,
     SIGKILLED,
@@ -30,6 +31,7 @@ from checkpoint.pipepeers import PipePeers, together
 from checkpoint.states import revoked_from_anybody, same
 
 from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint import save as save_module
 from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.newest import newest_good
@@ -67,6 +69,28 @@ def two_deaths(folder: Path) -> int:
     assert together(RANKS, work) == [SIGKILLED, SIGKILLED, COMMITTED]
     assert look(folder / "c", (2,)) == 2
     assert len(list((folder / "c").iterdir())) == 2
+    return 1
+
+
+def few_committers(folder: Path) -> int:
+    """A rank that has not heard what the others have written saves like the others, and says that
+    it does not know when all that have heard it are dead."""
+    save_module.COMMITTERS = 1
+    for step in (1, 2):
+        ended = together(RANKS, lambda p: save(folder / "c", p, step, CountingStorage(), "s"))  # noqa: B023
+        assert ended == [COMMITTED] * RANKS
+    assert look(folder / "c", (2,)) == 2
+
+    def work(peers: PipePeers) -> int:
+        def hook(when: str, topic: str) -> None:
+            if (peers.rank, when, topic) == (0, "after", "save/written"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        peers.hook = hook
+        return save(folder / "c", peers, 3, CountingStorage(), "save")
+
+    assert together(RANKS, work) == [SIGKILLED, NOT_KNOWN, NOT_KNOWN]
+    assert look(folder / "c", (2,)) == 2
     return 1
 
 

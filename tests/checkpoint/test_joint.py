@@ -49,6 +49,7 @@ def test_one_broken_disk(quick_folder: Path) -> None:
     "scene",
     [
         "two_deaths",
+        "few_committers",
         "given_up",
         "leftovers",
         "patience",

@@ -83,6 +83,23 @@ def test_a_state_may_change_its_shapes() -> None:
         assert state_bytes(state) == 4 * sum(sizes)
 
 
+def test_a_tensor_may_be_replaced() -> None:
+    """Memory that is kept for a key and a shape serves other tensors of that shape, and none of
+    another type, order of dimensions or key."""
+    staging = Staging()
+    for name, tensor in (
+        ("x", torch.randn(4, 6)),
+        ("x", torch.randn(4, 6)),
+        ("x", torch.arange(24, dtype=torch.int32).view(4, 6)),
+        ("x", torch.randn(6, 4).t()),
+        ("y", torch.randn(6, 4).t()),
+    ):
+        copied = copy_of(State(shared={"t": {name: tensor}}, own={}), staging).shared["t"]
+        assert list(copied) == [name]
+        assert torch.equal(copied[name], tensor)
+        assert (copied[name].dtype, copied[name].stride()) == (tensor.dtype, tensor.stride())
+
+
 def test_tied_tensors_stay_tied() -> None:
     """Two names of one memory are one tensor in the copy, and count once."""
     weight = torch.nn.Parameter(torch.randn(4, 4))

@@ -86,8 +86,8 @@ def test_a_disk_that_has_just_become_slow(tmp_path: Path) -> None:
 
 
 def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
-    """The stop is committed beside a save that a hung disk holds; when that comes back it ends
-    without a commit, and is told as given up and not as failed."""
+    """The stop is committed, without a copy, beside a save that a hung disk holds; when that comes
+    back it ends without a commit, and is told as given up and not as failed."""
     disk, told = HeldDisk(4), list[SaveEvent]()
     store = CheckpointStore(tmp_path, storage=disk)
     saver = Saver(store, tell=told.append)
@@ -101,6 +101,7 @@ def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert steps(store) == [5]
     assert value_at(store, 5) == (5.0, 5.0)
     assert [event.step for event in told if event.kind is SaveEventKind.ABANDONED] == [4]
+    assert [event.step for event in told if event.kind is SaveEventKind.STAGED] == [4]
 
 
 def test_one_that_takes_longer_than_it_should_is_given_up_in_time(tmp_path: Path) -> None:
