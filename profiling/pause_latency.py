@@ -1,10 +1,12 @@
 """From `kill` to the first operator held, and from `kill` to the first operator released.
 
-Two processes train, one with hydroslurm and one with the incumbent's hooks; this one sends
-SIGUSR1 and SIGUSR2 at random moments, in turns of ten, while the other process is stopped. All
-stamps are CLOCK_MONOTONIC, the sender's taken just before kill(). Then each is paused during
-backwards of more than two seconds, through one module of many operators: was it held before the
-backward ended? Where the incumbent was not, the end is what counts for it.
+Three processes train, one with hydroslurm, one with a hydroslurm that leaves all to its watcher
+thread (``pause_ratio_to_watcher``: what closing the gate in the handler is worth), and one with the
+incumbent's hooks; this one sends SIGUSR1 and SIGUSR2 at random moments, in turns of ten, while the
+other processes are stopped. All stamps are CLOCK_MONOTONIC, the sender's taken just before kill().
+Then the first and the last are paused during backwards of more than two seconds, through one module
+of many operators: was it held before the backward ended? Where the incumbent was not, the end is
+what counts for it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ TURN = 10
 LIMIT_S = 120.0
 SENDER_SPIN_NS = 300_000
 WAYS = ("hydroslurm", "incumbent")
+WATCHER = "watcher"
+CLOSER_ENV = "HYDROSLURM_GATE_CLOSER"
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Victim:
             [
                 sys.executable,
                 str(Path(__file__).with_name("victim.py")),
-                way,
+                "hydroslurm" if way == WATCHER else way,
                 str(folder),
                 what,
                 str(seconds),
@@ -69,7 +73,11 @@ class Victim:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **({CLOSER_ENV: "watcher"} if way == WATCHER else {}),
+            },
         )
         self.events = EventTail(RunDir(folder).rank_events(0))
         self._stamps = folder / "stamps.jsonl"
@@ -143,11 +151,13 @@ class Victim:
 
 
 @contextlib.contextmanager
-def victims(folder: Path, what: str, seconds: float = 0.0) -> Iterator[list[Victim]]:
+def victims(
+    folder: Path, what: str, seconds: float = 0.0, *, ways: Sequence[str] = WAYS
+) -> Iterator[list[Victim]]:
     """One process per way; gone after the block."""
     started: list[Victim] = []
     try:
-        for way in WAYS:
+        for way in ways:
             victim = Victim(way, folder / f"{way}-{what}", what, seconds)
             started.append(victim)
             victim.expect("ready")
@@ -161,10 +171,11 @@ def victims(folder: Path, what: str, seconds: float = 0.0) -> Iterator[list[Vict
 
 def pause_while_training(folder: Path, count: int) -> dict[str, Seen]:
     """Pause each way ``count`` times, in turns."""
-    seen = {way: Seen() for way in WAYS}
-    with victims(folder, "train") as both:
+    ways = (*WAYS, WATCHER)
+    seen = {way: Seen() for way in ways}
+    with victims(folder, "train", ways=ways) as all_three:
         for _ in range(-(-count // TURN)):
-            for victim in both:
+            for victim in all_three:
                 victim.signal(signal.SIGCONT)
                 time.sleep(0.05)
                 for _ in range(min(TURN, count - len(seen[victim.way].pauses))):
@@ -221,7 +232,10 @@ def figures(training: dict[str, Seen], backward: dict[str, Seen]) -> dict[str, f
             [_us(p.sent_ns, p.held_ns) for p in backward[way].pauses],
         )
     handlers = [_us(p.sent_ns, p.handler_ns) for p in training["hydroslurm"].pauses]
-    return result | p50_p99("handler_us", handlers)
+    by_watcher = [_us(p.sent_ns, p.held_ns) for p in training[WATCHER].pauses]
+    result |= p50_p99("handler_us", handlers) | p50_p99("watcher_pause_us", by_watcher)
+    ratio = result["pause_us_p50"] / result["watcher_pause_us_p50"]
+    return result | {"pause_ratio_to_watcher": ratio}
 
 
 def _us(begin_ns: int, end_ns: int) -> float:

@@ -64,9 +64,15 @@ def _row(found: ListedJob) -> tuple[str, ...]:
         found.slurm.state.value,
         str(found.replicas or "-"),
         f"{found.restarts}{most}",
-        "-" if found.preemptions is None else str(found.preemptions),
+        _preemptions(found),
         moment(condition.epoch_ns) if condition else "-",
     )
+
+
+def _preemptions(found: ListedJob) -> str:
+    if found.preemptions is None:
+        return "-"
+    return f"{'≥' if found.more_preemptions else ''}{found.preemptions}"
 
 
 def training_job_lines(found: Overview) -> list[str]:

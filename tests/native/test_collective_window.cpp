@@ -304,8 +304,10 @@ TEST(names_that_are_collectives) {
         until_event(HS_EVENT_PARKED);
         CHECK_EQ(hs_gate_let_through(2), 0);
         until([] { return status().let_through == 2 && status().state == HS_STATE_PARKED && status().held == 1; });
-        read_events();
-        CHECK_EQ(strcmp(seen().back().text, "c10d::send"), 0);
+        until([] { /* the event follows the state */
+            read_events();
+            return strcmp(seen().back().text, "c10d::send") == 0;
+        });
         end.store(true);
         resume_now();
     });

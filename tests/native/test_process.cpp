@@ -290,12 +290,18 @@ TEST(claimed_stop_in_a_child) {
     CHECK(hs_gate_claim(HS_ACTION_STOP, 1) > 0);
     int survived[2];
     CHECK_EQ(pipe(survived), 0);
+    sigset_t none, stop, before;
+    sigemptyset(&none);
+    sigemptyset(&stop);
+    sigaddset(&stop, SIGTERM);
+    pthread_sigmask(SIG_BLOCK, &stop, &before);
     const pid_t child = fork_child();
     if (child == 0)
         for (;;) {
-            pause();
+            sigsuspend(&none); /* nowhere else: one that comes before would be gone */
             CHECK_EQ(write(survived[1], "s", 1), 1);
         }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     const pid_t stranger = fork_child();
     if (stranger == 0) _exit(kill(child, SIGTERM));
     CHECK_EQ(exit_of(stranger), 0);

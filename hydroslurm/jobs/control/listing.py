@@ -37,6 +37,8 @@ class ListedJob:
             Slurm's count.
         backoff_limit: how many of them the spec allows; None without a spec.
         preemptions: as far as its supervisor or its first rank knows; None where nobody looks.
+        more_preemptions: whether a restart may have been one that no rank could tell from a requeue
+            by hand: of what comes without a grace only accounting knows.
     """
 
     slurm: Job
@@ -46,6 +48,7 @@ class ListedJob:
     restarts: int
     backoff_limit: int | None
     preemptions: int | None
+    more_preemptions: bool = False
 
 
 def my_jobs(client: SlurmClient, user: str) -> tuple[ListedJob, ...]:
@@ -116,4 +119,5 @@ def _without_spec(
         restarts=slurm.restart_count or 0,
         backoff_limit=None,
         preemptions=len(known) if is_told else None,
+        more_preemptions=(slurm.restart_count or 0) > len(known),
     )
