@@ -31,6 +31,7 @@ SCRIPTS = (
     "stock_submitit",
     "ranks",
     "connection",
+    "ranks_scale",
     "long_suspend",
     "fault_rounds",
     "startup",

@@ -6,15 +6,19 @@ the CPU seconds of the coordinator's process alone, of all its threads, in each 
 attempt:
 
 join     from the first connection until every rank knows that all have joined
-agree    one agreement: a value of its own of every rank, as after the writing of a checkpoint
+agree    one agreement on what every rank has written: a value of its own, for the ranks that commit
 pause    a rank is paused, all are parked in two rounds, with three process groups per rank (all
          ranks, those of its node, those at its place on every node), and released
+commit   the agreement that tells all ranks what rank 0 has committed: a manifest of 285 bytes per
+         rank, so that its bytes grow with the square of the ranks
+tell     the same with 64 bytes
 stop     a stop barrier: called, proposed for by all, agreed on
-commit   the agreement that tells all ranks what rank 0 has committed
 leave    every rank leaves
 
-`growth_exponent` is the worst of join, agree, pause and commit: log(cost ratio) / log(size ratio)
-from the smallest size to 4,096 ranks. 1 is a cost that grows as the number of ranks does.
+The same `relayed`: eight ranks share a connection, as behind the relays of their nodes.
+`growth_exponent` is the worst of join, agree, pause and tell: log(cost ratio) / log(size ratio)
+from the smallest size to 4,096 ranks; 1 is a cost that grows as the number of ranks does.
+`growth_exponent_commit` is that of commit.
 """
 
 from __future__ import annotations
@@ -29,14 +33,21 @@ import selectors
 import signal
 import socket
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import finish, options
 
-from hydroslurm.coordination import frames
 from hydroslurm.coordination.authentication import RankGreeting
-from hydroslurm.coordination.frames import Sealer, Unsealer, pack
+from hydroslurm.coordination.frames import (
+    Sealer,
+    Unsealer,
+    pack,
+    unpack,
+    unwrap_ranks,
+    wrap_up,
+)
 from hydroslurm.coordination.messages import Runs, check_from_coordinator, runs_of
 from hydroslurm.coordination.network import allow_descriptors
 from hydroslurm.coordination.rendezvous import _started, start_coordinator
@@ -45,129 +56,167 @@ from hydroslurm.coordination.world import World
 
 SIZES = (256, 1024, 2048, 4096)
 QUICK_SIZES = (32, 128)
-PHASES = ("join", "agree", "pause", "commit")
-"""Those of which the growth is told."""
+RELAYED_SIZES = (4096, 16384)
+QUICK_RELAYED_SIZES = (64,)
+PHASES = ("join", "agree", "pause", "commit", "tell", "stop")
+GROWING = ("join", "agree", "pause", "tell")
 NODE = 8
 AT_ONCE = 128
 """Greetings under way: more than a coordinator can answer, fewer than it closes as idle."""
 LIMIT_S = 300.0
 
-# what all ranks are sent alike is parsed once: it is not the ranks that are measured
-frames.unpack = functools.lru_cache(8)(frames.unpack)
 
+class Line:
+    """One connection: of a rank, or of a relay with those of its node."""
 
-class SimulatedRank:
-    """One connection."""
-
-    def __init__(self, rank: int, connection: socket.socket, greeting: RankGreeting) -> None:
-        self.rank = rank
+    def __init__(self, ranks: range, connection: socket.socket, greeting: RankGreeting) -> None:
+        self.ranks = ranks
+        self.is_relay = len(ranks) > 1
         self.connection = connection
-        self.greeting: RankGreeting | None = greeting
         self.sealer: Sealer | None = None
-        self.unsealer: Unsealer | None = None
+        self._greeting = greeting
+        self._unsealer: Unsealer | None = None
+        self._unsent: list[tuple[int, bytes]] = []
+        self._to: Sequence[int] | None = None
 
-    def send(self, message: dict[str, Any]) -> None:
+    def put(self, rank: int, message: dict[str, Any]) -> None:
+        self._unsent.append((rank, pack(message)))
+
+    def flush(self) -> None:
+        """Send what was put: a relay has it in one frame."""
         assert self.sealer is not None
-        self.connection.sendall(self.sealer.seal(pack(message)))
+        unsent, self._unsent = self._unsent, []
+        if unsent and self.is_relay:
+            self.connection.sendall(self.sealer.seal(wrap_up(unsent)))
+        elif unsent:
+            self.connection.sendall(b"".join(self.sealer.seal(body) for _, body in unsent))
 
-    def receive(self) -> list[dict[str, Any]]:
-        """What has arrived; the proof is sent as soon as it can be made."""
+    def receive(self) -> list[tuple[Sequence[int], dict[str, Any]]]:
+        """What has arrived, and for which ranks; the proof is sent as soon as it can be made."""
         data = self.connection.recv(1 << 18)
         if not data:
-            raise RuntimeError(f"the coordinator has hung up on rank {self.rank}")
-        if self.greeting is not None:
-            proof = self.greeting.feed(data)
+            raise RuntimeError(f"the coordinator has hung up on {self.ranks}")
+        if self._unsealer is None:
+            proof = self._greeting.feed(data)
             if proof is None:
                 return []
             self.connection.sendall(proof)
-            session = self.greeting.session
+            session = self._greeting.session
             assert session is not None
-            self.sealer, self.unsealer = Sealer(session.to_coordinator), Unsealer(session.to_rank)
-            self.greeting, data = None, session.rest
-        assert self.unsealer is not None
-        return [check_from_coordinator(one) for one in self.unsealer.feed(data)]
+            self.sealer, self._unsealer = Sealer(session.to_coordinator), Unsealer(session.to_rank)
+            data = session.rest
+        return [one for body in self._unsealer.bodies(data) for one in self._read(body)]
+
+    def _read(self, body: bytes) -> list[tuple[Sequence[int], dict[str, Any]]]:
+        if self.is_relay and self._to is None and body[:1] != b"{":  # but "reached" is for it
+            self._to = unwrap_ranks(body)
+            return []
+        ranks, self._to = self._to or self.ranks, None
+        return [(ranks, check_from_coordinator(cached_unpack(body)))]
+
+
+cached_unpack = functools.lru_cache(8)(unpack)
+"""What all ranks are sent alike is parsed once: it is not the ranks that are measured."""
 
 
 class SimulatedRanks:
     """All ranks of one attempt, and their coordinator."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, per_line: int) -> None:
         self.size = size
         self.key = secrets.token_bytes(32)
         self.attempt = f"measured {secrets.token_hex(4)}"
         world = World(rank=0, world_size=size, incarnation_id=self.attempt)
         self.port = start_coordinator(world, Secret("environment", self.key))
         self.pid = _started[os.getpid(), self.attempt][0].pid
-        self.ranks: list[SimulatedRank] = []
+        self._per_line = per_line
+        self._lines: list[Line] = []
         self._selector = selectors.DefaultSelector()
         self._heard: Counter[str] = Counter()
-        self._issued = [
-            {key: issued for key, (_, issued) in self._groups(rank).items()} for rank in range(size)
-        ]
 
     def join(self) -> None:
-        waiting, greeting = deque(range(self.size)), set[int]()
+        waiting, greeting = deque(range(0, self.size, self._per_line)), set[Line]()
         while waiting or greeting:
             while waiting and len(greeting) < AT_ONCE:
-                rank = waiting.popleft()
-                greeting.add(rank)
-                self._connect(rank)
+                first = waiting.popleft()
+                greeting.add(self._connect(range(first, first + self._per_line)))
             for key, _ in self._selector.select(LIMIT_S):
-                one: SimulatedRank = key.data
-                self._hear(one)
-                if one.rank in greeting and one.sealer is not None:
-                    greeting.discard(one.rank)
-                    one.send(self._join_message(one.rank))
+                line: Line = key.data
+                self._hear(line)
+                if line in greeting and line.sealer is not None:
+                    greeting.discard(line)
+                    self._introduce(line)
         self._wait("all_joined")
 
     def agree(self) -> None:
-        for one in self.ranks:
-            index = [10_000_000 + one.rank, secrets.token_hex(4)]
+        for rank in range(self.size):
+            index = [10_000_000 + rank, secrets.token_hex(4)]
             value = {"index": index, "took_s": 1.25}
-            one.send(self._agree_message("written", value, collect_at=[0, 1]))
+            self._put(rank, self._agree_message("written", value, collect_at=[0, 1, 2, 3]))
         self._wait("agreed")
 
     def commit(self) -> None:
-        text = "x" * (285 * self.size)
-        for one in self.ranks:
-            one.send(self._agree_message("commit", None if one.rank else {"manifest": text}))
-        self._wait("agreed")
+        self._tell("commit", "x" * (285 * self.size))
+
+    def tell(self) -> None:
+        self._tell("tell", "x" * 64)
 
     def pause(self) -> None:
-        self.ranks[0].send({"type": "pause"})
+        self._put(0, {"type": "pause"})
         self._wait("all_parked")
-        self.ranks[0].send({"type": "resume"})
+        self._put(0, {"type": "resume"})
         self._wait("release")
 
     def stop(self) -> None:
-        self.ranks[0].send({"type": "call_barrier", "kind": "stop", "message": "SIGTERM"})
+        self._put(0, {"type": "call_barrier", "kind": "stop", "message": "SIGTERM"})
         self._wait("barrier_agreed")
 
     def leave(self) -> None:
-        for one in self.ranks:
-            one.send({"type": "leave", "done": True})
-            one.connection.close()
+        for rank in range(self.size):
+            self._put(rank, {"type": "leave", "done": True})
+        for line in self._lines:
+            line.flush()
+            line.connection.close()
         _started[os.getpid(), self.attempt][0].wait(LIMIT_S)
 
     # --- the parts of it
 
-    def _connect(self, rank: int) -> None:
+    def _connect(self, ranks: range) -> Line:
         greeting = RankGreeting(attempt=self.attempt, key=self.key, munge=None)
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(greeting.hello)
-        one = SimulatedRank(rank, connection, greeting)
-        self.ranks.append(one)
-        self._selector.register(connection, selectors.EVENT_READ, one)
+        line = Line(ranks, connection, greeting)
+        self._lines.append(line)
+        self._selector.register(connection, selectors.EVENT_READ, line)
+        return line
 
-    def _join_message(self, rank: int) -> dict[str, Any]:
-        return {
-            "type": "join",
-            "incarnation_id": self.attempt,
-            "rank": rank,
-            "world_size": self.size,
-            "cut_off": [],
-        }
+    def _introduce(self, line: Line) -> None:
+        if line.is_relay:
+            assert line.sealer is not None
+            hello = {"type": "relay", "incarnation_id": self.attempt}
+            line.connection.sendall(line.sealer.seal(pack(hello)))
+        else:
+            self._join_all(line)
+
+    def _join_all(self, line: Line) -> None:
+        for rank in line.ranks:
+            line.put(
+                rank,
+                {
+                    "type": "join", "incarnation_id": self.attempt, "rank": rank,
+                    "world_size": self.size, "cut_off": [],
+                },
+            )  # fmt: skip
+        line.flush()
+
+    def _put(self, rank: int, message: dict[str, Any]) -> None:
+        self._lines[rank // self._per_line].put(rank, message)
+
+    def _tell(self, topic: str, text: str) -> None:
+        for rank in range(self.size):
+            self._put(rank, self._agree_message(topic, None if rank else {"manifest": text}))
+        self._wait("agreed")
 
     def _agree_message(
         self, topic: str, value: Any, *, collect_at: list[int] | None = None
@@ -180,6 +229,8 @@ class SimulatedRanks:
     def _wait(self, kind: str) -> None:
         """Until every rank has heard a message of this kind once more."""
         self._heard.clear()
+        for line in self._lines:
+            line.flush()
         while self._heard[kind] < self.size:
             ready = self._selector.select(LIMIT_S)
             if not ready:
@@ -187,39 +238,53 @@ class SimulatedRanks:
             for key, _ in ready:
                 self._hear(key.data)
 
-    def _hear(self, one: SimulatedRank) -> None:
-        for message in one.receive():
+    def _hear(self, line: Line) -> None:
+        for ranks, message in line.receive():
             kind = message["type"]
-            self._heard[kind] += 1
-            if kind == "describe":
-                groups = self._groups(one.rank)
-                wanted = {key: groups[key][0] for key in message["groups"]}
-                one.send({"type": "members", "groups": wanted})
-            elif kind in ("hold", "count"):
-                one.send(self._counts(one.rank, message))
-            elif kind == "barrier_called":
-                one.send(
-                    {"type": "propose", "barrier": message["barrier"], "safe_point_index": 1000}
-                )
+            self._heard[kind] += len(ranks)
+            if kind == "reached":
+                self._join_all(line)
+            for rank in ranks:
+                self._answer(line, rank, message)
+        if line.sealer is not None:
+            line.flush()
 
-    def _groups(self, rank: int) -> dict[str, tuple[Runs, int]]:
-        """Key -> ranks, issued."""
+    def _answer(self, line: Line, rank: int, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "describe":
+            groups = self._groups(rank)
+            wanted = {key: groups[key] for key in message["groups"]}
+            line.put(rank, {"type": "members", "groups": wanted})
+        elif kind in ("hold", "count"):
+            line.put(rank, self._counts(rank, message))
+        elif kind == "barrier_called":
+            number = message["barrier"]
+            line.put(rank, {"type": "propose", "barrier": number, "safe_point_index": 1000})
+
+    def _groups(self, rank: int) -> dict[str, Runs]:
+        """Key -> ranks."""
         node, place = rank - rank % NODE, rank % NODE
-        return {
-            "world#0": (runs_of(range(self.size)), 5000),
-            f"node{node}#0": (runs_of(range(node, node + NODE)), 3000),
-            f"place{place}#0": (runs_of(range(place, self.size, NODE)), 2000),
-        }
+        ranks = (
+            range(self.size),
+            range(node, node + NODE),
+            range(place, self.size, NODE),
+        )
+        return dict(zip(issued_by(rank), map(runs_of, ranks), strict=True))
 
     def _counts(self, rank: int, message: dict[str, Any]) -> dict[str, Any]:
         return {
             "type": "counts",
             "pause": message["pause"],
             "round": message["round"],
-            "groups": self._issued[rank],
+            "groups": issued_by(rank),
             "in_flight": 0,
             "allowance": 0,
         }
+
+
+def issued_by(rank: int) -> dict[str, int]:
+    """Key of each group of a rank -> collectives."""
+    return {"world#0": 5000, f"node{rank - rank % NODE}#0": 3000, f"place{rank % NODE}#0": 2000}
 
 
 def cpu_s(pid: int) -> float:
@@ -242,20 +307,20 @@ def rss_mb(pid: int) -> float:
     return int(found[1]) / 1024 if found else math.nan
 
 
-def measure(size: int) -> dict[str, float]:
-    """Phase -> CPU seconds, and ``rss_mb``, of one attempt of so many ranks."""
-    ranks = SimulatedRanks(size)
+def measure(size: int, *, per_line: int = 1) -> dict[str, float]:
+    """Figure, with its unit, of one attempt of so many ranks, so many on each connection."""
+    ranks = SimulatedRanks(size, per_line=per_line)
     seen: dict[str, float] = {}
     try:
-        for phase in ("join", "agree", "pause", "commit", "stop"):
+        for phase in PHASES:
             before_s = cpu_s(ranks.pid)
             getattr(ranks, phase)()
-            seen[phase] = cpu_s(ranks.pid) - before_s
+            seen[f"{phase}_s"] = cpu_s(ranks.pid) - before_s
         seen["rss_mb"] = rss_mb(ranks.pid)
         before_s = cpu_s(ranks.pid)
         ended_s = children_cpu_s()
         ranks.leave()
-        seen["leave"] = children_cpu_s() - ended_s - before_s
+        seen["leave_s"] = children_cpu_s() - ended_s - before_s
     except BaseException:
         os.kill(ranks.pid, signal.SIGKILL)
         raise
@@ -263,21 +328,27 @@ def measure(size: int) -> dict[str, float]:
 
 
 def main() -> None:
-    chosen = options(__doc__.partition("\n")[0])
+    chosen = options("What coordination costs as the number of ranks grows.")
     sizes = QUICK_SIZES if chosen.quick else SIZES
+    relayed_sizes = QUICK_RELAYED_SIZES if chosen.quick else RELAYED_SIZES
     allow_descriptors(max(sizes) + 64)
-    result: dict[str, Any] = {}
     seen = {size: measure(size) for size in sizes}
-    for size, costs in seen.items():
-        for phase, cost in costs.items():
-            unit = "" if phase == "rss_mb" else "_s"
-            result[f"{phase}{unit}_{size}"] = cost
+    relayed = {size: measure(size, per_line=NODE) for size in relayed_sizes}
     first, last = min(sizes), max(sizes)
-    result["growth_exponent"] = max(
-        math.log(seen[last][phase] / seen[first][phase]) / math.log(last / first)
-        for phase in PHASES
-    )
-    finish(chosen, "ranks_scale: CPU seconds of the coordinator", result)
+
+    def growth(phase: str) -> float:
+        ratio = seen[last][f"{phase}_s"] / seen[first][f"{phase}_s"]
+        return math.log(ratio) / math.log(last / first)
+
+    exponents = {
+        "growth_exponent": max(map(growth, GROWING)),
+        "growth_exponent_commit": growth("commit"),
+    }
+    result = {f"{name}_{size}": one for size, of in seen.items() for name, one in of.items()}
+    for size, of in relayed.items():
+        result |= {f"{name}_{size}_relayed": one for name, one in of.items()}
+    title = "ranks_scale: CPU seconds of the coordinator"
+    finish(chosen, title, {**exponents, **result})
 
 
 if __name__ == "__main__":

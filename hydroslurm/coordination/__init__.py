@@ -5,11 +5,13 @@ world           which rank of how many this process is
 secret          the key that the ranks of one attempt share
 authentication  how a rank and the coordinator prove that they know it
 rendezvous      starting the coordinator; torch's own rendezvous
-coordinator     a small process beside rank 0 that every rank is connected to; peers are its
-                connections
-state           what it knows and answers (pure); pause_state is its part for pauses
+server          accepts, authenticates, reads and writes; peers are its connections
+coordinator     a small process beside rank 0 that every rank is connected to
+relay           one connection to it for all ranks of a node
+state           what it knows and answers (pure); agreement_state and pause_state are its parts
 channel         a rank's connection to it
-messages        what travels there
+frames          how messages travel, sealed
+messages        which there are, and their forms
 network         how the first node is reached; sockets
 client          CoordinatorClient: all of it, as the rest of hydroslurm sees it
 agreements      the agreements that a rank waits for

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.frames import pack, unpack, unwrap_up, wrap_down
+from hydroslurm.coordination.frames import pack, unpack, unwrap_up, wrap_ranks
 from hydroslurm.coordination.messages import BadMessage, Message, Outbox, check_from_rank
 from hydroslurm.coordination.network import allow_descriptors, listen
 from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
@@ -132,7 +132,7 @@ class Coordinator(Server):
             else:
                 raise BadMessage(f"a relay names rank {rank}")
         except Exception:
-            self.send(peer, Packed(wrap_down((rank,), b"")))
+            self._send_to_relay(peer, (rank,), Packed(b""))
             self._lose(rank, of=peer)
 
     def _handle(self, rank: int, message: Message) -> None:
@@ -162,8 +162,11 @@ class Coordinator(Server):
             reason = self._state.why_not(rank, message["world_size"])
         if reason is not None:
             refused = {"type": "refused", "reason": reason, "same_incarnation": same_incarnation}
-            body = pack(refused)
-            self.send(peer, Packed(wrap_down((rank,), body) if is_relayed else body))
+            packed = Packed(pack(refused))
+            if is_relayed:
+                self._send_to_relay(peer, (rank,), packed)
+            else:
+                self.send(peer, packed)
             return
         if peer.relayed is None:
             peer.rank = rank
@@ -200,8 +203,7 @@ class Coordinator(Server):
     def _send(self, outbox: Outbox) -> None:
         """Each message is packed once, and goes once to each relay, for all of its ranks."""
         for message, ranks in _grouped(outbox):
-            body = pack(message)
-            packed = Packed(body)
+            packed = Packed(pack(message))
             relays: dict[PeerConnection, list[int]] = {}
             for rank in ranks:
                 peer = self._joined.get(rank)
@@ -212,7 +214,11 @@ class Coordinator(Server):
                 else:
                     relays.setdefault(peer, []).append(rank)
             for peer, together in relays.items():
-                self.send(peer, Packed(wrap_down(together, body)))
+                self._send_to_relay(peer, together, packed)
+
+    def _send_to_relay(self, peer: PeerConnection, ranks: Sequence[int], packed: Packed) -> None:
+        self.send(peer, Packed(wrap_ranks(ranks)))
+        self.send(peer, packed)
 
 
 def _grouped(outbox: Outbox) -> Iterator[tuple[Message, list[int]]]:

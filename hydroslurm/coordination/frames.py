@@ -152,17 +152,17 @@ def unwrap_up(body: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-def wrap_down(ranks: Sequence[int], body: bytes) -> bytes:
-    """The body of one frame from the coordinator to a relay: one body for several ranks. An empty
-    one says that their connections are to be closed."""
-    return struct.pack(f">I{len(ranks)}I", len(ranks), *ranks) + body
+def wrap_ranks(ranks: Sequence[int]) -> bytes:
+    """The body of the first of two frames from the coordinator to a relay: the ranks that the body
+    of the second one is for. An empty second one says that their connections are to be closed.
+
+    Two frames, so that the second, which may be long, is one object for all relays.
+    """
+    return struct.pack(f">{len(ranks)}I", *ranks)
 
 
-def unwrap_down(body: bytes) -> tuple[tuple[int, ...], bytes]:
-    """The reverse of :func:`wrap_down`; raises BadFrame."""
-    try:
-        (count,) = _HEAD.unpack_from(body)
-        ranks = struct.unpack_from(f">{count}I", body, _HEAD.size)
-    except (struct.error, MemoryError) as error:
-        raise BadFrame(f"not a frame for a relay: {error}") from error
-    return ranks, body[_HEAD.size * (1 + count) :]
+def unwrap_ranks(body: bytes) -> tuple[int, ...]:
+    """The reverse of :func:`wrap_ranks`; raises BadFrame."""
+    if len(body) % _HEAD.size:
+        raise BadFrame(f"{len(body)} bytes are no ranks for a relay")
+    return struct.unpack(f">{len(body) // _HEAD.size}I", body)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydroslurm.coordination.channel import Connection, connect, find_coordinator
-from hydroslurm.coordination.frames import BadFrame, pack, unpack, unwrap_down, wrap_up
+from hydroslurm.coordination.frames import BadFrame, pack, unpack, unwrap_ranks, wrap_up
 from hydroslurm.coordination.messages import BadMessage, check_from_coordinator, check_to_relay
 from hydroslurm.coordination.network import configure_socket, listen
 from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
@@ -57,6 +57,7 @@ class _Upstream:
         found: the search, while it is under way.
         ranks: connected here.
         waiting: bodies that are not sent yet, with their ranks.
+        to: the ranks that the next body from the coordinator is for; None before it names them.
         is_given_up: nobody waits for the search any more.
     """
 
@@ -66,6 +67,7 @@ class _Upstream:
     is_ready: bool = False
     ranks: dict[int, PeerConnection] = field(default_factory=dict)
     waiting: list[tuple[int, bytes]] = field(default_factory=list)
+    to: tuple[int, ...] | None = None
     is_given_up: bool = False
 
 
@@ -233,11 +235,14 @@ class Relay(Server):
             for peer in list(upstream.ranks.values()):
                 self._write(peer, packed)
             return
-        ranks, message = unwrap_down(body)
-        packed = Packed(message)
+        if upstream.to is None:
+            upstream.to = unwrap_ranks(body)
+            return
+        ranks, upstream.to = upstream.to, None
+        packed = Packed(body)
         for rank in ranks:
             rank_peer = upstream.ranks.get(rank)
-            if rank_peer is not None and message:
+            if rank_peer is not None and body:
                 self._write(rank_peer, packed)
             elif rank_peer is not None:
                 del upstream.ranks[rank]

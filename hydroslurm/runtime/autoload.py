@@ -301,7 +301,8 @@ def _without_collections(execute: Callable[[ModuleType], object], module: Module
     such as those of the first optimizer, which imports ``torch._dynamo``: 0.3 s of CPU before the
     first step, measured with torch 2.13. So it is off during the import, and what is there at the
     end is frozen (``gc.freeze``, which also keeps the pages of forked workers shared). There can be
-    no tensor yet: a model that goes is collected as ever.
+    no tensor yet: a model that goes is collected as ever. It thaws at the exit: a finaliser of the
+    script's that hangs in a cycle with what was frozen would not run otherwise.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -309,6 +310,7 @@ def _without_collections(execute: Callable[[ModuleType], object], module: Module
         execute(module)
         if was_on:
             gc.freeze()
+            atexit.register(gc.unfreeze)
     finally:
         if was_on:
             gc.enable()

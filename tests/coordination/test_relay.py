@@ -19,9 +19,9 @@ from hydroslurm.coordination.channel import connect
 from hydroslurm.coordination.frames import (
     BadFrame,
     pack,
-    unwrap_down,
+    unwrap_ranks,
     unwrap_up,
-    wrap_down,
+    wrap_ranks,
     wrap_up,
 )
 from hydroslurm.coordination.relay import (
@@ -181,13 +181,13 @@ def test_who_shares_a_connection() -> None:
         is_wanted({RELAY_RANKS_ENV: "many"}, world_size=2, local_world_size=2)
 
 
-@pytest.mark.parametrize("cut", [1, 7, 9])
+@pytest.mark.parametrize("cut", [1, 3, 7])
 def test_frames_of_a_relay(cut: int) -> None:
     """What is wrapped comes out again; what is cut short is refused."""
     up = wrap_up([(3, b"{}"), (1 << 19, b""), (3, b"[1]")])
     assert unwrap_up(up) == [(3, b"{}"), (1 << 19, b""), (3, b"[1]")]
-    assert unwrap_down(wrap_down((5, 6), b"{}")) == ((5, 6), b"{}")
+    assert unwrap_ranks(wrap_ranks((5, 6))) == (5, 6)
     with pytest.raises(BadFrame):
         unwrap_up(up[:-1])
     with pytest.raises(BadFrame):
-        unwrap_down(wrap_down((5, 6), b"")[:cut])
+        unwrap_ranks(wrap_ranks((5, 6))[:cut])

@@ -135,7 +135,8 @@ def test_architecture_and_architecture_test_name_the_same_rooms() -> None:
 
 def test_every_variable_is_described() -> None:
     """environment.md lists what the code reads, and nothing that it does not; other pages too."""
-    code = "".join(path.read_text() for path in (ROOT / "hydroslurm").rglob("*.py"))
+    sources = [path for end in ("py", "cpp") for path in (ROOT / "hydroslurm").rglob(f"*.{end}")]
+    code = "".join(path.read_text() for path in sources)
     read = set(re.findall(r"\"(HYDROSLURM_[A-Z_]+)\"", code)) - INTERNAL
     page = (ROOT / "docs/environment.md").read_text()
     listed = set(re.findall(r"^\| `(HYDROSLURM_[A-Z_]+)`", page, flags=re.M))

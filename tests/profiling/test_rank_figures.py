@@ -45,6 +45,16 @@ def test_connection(tmp_path: Path) -> None:
     assert result["ranks"] == 64
 
 
+def test_ranks_scale(tmp_path: Path) -> None:
+    """What thousands of ranks cost their coordinator, on a small scale: each with a connection of
+    its own, and eight to a relay."""
+    result, _ = run_script("ranks_scale.py", "--json", folder=tmp_path)
+    for phase in ("join", "agree", "pause", "commit", "tell", "stop", "leave"):
+        assert result[f"{phase}_s_128"] > 0
+        assert result[f"{phase}_s_64_relayed"] > 0
+    assert result["growth_exponent"] < 1.6
+
+
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_long_suspend(tmp_path: Path) -> None:
