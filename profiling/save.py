@@ -7,7 +7,7 @@ Interleaved in one process, medians over the rounds; before each measurement the
                               or a commit
     stall_ratio_to_memcpy     how long an asynchronous save holds the training / copying the same
                               tensors into ones that are there already
-    stop_to_durable_ms        from the wish to stop to the committed checkpoint
+    stop_to_durable_ms        from the request to stop to the committed checkpoint
 
 Once in each of some fresh processes, medians:
 

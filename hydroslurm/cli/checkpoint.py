@@ -81,7 +81,9 @@ def verify(where: Where, as_json: AsJson = False) -> None:
     else:
         for row in rows:
             typer.echo(clean(f"{row['path']}: {row['state']}{_because(row)}", most=2000))
-        typer.echo(f"{len(rows)} checkpoints, {len(bad)} of them cannot be loaded")
+        noun = "checkpoint" if len(rows) == 1 else "checkpoints"
+        loadable = f"{len(bad)} of them cannot be loaded" if bad else "nothing is damaged"
+        typer.echo(f"{len(rows)} {noun}, {loadable}")
     if bad or not rows:
         raise typer.Exit(1)
 
