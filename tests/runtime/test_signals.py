@@ -46,6 +46,7 @@ def test_environment_changes_the_plan() -> None:
         ("who=USR1", "user_pause"),
         ("user_pause=USR9", "is not a signal"),
         ("user_pause=KILL", "cannot be caught|can catch"),
+        ("user_pause=WINCH", "the gate wakes a thread of its own with it"),
         ("user_pause=USR2", "used for both"),
         ("user_pause=999", "is not a signal"),
     ],

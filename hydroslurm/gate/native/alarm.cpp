@@ -17,8 +17,10 @@
 namespace hs {
 namespace {
 
-/* Its default action is none: it does no harm to a thread that has the number of a watcher that has ended. */
-constexpr int kAlarm = SIGURG;
+/* Its default action is none: it does no harm to a thread that has the number of a watcher that has ended. And it is none that
+ * anybody relies on: sigtimedwait also takes one that was sent to the process while all other threads blocked it, so SIGURG,
+ * which Slurm may send as a warning, could be lost here. */
+constexpr int kAlarm = SIGWINCH;
 /* Beyond the next tick of most kernels, so that setting it programs no hardware: 1.6 us against 8 us on a virtual machine. */
 constexpr int64_t kSoon_ns = 5 * kMs;
 
