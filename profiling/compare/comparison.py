@@ -22,9 +22,9 @@ import figures
 import pairs
 from attempts import read_attempts
 from harness import rounded
+from interruptions import Event, Kind, storm
 from peers import PEERS, Peer, absent
 from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec, version_of
-from storm import Event, Kind, storm
 
 from hydroslurm.devcluster import DevCluster
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attempts import read_attempts
+from interruptions import Event
 from peers import Peer
 from slurm_jobs import COMMAND_LIMIT_S, Job, Place
-from storm import Event
 
 START_LIMIT_S = 120.0
 WATCH_S = 9.0

@@ -22,7 +22,7 @@ import drive  # noqa: E402 - scripts of a folder, not a package
 import figures  # noqa: E402
 import picture  # noqa: E402
 import table  # noqa: E402
-from storm import Event, storm  # noqa: E402
+from interruptions import Event, storm  # noqa: E402
 
 COUNTS = {"suspend": 12, "preempt": 5, "requeue": 3}
 
