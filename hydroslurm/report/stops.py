@@ -43,7 +43,8 @@ class Stop:
         step: steps complete when it left.
         step_from: how that is known. By ``last_event`` it is the least that it can have been.
         safe_point_ms: from the request to the end of the step that was being made.
-        staged_ms: from the request until the state was copied.
+        staged_ms: from the request until the state was copied; None where none was, as a stop
+            writes the state itself.
         written_ms: from the request until the rank's files were on the durable tier's disk.
         durable_ms: from the request to the commit on the durable tier; 0 where that state was
             committed already.
