@@ -227,8 +227,7 @@ class SimulatedRanks:
         }  # fmt: skip
 
     def _wait(self, kind: str) -> None:
-        """Until every rank has heard a message of this kind once more."""
-        self._heard.clear()
+        """Until every rank has heard a message of this kind since the last wait."""
         for line in self._lines:
             line.flush()
         while self._heard[kind] < self.size:
@@ -237,6 +236,7 @@ class SimulatedRanks:
                 raise TimeoutError(f"{self._heard[kind]} of {self.size} ranks heard {kind}")
             for key, _ in ready:
                 self._hear(key.data)
+        self._heard.clear()
 
     def _hear(self, line: Line) -> None:
         for ranks, message in line.receive():

@@ -99,6 +99,17 @@ def state_of(run: RunDir, *, stale: Child) -> tuple[dict[str, int], str, bool]:
     return inodes, run.attempts_jsonl.read_text(), run.finished_json.exists()
 
 
+def hang(attempt: Child) -> None:
+    """Stop a process, and wait until each of its threads has stopped: one may be saving."""
+    attempt.signal(signal.SIGSTOP)
+
+    def states() -> set[str]:
+        threads = Path(f"/proc/{attempt.pid}/task").glob("*/stat")
+        return {stat.read_text().rpartition(")")[2].split()[0] for stat in threads}
+
+    wait_until(lambda: states() == {"T"}, "all threads to stop")
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_an_attempt_that_wakes_up_late_leaves_all_as_it_is(
     told: bool, begin: Begin, run: RunDir
@@ -107,10 +118,10 @@ def test_an_attempt_that_wakes_up_late_leaves_all_as_it_is(
     93 and has neither committed, removed nor written anything; the newer one goes on."""
     old = begin()
     reach(old, further=10)
-    old.signal(signal.SIGSTOP)
+    hang(old)
     new = begin()
     reach(new, further=20)
-    new.signal(signal.SIGSTOP)
+    hang(new)
     before = state_of(run, stale=old)
     if told:
         old.signal(signal.SIGTERM)
