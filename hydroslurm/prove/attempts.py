@@ -128,7 +128,7 @@ class ScriptRun(ABC):
         return updates.read(self.records)
 
     def count(self) -> int:
-        """How many updates the rank that is furthest has made in this attempt."""
+        """How many updates all ranks have made in this attempt."""
         return updates.count(self.records)
 
     def wait_for(self, wanted: int) -> int:

@@ -8,6 +8,7 @@ iterator (which samples a batch was made of). It draws no random number and chan
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -48,9 +49,9 @@ class Recorder:
         self._clear()
 
     def _clear(self) -> None:
-        self._rng: dict[str, str] | None = None
-        self._rows: list[tuple[str, ...]] = []
+        self._forwards: list[tuple[dict[str, str], tuple[str, ...]]] = []
         self._losses: list[str] = []
+        self._used = 0  # forwards that a backward has followed
 
     def hook(self) -> None:
         """Put all hooks in place, for good."""
@@ -76,7 +77,19 @@ class Recorder:
             backward(tensors, *args, **kwargs)
 
         torch.autograd.backward = seen_backward
+        for owner in (Optimizer, torch.nn.Module):
+            self._hook_zero_grad(owner)
         self._hook_loader()
+
+    def _hook_zero_grad(self, owner: Any) -> None:
+        zero_grad = owner.zero_grad
+        recorder = self
+
+        def seen_zero_grad(thing: Any, *args: Any, **kwargs: Any) -> None:
+            recorder._forget_gradients()
+            zero_grad(thing, *args, **kwargs)
+
+        owner.zero_grad = functools.wraps(zero_grad)(seen_zero_grad)
 
     def _hook_loader(self) -> None:
         """Batches come in the order in which the sampler was asked for them."""
@@ -111,14 +124,20 @@ class Recorder:
     def _see_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training or not torch.is_grad_enabled() or self._pid != os.getpid():
             return
-        self._rng = self._rng or _generators()
+        rows = next((_rows(tensor) for tensor in _tensors((args, kwargs))), ())
         self._modules[id(module)] = module
-        self._rows.append(next((_rows(t) for t in _tensors((args, kwargs))), ()))
+        self._forwards.append((_generators(), rows))
 
     def _see_loss(self, tensors: Any) -> None:
         for tensor in _tensors(tensors):
             value = repr(tensor.item()) if tensor.numel() == 1 else _crc(tensor)
             self._losses.append(value)
+        self._used = len(self._forwards)
+
+    def _forget_gradients(self) -> None:
+        """What made them is no part of the coming step: a warm-up, or a step that was skipped."""
+        del self._forwards[: self._used], self._losses[:]
+        self._used = 0
 
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         names = self._names()
@@ -142,9 +161,9 @@ class Recorder:
             Update(
                 **before,
                 after=dict(_weights(optimizer, self._names())),
-                rng=self._rng or _generators(),
-                rows=tuple(self._rows),
-                samples=tuple(tuple(map(self._index_of.get, rows)) for rows in self._rows),
+                rng=self._forwards[0][0] if self._forwards else _generators(),
+                rows=tuple(rows for _, rows in self._forwards),
+                samples=tuple(tuple(map(self._index_of.get, rows)) for _, rows in self._forwards),
                 losses=tuple(self._losses),
             )
         )

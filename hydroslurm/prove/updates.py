@@ -75,8 +75,8 @@ def file_of(environ: Mapping[str, str]) -> Path:
 
 
 def count(folder: Path) -> int:
-    """How many updates the rank that is furthest has written."""
-    return max((path.read_bytes().count(b"\n") for path in folder.glob("rank*.jsonl")), default=0)
+    """How many updates every rank has written that has written any."""
+    return min((path.read_bytes().count(b"\n") for path in folder.glob("rank*.jsonl")), default=0)
 
 
 def read(folder: Path) -> dict[int, list[Update]]:
