@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,7 +73,7 @@ def prove(
     Exit status: 0 the same bits, each step trained once; 1 not.
     """
     from hydroslurm.errors import UsageError
-    from hydroslurm.prove.attempts import Script
+    from hydroslurm.prove.attempts import Script, runnable
     from hydroslurm.prove.trial import prove as run_proof
 
     if preempt not in ("requeue", "off"):
@@ -82,7 +81,7 @@ def prove(
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"--keep {keep}: wanted a folder that is new or empty")
     script = Script(
-        command=_runnable(command),
+        command=runnable(command),
         environ={**os.environ, "HYDROSLURM_PREEMPT": preempt},
         links=tuple(link or ()),
         grace_s=grace,
@@ -99,48 +98,9 @@ def prove(
             seed=seed,
             notice=lambda text: None if as_json else typer.echo(text),
         )
-    typer.echo(json.dumps(_as_dict(proof)) if as_json else _verdict(proof))
+    typer.echo(json.dumps(_as_dict(proof)) if as_json else str(proof))
     if not proof.holds:
         raise typer.Exit(1)
-
-
-def _runnable(command: list[str]) -> tuple[str, ...]:
-    first = Path(command[0])
-    if first.suffix == ".py":
-        return (sys.executable, str(first.absolute()), *command[1:])
-    return tuple(str(Path(word).absolute()) if _is_script(word) else word for word in command)
-
-
-def _is_script(word: str) -> bool:
-    """The runs work elsewhere, and ``torchrun train.py`` is to find it."""
-    return word.endswith(".py") and Path(word).is_file()
-
-
-def _verdict(proof: Proof) -> str:
-    if not proof.control.is_equal:
-        return (
-            "not deterministic: two undisturbed runs differ, so that nothing can be said about "
-            f"stops.\n  {proof.control.differences[0]}\n"
-            "Seed everything (torch.manual_seed, random, numpy, the sampler's generator), and use "
-            "torch.use_deterministic_algorithms(True)."
-        )
-    result = proof.result
-    assert result is not None
-    lines = []
-    for difference in result.differences[:1]:
-        lines.append(f"differs first at {difference}")
-    for number, what in ((result.repeated, "trained again"), (result.left_out, "never trained")):
-        if number:
-            lines.append(f"{number} step{'s were' if number > 1 else ' was'} {what} after a stop.")
-    lines += [
-        f"behind step {stop.step} the command ended with status 0: unless Slurm itself requeues "
-        "the job, that is its end."
-        for stop in proof.stops
-        if stop.status == 0
-    ]
-    stops = f"{len(proof.stops)} stop{'s' if len(proof.stops) != 1 else ''}"
-    verdict = "the same bits" if proof.holds else "not the same"
-    return "\n".join([*lines, f"{verdict}: {proof.steps} steps, {stops}"])
 
 
 def _as_dict(proof: Proof) -> dict[str, object]:

@@ -12,9 +12,10 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ from hydroslurm.prove import updates
 from hydroslurm.prove.updates import LIMIT_FILE, PROVE_ENV, RESTART, Update
 
 if TYPE_CHECKING:
-    from hydroslurm.slurm.client import SlurmClient
+    from hydroslurm.slurm.client import Job, SlurmClient
 
 _POLL_S = 0.01
 _ASK_SLURM_S = 0.5
@@ -55,6 +56,18 @@ class Script:
     grace_s: float = 30.0
     limit_s: float = 300.0
     sbatch: tuple[str, ...] | None = None
+
+
+def runnable(command: Sequence[str]) -> tuple[str, ...]:
+    """The command as it can be run from another folder; a first word that names a script of Python
+    is run by this one."""
+    if Path(command[0]).suffix == ".py":
+        command = (sys.executable, *command)
+    return tuple(str(Path(word).absolute()) if _is_script(word) else word for word in command)
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and Path(word).is_file()
 
 
 class ScriptRun(ABC):
@@ -215,11 +228,13 @@ class LocalRun(ScriptRun):
         return self._process.wait()
 
     def end(self) -> None:
+        if self._process is None:
+            return
         deadline_s = time.monotonic() + _KILL_S
         while self._signal(signal.SIGKILL) and time.monotonic() < deadline_s:
-            if self._process is not None:
-                self._process.poll()
+            self._process.poll()
             time.sleep(_POLL_S)
+        self._process.wait()
 
     def _signal(self, signo: int) -> int:
         """How many processes there were to signal."""
@@ -289,14 +304,7 @@ class JobRun(ScriptRun):
         assert self._client is not None
         assert self._job_id is not None
         self._client.requeue(self._job_id)
-        give_up_s = time.monotonic() + self.script.limit_s
-        while self._client.job(self._job_id).restart_count < self.number:
-            if time.monotonic() > give_up_s:
-                raise ProofError(
-                    f"job {self._job_id} was requeued, and Slurm has not put it back into the "
-                    f"queue within {self.script.limit_s:g} s (--limit)"
-                )
-            time.sleep(_ASK_SLURM_S)
+        self._wait_until(lambda job: job.restart_count >= self.number and _has_left(job))
         return None
 
     def end(self) -> None:
@@ -304,6 +312,24 @@ class JobRun(ScriptRun):
             return
         if not self._client.job(self._job_id).state.has_ended:
             self._client.cancel(self._job_id)
+        self._wait_until(_has_left)
+
+    def _wait_until(self, is_so: Callable[[Job], bool]) -> None:
+        """Slurm counts a restart, and calls a job ended, while its processes still write."""
+        assert self._client is not None
+        assert self._job_id is not None
+        give_up_s = time.monotonic() + self.script.limit_s
+        while not is_so(job := self._client.job(self._job_id)):
+            if time.monotonic() > give_up_s:
+                raise ProofError(
+                    f"job {self._job_id} was to be stopped, and is still {job.state.value} after "
+                    f"{self.script.limit_s:g} s (--limit)"
+                )
+            time.sleep(_ASK_SLURM_S)
+
+
+def _has_left(job: Job) -> bool:
+    return "COMPLETING" not in job.flags
 
 
 def new_run(script: Script, root: Path, *, attempts: int, limit: int | None) -> ScriptRun:

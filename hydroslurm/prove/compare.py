@@ -195,7 +195,7 @@ def _of_samples(mine: Update, right: Update, whole: Sequence[Update], i: int) ->
     ours, theirs = _flat(mine.rows), _flat(right.rows)
     seen = f"samples {_samples(mine)} were trained on; the undisturbed run has {_samples(right)}"
     if len(mine.rows) != len(right.rows) and ours == theirs[: len(ours)]:
-        forwards = _plural(len(mine.rows), "forward")
+        forwards = plural(len(mine.rows), "forward")
         return (
             f"the step was made of {forwards} instead of {len(right.rows)}",
             "The stop came in the middle of gradient accumulation: save only behind a complete "
@@ -203,14 +203,14 @@ def _of_samples(mine: Update, right: Update, whole: Sequence[Update], i: int) ->
         )
     for distance in range(1, min(len(whole), _MOST_AHEAD + 1)):
         if i >= distance and ours == _flat(whole[i - distance].rows):
-            steps = _plural(distance, "step")
+            steps = plural(distance, "step")
             return (
                 f"{seen}: those of {steps} earlier, seen twice",
                 "The position in the data was saved before the last batches were trained on, or "
                 "the loader begins again too early",
             )
         if i + distance < len(whole) and ours == _flat(whole[i + distance].rows):
-            steps = _plural(distance, "step")
+            steps = plural(distance, "step")
             return (
                 f"{seen}: those of {steps} later; what lies between is never seen",
                 "Batches that were fetched ahead are part of the state: count what was trained on, "
@@ -300,5 +300,6 @@ def _names(names: Sequence[str] | set[str]) -> str:
     return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _plural(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}"
+def plural(number: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydroslurm.errors import ProofError, UsageError
 from hydroslurm.prove.attempts import Script, ScriptRun, new_run
-from hydroslurm.prove.compare import Comparison, compare, place_of, seeded_generators
+from hydroslurm.prove.compare import Comparison, compare, place_of, plural, seeded_generators
 from hydroslurm.prove.updates import Update
 
 Notice = Callable[[str], None]
@@ -46,6 +46,32 @@ class Proof:
         """Whether the stopped run trained the same bits, each step once."""
         return self.control.is_equal and self.result is not None and self.result.is_equal
 
+    def __str__(self) -> str:
+        """The verdict, for a person: what differs first and why, then one line that sums it up."""
+        if not self.control.is_equal or self.result is None:
+            return (
+                "not deterministic: two undisturbed runs differ, so that nothing can be said about "
+                f"stops.\nThey differ first at {self.control.differences[0]}\n"
+                "Seed everything (torch.manual_seed, random, numpy, the sampler's generator), and "
+                "use torch.use_deterministic_algorithms(True)"
+            )
+        lines = [f"differs first at {one}" for one in self.result.differences[:1]]
+        for number, what in (
+            (self.result.repeated, "trained again"),
+            (self.result.left_out, "never trained"),
+        ):
+            if number:
+                lines.append(f"{plural(number, 'step')} {'was' if number == 1 else 'were'} {what}")
+        lines += [
+            f"behind step {stop.step} the command ended with status 0: unless Slurm itself "
+            "requeues the job, that is its end"
+            for stop in self.stops
+            if stop.status == 0
+        ]
+        verdict = "the same bits" if self.holds else "not the same"
+        summary = f"{verdict}: {plural(self.steps, 'step')}, {plural(len(self.stops), 'stop')}"
+        return "\n".join([*lines, summary])
+
 
 def prove(
     script: Script,
@@ -79,7 +105,7 @@ def prove(
     steps = min(len(rank0), steps)
     if steps < 2:
         raise ProofError("the script made one optimizer step: there is no place to stop it at")
-    notice(f"undisturbed: {steps} steps of {len(first)} rank{'s' if len(first) > 1 else ''}")
+    notice(f"undisturbed: {steps} steps of {plural(len(first), 'rank')}")
     again, _ = _whole(script, folder / "again", steps)
     seeded = seeded_generators(first, again)
     once = {rank: [run] for rank, run in again.items()}
