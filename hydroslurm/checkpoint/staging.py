@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 
 from hydroslurm.checkpoint.memory import Room, room
+from hydroslurm.checkpoint.pages import map_pages
 from hydroslurm.checkpoint.write_plan import Shard, WritePlan
 
 CHUNK_BYTES = 256 * 2**20
@@ -265,25 +266,11 @@ class _Arena:
         if self._pinned:
             pinned = torch.empty(wanted_bytes, dtype=torch.uint8, pin_memory=True)
             return memoryview(pinned.numpy())  # type: ignore[arg-type]
-        return memoryview(_pages(wanted_bytes))
+        # Inherited by a child (a DataLoader worker), every page would become copy-on-write, and the
+        # next copy would stall the training as long as the first.
+        return memoryview(map_pages(wanted_bytes, inherited=False))
 
 
 def _with_slack(expected_bytes: int) -> int:
     """With room for what alignment and the ends of pieces may waste."""
     return expected_bytes + expected_bytes // 16 + _SLACK_BYTES
-
-
-def _pages(wanted_bytes: int) -> mmap.mmap:
-    """Private memory, in huge pages if possible, that children do not inherit.
-
-    With huge pages touching them takes a fifth of the time. Inherited by a child (a DataLoader
-    worker), every page would become copy-on-write, and the next copy would stall the training as
-    long as the first.
-    """
-    pages = mmap.mmap(-1, wanted_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        try:
-            pages.madvise(getattr(mmap, advice))
-        except (AttributeError, OSError):
-            pass  # advice only: a kernel without it gives plain pages
-    return pages
