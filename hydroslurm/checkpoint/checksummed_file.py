@@ -92,14 +92,12 @@ class ChecksummedFile:
         self._storage = storage
         self._cancel = cancel
         self._chunk_bytes = chunk_bytes
-        self._gathered = memoryview(b"")  # the same memory for every chunk: fresh one is slow
-        self._pending_bytes = 0
         self._sums = BlockSums()
         self._fd = storage.create(path)
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The checksums of the blocks, once all is written."""
+        """The checksums of the blocks of what is written."""
         return self._sums.blocks
 
     def write(self, data: bytes | memoryview) -> None:
@@ -108,35 +106,16 @@ class ChecksummedFile:
         Raises:
             OSError: the disk does not take them. SaveAbandoned: ``cancel`` was set.
         """
-        view, pending_bytes = memoryview(data), self._pending_bytes
-        if pending_bytes + len(view) < self._chunk_bytes:
-            if not self._gathered:
-                self._gathered = memoryview(bytearray(self._chunk_bytes))
-            self._gathered[pending_bytes : pending_bytes + len(view)] = view
-            self._pending_bytes += len(view)
-            return
-        self._emit_pending()
-        whole = len(view) - len(view) % self._chunk_bytes
-        for start in range(0, whole, self._chunk_bytes):
+        view = memoryview(data)
+        for start in range(0, len(view), self._chunk_bytes):
             self._emit(view[start : start + self._chunk_bytes])
-        if whole < len(view):
-            self.write(view[whole:])
-
-    def flush(self) -> None:
-        """Hand all of it to the system: the disk can begin, and :attr:`blocks` is complete.
-
-        Raises:
-            OSError: a call failed. SaveAbandoned: ``cancel`` was set.
-        """
-        self._emit_pending()
 
     def finish(self) -> FileEntry:
-        """Write what is pending, fsync and close.
+        """Fsync and close.
 
         Raises:
             OSError: a call failed. SaveAbandoned: ``cancel`` was set.
         """
-        self._emit_pending()
         self._look_at_cancel()
         self._storage.fsync(self._fd)
         fd, self._fd = self._fd, -1
@@ -149,11 +128,6 @@ class ChecksummedFile:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
                 self._storage.close(fd)
-
-    def _emit_pending(self) -> None:
-        if self._pending_bytes:
-            self._emit(self._gathered[: self._pending_bytes])
-            self._pending_bytes = 0
 
     def _emit(self, chunk: memoryview) -> None:
         self._look_at_cancel()

@@ -15,7 +15,8 @@ from hydroslurm.checkpoint.boxes import Box
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.pages import TensorMemory, advise_huge_pages
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex, bytes_of, tensors_name
+from hydroslurm.checkpoint.tensor_bytes import bytes_of
+from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex, tensors_name
 from hydroslurm.checkpoint.write_plan import box_of
 from hydroslurm.errors import CheckpointCorrupt
 
