@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,6 +55,9 @@ _NAMES = {
 }
 """The types that every reader of the format knows. The others stand in the header as bytes."""
 
+_DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+"""By the name that an index has."""
+
 
 class Chunk(NamedTuple):
     """A piece of a tensor, and where it is in its rank's file.
@@ -76,7 +79,7 @@ class Chunk(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return cast("torch.dtype", getattr(torch, self.dtype))
+        return _DTYPES[self.dtype]
 
     @property
     def size_bytes(self) -> int:
@@ -201,7 +204,7 @@ def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes:
     numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes)
     if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= 1 << 63:
         raise ValueError(f"a piece of {key!r:.80} lies at {numbers}")
-    if not isinstance(key, str) or not isinstance(chunk.torch_dtype, torch.dtype):
+    if not isinstance(key, str) or dtype not in _DTYPES:
         raise TypeError(f"{key!r:.80} is a tensor of {dtype!r:.80}")
     if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or not all(
         map(_fits, chunk.offsets, chunk.sizes, chunk.shape)
