@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
+
+from isal.isal_zlib import crc32
 
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
 from hydroslurm.checkpoint.manifest import FileEntry
@@ -150,7 +151,7 @@ class BlockReader:
                 raise _unreadable(source.path, error) from error
             crc = 0
             for view in views:
-                crc = zlib.crc32(view, crc)
+                crc = crc32(view, crc)
             if crc != source.blocks[number]:
                 begin = number * BLOCK_BYTES
                 raise CheckpointCorrupt(

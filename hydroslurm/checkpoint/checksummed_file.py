@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from isal.isal_zlib import crc32
 
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
@@ -39,7 +39,7 @@ class BlockSums:
         """Take the next bytes. Releases the GIL for large ones."""
         while data:
             room = BLOCK_BYTES - self.size_bytes % BLOCK_BYTES
-            self._crc = zlib.crc32(data[:room], self._crc)
+            self._crc = crc32(data[:room], self._crc)
             self.size_bytes += min(room, len(data))
             if self.size_bytes % BLOCK_BYTES == 0:
                 self._done.append(self._crc)
@@ -62,7 +62,7 @@ def checksum_of(blocks: Iterable[int]) -> str:
     several the checksum of theirs, four bytes each."""
     first, *more = tuple(blocks) or (0,)
     if more:
-        first = zlib.crc32(b"".join(crc.to_bytes(4, "big") for crc in (first, *more)))
+        first = crc32(b"".join(crc.to_bytes(4, "big") for crc in (first, *more)))
     return f"{first:08x}"
 
 
@@ -74,8 +74,11 @@ def entry_of(data: bytes | memoryview) -> FileEntry:
 
 
 class ChecksummedFile:
-    """Writes one new file in chunks; a second thread computes the checksums of each while it is
-    written. A file that is smaller than a chunk does without the thread."""
+    """Writes one new file in chunks, each checksummed just before.
+
+    Not in a second thread while it is written: the checksum takes a tenth of the time of the write,
+    and what it has read is in the processor's cache for the write.
+    """
 
     def __init__(
         self,
@@ -87,16 +90,14 @@ class ChecksummedFile:
     ) -> None:
         self.path = path
         self._storage = storage
-        self._hasher: ThreadPoolExecutor | None = None
         self._cancel = cancel
         self._chunk_bytes = chunk_bytes
-        self._pending = bytearray()
         self._sums = BlockSums()
         self._fd = storage.create(path)
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The checksums of the blocks, once all is written."""
+        """The checksums of the blocks of what is written."""
         return self._sums.blocks
 
     def write(self, data: bytes | memoryview) -> None:
@@ -105,26 +106,16 @@ class ChecksummedFile:
         Raises:
             OSError: the disk does not take them. SaveAbandoned: ``cancel`` was set.
         """
-        if len(self._pending) + len(data) < self._chunk_bytes:
-            self._pending += data
-            return
         view = memoryview(data)
-        if self._pending:
-            self._emit(memoryview(self._pending))
-            self._pending = bytearray()
-        whole = len(view) - len(view) % self._chunk_bytes
-        for start in range(0, whole, self._chunk_bytes):
+        for start in range(0, len(view), self._chunk_bytes):
             self._emit(view[start : start + self._chunk_bytes])
-        self._pending += view[whole:]
 
     def finish(self) -> FileEntry:
-        """Write what is pending, fsync and close.
+        """Fsync and close.
 
         Raises:
             OSError: a call failed. SaveAbandoned: ``cancel`` was set.
         """
-        if self._pending:
-            self._emit(memoryview(self._pending))
         self._look_at_cancel()
         self._storage.fsync(self._fd)
         fd, self._fd = self._fd, -1
@@ -132,9 +123,7 @@ class ChecksummedFile:
         return self._sums.entry
 
     def abandon(self) -> None:
-        """Release the descriptor and the thread if they are still held. Never raises."""
-        if self._hasher is not None:
-            self._hasher.shutdown()
+        """Release the descriptor if it is still held. Never raises."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
@@ -143,18 +132,10 @@ class ChecksummedFile:
     def _emit(self, chunk: memoryview) -> None:
         self._look_at_cancel()
         offset = self._sums.size_bytes
-        if self._hasher is None and len(chunk) >= self._chunk_bytes:
-            self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hydroslurm-checksum")
-        running = self._hasher and self._hasher.submit(self._sums.update, chunk)
-        try:
-            self._storage.write(self._fd, chunk)
-            with contextlib.suppress(OSError):  # a hint that not every file system supports
-                self._storage.write_back(self._fd, offset=offset, size_bytes=len(chunk))
-        finally:
-            if running:
-                running.result()
-            else:
-                self._sums.update(chunk)
+        self._sums.update(chunk)
+        self._storage.write(self._fd, chunk)
+        with contextlib.suppress(OSError):  # a hint that not every file system supports
+            self._storage.write_back(self._fd, offset=offset, size_bytes=len(chunk))
 
     def _look_at_cancel(self) -> None:
         if self._cancel is not None and self._cancel.is_set():

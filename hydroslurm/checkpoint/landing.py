@@ -3,11 +3,8 @@ lie in one piece in memory, else over a copy."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import mmap
+import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +13,12 @@ import torch
 from hydroslurm.checkpoint.blocks import BlockReader, Range, Source, require_size
 from hydroslurm.checkpoint.boxes import Box
 from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.pages import TensorMemory, advise_huge_pages
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex, bytes_of, tensors_name
+from hydroslurm.checkpoint.tensor_bytes import bytes_of
+from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex, tensors_name
 from hydroslurm.checkpoint.write_plan import box_of
 from hydroslurm.errors import CheckpointCorrupt
-
-_HUGE_BYTES = 4 << 20
-"""Tensors from this size on are put into huge pages: the kernel clears a fresh page the first time
-that it is touched, and one of 2 MiB takes it a fifth of the time of 512 of 4 KiB."""
 
 
 class Wanted(NamedTuple):
@@ -43,6 +38,11 @@ class Wanted(NamedTuple):
     template: Any = None
     writer: int | None = None
     replicas: tuple[int, ...] = ()
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of a plain tensor; 0 for a DTensor."""
+        return 0 if self.template is not None else math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def like(
@@ -116,8 +116,9 @@ def land(
     tensors: dict[str, torch.Tensor] = {}
     places: dict[int, list[_Place]] = {}
     finals = _Later()
+    fresh = TensorMemory(sum(one.wanted.plain_bytes for one in landings))
     for one in landings:
-        tensors[one.wanted.key], memory = _memory_for(one.wanted, finals)
+        tensors[one.wanted.key], memory = _memory_for(one.wanted, fresh, finals)
         flat = memory.reshape(-1)
         for rank, chunk, common in one.pieces:
             places.setdefault(rank, []).append(_Place(chunk, common, one.wanted.box, flat))
@@ -170,17 +171,18 @@ class _Place(NamedTuple):
         return Range(self.chunk.at_bytes + begin * item, bytes_of(target))
 
 
-def _memory_for(wanted: Wanted, finals: _Later) -> tuple[torch.Tensor, torch.Tensor]:
+def _memory_for(
+    wanted: Wanted, fresh: TensorMemory, finals: _Later
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor, and its local values as a contiguous tensor on the CPU. Where these are not the
     same memory, ``finals`` gets the copying."""
     if wanted.template is None:
-        found = torch.empty(wanted.shape, dtype=wanted.dtype)
-        _advise_huge_pages(found)
+        found = fresh.empty(wanted.shape, wanted.dtype)
         return found, found
     found = torch.empty_like(wanted.template, dtype=wanted.dtype)
     local: torch.Tensor = found.to_local()  # type: ignore[attr-defined]  # a DTensor
     if local.device.type == "cpu" and local.is_contiguous():
-        _advise_huge_pages(local)
+        advise_huge_pages(local)
         return found, local
     memory = torch.empty(local.shape, dtype=wanted.dtype)
     finals.append(lambda: local.copy_(memory))
@@ -198,19 +200,3 @@ def _replicas(template: Any) -> tuple[int, ...]:
         for where, placement in zip(place, template.placements, strict=True)
     )
     return (int(mesh.mesh[writer]),)
-
-
-def _advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Advice only: a kernel that does not know it gives plain pages."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    if size_bytes < _HUGE_BYTES:
-        return
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (tensor.data_ptr() + size_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-    with suppress(AttributeError, OSError, ValueError):
-        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

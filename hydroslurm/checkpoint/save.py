@@ -153,7 +153,8 @@ class Save:
             except Exception as error:
                 self._round.settle("open", problem=error)
                 raise
-            place = self._open(replace(header, world_size=world_size), plan.layout)
+            layout = "" if self._round.is_solo else plan.layout
+            place = self._open(replace(header, world_size=world_size), layout)
             if isinstance(place, Checkpoint):
                 return place
             with self._removing(place.folder):

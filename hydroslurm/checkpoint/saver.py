@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from hydroslurm.checkpoint.save_round import PATIENCE_S, Peers, SaveRound
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
-from hydroslurm.checkpoint.write_plan import WritePlan, divide
+from hydroslurm.checkpoint.write_plan import WritePlan, divide, without_gc
 from hydroslurm.errors import (
     CheckpointError,
     SaveAbandoned,
@@ -151,7 +150,7 @@ class Saver:
                 self._excuse(save_round, request, busy=under_way.step)
             return 0.0
         try:
-            with _no_garbage_collection():
+            with without_gc():
                 plan = self._divide(state)
                 request = replace(request, state=self._new_state(), state_bytes=plan.state_bytes)
                 self._writer.tell(SaveEventKind.STARTED, request)
@@ -428,19 +427,6 @@ class Saver:
         if reason is not None:
             self._writer.tell(SaveEventKind.SKIPPED, request, reason=reason)
         return reason is None
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Leave cyclic garbage alone while the training waits: the thousands of small objects of a plan
-    make Python search all objects, which takes longer than to copy them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _check_peers(

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 
 from hydroslurm.checkpoint.memory import Room, room
+from hydroslurm.checkpoint.pages import map_pages
 from hydroslurm.checkpoint.write_plan import Shard, WritePlan
 
 CHUNK_BYTES = 256 * 2**20
@@ -201,6 +202,7 @@ class _Arena:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._pieces: list[memoryview] = []
+        self._storages: list[torch.UntypedStorage] = []
         self._used: list[int] = []
         self._expected_bytes = 0
 
@@ -225,12 +227,14 @@ class _Arena:
         wanted_bytes = size_bytes(tensor)
         if wanted_bytes == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        # frombuffer gives each its own torch storage. The writer would have to clone a view into
-        # one large storage, because torch.save writes the whole storage behind a view
-        flat = torch.frombuffer(self._take(wanted_bytes), dtype=tensor.dtype)
-        if tensor.is_contiguous():
-            return flat.view(tensor.shape)
-        return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+        piece, start = self._take(wanted_bytes)
+        strides = (
+            tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+        ).stride()
+        # set_ instead of a view or frombuffer: with an object less to keep for each of thousands
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            self._storages[piece], start // tensor.itemsize, tensor.shape, strides
+        )
 
     def touch(self, *, enough: threading.Event) -> None:
         """Make the kernel back the memory with real pages until it is ``enough``; overwrites the
@@ -246,7 +250,8 @@ class _Arena:
                 part = torch.frombuffer(piece[start : start + _TOUCH_BYTES], dtype=torch.uint8)
                 part[:: mmap.PAGESIZE].zero_()
 
-    def _take(self, wanted_bytes: int) -> memoryview:
+    def _take(self, wanted_bytes: int) -> tuple[int, int]:
+        """The number of a piece, and where in it so much room begins."""
         for index, piece in enumerate(self._pieces):
             start = self._used[index]
             if start + wanted_bytes <= len(piece):
@@ -254,36 +259,23 @@ class _Arena:
         else:
             index, start, piece = len(self._pieces), 0, self._new(wanted_bytes)
             self._pieces.append(piece)
+            self._storages.append(torch.frombuffer(piece, dtype=torch.uint8).untyped_storage())
             self._used.append(0)
         # aligned for every dtype, and on a cache line of its own
         self._used[index] = start + -(-wanted_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         self._expected_bytes -= wanted_bytes
-        return piece[start : start + wanted_bytes]
+        return index, start
 
     def _new(self, wanted_bytes: int) -> memoryview:
         wanted_bytes = max(wanted_bytes, min(CHUNK_BYTES, _with_slack(self._expected_bytes)))
         if self._pinned:
             pinned = torch.empty(wanted_bytes, dtype=torch.uint8, pin_memory=True)
             return memoryview(pinned.numpy())  # type: ignore[arg-type]
-        return memoryview(_pages(wanted_bytes))
+        # Inherited by a child (a DataLoader worker), every page would become copy-on-write, and the
+        # next copy would stall the training as long as the first.
+        return memoryview(map_pages(wanted_bytes, inherited=False))
 
 
 def _with_slack(expected_bytes: int) -> int:
     """With room for what alignment and the ends of pieces may waste."""
     return expected_bytes + expected_bytes // 16 + _SLACK_BYTES
-
-
-def _pages(wanted_bytes: int) -> mmap.mmap:
-    """Private memory, in huge pages if possible, that children do not inherit.
-
-    With huge pages touching them takes a fifth of the time. Inherited by a child (a DataLoader
-    worker), every page would become copy-on-write, and the next copy would stall the training as
-    long as the first.
-    """
-    pages = mmap.mmap(-1, wanted_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        try:
-            pages.madvise(getattr(mmap, advice))
-        except (AttributeError, OSError):
-            pass  # advice only: a kernel without it gives plain pages
-    return pages

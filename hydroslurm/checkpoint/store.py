@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from hydroslurm.checkpoint.retention import Pins
 from hydroslurm.checkpoint.save import Save
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
 from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs
-from hydroslurm.checkpoint.write_plan import State, WritePlan
+from hydroslurm.checkpoint.write_plan import State, WritePlan, without_gc
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
@@ -198,7 +197,7 @@ class CheckpointStore:
             CheckpointError: someone else may have written one.
             CheckpointMissing: a name in ``only`` was not saved; says what was.
         """
-        with self.pins.holding(), _without_gc():
+        with self.pins.holding(), without_gc():
             self.pins.pin(checkpoint.path)
             self._checker.require_same(checkpoint)
             return reader.read_state(
@@ -286,17 +285,3 @@ class CheckpointStore:
             again=again,
             least=least,
         )
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Without the collector of cycles: a load makes ten objects for every tensor, none of them in a
-    cycle, and walking over all objects of a process again and again meanwhile was a quarter of the
-    time that 5,000 small tensors took."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

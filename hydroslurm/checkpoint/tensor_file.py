@@ -12,8 +12,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +55,9 @@ _NAMES = {
 }
 """The types that every reader of the format knows. The others stand in the header as bytes."""
 
+_DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+"""By the name that an index has."""
+
 
 class Chunk(NamedTuple):
     """A piece of a tensor, and where it is in its rank's file.
@@ -75,7 +79,7 @@ class Chunk(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return cast("torch.dtype", getattr(torch, self.dtype))
+        return _DTYPES[self.dtype]
 
     @property
     def size_bytes(self) -> int:
@@ -167,43 +171,31 @@ def parse(text: bytes) -> dict[str, Any]:
 
 def lay_out(shards: Iterable[Shard], *, rank: int) -> tuple[bytes, list[tuple[Shard, Chunk]]]:
     """The beginning of a file of tensors, and what follows it in this order."""
-    ordered = sorted(shards, key=lambda one: -one.tensor.dtype.itemsize)
+    kinds: dict[torch.dtype, list[Shard]] = {}
+    for shard in shards:
+        kinds.setdefault(shard.tensor.dtype, []).append(shard)
     said = "a part of a checkpoint of hydroslurm: its .json says where each piece belongs"
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "rank": str(rank), "about": said}}
-    ends = [0]
-    for shard in ordered:
-        dtype, size_bytes = shard.tensor.dtype, shard.tensor.numel() * shard.tensor.dtype.itemsize
-        name = _NAMES.get(dtype)
-        header[shard.key] = {
-            "dtype": name or "U8",
-            "shape": list(shard.tensor.shape) if name else [size_bytes],
-            "data_offsets": [ends[-1], ends[-1] + size_bytes],
-        }
-        ends.append(ends[-1] + size_bytes)
-    text = json.dumps(header, separators=(",", ":")).encode()
+    about = json.dumps({"format": "pt", "rank": str(rank), "about": said}, separators=(",", ":"))
+    header, end = [f'"__metadata__":{about}'], 0
+    laid: list[tuple[Shard, str, tuple[int, ...], int]] = []
+    for dtype in sorted(kinds, key=lambda one: -one.itemsize):
+        name, known, itemsize = str(dtype).removeprefix("torch."), _NAMES.get(dtype), dtype.itemsize
+        for shard in kinds[dtype]:
+            sizes = tuple(shard.tensor.shape)
+            begin, end = end, end + math.prod(sizes) * itemsize
+            shape = list(sizes) if known else [end - begin]
+            header.append(
+                f'{encode_basestring_ascii(shard.key)}:{{"dtype":"{known or "U8"}","shape":{shape},'
+                f'"data_offsets":[{begin},{end}]}}'
+            )
+            laid.append((shard, name, sizes, begin))
+    text = f"{{{','.join(header)}}}".encode()
     text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
-    begin = 8 + len(text)
-    chunks = [
-        Chunk(
-            key=shard.key,
-            shape=shard.shape,
-            dtype=str(shard.tensor.dtype).removeprefix("torch."),
-            offsets=shard.offsets,
-            sizes=tuple(shard.tensor.shape),
-            at_bytes=begin + end,
-        )
-        for shard, end in zip(ordered, ends, strict=False)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, [
+        (shard, Chunk(shard.key, shard.shape, name, shard.offsets, sizes, first + begin))
+        for shard, name, sizes, begin in laid
     ]
-    return len(text).to_bytes(8, "little") + text, list(zip(ordered, chunks, strict=True))
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, in use for as long as the view lives."""
-    try:
-        array = tensor.numpy()
-    except (TypeError, RuntimeError):  # a type that numpy has not, or needs a gradient
-        array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array.reshape(-1)).cast("B")  # type: ignore[arg-type]
 
 
 def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes: Any) -> Chunk:
@@ -212,7 +204,7 @@ def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes:
     numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes)
     if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= 1 << 63:
         raise ValueError(f"a piece of {key!r:.80} lies at {numbers}")
-    if not isinstance(key, str) or not isinstance(chunk.torch_dtype, torch.dtype):
+    if not isinstance(key, str) or dtype not in _DTYPES:
         raise TypeError(f"{key!r:.80} is a tensor of {dtype!r:.80}")
     if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or not all(
         map(_fits, chunk.offsets, chunk.sizes, chunk.shape)

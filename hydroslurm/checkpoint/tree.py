@@ -33,6 +33,9 @@ MOST_DEPTH = 150
 """Containers inside one another. Each takes up to four levels of JSON, of which a reader accepts a
 limited number."""
 
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
+"""Looked up for every tensor while the training waits."""
+
 _NUMPY_KINDS = "biufcSUmM"
 """All but object arrays and structured ones."""
 
@@ -166,9 +169,14 @@ class _Encoder:
         if kind is list:
             return self._items(value, path)
         if kind is dict:
-            if all(type(key) is str and not key.startswith("$") for key in value):
-                return {key: self.encode(one, f"{path}.{key}") for key, one in value.items()}
-            return {"$dict": self._pairs(value, path)}
+            if not all(type(key) is str and key[:1] != "$" for key in value):
+                return {"$dict": self._pairs(value, path)}
+            return {
+                key: self._tensor(one, f"{path}.{key}")
+                if type(one) is _TENSOR  # of a model's state_dict all are: a call less for each
+                else self.encode(one, f"{path}.{key}")
+                for key, one in value.items()
+            }
         if kind in (tuple, set, frozenset):
             return {f"${kind.__name__}": self._items(value, path)}
         if kind is deque:
@@ -201,7 +209,7 @@ class _Encoder:
         tensor = _plain(tensor, path)
         # By address first: hashing all that makes two tensors equal takes three times as long.
         address = _address(tensor)
-        here = self._at.get(address, ())
+        here = self._at.get(address)
         key = None
         if here:
             key = next((one for one in here if _alike(self.tensors[one], tensor)), None)
@@ -210,7 +218,7 @@ class _Encoder:
             key = path.replace(self._dotted, self._slashed, 1)
             while key in self.tensors:
                 key += "~"
-            self._at[address] = (*here, key)
+            self._at[address] = (*here, key) if here else (key,)
             self.tensors[key] = tensor
         if not tensor.is_contiguous() and _is_dense(tensor):
             return {"$tensor": key, "stride": list(tensor.stride())}
@@ -223,8 +231,8 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
     DTensors pass: each rank writes its part of them.
     """
     if (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
+        type(tensor) is _TENSOR
+        and tensor.layout is _STRIDED
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_meta)
         and not (tensor.is_conj() or tensor.is_neg())
     ):
@@ -252,7 +260,7 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
 def _address(tensor: torch.Tensor) -> int:
     """Equal for two tensors that show the same memory; of those without memory of their own, each
     has another one."""
-    if type(tensor) is torch.Tensor and tensor.numel():
+    if type(tensor) is _TENSOR and tensor.numel():
         return tensor.data_ptr()
     return -id(tensor)
 

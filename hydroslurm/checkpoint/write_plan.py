@@ -10,10 +10,12 @@ compare their ``layout`` to be sure.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -95,8 +97,9 @@ class WritePlan:
     @cached_property
     def shared_tensors(self) -> Mapping[str, SharedTensor]:
         """By key; the same on all ranks."""
+        names = {dtype: str(dtype).removeprefix("torch.") for _, _, dtype, _ in self.wholes}
         return {
-            key: SharedTensor(tuple(shape), str(dtype).removeprefix("torch."), writer)
+            key: SharedTensor(shape, names[dtype], writer)
             for key, shape, dtype, writer in self.wholes
         }
 
@@ -104,8 +107,7 @@ class WritePlan:
     def layout(self) -> str:
         """Equal on all ranks if they have the same tensors."""
         lines = sorted(
-            f"{key} {tuple(shape)} {dtype} {writer is None}"
-            for key, shape, dtype, writer in self.wholes
+            f"{key} {shape} {dtype} {writer is None}" for key, shape, dtype, writer in self.wholes
         )
         return f"{len(lines)} tensors, {zlib.crc32(chr(10).join(lines).encode()):08x}"
 
@@ -141,10 +143,18 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     if world_size > 1:
         sizes_bytes = {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}
         writers = owners(sizes_bytes, world_size)
-    shards = [
-        _shard(key, one, mine=key in own or writers.get(key) == rank)
-        for key, one in (*shared.items(), *own.items())
-    ]
+    shards: list[Shard | None] = []
+    wholes: list[Whole] = []
+    for key, one in shared.items():
+        shape = tuple(one.shape)
+        if is_dtensor(one):
+            shards.append(_shard_of_dtensor(key, one))
+            wholes.append((key, shape, one.dtype, None))
+            continue
+        if writers[key] == rank:
+            shards.append(Shard(key, shape, (0,) * len(shape), one))
+        wholes.append((key, shape, one.dtype, writers[key]))
+    shards += [_own_shard(key, one) for key, one in own.items()]
     return WritePlan(
         rank=rank,
         world_size=world_size,
@@ -152,10 +162,7 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
         own=own_tree,
         shards=tuple(one for one in shards if one is not None),
         state_bytes=_bytes(shared) + world_size * _bytes(own),
-        wholes=tuple(
-            (key, one.shape, one.dtype, None if is_dtensor(one) else writers[key])
-            for key, one in shared.items()
-        ),
+        wholes=tuple(wholes),
     )
 
 
@@ -188,19 +195,31 @@ def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
     return found
 
 
-def _shard(key: str, tensor: torch.Tensor, *, mine: bool) -> Shard | None:
-    """The part that this rank writes, if any."""
-    if not is_dtensor(tensor):
-        return Shard(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor) if mine else None
-    if not key.startswith("shared/"):
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Without the collector of cycles: a save or a load makes ten objects for every tensor, none of
+    them in a cycle, and walking over all objects of a process again and again meanwhile takes
+    longer than to copy 5,000 small tensors. Not for longer than Python works on these objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _own_shard(key: str, tensor: torch.Tensor) -> Shard:
+    if is_dtensor(tensor):
         raise UnsavableState(
             f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "
             "the state that they have in common: register the object that holds it"
         )
-    return _shard_of_dtensor(key, tensor)
+    return Shard(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def _shard_of_dtensor(key: str, tensor: Any) -> Shard | None:
+    """The part that this rank writes, if any."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsavableState(
             f"{key} is a DTensor with the placements {tensor.placements}: its values are sums that "

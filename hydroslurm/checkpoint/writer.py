@@ -17,20 +17,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import torch
-
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.manifest import FileEntry, file_entries
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_file import (
-    PartIndex,
-    bytes_of,
-    index_name,
-    lay_out,
-    tensors_name,
-)
-from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.checkpoint.tensor_bytes import GATHER_BYTES, packed
+from hydroslurm.checkpoint.tensor_file import PartIndex, index_name, lay_out, tensors_name
+from hydroslurm.checkpoint.write_plan import WritePlan, without_gc
 from hydroslurm.errors import SaveFailed
 
 SHARED_JSON = "shared.json"
@@ -96,26 +89,30 @@ def write_part(
         OSError: a call failed. SaveAbandoned: ``cancel`` was set.
     """
     files: dict[str, FileEntry] = {}
-    header, pieces = lay_out(plan.shards, rank=plan.rank)
+    with without_gc():
+        header, pieces = lay_out(plan.shards, rank=plan.rank)
     name = tensors_name(plan.rank)
     file = ChecksummedFile(folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)
     try:
         file.write(header)
-        for shard, _ in pieces:
-            if shard.tensor.numel():
-                file.write(bytes_of(_compact(shard.tensor)))
+        tensors = (shard.tensor for shard, _ in pieces)
+        for data in packed(tensors, gather_bytes=min(GATHER_BYTES, chunk_bytes)):
+            file.write(data)
+        # while the disk takes the tensors
+        with without_gc():
+            chunks = tuple(chunk for _, chunk in pieces)
+            texts = {
+                index_name(plan.rank): PartIndex(plan.rank, plan.own, chunks, file.blocks).to_json()
+            }
+            if plan.rank == 0:
+                texts[SHARED_JSON] = shared_text(plan)
+            tally = plan.tally
         files[name] = file.finish()
     finally:
         file.abandon()
-    chunks = tuple(chunk for _, chunk in pieces)
-    text = PartIndex(plan.rank, plan.own, chunks, file.blocks).to_json()
-    files[index_name(plan.rank)] = write_whole(
-        folder / index_name(plan.rank), text.encode(), storage=storage
-    )
-    if plan.rank == 0:
-        text = shared_text(plan)
-        files[SHARED_JSON] = write_whole(folder / SHARED_JSON, text.encode(), storage=storage)
-    return Part(files, plan.tally, sum(chunk.size_bytes for chunk in chunks))
+    for text_name, text in texts.items():
+        files[text_name] = write_whole(folder / text_name, text.encode(), storage=storage)
+    return Part(files, tally, files[name].size_bytes - len(header))
 
 
 def shared_text(plan: WritePlan) -> str:
@@ -123,8 +120,3 @@ def shared_text(plan: WritePlan) -> str:
     written it, or null for one that is in pieces."""
     body = {"state": plan.shared, "tensors": dict(plan.shared_tensors)}
     return json.dumps(body, allow_nan=False, separators=(",", ":"))
-
-
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, its values in C order."""
-    return tensor.detach().cpu().contiguous()

@@ -125,12 +125,10 @@ def test_tied_tensors_stay_tied() -> None:
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.stride()}",
 )
 def test_views_and_kinds(tensor: torch.Tensor) -> None:
-    """Whatever a tensor looks like, the copy has its values, its own small memory, and its order of
-    dimensions where it is dense."""
+    """Whatever a tensor looks like, the copy has its values, and its order of dimensions where it
+    is dense."""
     copied = copy_of(State(shared={"t": {"x": tensor}}, own={})).shared["t"]["x"]
     assert torch.equal(copied, tensor.resolve_conj())
-    # what torch.save writes is the memory behind a tensor, all of it
-    assert copied.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     if tensor.is_contiguous(memory_format=torch.channels_last) and tensor.dim() == 4:
         assert copied.stride() == tensor.stride()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import pickle
 import re
 import shutil
 import threading
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -376,6 +378,18 @@ def test_tensors_of_many_blocks(tmp_path: Path) -> None:
         with pytest.raises(CheckpointCorrupt, match=r"part-00000\.safetensors has checksum"):
             store.load(done)
     assert same(store.load(done, only=[large[0]]).shared, {large[0]: state[large[0]]})
+
+
+def test_checksums_are_those_of_zlib(tmp_path: Path) -> None:
+    """The algorithm that a manifest names is zlib's, whichever library computes it: any program can
+    verify a checkpoint."""
+    state = {name: torch.randn(700_000) for name in "ab"}
+    done = CheckpointStore(tmp_path).write(State(state, {}), step=1, kind="manual")
+    data = (done.path / "part-00000.safetensors").read_bytes()
+    blocks = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+    assert json.loads((done.path / "part-00000.json").read_bytes())["blocks"] == blocks
+    whole = zlib.crc32(b"".join(crc.to_bytes(4, "big") for crc in blocks))
+    assert done.manifest.files["part-00000.safetensors"].checksum == f"{whole:08x}"
 
 
 def test_reads_every_byte_once(tmp_path: Path) -> None:
