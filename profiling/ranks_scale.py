@@ -9,16 +9,15 @@ join     from the first connection until every rank knows that all have joined
 agree    one agreement on what every rank has written: a value of its own, for the ranks that commit
 pause    a rank is paused, all are parked in two rounds, with three process groups per rank (all
          ranks, those of its node, those at its place on every node), and released
-commit   the agreement that tells all ranks what rank 0 has committed: a manifest of 285 bytes per
-         rank, so that its bytes grow with the square of the ranks
+commit   the agreement that tells all ranks what rank 0 has committed: an outline of the manifest of
+         this many ranks' files, and its digest
 tell     the same with 64 bytes
 stop     a stop barrier: called, proposed for by all, agreed on
 leave    every rank leaves
 
 The same `relayed`: eight ranks share a connection, as behind the relays of their nodes.
-`growth_exponent` is the worst of join, agree, pause and tell: log(cost ratio) / log(size ratio)
-from the smallest size to 4,096 ranks; 1 is a cost that grows as the number of ranks does.
-`growth_exponent_commit` is that of commit.
+`growth_exponent` is the worst of join, agree, pause, commit and tell: log(cost ratio) / log(size
+ratio) from the smallest size to 4,096 ranks; 1 is a cost that grows as the number of ranks does.
 """
 
 from __future__ import annotations
@@ -34,11 +33,13 @@ import signal
 import socket
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness import finish, options
 
+from hydroslurm.checkpoint.manifest import FileEntry, begun
 from hydroslurm.coordination.authentication import RankGreeting
 from hydroslurm.coordination.frames import (
     Sealer,
@@ -59,7 +60,7 @@ QUICK_SIZES = (32, 128)
 RELAYED_SIZES = (4096, 16384)
 QUICK_RELAYED_SIZES = (64,)
 PHASES = ("join", "agree", "pause", "commit", "tell", "stop")
-GROWING = ("join", "agree", "pause", "tell")
+GROWING = ("join", "agree", "pause", "commit", "tell")
 NODE = 8
 AT_ONCE = 128
 """Greetings under way: more than a coordinator can answer, fewer than it closes as idle."""
@@ -156,7 +157,13 @@ class SimulatedRanks:
         self._wait("agreed")
 
     def commit(self) -> None:
-        self._tell("commit", "x" * (285 * self.size))
+        files = {
+            f"part-{rank:05}.{end}": FileEntry(10_000_000 + rank, secrets.token_hex(4))
+            for rank in range(self.size)
+            for end in ("safetensors", "json")
+        }
+        header = begun(step=1000, epoch=1, kind="periodic", meta={}, torch_version="2.13.0")
+        self._tell("commit", replace(header, files=files, world_size=self.size).told())
 
     def tell(self) -> None:
         self._tell("tell", "x" * 64)
@@ -213,9 +220,9 @@ class SimulatedRanks:
     def _put(self, rank: int, message: dict[str, Any]) -> None:
         self._lines[rank // self._per_line].put(rank, message)
 
-    def _tell(self, topic: str, text: str) -> None:
+    def _tell(self, topic: str, value: Any) -> None:
         for rank in range(self.size):
-            self._put(rank, self._agree_message(topic, None if rank else {"manifest": text}))
+            self._put(rank, self._agree_message(topic, None if rank else value))
         self._wait("agreed")
 
     def _agree_message(
@@ -342,7 +349,6 @@ def main() -> None:
 
     exponents = {
         "growth_exponent": max(map(growth, GROWING)),
-        "growth_exponent_commit": growth("commit"),
     }
     result = {f"{name}_{size}": one for size, of in seen.items() for name, one in of.items()}
     for size, of in relayed.items():

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hydroslurm.checkpoint import folders
@@ -25,6 +26,10 @@ TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 DRAFT = ".tmp"
 """Ends the names of files that are not in their place yet."""
+
+FEW_FILES = 64
+UNLINKERS = 16
+"""Files that are removed at a time from a folder with more than a few."""
 
 ATTEMPTS = 3
 """At replacing a broken checkpoint while other processes try the same."""
@@ -63,10 +68,19 @@ def remove(path: Path, *, storage: Storage) -> None:
 
 def remove_tree(path: Path, *, storage: Storage) -> None:
     """Remove a folder of files; others may be removing it too."""
+
+    def unlink(name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            storage.unlink(path / name)
+
     with contextlib.suppress(FileNotFoundError):
-        for name in storage.listdir(path):
-            with contextlib.suppress(FileNotFoundError):
-                storage.unlink(path / name)
+        names = storage.listdir(path)
+        if len(names) <= FEW_FILES:
+            for name in names:
+                unlink(name)
+        else:  # each waits for the file server, one after the other for minutes
+            with ThreadPoolExecutor(UNLINKERS, "hydroslurm-unlink") as threads:
+                list(threads.map(unlink, names))
         storage.rmdir(path)
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,12 @@ class Manifest:
             "meta": dict(self.meta),
         }
         return _canonical({**body, "checksum": checksum(_canonical(body).encode())})
+
+    def told(self) -> dict[str, str]:
+        """What other ranks are told of a manifest in its place, which they read when they need the
+        files: with thousands of ranks it is megabytes, and nearly none of them does."""
+        digest = hashlib.sha256(self.to_json().encode()).hexdigest()
+        return {"manifest": replace(self, files={}).to_json(), "digest": digest}
 
     @classmethod
     def from_json(cls, text: str, *, where: Path) -> Manifest:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from hydroslurm.checkpoint import folders, manifest
+from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem
-from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.tiers import Tier
@@ -119,15 +118,14 @@ class _Search:
         if told["name"] is None:
             _require_none_rejected(None, told["rejected"])
             return None
-        checked(told, rank=0, manifest=str)
+        checked(told, rank=0, manifest=str, digest=str)
         if folders.step_of(told["name"]) is None:
             raise CheckpointError(
                 f"rank 0 names {told['name'][:80]!r}, which is no checkpoint's name; expected one "
                 f"such as step-000000084, in {self._durable.directory}"
             )
-        path = self._durable.directory / told["name"]
-        there = Manifest.from_json(told["manifest"], where=path / manifest.NAME)
-        return Found(Tier.DURABLE, self._durable, Checkpoint(path, there))
+        there = self._durable.as_told(told, self._durable.directory / told["name"])
+        return Found(Tier.DURABLE, self._durable, there)
 
     def _offer(self) -> dict[str, Any]:
         """What rank 0 tells the others: a candidate, or what came of all of them."""
@@ -138,7 +136,7 @@ class _Search:
         if found is None:
             return {"rejected": self._candidates.rejected, "name": None}
         one = found.checkpoint
-        return {"rejected": [], "name": one.path.name, "manifest": one.manifest.to_json()}
+        return {"rejected": [], "name": one.path.name, **one.manifest.told()}
 
     def _complaints(self, turn: int, found: Found) -> str | None:
         """Why a candidate is rejected, by whichever rank; None when it is good."""

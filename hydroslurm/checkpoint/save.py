@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint import commit, folders, manifest
-from hydroslurm.checkpoint.catalog import Checkpoint, read_manifest
+from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import compare, copy_file
 from hydroslurm.checkpoint.manifest import Manifest
@@ -241,7 +241,7 @@ class Save:
     def _chosen_by_rank_0(self, answer: Mapping[str, Any]) -> Place | Checkpoint:
         """What lies in the folder is removed when the save fails: so its name must be one that only
         a save can have chosen."""
-        told = checked(answer, rank=0, name=str, manifest=str)
+        told = checked(answer, rank=0, name=str, manifest=str, digest=str)
         name, step = told["name"], self._round.step
         final = folders.target_of(name, step)
         if final is None and folders.step_of(name) != step:
@@ -250,10 +250,9 @@ class Save:
                 f"a save of this step in {self._directory}"
             )
         path = self._directory / name
-        found = Manifest.from_json(told["manifest"], where=path)
-        return (
-            self._trusted(path, found) if final is None else Place(path, path.parent / final, found)
-        )
+        if final is None:
+            return self._trusted(as_told(told, path, storage=self._storage))
+        return Place(path, path.parent / final, Manifest.from_json(told["manifest"], where=path))
 
     def _write(self, folder: Path, plan: WritePlan) -> Parts:
         """Write this rank's part, and hear of the others'."""
@@ -289,13 +288,14 @@ class Save:
         """Have the checkpoint committed by the first of the ranks that are left."""
         if self._round.is_solo:
             with self._removing(place.folder):
-                return self._trusted(place.target, self._finish(place, describe))
+                return self._trusted(Checkpoint(place.target, self._finish(place, describe)))
         left = list(range(self._round.peers.world_size))
         for attempt in range(len(left)):
-            answer = None
+            mine, answer = None, None
             if self._rank == left[0]:
                 try:
-                    answer = {"manifest": self._finish(place, describe).to_json()}
+                    mine = Checkpoint(place.target, self._finish(place, describe))
+                    answer = mine.manifest.told()
                 except Exception as error:
                     answer = failed(self._explained(error))
             try:
@@ -313,8 +313,8 @@ class Save:
                 continue
             with self._removing(place.folder):
                 raise_failures(answers, self._round.not_saved)
-            text = checked(answers[left[0]], rank=left[0], manifest=str)["manifest"]
-            return self._trusted(place.target, Manifest.from_json(text, where=place.target))
+            told = checked(answers[left[0]], rank=left[0], manifest=str, digest=str)
+            return self._trusted(mine or as_told(told, place.target, storage=self._storage))
         raise AssertionError("this rank is left at least")
 
     def _finish(self, place: Place, describe: Callable[[], Manifest]) -> Manifest:
@@ -374,9 +374,8 @@ class Save:
         data = described.to_json().encode()
         commit.put(folder, manifest.NAME, data, rank=self._rank, storage=self._storage)
 
-    def _trusted(self, path: Path, found: Manifest) -> Checkpoint:
+    def _trusted(self, checkpoint: Checkpoint) -> Checkpoint:
         """What was just committed, or found to be good by rank 0."""
-        checkpoint = Checkpoint(path, found)
         self._checker.trust(checkpoint)
         return checkpoint
 
@@ -430,5 +429,5 @@ class Save:
 def _told(chosen: Place | Checkpoint) -> dict[str, str]:
     """What rank 0 has chosen, for the others."""
     if isinstance(chosen, Place):
-        return {"name": chosen.folder.name, "manifest": chosen.header.to_json()}
-    return {"name": chosen.path.name, "manifest": chosen.manifest.to_json()}
+        return {"name": chosen.folder.name, **chosen.header.told()}
+    return {"name": chosen.path.name, **chosen.manifest.told()}

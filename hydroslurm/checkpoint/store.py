@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from hydroslurm.checkpoint import commit, manifest, reader, retention
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem, as_told, look
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES
 from hydroslurm.checkpoint.retention import Pins
@@ -212,6 +212,10 @@ class CheckpointStore:
             CheckpointCorrupt, CheckpointError: as :meth:`load`.
         """
         return reader.read_own(self.files_of(checkpoint), rank=rank)
+
+    def as_told(self, told: Mapping[str, Any], path: Path) -> Checkpoint:
+        """As ``catalog.as_told``."""
+        return as_told(told, path, storage=self._storage)
 
     def files_of(self, checkpoint: Checkpoint) -> reader.CheckpointFiles:
         """The files of a checkpoint, to be read and verified one by one."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from checkpoint.faulty import PowerCut, PowerCutStorage
 from checkpoint.states import holds, newest_in, state_of
 
+from hydroslurm.checkpoint import commit
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import CheckpointStore
 
@@ -97,3 +101,25 @@ def cut_short(work: Callable[[], None]) -> bool:
     except PowerCut:
         return False
     return True
+
+
+def test_a_folder_of_many_files_is_removed_by_several_threads(tmp_path: Path) -> None:
+    """Also while another process removes some of them."""
+
+    class Counting(LocalStorage):
+        threads: ClassVar[set[str]] = set()
+
+        def unlink(self, path: Path) -> None:
+            self.threads.add(threading.current_thread().name)
+            time.sleep(0.001)  # what a file server takes
+            if path.name.endswith("7"):
+                path.unlink()  # the other process was faster
+            super().unlink(path)
+
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(3 * commit.FEW_FILES):
+        (folder / f"part-{number:05}.json").touch()
+    commit.remove_tree(folder, storage=Counting())
+    assert not folder.exists()
+    assert len(Counting.threads) > 1
