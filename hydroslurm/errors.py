@@ -41,6 +41,7 @@
     |   `-- NsysMissing            it has to be exported first, and there is no nsys here
     |-- RunEnded                   a budget is spent, or attempts pass without progress
     |-- StaleAttempt               a newer attempt of the run holds its folder, or its job
+    |-- ProofError                 a script to be proved failed, hung, or trains nothing
     `-- ClusterError               the dev cluster could not be started, reached or stopped
     UsageError (ValueError)        the caller's own mistake: a wrong argument or value
 
@@ -229,6 +230,10 @@ class RunEnded(HydroslurmError):
 
 class StaleAttempt(HydroslurmError):
     """A newer attempt of the run has begun: this one may not write, nor requeue the job."""
+
+
+class ProofError(HydroslurmError):
+    """The script that is put to the proof failed, hung, or trains nothing."""
 
 
 class ClusterError(HydroslurmError):

@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "slurm": BASE,
     "gate": BASE,
     "coordination": COORDINATION,
-    "runtime": COORDINATION,
+    "prove": BASE | {"slurm"},
+    "runtime": COORDINATION | {"prove.recorder"},  # loaded as torch is, when asked for
     "checkpoint": BASE,
     "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
     "training": TRAINING,

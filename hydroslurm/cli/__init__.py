@@ -17,6 +17,7 @@ import hydroslurm.cli.doctor as doctor
 import hydroslurm.cli.gate as gate
 import hydroslurm.cli.job as job
 import hydroslurm.cli.metrics as metrics
+import hydroslurm.cli.prove as prove
 import hydroslurm.cli.report as report
 import hydroslurm.cli.spank as spank
 import hydroslurm.cli.spec as spec
@@ -98,6 +99,11 @@ app.command("doctor", short_help="Explain what a preemption does here, and what 
 app.command("report", short_help="Show every pause and stop of a run with its latencies.")(
     report.report
 )
+app.command(
+    "prove",
+    short_help="Find out whether a script survives stops bit for bit.",
+    context_settings=prove.CONTEXT,
+)(prove.prove)
 app.add_typer(
     checkpoint.checkpoint_app,
     name="checkpoint",

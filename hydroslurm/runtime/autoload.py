@@ -66,6 +66,7 @@ _LAUNCHERS = frozenset({
     "hydroslurm", "hydroslurm.cli",
 })  # fmt: skip
 """Programs that import torch and start ranks, or look at them, without being one."""
+_PROVE_ENV = "HYDROSLURM_PROVE"  # of prove.updates, likewise
 _SIGNALS_ENV = "HYDROSLURM_SIGNALS"  # of runtime.signals, whose import every Python would pay for
 
 
@@ -73,6 +74,8 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     """Wait for torch if this process is to become preemptible. Called by Python's start-up; never
     raises."""
     environ = os.environ if environ is None else environ
+    if environ.get(_PROVE_ENV):
+        after_torch(_record)
     mode = environ.get(PREEMPT_ENV, "").strip().lower()
     if mode in _OFF or _is_taken(environ):
         live_below_rank(environ)
@@ -93,9 +96,12 @@ def start(environ: Mapping[str, str] | None = None) -> None:
 
 
 def after_torch(call: Callable[[], None]) -> None:
-    """Have this called at the end of the coming ``import torch``."""
-    if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+    """Have this called at the end of the coming ``import torch``, after what waits already."""
+    waiting = next((one for one in sys.meta_path if isinstance(one, _TorchFinder)), None)
+    if waiting is None:
         sys.meta_path.insert(0, _TorchFinder(call))
+    elif call not in waiting.calls:
+        waiting.calls.append(call)
 
 
 class RankAbove(NamedTuple):
@@ -218,8 +224,11 @@ def ignore(signals: Iterable[int]) -> None:
 
 
 def stand_down() -> None:
-    """Stop waiting for torch: somebody calls ``install()`` themselves."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _TorchFinder)]
+    """Do not install when torch comes: somebody calls ``install()`` themselves."""
+    for finder in [one for one in sys.meta_path if isinstance(one, _TorchFinder)]:
+        finder.calls[:] = [call for call in finder.calls if call is _record]
+        if not finder.calls:
+            sys.meta_path.remove(finder)
 
 
 def take_rank() -> None:
@@ -253,7 +262,7 @@ class _TorchFinder:
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+        self.calls = [call]
 
     def find_spec(
         self,
@@ -268,25 +277,26 @@ class _TorchFinder:
             spec: ModuleSpec | None = find and find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    _follow(spec.loader, self._call)
+                    _follow(spec.loader, self.calls)
                 return spec
         return None
 
 
-def _follow(loader: importlib.abc.Loader, call: Callable[[], None]) -> None:
-    """Add a call after ``exec_module`` of this loader, which is torch's alone. Its type, source and
+def _follow(loader: importlib.abc.Loader, calls: Sequence[Callable[[], None]]) -> None:
+    """Add calls after ``exec_module`` of this loader, which is torch's alone. Its type, source and
     resources stay what they are."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         _without_collections(execute, module)
         del loader.exec_module
-        stand_down()
+        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _TorchFinder)]
         # threads that install() starts import torch too. As long as the module counts as being
         # initialised they would wait for this thread, which may wait for them
         assert module.__spec__ is not None
         module.__spec__._initializing = False  # type: ignore[attr-defined]
-        call()
+        for call in calls:
+            call()
 
     try:
         loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -314,6 +324,13 @@ def _without_collections(execute: Callable[[ModuleType], object], module: Module
     finally:
         if was_on:
             gc.enable()
+
+
+def _record() -> None:
+    """Of ``hydroslurm prove``: this process's optimizer steps are written down."""
+    from hydroslurm.prove.recorder import start
+
+    start()
 
 
 def _install() -> None:

@@ -24,6 +24,7 @@ GENERATED = {"cli.md", "api.md", "contributing.md", "changelog.md"}
 """Pages that are there in the built site only: strict mkdocs checks the links to them."""
 
 INTERNAL = {
+    "HYDROSLURM_PROVE",
     "HYDROSLURM_ATTEMPT",
     "HYDROSLURM_BELOW",
     "HYDROSLURM_RANK_TAKEN",

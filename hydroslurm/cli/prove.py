@@ -1,0 +1,126 @@
+"""``hydroslurm prove``: is a stopped script's training that of an undisturbed one, bit for bit?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hydroslurm.core.files import clean
+
+if TYPE_CHECKING:
+    from hydroslurm.prove.trial import Proof
+
+CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Everything from the script on belongs to it."""
+
+
+def prove(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT", help="train.py or a command, and its arguments."),
+    ],
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 40,
+    stops: Annotated[int, typer.Option(help="How often to stop within them.")] = 3,
+    seed: Annotated[int, typer.Option(help="Chooses behind which steps.")] = 0,
+    grace: Annotated[float, typer.Option(metavar="S", help="From SIGTERM to SIGKILL.")] = 30.0,
+    limit: Annotated[
+        float, typer.Option(metavar="S", help="For one step, start included.")
+    ] = 300.0,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="A folder that it reads by this relative path."),
+    ] = None,
+    slurm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Run it as a batch job with these options of sbatch, such as '-p low -n 2', "
+            "stopped by scontrol requeue.",
+        ),
+    ] = None,
+    preempt: Annotated[
+        str,
+        typer.Option(
+            metavar="requeue|off", help="off: as it is, without what hydroslurm does for it."
+        ),
+    ] = "requeue",
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep all that the runs write, here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+) -> None:
+    """Run a script whole and stopped, compare every step, and name the first thing that differs.
+
+    hydroslurm prove train.py --lr 0.1
+
+    hydroslurm prove --steps 100 --stops 6 -- torchrun --nproc-per-node=2 train.py
+
+    The script is run three times: twice undisturbed, to see that it is deterministic at all, and
+    once stopped as Slurm does it (SIGTERM to all its processes) and started again with the same
+    command, on this machine or, with --slurm, as a job. Samples, losses, random numbers, weights
+    and the optimizer's state are compared step by step.
+
+    Each run begins in an empty folder with copies of the files (not the folders) of this one, so
+    nothing that the script left here before is used or touched. --link names a folder that it reads
+    by a relative path.
+
+    Exit status: 0 the same bits, each step trained once; 1 not.
+    """
+    from hydroslurm.errors import UsageError
+    from hydroslurm.prove.attempts import Script, runnable
+    from hydroslurm.prove.trial import prove as run_proof
+
+    if preempt not in ("requeue", "off"):
+        raise UsageError(f"unknown --preempt {clean(preempt)!r}; wanted requeue or off")
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise UsageError(f"--keep {keep}: wanted a folder that is new or empty")
+    script = Script(
+        command=runnable(command),
+        environ={**os.environ, "HYDROSLURM_PREEMPT": preempt},
+        links=tuple(link or ()),
+        grace_s=grace,
+        limit_s=limit,
+        sbatch=None if slurm is None else tuple(shlex.split(slurm)),
+    )
+    shared = None if slurm is None else Path.cwd()  # the nodes see this one
+    with tempfile.TemporaryDirectory(prefix="hydroslurm-prove-", dir=shared) as scratch:
+        proof = run_proof(
+            script,
+            (keep or Path(scratch)).absolute(),
+            steps=steps,
+            stops=stops,
+            seed=seed,
+            notice=lambda text: None if as_json else typer.echo(text),
+        )
+    typer.echo(json.dumps(_as_dict(proof)) if as_json else str(proof))
+    if not proof.holds:
+        raise typer.Exit(1)
+
+
+def _as_dict(proof: Proof) -> dict[str, object]:
+    result = proof.result
+    found = (result or proof.control).differences
+    return {
+        "holds": proof.holds,
+        "deterministic": proof.control.is_equal,
+        "steps": proof.steps,
+        "stops": [{"step": one.step, "status": one.status} for one in proof.stops],
+        "steps_repeated": result.repeated if result else None,
+        "steps_left_out": result.left_out if result else None,
+        "differences": [
+            {
+                "rank": one.rank,
+                "attempt": one.attempt,
+                "step": one.step,
+                "what": one.what,
+                "cause": one.cause,
+            }
+            for one in found
+        ],
+    }

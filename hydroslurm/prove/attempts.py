@@ -1,0 +1,390 @@
+"""One run of the script to be proved, and its attempts: as processes of this machine, or as a job.
+
+Each run has a folder of its own: ``work``, in which the script runs, ``attempt1``, ``attempt2`` ...
+with what the recorder writes, and the script's output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hydroslurm.core import rundir
+from hydroslurm.core.files import clean, read_end, write_atomically
+from hydroslurm.errors import ProofError, UsageError
+from hydroslurm.prove import updates
+from hydroslurm.prove.updates import LIMIT_FILE, PROVE_ENV, RESTART, Update
+
+if TYPE_CHECKING:
+    from hydroslurm.slurm.client import Job, SlurmClient
+
+_POLL_S = 0.01
+_ASK_SLURM_S = 0.5
+_KILL_S = 10.0
+_COPIED_BYTES = 16 << 20
+_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What is run, and how.
+
+    Attributes:
+        command: the program and its arguments.
+        environ: of the script.
+        links: files and folders below the current one that it reads by a relative path.
+        grace_s: seconds between SIGTERM and SIGKILL; of a job Slurm's own count.
+        limit_s: seconds in which an attempt has to make its next step, waiting in a queue included.
+        sbatch: options for sbatch, where it is to run as a job; None: as processes from here.
+    """
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    links: tuple[str, ...] = ()
+    grace_s: float = 30.0
+    limit_s: float = 300.0
+    sbatch: tuple[str, ...] | None = None
+
+
+def runnable(command: Sequence[str]) -> tuple[str, ...]:
+    """The command as it can be run from another folder; a first word that names a script of Python
+    is run by this one."""
+    if Path(command[0]).suffix == ".py":
+        command = (sys.executable, *command)
+    return tuple(str(Path(word).absolute()) if _is_script(word) else word for word in command)
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and Path(word).is_file()
+
+
+class ScriptRun(ABC):
+    """A run of the script, attempt after attempt. As a context manager it leaves nothing running.
+
+    Args:
+        root: made here.
+        attempts: so many can come; the first is attempt 1.
+        limit: how many updates each may make until :meth:`allow`; None: any number.
+    """
+
+    def __init__(self, script: Script, root: Path, *, attempts: int, limit: int | None) -> None:
+        self.script = script
+        self.root = root
+        self.number = 0
+        self.status: int | None = None
+        self.first_step_s: float | None = None
+        self._work = root / "work"
+        _fill(self._work, script.links)
+        for number in range(1, attempts + 1):
+            folder = root / f"attempt{number}"
+            folder.mkdir()
+            _write_limit(folder, limit)
+
+    def __enter__(self) -> ScriptRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    @property
+    def records(self) -> Path:
+        """The folder of the attempt under way."""
+        return self.root / f"attempt{self.number}"
+
+    def begin(self) -> None:
+        """Start the next attempt."""
+        self.number += 1
+        self.status = None
+        self._start()
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def is_running(self) -> bool:
+        """Whether the attempt goes on, or waits to start; sets ``status`` once it does not."""
+
+    @abstractmethod
+    def stop(self) -> int | None:
+        """Stop the attempt as a preemption does; the exit status where one is known."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Enough was seen: leave nothing running."""
+
+    @abstractmethod
+    def _output(self) -> Path: ...
+
+    def allow(self, limit: int | None) -> None:
+        """So many updates may be made in this attempt; None: any number."""
+        _write_limit(self.records, limit)
+
+    def read(self) -> dict[int, list[Update]]:
+        """Rank -> the updates of this attempt."""
+        return updates.read(self.records)
+
+    def count(self) -> int:
+        """How many updates all ranks have made in this attempt."""
+        return updates.count(self.records)
+
+    def wait_for(self, wanted: int) -> int:
+        """Wait until so many updates were made or the attempt has ended; how many there are.
+
+        Raises:
+            ProofError: none came for too long.
+        """
+        made, moved_s = self.count(), time.monotonic()
+        while True:
+            running = self.is_running()
+            now = self.count()
+            if now != made:
+                made, moved_s = now, time.monotonic()
+                self.first_step_s = self.first_step_s or moved_s
+            if made >= wanted or not running:
+                return made
+            if time.monotonic() - moved_s > self.script.limit_s:
+                raise ProofError(
+                    f"attempt {self.number} has made no step for {self.script.limit_s:g} s, and "
+                    f"{made} before. Does it hang, or take longer (--limit)? {self.last_words()}"
+                )
+            time.sleep(_POLL_S)
+
+    def last_words(self) -> str:
+        """The end of its output, for a message."""
+        try:
+            text = read_end(self._output(), most_bytes=_TAIL_BYTES).decode(errors="replace")
+        except OSError:
+            text = ""
+        lines = [f"  {clean(line)}" for line in text.splitlines()[-12:]]
+        return "\n".join(["Its last words:", *(lines or ["  (it printed nothing)"])])
+
+    def _environ(self, records: str) -> dict[str, str]:
+        """What the script gets on top of its environment."""
+        path = [str(Path.cwd()), *filter(None, [self.script.environ.get("PYTHONPATH")])]
+        return {
+            PROVE_ENV: records,
+            rundir.RUN_DIR_ENV: str(self.root / "run"),
+            "PYTHONPATH": os.pathsep.join(path),
+        }
+
+
+class LocalRun(ScriptRun):
+    """Processes of this machine, signalled as Slurm signals all those of a job step.
+
+    Whatever the command starts is found by the variable that it inherits, also what left its
+    session, as torchrun's workers do.
+    """
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    def _start(self) -> None:
+        with self._output().open("wb") as output:
+            try:
+                self._process = subprocess.Popen(
+                    self.script.command,
+                    cwd=self._work,
+                    env={**self.script.environ, **self._environ(str(self.records))},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UsageError(
+                    f"{clean(self.script.command[0])} cannot be run: {error.strerror}"
+                ) from error
+
+    def _output(self) -> Path:
+        return self.root / f"attempt{self.number}.log"
+
+    def is_running(self) -> bool:
+        assert self._process is not None
+        self.status = self._process.poll()
+        return self.status is None
+
+    def stop(self) -> int | None:
+        assert self._process is not None
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self.script.grace_s)
+        self.end()
+        return self._process.wait()
+
+    def end(self) -> None:
+        if self._process is None:
+            return
+        deadline_s = time.monotonic() + _KILL_S
+        while self._signal(signal.SIGKILL) and time.monotonic() < deadline_s:
+            self._process.poll()
+            time.sleep(_POLL_S)
+        self._process.wait()
+
+    def _signal(self, signo: int) -> int:
+        """How many processes there were to signal."""
+        found = _processes_with(f"{PROVE_ENV}={self.records}")
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signo)
+        return len(found)
+
+
+class JobRun(ScriptRun):
+    """One batch job, requeued by ``scontrol requeue`` for each stop."""
+
+    _job_id: int | None = None
+    _client: SlurmClient | None = None
+    _asked_s = 0.0
+    _runs = True
+
+    def _start(self) -> None:
+        if self.number > 1:
+            self._runs, self._asked_s = True, 0.0
+            return  # Slurm starts it again
+        from hydroslurm.slurm.client import open_client
+        from hydroslurm.slurm.programs import sbatch
+
+        script = self.root / "job.sh"
+        options = ["--job-name=hydroslurm-prove", *(self.script.sbatch or ())]
+        ours = ["--requeue", "--open-mode=append", "-o", str(self._output())]
+        variables = self._environ(f"{self.root}/attempt{RESTART}")
+        preempt = self.script.environ.get("HYDROSLURM_PREEMPT")
+        if preempt is not None:
+            variables["HYDROSLURM_PREEMPT"] = preempt
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        script.write_text(
+            "\n".join(
+                [
+                    "#!/bin/sh",
+                    *(f"#SBATCH {_directive(option)}" for option in _joined(options + ours)),
+                    *exports,
+                    f"cd {shlex.quote(str(self._work))} || exit 1",
+                    f"exec srun {shlex.join(self.script.command)}",
+                    "",
+                ]
+            )
+        )
+        done = sbatch(script)
+        if done.returncode:
+            raise UsageError(f"sbatch refused the job: {clean(' '.join(done.stderr.split()))}")
+        self._job_id = int(done.stdout.split()[-1])
+        self._client = open_client()
+
+    def _output(self) -> Path:
+        return self.root / "job.log"
+
+    def is_running(self) -> bool:
+        assert self._client is not None
+        assert self._job_id is not None
+        if self._runs and time.monotonic() - self._asked_s >= _ASK_SLURM_S:
+            job = self._client.job(self._job_id)
+            self._asked_s = time.monotonic()
+            self._runs = not job.state.has_ended and job.restart_count < self.number
+            if not self._runs:
+                self.status = 0 if job.state.value == "COMPLETED" else job.exit_code or 1
+        return self._runs
+
+    def stop(self) -> int | None:
+        assert self._client is not None
+        assert self._job_id is not None
+        self._client.requeue(self._job_id)
+        self._wait_until(lambda job: job.restart_count >= self.number and _has_left(job))
+        return None
+
+    def end(self) -> None:
+        if self._client is None or self._job_id is None:
+            return
+        if not self._client.job(self._job_id).state.has_ended:
+            self._client.cancel(self._job_id)
+        self._wait_until(_has_left)
+
+    def _wait_until(self, is_so: Callable[[Job], bool]) -> None:
+        """Slurm counts a restart, and calls a job ended, while its processes still write."""
+        assert self._client is not None
+        assert self._job_id is not None
+        give_up_s = time.monotonic() + self.script.limit_s
+        while not is_so(job := self._client.job(self._job_id)):
+            if time.monotonic() > give_up_s:
+                raise ProofError(
+                    f"job {self._job_id} was to be stopped, and is still {job.state.value} after "
+                    f"{self.script.limit_s:g} s (--limit)"
+                )
+            time.sleep(_ASK_SLURM_S)
+
+
+def _has_left(job: Job) -> bool:
+    return "COMPLETING" not in job.flags
+
+
+def new_run(script: Script, root: Path, *, attempts: int, limit: int | None) -> ScriptRun:
+    """A run of the script from here, or as a job where options for sbatch were given."""
+    kind = LocalRun if script.sbatch is None else JobRun
+    return kind(script, root, attempts=attempts, limit=limit)
+
+
+def _fill(work: Path, links: Sequence[str]) -> None:
+    """An empty folder but for copies of the files of the current one, and the links."""
+    work.mkdir(parents=True)
+    here = Path.cwd()
+    for path in here.iterdir():
+        if path.is_file() and path.stat().st_size <= _COPIED_BYTES:
+            shutil.copy2(path, work / path.name)
+    for name in links:
+        source, target = here / name, work / name
+        if Path(name).is_absolute() or ".." in Path(name).parts or not source.exists():
+            raise UsageError(
+                f"--link {clean(name)}: wanted the name of a file or folder below {here}"
+            )
+        if not os.path.lexists(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(source)
+
+
+def _write_limit(folder: Path, limit: int | None) -> None:
+    text = "" if limit is None else str(limit)
+    write_atomically(folder / LIMIT_FILE, text.encode())
+
+
+def _joined(options: Sequence[str]) -> list[str]:
+    """One line for each option and its value."""
+    lines: list[str] = []
+    for option in options:
+        if option.startswith("-") or not lines:
+            lines.append(shlex.quote(option))
+        else:
+            lines[-1] += f" {shlex.quote(option)}"
+    return lines
+
+
+def _directive(option: str) -> str:
+    if "\n" in option:
+        raise UsageError(f"--slurm: a line break within {clean(option)!r}")
+    return option
+
+
+def _processes_with(variable: str) -> list[int]:
+    """Own processes whose environment at their start had this."""
+    found = []
+    wanted = variable.encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has just gone, or is somebody else's
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,210 @@
+"""Run a script whole, whole again and stopped, and compare."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydroslurm.errors import ProofError, UsageError
+from hydroslurm.prove.attempts import Script, ScriptRun, new_run
+from hydroslurm.prove.compare import Comparison, compare, place_of, plural, seeded_generators
+from hydroslurm.prove.updates import Update
+
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One stop: the step that was complete, and the exit status of the command (-9: killed at the
+    end of the grace; None: Slurm knows it)."""
+
+    step: int
+    status: int | None
+
+
+@dataclass
+class Proof:
+    """What came of it.
+
+    Attributes:
+        control: the undisturbed run against itself.
+        steps: those that were compared; fewer than wanted if the script ends before.
+        result: the stopped run against the undisturbed one; None where the control differs.
+        stops: those that were made.
+    """
+
+    control: Comparison
+    steps: int
+    result: Comparison | None = None
+    stops: list[Stop] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the stopped run trained the same bits, each step once."""
+        return self.control.is_equal and self.result is not None and self.result.is_equal
+
+    def __str__(self) -> str:
+        """The verdict, for a person: what differs first and why, then one line that sums it up."""
+        if not self.control.is_equal or self.result is None:
+            return (
+                "not deterministic: two undisturbed runs differ, so that nothing can be said about "
+                f"stops.\nThey differ first at {self.control.differences[0]}\n"
+                "Seed everything (torch.manual_seed, random, numpy, the sampler's generator), and "
+                "use torch.use_deterministic_algorithms(True)"
+            )
+        lines = [f"differs first at {one}" for one in self.result.differences[:1]]
+        for number, what in (
+            (self.result.repeated, "trained again"),
+            (self.result.left_out, "never trained"),
+        ):
+            if number:
+                lines.append(f"{plural(number, 'step')} {'was' if number == 1 else 'were'} {what}")
+        lines += [
+            f"behind step {stop.step} the command ended with status 0: unless Slurm itself "
+            "requeues the job, that is its end"
+            for stop in self.stops
+            if stop.status == 0
+        ]
+        verdict = "the same bits" if self.holds else "not the same"
+        summary = f"{verdict}: {plural(self.steps, 'step')}, {plural(len(self.stops), 'stop')}"
+        return "\n".join([*lines, summary])
+
+
+def prove(
+    script: Script,
+    folder: Path,
+    *,
+    steps: int = 40,
+    stops: int = 3,
+    seed: int = 0,
+    notice: Notice = lambda _: None,
+) -> Proof:
+    """Is a stopped run of the script the same as an undisturbed one?
+
+    Args:
+        folder: where all runs work and write.
+        steps: optimizer steps to compare.
+        stops: how often to stop within them.
+        seed: chooses where.
+        notice: called with one line per event.
+
+    Raises:
+        UsageError: an argument that leaves nothing to compare.
+        ProofError: the script failed, hung, or trained nothing.
+    """
+    if steps < 2 or not 0 < stops < steps:
+        raise UsageError(
+            f"--steps {steps} --stops {stops}: wanted at least 2 steps, and between 1 stop and one "
+            "less than there are steps"
+        )
+    first, step_s = _whole(script, folder / "whole", steps)
+    rank0 = first[min(first)]
+    steps = min(len(rank0), steps)
+    if steps < 2:
+        raise ProofError("the script made one optimizer step: there is no place to stop it at")
+    notice(f"undisturbed: {steps} steps of {plural(len(first), 'rank')}")
+    again, _ = _whole(script, folder / "again", steps)
+    seeded = seeded_generators(first, again)
+    once = {rank: [run] for rank, run in again.items()}
+    control = compare(first, once, steps=steps, generators=seeded)
+    if not control.is_equal:
+        return Proof(control, steps)
+    notice("undisturbed again: the same bits")
+    chosen = sorted(random.Random(seed).sample(range(1, steps), min(stops, steps - 1)))
+    with new_run(script, folder / "stopped", attempts=len(chosen) + 1, limit=1) as run:
+        stopped = _Stopped(run, rank0[:steps], chosen=chosen, step_s=step_s, notice=notice)
+        attempts = stopped.attempts(random.Random(seed))
+    result = compare(first, attempts, steps=steps, generators=seeded)
+    return Proof(control, steps, result, stopped.stops)
+
+
+def _whole(script: Script, root: Path, steps: int) -> tuple[dict[int, list[Update]], float]:
+    """An undisturbed run: rank -> its updates; and seconds per step."""
+    with new_run(script, root, attempts=1, limit=None) as run:
+        run.begin()
+        made = run.wait_for(steps)
+        lasted_s = time.monotonic() - (run.first_step_s or time.monotonic())
+        if made < steps and run.status != 0:
+            raise ProofError(
+                f"the script ended with status {run.status} after {made} steps, undisturbed. "
+                f"{run.last_words()}"
+            )
+        if not made:
+            raise ProofError(
+                "the script ended without an optimizer step that could be seen. Is hydroslurm "
+                "installed in the Python that it runs, and does it train with torch.optim? "
+                f"{run.last_words()}"
+            )
+    return run.read(), lasted_s / made
+
+
+class _Stopped:
+    """The run that is stopped and started again, until it has made all steps."""
+
+    def __init__(
+        self,
+        run: ScriptRun,
+        whole: Sequence[Update],
+        *,
+        chosen: Sequence[int],
+        step_s: float,
+        notice: Notice,
+    ) -> None:
+        self._run = run
+        self._whole = whole
+        self._left = list(chosen)
+        self._step_s = step_s
+        self._notice = notice
+        self._reached = 0
+        self.stops: list[Stop] = []
+
+    def attempts(self, chance: random.Random) -> dict[int, list[list[Update]]]:
+        """Rank -> the updates of each attempt."""
+        found: dict[int, list[list[Update]]] = {}
+        goes_on = True
+        while goes_on:
+            self._run.begin()
+            goes_on = self._attempt(chance)
+            for rank, made in self._run.read().items():
+                found.setdefault(rank, []).append(made)
+        return found
+
+    def _attempt(self, chance: random.Random) -> bool:
+        """One attempt, up to its stop or the end; whether another is to follow."""
+        run, steps = self._run, len(self._whole)
+        if not run.wait_for(1):
+            if run.status == 0 and self._reached >= steps - 1:
+                return False  # it was stopped behind its last step
+            raise ProofError(
+                f"attempt {run.number} ended with status {run.status} before its first step. "
+                f"{run.last_words()}"
+            )
+        mine = run.read()
+        place = place_of(mine[min(mine)][0], self._whole, self._reached)
+        begins = self._reached if place is None else place
+        if begins != self._reached:
+            self._notice(
+                f"attempt {run.number}: begins with step {begins + 1}, not {self._reached + 1}"
+            )
+        self._left = [step for step in self._left if step > begins]
+        target = self._left.pop(0) if self._left else steps
+        run.allow(target - begins)
+        made = run.wait_for(target - begins)
+        if target == steps or not run.is_running():
+            if run.status not in (None, 0):
+                raise ProofError(
+                    f"attempt {run.number} ended with status {run.status} at step {begins + made}, "
+                    f"without having been stopped. {run.last_words()}"
+                )
+            return False
+        run.allow(None)
+        time.sleep(chance.uniform(0.0, min(1.0, self._step_s)))
+        status = run.stop()
+        self._reached = begins + run.count()
+        self.stops.append(Stop(self._reached, status))
+        ending = "" if status is None else f", exit status {status}"
+        self._notice(f"attempt {run.number}: stopped behind step {self._reached}{ending}")
+        return self._reached < steps

@@ -1,0 +1,97 @@
+"""What is recorded of one optimizer step, and the files that it is kept in: one line of JSON each.
+
+The recorder within the script writes them, the comparison reads them, and neither knows the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PROVE_ENV = "HYDROSLURM_PROVE"
+"""Environment variable: the folder to write to; without it nothing is recorded."""
+
+RESTART = "%r"
+"""In that folder's name: the number of the attempt, by Slurm's count of restarts."""
+LIMIT_FILE = "limit"
+"""In that folder: how many updates a process may make before it waits for a higher number; without
+it, or where it is empty, any number."""
+
+_NAME = re.compile(r"rank(\d+)\.pid\d+\.jsonl")
+
+
+@dataclass(frozen=True)
+class Update:
+    """One call of an optimizer's ``step``. Tensors are given by the CRC of their bytes.
+
+    Attributes:
+        optimizer: which, counted in the order of their first steps.
+        weights: name of each parameter of that optimizer -> its value before the step.
+        after: the same behind it.
+        buffers: those of the modules that were trained, before the step.
+        state: name of a parameter and of its entry in the optimizer -> value before the step.
+        lr: learning rate of each group.
+        rng: generator -> its state before the first forward that belongs to this step.
+        rows: of each forward, one CRC per sample.
+        samples: the same as indices into the dataset, None for a row that no DataLoader gave.
+        losses: what ``backward`` was called on.
+    """
+
+    optimizer: int
+    weights: Mapping[str, str]
+    after: Mapping[str, str]
+    buffers: Mapping[str, str]
+    state: Mapping[str, str]
+    lr: tuple[str, ...]
+    rng: Mapping[str, str]
+    rows: tuple[tuple[str, ...], ...]
+    samples: tuple[tuple[int | None, ...], ...]
+    losses: tuple[str, ...]
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Update:
+        raw: dict[str, Any] = json.loads(line)
+        for name in ("rows", "samples"):
+            raw[name] = tuple(map(tuple, raw[name]))
+        for name in ("lr", "losses"):
+            raw[name] = tuple(raw[name])
+        return cls(**raw)
+
+
+def file_of(environ: Mapping[str, str]) -> Path:
+    """Where this process writes; PROVE_ENV is set."""
+    rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
+    attempt = int(environ.get("SLURM_RESTART_COUNT") or 0) + 1
+    folder = environ[PROVE_ENV].replace(RESTART, str(attempt))
+    return Path(folder) / f"rank{int(rank)}.pid{os.getpid()}.jsonl"
+
+
+def count(folder: Path) -> int:
+    """How many updates every rank has written that has written any."""
+    return min((path.read_bytes().count(b"\n") for path in folder.glob("rank*.jsonl")), default=0)
+
+
+def read(folder: Path) -> dict[int, list[Update]]:
+    """All that the processes of one attempt have written: rank -> its updates.
+
+    Of several processes with one rank the one with most updates counts. A line that was cut short
+    by a kill is left out.
+    """
+    found: dict[int, list[Update]] = {}
+    for path in folder.glob("rank*.jsonl"):
+        if (match := _NAME.fullmatch(path.name)) is not None:
+            updates = [Update.from_line(line) for line in _whole_lines(path)]
+            found[int(match[1])] = max(found.get(int(match[1]), []), updates, key=len)
+    return dict(sorted(found.items()))
+
+
+def _whole_lines(path: Path) -> Iterable[str]:
+    return (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))

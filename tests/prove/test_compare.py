@@ -1,0 +1,124 @@
+"""What the comparison makes of two recorded runs: pure, by hand-made steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hydroslurm.prove.compare import Comparison, compare, seeded_generators
+from hydroslurm.prove.updates import Update
+
+STEPS = 12
+GENERATORS = {"torch"}
+
+
+def step(i: int) -> Update:
+    """Step ``i`` of a run that goes as it should: two samples each, other weights every time."""
+    return Update(
+        optimizer=0,
+        weights={"a.weight": f"w{i}", "b.weight": f"v{i}"},
+        after={"a.weight": f"w{i + 1}", "b.weight": f"v{i + 1}"},
+        buffers={"norm.mean": f"m{i}"},
+        state={"a.weight.exp_avg": f"s{i}"} if i else {},
+        lr=(f"{0.1 / (i + 1)}",),
+        rng={"torch": f"r{i}", "numpy": f"unseeded{i}"},
+        rows=((f"x{2 * i}", f"x{2 * i + 1}"),),
+        samples=((2 * i, 2 * i + 1),),
+        losses=(f"{1 / (i + 1)}",),
+    )
+
+
+WHOLE = [step(i) for i in range(STEPS)]
+
+
+def compared(*attempts: list[Update]) -> Comparison:
+    return compare({0: WHOLE}, {0: list(attempts)}, steps=STEPS, generators=GENERATORS)
+
+
+def test_two_attempts_that_continue_each_other_are_equal() -> None:
+    """Also where the second makes more steps than are compared."""
+    result = compared(WHOLE[:5], [*WHOLE[5:], step(STEPS)])
+    assert result.is_equal
+    assert result.compared == STEPS
+
+
+def test_steps_that_were_repeated_or_left_out_are_counted() -> None:
+    """By the weights that an attempt begins with, whatever it counts itself."""
+    result = compared(WHOLE[:5], WHOLE[3:8], WHOLE[9:])
+    assert (result.repeated, result.left_out, result.differences) == (2, 1, [])
+    assert not result.is_equal
+
+
+WRONG = [
+    ("rows", ((("x8", "x9"),)), "those of 1 step earlier, seen twice"),
+    ("rows", ((("x12", "x13"),)), "those of 1 step later; what lies between is never seen"),
+    ("rows", ((("x3", "x7"),)), "generator of the sampler"),
+    ("rows", ((("x10",),)), "generator of the sampler"),
+    ("rows", ((("y1", "y2"),)), "none of these is in the recorded steps"),
+    ("rng", {"torch": "other"}, "the random numbers of torch are others"),
+    ("rng", {"torch": "r6"}, "in the middle of a step"),
+    ("buffers", {"norm.mean": "other"}, "buffers differ: norm.mean"),
+    ("state", {}, "the state of optimizer 1 differs and is empty: a.weight.exp_avg"),
+    ("lr", ("0.1",), "the learning rate is 0.1 and not"),
+    ("losses", ("0.5",), "neither a parameter nor a buffer"),
+    ("after", {"a.weight": "w6", "b.weight": "other"}, "other values of b.weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), WRONG)
+def test_the_first_difference_is_named(name: str, value: object, said: str) -> None:
+    """At its step of its attempt, once."""
+    wrong = replace(step(5), **{name: value})
+    result = compared(WHOLE[:5], [wrong, *WHOLE[6:]])
+    assert [(one.attempt, one.step) for one in result.differences] == [(2, 6)]
+    assert said in str(result.differences[0])
+
+
+def test_half_an_accumulated_step() -> None:
+    """Two forwards make a step; the stop came between them."""
+    two = [replace(one, rows=(one.rows[0], (f"z{i}",))) for i, one in enumerate(WHOLE)]
+    half = replace(two[5], rows=two[5].rows[:1])
+    result = compare({0: two}, {0: [two[:5], [half, *two[6:]]]}, steps=STEPS, generators=GENERATORS)
+    assert "1 forward instead of 2" in result.differences[0].what
+
+
+def test_weights_that_the_undisturbed_run_never_had() -> None:
+    """All of them, or some that were not saved."""
+    part = replace(step(5), weights={"a.weight": "w5", "b.weight": "fresh"})
+    assert "other values of b.weight; the rest" in compared(WHOLE[:5], [part]).differences[0].what
+    fresh = replace(step(5), weights={"a.weight": "?", "b.weight": "fresh"})
+    assert "never had" in compared(WHOLE[:5], [fresh]).differences[0].what
+    other = replace(step(5), weights={"a.weight": "w5", "c.weight": "?"})
+    assert "b.weight, c.weight" in compared(WHOLE[:5], [other]).differences[0].what
+
+
+def test_every_rank_is_compared_and_the_earliest_difference_comes_first() -> None:
+    """Rank 1 differs before rank 0 does."""
+    late, early = replace(step(9), lr=("1",)), replace(step(7), lr=("1",))
+    stopped = {
+        0: [WHOLE[:5], [*WHOLE[5:9], late]],
+        1: [WHOLE[:5], [*WHOLE[5:7], early]],
+    }
+    result = compare({0: WHOLE, 1: WHOLE}, stopped, steps=STEPS, generators=GENERATORS)
+    assert [(one.rank, one.step) for one in result.differences] == [(1, 8), (0, 10)]
+    assert ", rank 1)" in str(result.differences[0])
+
+
+def test_generators_that_nobody_seeds_do_not_count() -> None:
+    """NumPy's in a script that does not use it."""
+    again = [replace(one, rng={**one.rng, "numpy": "other"}) for one in WHOLE]
+    assert seeded_generators({0: WHOLE}, {0: again}) == {"torch"}
+    assert compare({0: WHOLE}, {0: [again]}, steps=STEPS, generators=GENERATORS).is_equal
+
+
+def test_a_learning_rate_of_zero_makes_places_alike() -> None:
+    """Of steps with equal weights the one that is next is meant."""
+    flat = [replace(one, weights={"a": "w"}, after={"a": "w"}, state={}) for one in WHOLE]
+    result = compare({0: flat}, {0: [flat[:5], flat[5:]]}, steps=STEPS, generators=GENERATORS)
+    assert result.is_equal
+
+
+def test_an_update_survives_its_file() -> None:
+    """Line by line."""
+    assert Update.from_line(step(3).to_line()) == step(3)

@@ -1,0 +1,110 @@
+"""``hydroslurm prove`` on real processes that are really stopped, and its pytest fixture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.errors import ProofError, UsageError
+from hydroslurm.prove.attempts import Script, runnable
+from hydroslurm.prove.trial import Proof, prove
+
+LOOP = Path(__file__).with_name("loop.py")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def command(*words: str) -> list[str]:
+    """What a person types, without what the tests' own children read at their start."""
+    return [sys.executable, "-m", "hydroslurm.cli", "prove", *words]
+
+
+def test_a_loop_that_saves_all_of_its_state(preemptible_training: Callable[..., Proof]) -> None:
+    """By the fixture, as another project's test would: stopped twice, and the same bits."""
+    proof = preemptible_training(str(LOOP), "nothing", steps=30, stops=2, preempt="off")
+    assert proof.steps == 30
+    assert [stop.status for stop in proof.stops] == [75, 75]
+    assert str(proof) == "the same bits: 30 steps, 2 stops"
+    assert list(Path.cwd().iterdir()) == []  # it worked elsewhere
+
+
+def test_an_order_that_is_drawn_anew_is_named() -> None:
+    """By the command, which exits with 1; one line of JSON tells all."""
+    words = ["--preempt", "off", "--steps", "30", "--stops", "1", "--seed", "9", "--json"]
+    done = subprocess.run(
+        command(*words, str(LOOP), "order"), capture_output=True, text=True, timeout=120
+    )
+    told = json.loads(done.stdout or "{}")
+    assert (done.returncode, told["holds"], told["deterministic"]) == (1, False, True), done.stderr
+    first = told["differences"][0]
+    assert (first["attempt"], first["step"]) == (2, told["stops"][0]["step"] + 1)
+    assert first["what"].startswith("samples ")
+    assert "the generator of the sampler" in first["cause"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (
+            "fails",
+            "ended with status 1 after 0 steps, undisturbed. Its last words:\n  no data here",
+        ),
+        ("trains nothing", "without an optimizer step that could be seen"),
+    ],
+)
+def test_a_script_that_cannot_be_compared(mistake: str, said: str, tmp_path: Path) -> None:
+    """The message has what it printed."""
+    script = tmp_path / "empty.py"
+    script.write_text("print('hello')\n")
+    words = (str(LOOP), "fails") if mistake == "fails" else (str(script),)
+    with pytest.raises(ProofError, match=said):
+        prove(Script(command=runnable(words), environ={}), tmp_path / "runs", steps=5, stops=1)
+
+
+def test_a_script_that_is_not_deterministic(tmp_path: Path) -> None:
+    """Nothing can be said about its stops."""
+    script = Script(command=runnable([str(LOOP), "unseeded"]), environ={})
+    proof = prove(script, tmp_path / "runs", steps=3, stops=1)
+    assert not proof.holds
+    assert proof.result is None
+    assert str(proof).startswith("not deterministic: two undisturbed runs differ")
+
+
+def test_arguments_that_leave_nothing_to_compare(tmp_path: Path) -> None:
+    """Before anything is run."""
+    script = Script(command=("no-such-program",), environ={})
+    with pytest.raises(UsageError, match=r"--steps 3 --stops 3: wanted at least 2 steps"):
+        prove(script, tmp_path / "a", steps=3, stops=3)
+    with pytest.raises(UsageError, match="no-such-program cannot be run: No such file"):
+        prove(script, tmp_path / "b", steps=3, stops=1)
+    outside = Script(command=("true",), environ={}, links=("../secret",))
+    with pytest.raises(UsageError, match=r"--link \.\./secret: wanted the name"):
+        prove(outside, tmp_path / "c", steps=3, stops=1)
+
+
+def test_two_ranks_of_a_real_job(requeue_cluster: DevCluster, tmp_path: Path) -> None:
+    """Requeued by Slurm; nothing of the job is left behind."""
+    words = ["--slurm", "-p low -N 2 -n 2", "--steps", "12", "--stops", "1", "--json"]
+    done = subprocess.run(
+        command("--preempt", "off", *words, str(LOOP), "nothing"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=requeue_cluster.child_environ(),
+    )
+    told = json.loads(done.stdout or "{}")
+    assert done.returncode == 0, (told, done.stderr)
+    assert told["holds"]
+    assert told["steps"] == 12
+    assert len(told["stops"]) == 1
+    assert list(Path.cwd().iterdir()) == []
