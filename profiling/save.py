@@ -20,7 +20,7 @@ Once in each of some fresh processes, medians:
 Beside torch.save, DCP and safetensors (``save_peers.py``), as throughput of ours / theirs:
 
     save_small_ratio_to_best_peer  of a state of about 0.1 GB
-    load_ratio_to_best_peer        of the whole state, with a cold page cache
+    load_ratio_to_best_peer        of the whole state, with a cold page cache, in a fresh process
     load_ratio_to_plain_read       the same / reading the bytes only
     load_cpu_s_per_gb              of all threads
     commit_cpu_s_512               of rank 0, when 512 ranks have written 1,600 tensors

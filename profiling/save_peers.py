@@ -3,6 +3,8 @@
 All of them write the same tensors and fsync them; ours also checksums, fsyncs the folders and
 commits. A load reads what was written with a cold page cache: the files are dropped from it before.
 On a tmpfs (/dev/shm) there is no such thing, and what is compared is the work of the processor.
+Each load is the first one of a fresh process, as it is when a training resumes: a second one would
+find memory that the first one has touched and given back to the allocator.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context, set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ KEYS = 1600
 PIECE_BYTES = 8 << 20
 
 Arm = Callable[[], float]
+Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 class Peers:
@@ -59,14 +64,7 @@ class Peers:
 
     def loads(self) -> dict[str, Arm]:
         """For after the saves."""
-        ways = {
-            "plain": self._read_plain,
-            "ours": self._load_ours,
-            "torch_save": self._load_torch,
-            "dcp": self._load_dcp,
-            "safetensors": self._load_safetensors,
-        }
-        return {name: functools.partial(self._timed_load, name, way) for name, way in ways.items()}
+        return {name: functools.partial(self._timed_load, name) for name in LOADS}
 
     def _timed_save(self, name: str, way: Callable[[Path], None]) -> float:
         folder = self._folder / name
@@ -77,14 +75,14 @@ class Peers:
         way(folder)
         return time.perf_counter() - begin
 
-    def _timed_load(self, name: str, way: Callable[[Path], object]) -> float:
+    def _timed_load(self, name: str) -> float:
         folder = self._folder / ("ours" if name == "plain" else name)
-        drop_from_cache(folder)
-        begin = time.perf_counter()
-        found = way(folder)
-        took = time.perf_counter() - begin
-        del found
-        return took
+        specs = {key: (one.shape, one.dtype) for key, one in self._tensors.items()}
+        with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
+            took_s, cpu_s = pool.submit(load_once, name, folder, specs).result()
+        if name == "ours":
+            self.load_cpu_s.append(cpu_s)
+        return took_s
 
     def _save_ours(self, folder: Path) -> None:
         CheckpointStore(folder).write(State(self._tensors, {}), step=next(self._steps), kind="x")
@@ -106,38 +104,62 @@ class Peers:
     def _save_dcp_async(self, folder: Path) -> None:
         dcp.async_save(self._tensors, checkpoint_id=folder, no_dist=True).result()
 
-    def _read_plain(self, folder: Path) -> None:
-        buffer = bytearray(PIECE_BYTES)
-        for path in sorted(folder.rglob("part-*.safetensors")):
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
 
-    def _load_ours(self, folder: Path) -> object:
-        store = CheckpointStore(folder)
-        (checkpoint,) = store.committed()
-        before_s = _cpu_s()
-        found = store.load(checkpoint)
-        self.load_cpu_s.append(_cpu_s() - before_s)
-        return found
+def load_once(name: str, folder: Path, specs: Specs) -> tuple[float, float]:
+    """How long a load takes with a cold page cache, and how much of the processor; in seconds."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    drop_from_cache(folder)
+    before_s, begin_s = _cpu_s(), time.perf_counter()
+    found = LOADS[name](folder, specs)
+    took = time.perf_counter() - begin_s, _cpu_s() - before_s
+    del found
+    return took
 
-    def _load_torch(self, folder: Path) -> object:
-        return torch.load(folder / "model.pt", weights_only=True)
 
-    def _load_safetensors(self, folder: Path) -> object:
-        # a mapping into memory would read nothing before the values are used
-        with safetensors.torch.safe_open(folder / "model.safetensors", "pt") as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+def _read_plain(folder: Path, _: Specs) -> None:
+    buffer = bytearray(PIECE_BYTES)
+    for path in sorted(folder.rglob("part-*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
-    def _load_dcp(self, folder: Path) -> object:
-        target = {name: torch.empty_like(one) for name, one in self._tensors.items()}
-        dcp.load(target, checkpoint_id=folder, no_dist=True)
-        return target
+
+def _load_ours(folder: Path, _: Specs) -> object:
+    store = CheckpointStore(folder)
+    (checkpoint,) = store.committed()
+    return store.load(checkpoint)
+
+
+def _load_torch(folder: Path, _: Specs) -> object:
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def _load_safetensors(folder: Path, _: Specs) -> object:
+    # a mapping into memory would read nothing before the values are used
+    with safetensors.torch.safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+def _load_dcp(folder: Path, specs: Specs) -> object:
+    target = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
+    dcp.load(target, checkpoint_id=folder, no_dist=True)
+    return target
+
+
+LOADS: Mapping[str, Callable[[Path, Specs], object]] = {
+    "plain": _read_plain,
+    "ours": _load_ours,
+    "torch_save": _load_torch,
+    "dcp": _load_dcp,
+    "safetensors": _load_safetensors,
+}
 
 
 def measure(tensors: Mapping[str, torch.Tensor], folder: Path, *, repeats: int) -> dict[str, Any]:
     """Medians in seconds of every way, and ours beside the best of the others."""
     folder.mkdir()
+    set_forkserver_preload([__name__])  # the loads do not wait for imports
     peers = Peers(tensors, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP says that it saves in a single process

@@ -75,6 +75,9 @@ class Storage(Protocol):
     def size(self, fd: int) -> int:
         """Of an open file, in bytes."""
 
+    def read_ahead(self, fd: int, *, offset: int, size_bytes: int) -> None:
+        """Hint that this will be read soon."""
+
     def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
         """Read into one buffer after the other, up to all of them; 0 at the end of the file.
         Thread-safe. At most MOST_BUFFERS of them."""
@@ -138,6 +141,9 @@ class LocalStorage:
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+    def read_ahead(self, fd: int, *, offset: int, size_bytes: int) -> None:
+        os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
         return os.preadv(fd, into, offset)

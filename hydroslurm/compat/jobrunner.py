@@ -7,7 +7,9 @@ hydroslurm.Executor("runs").submit(runner)       # on the cluster, requeued as o
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -112,7 +114,7 @@ class JobRunner:
         with ExitStack() as stack:
             directory: Path | None = manager.directory if manager else None
             if manager is None and rundir.from_environment(os.environ) is None:
-                directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                directory = stack.enter_context(_folder_for_now())
             run = JobRun(manager, directory=directory, origin=origin)
             stack.enter_context(run)  # writes the marker of a finished run at its end
             stack.enter_context(self.job.running(run))
@@ -129,6 +131,19 @@ class JobRunner:
         if branch.committed():
             return branch, None
         return branch, manager.find(epoch=epoch)
+
+
+@contextmanager
+def _folder_for_now() -> Iterator[Path]:
+    """A run folder that goes with the run.
+
+    After a stop the installation lives on until the process ends, and its threads still write here:
+    a file that came during the removal once replaced the exit status 75 by an error's. So what
+    cannot be removed yet goes at exit: ours was registered first, and runs behind the uninstalling.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        yield Path(folder)
 
 
 _IN_GROUP = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hydroslurm.checkpoint.storage import LocalStorage
 
-READS = frozenset({"listdir", "open", "size", "read"})
+READS = frozenset({"listdir", "open", "size", "read_ahead", "read"})
 
 
 class CountingStorage(LocalStorage):
@@ -79,6 +79,10 @@ class CountingStorage(LocalStorage):
     def size(self, fd: int) -> int:
         self.reach("size")
         return super().size(fd)
+
+    def read_ahead(self, fd: int, *, offset: int, size_bytes: int) -> None:
+        self.reach("read_ahead")
+        super().read_ahead(fd, offset=offset, size_bytes=size_bytes)
 
     def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
         self.reach("read")

@@ -11,10 +11,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint.faulty import NUMBERS, CountingStorage, failing
 from checkpoint.states import holds, newest_in, state_of
 
-from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.errors import CheckpointCorrupt, SaveFailed
 
 LIMIT = 500
@@ -82,6 +83,30 @@ def test_the_write_back_hint_may_fail(tmp_path: Path) -> None:
 
     store = CheckpointStore(tmp_path, storage=CountingStorage(before))
     assert holds(store, store.write(state_of(1), step=1, kind="periodic"), 1)
+
+
+def test_the_read_ahead_hint_may_fail(tmp_path: Path) -> None:
+    """Nor does a load need its hint; and one of a damaged file with many tasks under way ends."""
+
+    def before(n: int, name: str) -> None:
+        if name == "read_ahead":
+            raise OSError(errno.EINVAL, "no such advice here")
+
+    done = CheckpointStore(tmp_path).write(
+        State({"x": torch.arange(40_000_000)}, {}), step=1, kind="periodic"
+    )
+    storage = CountingStorage(before)
+    loaded = CheckpointStore(tmp_path, storage=storage).load(done).shared["x"]
+    assert torch.equal(loaded, torch.arange(40_000_000))
+    assert storage.calls.count("read_ahead") > 30
+    open_before = _open_files()
+    for at_bytes in (10, 300_000_000):
+        with (done.path / "part-00000.safetensors").open("r+b") as file:
+            file.seek(at_bytes)
+            file.write(b"\xff")
+        with pytest.raises(CheckpointCorrupt, match="has checksum"):
+            CheckpointStore(tmp_path).load(done)
+        assert _open_files() == open_before
 
 
 def test_unreadable_files_are_corrupt(tmp_path: Path) -> None:

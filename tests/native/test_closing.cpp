@@ -128,3 +128,25 @@ TEST(stopped_while_closing) {
         until([&] { return trainer.issued.load() > issued; });
     }
 }
+
+/* A signal of somebody else's, sent to the process while every thread but the watcher blocks it, arrives when it is let in: the
+ * watcher waits for a signal of its own, and sigtimedwait() takes whatever of that number comes to the process. SIGURG was it
+ * once, which Slurm may send as a warning. */
+TEST(warning_survives_the_watcher) {
+    static std::atomic<int> heard{0};
+    struct sigaction action = {};
+    action.sa_handler = [](int) { heard.fetch_add(1); };
+    sigaction(SIGURG, &action, nullptr);
+    sigset_t urg;
+    sigemptyset(&urg);
+    sigaddset(&urg, SIGURG);
+    pthread_sigmask(SIG_BLOCK, &urg, nullptr);
+    start_and_wait();
+    kill(getpid(), SIGURG);
+    pause_now(); /* so that the watcher has been round once */
+    until_event(HS_EVENT_GATE_CLOSED);
+    CHECK_EQ(heard.load(), 0);
+    pthread_sigmask(SIG_UNBLOCK, &urg, nullptr);
+    CHECK_EQ(heard.load(), 1);
+    hs_gate_stop();
+}

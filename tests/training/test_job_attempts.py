@@ -133,6 +133,15 @@ def test_without_a_manager(story: Story) -> None:
     assert not story.directory.exists()
 
 
+def test_a_folder_in_use_does_not_change_the_status(story: Story) -> None:
+    """A file that a thread writes while the run's temporary folder is being removed: the stop still
+    ends with 75, or the job would not be requeued."""
+    story.saves = False
+    attempt = story.live(hold="train 0.1", late_file=str(story.folder))
+    assert attempt.code == 75, attempt.said
+    assert list(story.folder.rglob("late")), "the folder was not in use"
+
+
 def test_a_stop_signal_ends_the_job_after_its_checkpoint(story: Story) -> None:
     """What was trained last is committed, and marked as the last; exit is done once."""
     attempt = story.live(epochs=1, fail="exit")
