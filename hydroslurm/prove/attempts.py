@@ -112,6 +112,7 @@ class ScriptRun(ABC):
         """Start the next attempt."""
         self.number += 1
         self.status = None
+        self._counter = updates.Counter(self.records)
         self._start()
 
     @abstractmethod
@@ -142,7 +143,7 @@ class ScriptRun(ABC):
 
     def count(self) -> int:
         """How many updates all ranks have made in this attempt."""
-        return updates.count(self.records)
+        return self._counter.count()
 
     def wait_for(self, wanted: int) -> int:
         """Wait until so many updates were made or the attempt has ended; how many there are.
@@ -295,7 +296,12 @@ class JobRun(ScriptRun):
         if self._runs and time.monotonic() - self._asked_s >= _ASK_SLURM_S:
             job = self._client.job(self._job_id)
             self._asked_s = time.monotonic()
-            self._runs = not job.state.has_ended and job.restart_count < self.number
+            if job.restart_count >= self.number:
+                raise ProofError(
+                    f"job {self._job_id} was requeued by Slurm or by somebody else, and only "
+                    "hydroslurm prove is to stop it; use a partition and QOS that are not preempted"
+                )
+            self._runs = not job.state.has_ended
             if not self._runs:
                 self.status = 0 if job.state.value == "COMPLETED" else job.exit_code or 1
         return self._runs

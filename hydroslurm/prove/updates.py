@@ -22,6 +22,7 @@ LIMIT_FILE = "limit"
 """In that folder: how many updates a process may make before it waits for a higher number; without
 it, or where it is empty, any number."""
 
+_CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"rank(\d+)\.pid\d+\.jsonl")
 
 
@@ -74,9 +75,23 @@ def file_of(environ: Mapping[str, str]) -> Path:
     return Path(folder) / f"rank{int(rank)}.pid{os.getpid()}.jsonl"
 
 
-def count(folder: Path) -> int:
-    """How many updates every rank has written that has written any."""
-    return min((path.read_bytes().count(b"\n") for path in folder.glob("rank*.jsonl")), default=0)
+class Counter:
+    """Counts the updates in a folder while they are written; reads only what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[Path, tuple[int, int]] = {}
+
+    def count(self) -> int:
+        """How many updates every rank has written that has written any."""
+        for path in self._folder.glob("rank*.jsonl"):
+            offset, lines = self._seen.get(path, (0, 0))
+            with path.open("rb") as file:
+                file.seek(offset)
+                while data := file.read(_CHUNK_BYTES):
+                    offset, lines = offset + len(data), lines + data.count(b"\n")
+            self._seen[path] = offset, lines
+        return min((lines for _, lines in self._seen.values()), default=0)
 
 
 def read(folder: Path) -> dict[int, list[Update]]:
