@@ -112,6 +112,7 @@ def api_page() -> str:
                 f"::: {_path(hydroslurm, name)}",
                 "    options:",
                 "      heading_level: 3",
+                f"      inherited_members: {str(name == 'Run').lower()}",  # made in several parts
                 "",
             ]
     return "\n".join(lines)

@@ -189,7 +189,7 @@ def opened(run: Run, controller: Controller) -> None:
     _open = os.getpid(), weakref.ref(run), weakref.ref(controller)
 
 
-def closed(run: Run) -> None:
+def closed(run: object) -> None:
     """There may be another one now."""
     global _open
     if _open is not None and _open[1]() is run:
