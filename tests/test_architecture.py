@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
     "training": TRAINING,
     "compat": TRAINING | {"training"},
+    "integrations": TRAINING | {"training"},
     "jobs": COORDINATION | {"runtime"},
     "report": BASE | {"slurm"},
     "observe": BASE | {"slurm", "checkpoint", "training.attempts", "jobs"},

@@ -1,0 +1,1 @@
+"""Adapters for training frameworks, each imported only when its framework is."""

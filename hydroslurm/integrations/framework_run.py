@@ -1,0 +1,223 @@
+"""The Run of a loop that belongs to a framework.
+
+What every adapter needs and no framework has: the state is handed over when the framework asks for
+it, each rank has a state of its own beside the shared one, and loaders keep their positions.
+Saves, commits, stops, requeues and reports are those of :class:`hydroslurm.training.run.Run`.
+
+An adapter makes one, calls :meth:`FrameworkRun.resume`, and, if there was something to resume from,
+gives :attr:`FrameworkRun.loaded` to the framework and :meth:`FrameworkRun.hold` its loaders. When
+all is built and the next thing to happen is the first step, it calls :meth:`FrameworkRun.begin`.
+Behind each optimizer step it calls :meth:`FrameworkRun.complete_step`, and at the end
+:meth:`FrameworkRun.finish`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.checkpoint import rng
+from hydroslurm.checkpoint.store import State
+from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.held_loader import HeldLoader, held_state
+from hydroslurm.slurm import run_folders
+from hydroslurm.training.objects import Stateful
+from hydroslurm.training.run import Run
+
+_fits: Counter[str | None] = Counter()
+"""How many trainings this process has begun in a folder; each has one of its own."""
+
+
+class Handed:
+    """The framework's state: what was loaded, until the training has begun, then what is now."""
+
+    def __init__(self, capture: Callable[[], Mapping[str, Any]]) -> None:
+        self._capture = capture
+        self.loaded: Mapping[str, Any] | None = None
+        self.frozen: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.frozen or self.loaded or self._capture()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state
+
+
+class FrameworkRun(Run):
+    """See the module.
+
+    Args:
+        name: of the framework; the state is saved under it.
+        capture: makes the state that all ranks share: tensors and plain values, nested.
+        options: those of a Run.
+
+    Attributes:
+        own: what each rank saves for itself, by name. It is loaded by :meth:`begin`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capture: Callable[[], Mapping[str, Any]],
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        environ = os.environ if environ is None else environ
+        self._framework = name
+        self._handed = Handed(capture)
+        self.own: dict[str, Stateful] = {}
+        self._loaders: dict[str, HeldLoader] = {}
+        self._pending: Mapping[str, Any] | None = None
+        self._trains = False
+        super().__init__(
+            extra={name: self._handed},
+            directory=directory_of_fit(directory, environ),
+            environ=environ,
+            **options,
+        )
+
+    # --- how it begins
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> Mapping[str, Any] | None:
+        """The framework's state as it was saved, until :meth:`begin`; None for a new run."""
+        return self._handed.loaded
+
+    @property
+    def own_loaded(self) -> Mapping[str, Any]:
+        """What this rank has saved for itself, by name, until :meth:`begin`."""
+        return (self._pending or {}).get("own", {})
+
+    def hold(
+        self,
+        loader: Any,
+        *,
+        name: str,
+        epoch: Callable[[], int],
+        fetched_ahead: Callable[[], int] | None = None,
+    ) -> Any:
+        """The loader to iterate in this one's place: its position is saved, and resumed where it
+        was saved under this name. Arguments as in :class:`HeldLoader`; a name that was given before
+        is that of a loader which has been replaced.
+
+        Raises:
+            UsageError: as :func:`hydroslurm.data.position.position_of`.
+        """
+        group = self._rank_group
+        held = HeldLoader(
+            loader,
+            epoch=epoch,
+            fetched_ahead=fetched_ahead,
+            shield=self._controller.plan.stopping(),
+            rank=group.rank,
+            world_size=group.world_size,
+            resumed=(self._pending or {}).get("loaders", {}).get(name),
+        )
+        self._loaders[name] = held
+        return held
+
+    def begin(self) -> None:
+        """All is built, iterators included, and the first step comes next: the random numbers and
+        each rank's own state are put back, and from here on there is something to save.
+
+        Raises:
+            StateMismatch: an own state that nobody takes, or that does not fit.
+        """
+        pending, self._pending = self._pending, None
+        self._handed.loaded = None
+        self._trains = True
+        if pending is None:
+            return
+        for name, state in pending["own"].items():
+            if name not in self.own:
+                raise StateMismatch(
+                    f"the checkpoint has a state of {name!r} for this rank, which this script does "
+                    "not have any more; begin anew with another directory="
+                )
+            self.own[name].load_state_dict(state)
+        rng.restore(pending["rng"])
+
+    # --- on the way
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether :meth:`begin` was called."""
+        return self._trains
+
+    def complete_step(self, step: int, *, epoch: int) -> None:
+        """An optimizer step is complete, and the state is consistent: a safe point.
+
+        Args:
+            step: optimizer steps so far; it has to be larger than at the last call.
+
+        Raises:
+            SystemExit, SaveFailed, UnsavableState: as :meth:`Run.safe_point`.
+        """
+        self._step, self._epoch = step, epoch
+        self._saves.behind_batches = False
+        self.safe_point()
+
+    def begin_evaluation(self) -> Mapping[str, Any]:
+        """What follows does not change what is saved, and is repeated after a stop within it; see
+        :meth:`Run.evaluation`. Returns the shared state, which shows the tensors themselves."""
+        self._handed.frozen = self._handed.state_dict()
+        self._saves.evaluation = self._own_state()
+        return self._handed.frozen
+
+    def end_evaluation(self) -> None:
+        """The evaluation is over."""
+        self._saves.evaluation = self._handed.frozen = None
+
+    def finish(self) -> None:
+        if self._pending is not None:  # there was nothing left to train
+            self.begin()
+            self._saves.unchanged = True
+        self.end_evaluation()
+        super().finish()
+
+    # --- Run's seams
+    # --------------------------------------------------------------------------------------------
+
+    def _apply(self, state: State, *, source: str) -> None:
+        self._objects.load(state.shared, source=source)
+        counters = state.own["counters"]
+        self._step, self._epoch = counters["step"], counters["epoch"]
+        self._pending = state.own
+
+    def _own_state(self) -> Mapping[str, Any]:
+        if self._pending is not None:
+            return self._pending
+        return {
+            **super()._own_state(),
+            "loaders": {name: held_state(held) for name, held in self._loaders.items()},
+            "own": {name: thing.state_dict() for name, thing in self.own.items()},
+        }
+
+    def _save_by(self, deadline_mono_s: float) -> str:
+        if self._trains:
+            return super()._save_by(deadline_mono_s)
+        where = f"step {self._step} is committed" if self._pending else "nothing was saved"
+        return f"the training had not begun in this attempt; {where}"
+
+
+def directory_of_fit(
+    given: str | os.PathLike[str] | None, environ: Mapping[str, str]
+) -> str | os.PathLike[str] | None:
+    """Where the n-th training of this process keeps its state: the folder that was given, or that
+    of the job, and ``fit-N`` in it from the second on. A script makes the same trainings, in the
+    same order, in each attempt."""
+    place = None if given is None else os.fspath(given)
+    _fits[place] += 1
+    if _fits[place] == 1:
+        return given
+    if given is None:
+        found = run_folders.from_environment(environ)
+        given = None if found is None else found.root
+    return None if given is None else Path(given) / f"fit-{_fits[place]}"

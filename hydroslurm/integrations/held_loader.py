@@ -1,0 +1,101 @@
+"""A loader in a framework's hands, whose position in the data is saved and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from hydroslurm.checkpoint import rng
+from hydroslurm.data.position import position_of
+
+
+class HeldLoader:
+    """Stands in for a loader: the framework iterates this one instead, and sees no difference.
+
+    The first iteration goes on where ``resumed`` was; each other one begins an epoch. A framework
+    that fetches batches ahead of the step that uses them says so with ``fetched_ahead``: a batch
+    that was fetched and not used is fetched again, from the same random numbers.
+
+    Args:
+        loader: any that :func:`hydroslurm.data.position.position_of` takes.
+        epoch: the number of the epoch that begins; for samplers and data sets that want to know.
+        fetched_ahead: how many batches were handed out and are not used yet, 0 or 1; asked when
+            the position is saved. None: always 0.
+        shield: signals that workers survive.
+        rank, world_size: of this process.
+        resumed: what :meth:`state_dict` gave, to go on from; None begins.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        epoch: Callable[[], int],
+        fetched_ahead: Callable[[], int] | None = None,
+        shield: Collection[int] = (),
+        rank: int = 0,
+        world_size: int = 1,
+        resumed: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._hydroslurm_loader = loader
+        self._hydroslurm_epoch = epoch
+        self._hydroslurm_ahead = fetched_ahead
+        self._hydroslurm_position = position_of(
+            loader, shield=shield, rank=rank, world_size=world_size
+        )
+        self._hydroslurm_resumed = resumed
+        self._hydroslurm_before: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._hydroslurm_resumed = self._hydroslurm_resumed, None
+        if resumed is None:
+            batches = self._hydroslurm_position.begin_epoch(self._hydroslurm_epoch())
+            return self._remembering(batches, None) if self._hydroslurm_ahead else batches
+        batches = self._hydroslurm_position.resume_epoch(resumed["position"])
+        if self._hydroslurm_ahead:
+            return self._remembering(batches, resumed.get("rng"))
+        return batches
+
+    def __len__(self) -> int:
+        return len(self._hydroslurm_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hydroslurm_loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_hydroslurm_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._hydroslurm_loader, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() is told: scripts ask for a DataLoader
+        return type(self._hydroslurm_loader)
+
+    def _remembering(self, batches: Iterator[Any], before: Any) -> Iterator[Any]:
+        """Hand on batches; keep what belongs to the place before the newest one.
+
+        Args:
+            before: random numbers to fetch the first one with; None: those that are there.
+        """
+        while True:
+            if before is not None:
+                rng.restore(before)
+                before = None
+            place = {"position": self._hydroslurm_position.state_dict(), "rng": rng.capture()}
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._hydroslurm_before = place
+            yield batch
+
+
+def held_state(loader: HeldLoader) -> dict[str, Any]:
+    """The position between two steps: batches that were used, and no others."""
+    ahead, before = loader._hydroslurm_ahead, loader._hydroslurm_before
+    if ahead is not None and before is not None and ahead():
+        return before
+    if loader._hydroslurm_resumed is not None:  # not iterated since
+        return dict(loader._hydroslurm_resumed)
+    return {"position": loader._hydroslurm_position.state_dict()}

@@ -1,0 +1,106 @@
+"""Lightning: ``trainer.fit()`` keeps the whole promise, without a line in the script.
+
+With ``srun --preempt=requeue``, ``HYDROSLURM_PREEMPT=requeue`` or a job spec, every Trainer gets
+the callback :class:`Preemptible` by itself (entry points ``lightning.pytorch.callbacks_factory``
+and ``pytorch_lightning.callbacks_factory``). To say more, or where that was not asked for:
+
+    trainer = Trainer(callbacks=[Preemptible(directory="runs/a", every_steps=500)])
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from hydroslurm.runtime import autoload
+
+_MODULES = {"lightning": "lightning.pytorch.callbacks", "legacy": "pytorch_lightning.callbacks"}
+
+
+class _Preemptible:
+    """Makes each ``fit()`` of its Trainer preemptible: it is stopped between two optimizer steps or
+    within a validation, saved, requeued and resumed, bit for bit.
+
+    Nothing else is to be given: no ``ckpt_path``, and no ``ModelCheckpoint`` for this. Saved are the
+    checkpoint that Lightning itself would write (model, optimizers, schedulers, precision, loops,
+    callbacks, the hooks' additions), the random numbers of each rank, the position in each training
+    loader, and what was logged in the epoch so far.
+
+    Args:
+        options: those of :class:`hydroslurm.Run`: ``directory``, ``every_steps``, ``every_s``,
+            ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
+
+    Raises:
+        UsageError: at ``fit()``: a strategy that starts its ranks by spawn; tasks of Slurm that
+            train alone each; a Lightning that is not known; no folder to save into.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options: Mapping[str, Any] = options
+        self._fit: Any = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        del pl_module
+        if stage != "fit" or trainer.fast_dev_run or self._is_second(trainer):
+            return
+        from hydroslurm.integrations.lightning_fit import Fit
+
+        self._fit = Fit(trainer, is_on=lambda: self in trainer.callbacks, options=self._options)
+        self._fit.start()
+
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
+        if self._fit is not None:
+            self._fit.look()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        del trainer, pl_module
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        del trainer, pl_module
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.fail(exception)
+
+    def _is_second(self, trainer: Any) -> bool:
+        """One that came by itself gives way to one that the script has made."""
+        ours = [one for one in trainer.callbacks if isinstance(one, _Preemptible)]
+        chosen = max(ours, key=lambda one: (bool(one._options), -ours.index(one)))
+        return chosen is not self
+
+
+def callbacks() -> list[Any]:
+    """For Lightning's entry point: the callback, if preemption with a requeue was asked for."""
+    return _callbacks("lightning")
+
+
+def legacy_callbacks() -> list[Any]:
+    """As :func:`callbacks`, for the package ``pytorch_lightning``."""
+    return _callbacks("legacy")
+
+
+def _callbacks(package: str) -> list[Any]:
+    if os.environ.get(autoload.PREEMPT_ENV, "").strip().lower() != "requeue":
+        return []
+    return [_class_for(package)()]
+
+
+def _class_for(package: str) -> Any:
+    """The callback for one of the two packages, whose classes differ."""
+    import importlib
+
+    base = importlib.import_module(_MODULES[package]).Callback
+    return type("Preemptible", (_Preemptible, base), {"__doc__": _Preemptible.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    """``Preemptible`` for the Lightning that the script has imported."""
+    if name != "Preemptible":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    legacy = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    return _class_for("legacy" if legacy else "lightning")

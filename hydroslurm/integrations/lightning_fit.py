@@ -1,0 +1,320 @@
+"""One ``trainer.fit()`` of Lightning, made preemptible.
+
+The safe point lies behind a training batch that completed an optimizer step, before what may follow
+it: validation, the end of the epoch. A resumed fit enters Lightning's loops as a restart in the
+middle of an epoch, and its first turn trains nothing: it does what follows that batch. So nothing
+depends on what Lightning's own restarts make of the end of an epoch, of validation or of a loader
+that is one batch ahead.
+
+Knows Lightning's loops by their attributes (2.4 to 2.6), and imports nothing of it: the same code
+serves ``lightning`` and ``pytorch_lightning``.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from hydroslurm.coordination.world import World
+from hydroslurm.core.exitcodes import ExitForRequeue
+from hydroslurm.errors import UsageError
+from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.lightning_metrics import RankMetrics
+from hydroslurm.training.reporting import notice
+
+_HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
+"""Of a checkpoint of Lightning's: what the script gives anew, of any type."""
+_PARTS = {
+    "fit_loop": ("setup_data", "run", "on_run_end", "_should_accumulate", "epoch_progress"),
+    "fit_loop.epoch_loop": ("advance", "val_loop", "batch_progress", "max_steps"),
+    "fit_loop.epoch_loop.val_loop": ("run",),
+    "strategy": ("process_dataloader",),
+    "_signal_connector": ("register_signal_handlers",),
+    "_checkpoint_connector": ("resume_start", "dump_checkpoint", "_loaded_checkpoint"),
+}
+"""What is used of Lightning's inside, from the trainer on."""
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class Fit:
+    """See the module.
+
+    Args:
+        trainer: in its ``setup`` hook: the process group is there, nothing is restored yet.
+        is_on: whether this fit is the one that is wanted; Lightning's tuner runs the same loops.
+        options: of the Run.
+
+    Raises:
+        UsageError: this Lightning does not have what is needed, or its ranks are not Slurm's.
+    """
+
+    def __init__(self, trainer: Any, *, is_on: Callable[[], bool], options: Mapping[str, Any]):
+        require_known(trainer)
+        self._trainer = trainer
+        self._is_on = is_on
+        self._undo = ExitStack()
+        self._max_steps: int | None = None
+        self._ended = False
+        self._new_loaders: list[Any] = []
+        self._tensors: list[tuple[torch.Tensor, int, int]] = []
+        self.run = FrameworkRun("lightning", self._capture, environ=environ_of(trainer), **options)
+        self.run.own["metrics"] = RankMetrics(trainer)
+
+    def start(self) -> None:
+        """Resume, if there is something, and take the places at which the fit is to be led."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        if self.run.resume():
+            self._replace(trainer._checkpoint_connector, "resume_start", self._resume_start)
+        self._replace(trainer._signal_connector, "register_signal_handlers", self._stand_down)
+        self._replace(loop, "setup_data", self._setup_data)
+        self._replace(loop, "on_run_end", self._on_run_end)
+        self._replace(loop.epoch_loop, "advance", self._advance)
+        self._replace(loop.epoch_loop.val_loop, "run", self._validate)
+
+    def look(self) -> None:
+        """Between two batches of validation: leave if a stop was requested.
+
+        The state is the one behind the last training batch. A callback that has put other weights
+        in the model's place for the validation (an average of them) puts them back at its end: the
+        stop waits for that.
+        """
+        if all(
+            (tensor.data_ptr(), tensor._version) == (pointer, version)
+            for tensor, pointer, version in self._tensors
+        ):
+            self.run.check_stop()
+
+    def end(self) -> None:
+        """After the fit: the training is done, also where nothing was left of it."""
+        self._undo.close()
+        if not self._ended:
+            self.run.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """The fit ends with an exception."""
+        self._undo.close()
+        if not isinstance(error, ExitForRequeue) and not self._ended:
+            self.run.__exit__(type(error), error, error.__traceback__)
+
+    # --- in the place of Lightning's own
+    # --------------------------------------------------------------------------------------------
+
+    def _replace(self, thing: Any, name: str, ours: Callable[..., Any]) -> None:
+        """Have this object call ours, with its own as the first argument."""
+        own = getattr(thing, name)
+        setattr(thing, name, lambda *args, **kwargs: ours(own, *args, **kwargs))
+        self._undo.callback(delattr, thing, name)
+
+    def _resume_start(self, own: Callable[..., Any], path: Any = None, *_: Any, **__: Any) -> None:
+        """The checkpoint that Lightning goes on from is ours."""
+        del own
+        loaded = self.run.loaded
+        assert loaded is not None
+        if path:
+            self._say(
+                f"this run goes on from its own step {self.run.step}; ckpt_path={os.fspath(path)!r}"
+                " is where it began"
+            )
+        self._trainer._checkpoint_connector._loaded_checkpoint = dict(loaded["checkpoint"])
+
+    def _stand_down(self, own: Callable[..., Any]) -> None:
+        """Lightning would put a handler over SIGTERM, and requeue by itself."""
+        del own
+        cluster = self._trainer._accelerator_connector.cluster_environment
+        requeue = " and its auto-requeue" if getattr(cluster, "auto_requeue", False) else ""
+        self._say(
+            f"Lightning's own SIGTERM handler{requeue} stand down in this fit: hydroslurm stops, "
+            "saves, requeues and resumes it"
+        )
+
+    def _setup_data(self, own: Callable[..., Any]) -> None:
+        """The loaders that are made here keep their positions."""
+        loop, loaded = self._trainer.fit_loop, self.run.loaded
+        if not self._is_on():
+            own()
+            return
+        if loaded is not None and loop._combined_loader is None:
+            self._enter(loaded)
+        before = loop._combined_loader
+        self._new_loaders = []
+        with self._holding():
+            own()
+        if loaded is not None and loop._combined_loader is not before:
+            loop._last_train_dl_reload_epoch = loaded["reloaded_at"]
+
+    def _enter(self, loaded: Mapping[str, Any]) -> None:
+        """Let the loop be entered: what follows the last batch of all is still to be done."""
+        if loaded["ended"]:
+            self._trainer.should_stop = loaded["should_stop"]
+            return
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        self._max_steps, epoch_loop.max_steps = epoch_loop.max_steps, -1
+        warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        strategy = self._trainer.strategy
+        process = strategy.process_dataloader
+
+        def hold(loader: Any) -> Any:
+            held = self.run.hold(
+                process(loader),
+                name=str(len(self._new_loaders)),
+                epoch=lambda: self._trainer.fit_loop.epoch_progress.current.processed,
+                fetched_ahead=None if _has_length(loader) else self._fetched_ahead,
+            )
+            self._new_loaders.append(held)
+            return held
+
+        strategy.process_dataloader = hold
+        try:
+            yield
+        finally:
+            del strategy.process_dataloader
+
+    def _fetched_ahead(self) -> int:
+        """Without a length, Lightning fetches a batch ahead, to know which one is the last."""
+        return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
+
+    def _advance(self, own: Callable[..., Any], fetcher: Any) -> None:
+        """One batch; in a resumed fit the first turn is the rest of the batch it was saved at."""
+        if not self._is_on():
+            own(fetcher)
+            return
+        trainer, loaded = self._trainer, self.run.loaded
+        if not self.run.trains:
+            self.run.begin()
+            if loaded is not None:
+                self._go_on(loaded)
+                return
+        own(fetcher)
+        step = trainer.global_step
+        if step > self.run.step and not trainer.fit_loop._should_accumulate():
+            self.run.complete_step(step, epoch=trainer.current_epoch)
+
+    def _go_on(self, loaded: Mapping[str, Any]) -> None:
+        """From here on this is no restart to Lightning."""
+        trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        if self._max_steps is not None:
+            epoch_loop.max_steps, self._max_steps = self._max_steps, None
+        trainer.should_stop = loaded["should_stop"]
+        epoch_loop.restarting = False
+        epoch_loop.val_loop.reset_restart_stage()
+
+    def _validate(self, own: Callable[..., Any]) -> Any:
+        """A stop may cut the validation off; the next attempt begins it anew."""
+        if not self._is_on() or not self._may_leave_validation():
+            return own()
+        self._tensors = list(_tensors_of(self.run.begin_evaluation()))
+        try:
+            return own()
+        finally:
+            self._tensors = []
+            self.run.end_evaluation()
+
+    def _may_leave_validation(self) -> bool:
+        """A state that the ranks have to gather is not asked for at every validation."""
+        return self.run.trains and not hasattr(self._trainer.strategy, "sharding_strategy")
+
+    def _on_run_end(self, own: Callable[..., Any]) -> None:
+        """All that belongs to the training is done."""
+        own()
+        if self._is_on():
+            self._ended = True
+            self.run.check_stop()
+            self.run.finish()
+
+    # --- the state
+    # --------------------------------------------------------------------------------------------
+
+    def _capture(self) -> Mapping[str, Any]:
+        trainer = self._trainer
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+        for name in [one for one in checkpoint if one.endswith(_HYPER_PARAMETERS)]:
+            del checkpoint[name]
+        return {
+            "checkpoint": checkpoint,
+            "ended": self._ended,
+            "should_stop": trainer.should_stop,
+            "reloaded_at": trainer.fit_loop._last_train_dl_reload_epoch,
+        }
+
+    def _say(self, text: str) -> None:
+        if self._trainer.is_global_zero:
+            notice(text)
+
+
+def require_known(trainer: Any) -> None:
+    """Whether this is a Lightning whose loops are known.
+
+    Raises:
+        UsageError: names what is not there.
+    """
+    for path, names in _PARTS.items():
+        thing = trainer
+        for part in path.split("."):
+            thing = getattr(thing, part, None)
+        missing = [f"trainer.{path}.{name}" for name in names if not hasattr(thing, name)]
+        if missing:
+            raise UsageError(
+                f"this Lightning ({type(trainer).__module__.partition('.')[0]}) has no "
+                f"{', '.join(missing)}; hydroslurm knows 2.4 to 2.6. The trainer is as it was. "
+                "Install one of those, or unset HYDROSLURM_PREEMPT"
+            )
+
+
+def environ_of(trainer: Any) -> Mapping[str, str]:
+    """The variables by which the ranks of this trainer find each other: those of Slurm or torchrun,
+    or, where Lightning has started its own processes, what it knows.
+
+    Raises:
+        UsageError: Slurm has started several tasks, and each trains alone.
+    """
+    world = World.from_environ(os.environ)
+    if world.world_size == trainer.world_size:
+        return os.environ
+    if world.world_size > 1:
+        raise UsageError(
+            f"{world.world_size} tasks were started, and Lightning trains with "
+            f"{trainer.world_size}: give Trainer(devices=TASKS_PER_NODE, num_nodes=NODES), and "
+            'strategy="ddp"'
+        )
+    if "spawn" in str(getattr(trainer.strategy.launcher, "_start_method", "")):
+        raise UsageError(
+            "the ranks of this strategy are children of one process, which does not pass a stop on "
+            'to them; use strategy="ddp", with srun, torchrun or by itself'
+        )
+    size = trainer.world_size // max(1, trainer.num_nodes)
+    return {
+        **os.environ,
+        "RANK": str(trainer.global_rank),
+        "WORLD_SIZE": str(trainer.world_size),
+        "LOCAL_RANK": str(trainer.local_rank),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _tensors_of(tree: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Each tensor in it, where it is and how often it was written to."""
+    if isinstance(tree, torch.Tensor):
+        if not tree.is_inference():
+            yield tree, tree.data_ptr(), tree._version
+    elif isinstance(tree, Mapping):
+        for one in tree.values():
+            yield from _tensors_of(one)
+    elif isinstance(tree, (list, tuple)):
+        for one in tree:
+            yield from _tensors_of(one)
