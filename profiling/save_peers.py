@@ -214,7 +214,7 @@ class SimulatedRanks:
         if topic.endswith("/written"):
             entry = next(iter(value["files"].values()))
             for rank in range(1, RANKS):
-                files = dict.fromkeys(sorted(names_of(rank)), entry)
+                files = dict.fromkeys(sorted(names_of(rank, RANKS)), entry)
                 answers[rank] = {**value, "files": files, "tally": 0}
             self.all_written_cpu_s = _cpu_s()
         return answers

@@ -67,12 +67,16 @@ def remove(path: Path, *, storage: Storage) -> None:
 
 
 def remove_tree(path: Path, *, storage: Storage) -> None:
-    """Remove a folder of files; others may be removing it too."""
+    """Remove a folder of files, and of folders of files; others may be removing it too."""
 
     def unlink(name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            storage.unlink(path / name)
+            try:
+                storage.unlink(path / name)
+            except IsADirectoryError:  # asked for this way, a link to a folder is only a link
+                inner.append(name)
 
+    inner: list[str] = []
     with contextlib.suppress(FileNotFoundError):
         names = storage.listdir(path)
         if len(names) <= FEW_FILES:
@@ -81,6 +85,8 @@ def remove_tree(path: Path, *, storage: Storage) -> None:
         else:  # each waits for the file server, one after the other for minutes
             with ThreadPoolExecutor(UNLINKERS, "hydroslurm-unlink") as threads:
                 list(threads.map(unlink, names))
+        for name in inner:
+            remove_tree(path / name, storage=storage)
         storage.rmdir(path)
 
 

@@ -16,7 +16,7 @@ from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.pages import TensorMemory, advise_huge_pages
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import bytes_of
-from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex, tensors_name
+from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex
 from hydroslurm.checkpoint.write_plan import box_of
 from hydroslurm.errors import CheckpointCorrupt
 
@@ -97,14 +97,16 @@ class Landing:
 
 
 def land(
-    folder: Path,
     landings: Iterable[Landing],
     *,
     index: Callable[[int], PartIndex],
-    entry: Callable[[str], FileEntry],
+    tensors: Callable[[int], tuple[Path, FileEntry]],
     storage: Storage,
 ) -> dict[str, torch.Tensor]:
     """Read all pieces; the tensors by key.
+
+    Args:
+        index, tensors: of a rank.
 
     Raises:
         CheckpointCorrupt: a file is not what was written.
@@ -112,13 +114,13 @@ def land(
     """
     landings = tuple(landings)
     for rank in sorted({rank for one in landings for rank, _, _ in one.pieces}):
-        require_size(folder / tensors_name(rank), entry(tensors_name(rank)), storage=storage)
-    tensors: dict[str, torch.Tensor] = {}
+        require_size(*tensors(rank), storage=storage)
+    found: dict[str, torch.Tensor] = {}
     places: dict[int, list[_Place]] = {}
     finals = _Later()
     fresh = TensorMemory(sum(one.wanted.plain_bytes for one in landings))
     for one in landings:
-        tensors[one.wanted.key], memory = _memory_for(one.wanted, fresh, finals)
+        found[one.wanted.key], memory = _memory_for(one.wanted, fresh, finals)
         flat = memory.reshape(-1)
         for rank, chunk, common in one.pieces:
             places.setdefault(rank, []).append(_Place(chunk, common, one.wanted.box, flat))
@@ -126,14 +128,13 @@ def land(
         for rank in sorted(places):
             of_file = sorted(places[rank], key=lambda place: place.chunk.at_bytes)
             copies = _Later()
-            name = tensors_name(rank)
             reader.read(
-                Source(folder / name, entry(name), index(rank).blocks),
+                Source(*tensors(rank), index(rank).blocks),
                 [place.range(copies) for place in of_file],
                 then=copies.run,
             )
     finals.run()
-    return tensors
+    return found
 
 
 class _Later(list[Callable[[], object]]):

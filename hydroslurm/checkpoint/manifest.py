@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.checkpoint.folders import is_file_name
 from hydroslurm.core.files import check_depth, clean
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
@@ -76,7 +77,8 @@ class Manifest:
         created_epoch_ns: when the save began. save_s: from then to the manifest; of several ranks,
             until all parts were on the disk.
         state_bytes: of all tensors, as they are in memory.
-        files: name in the folder -> its entry; all but the manifest itself.
+        files: name in the folder -> its entry; all but the manifest itself. Names in a folder
+            inside have one slash (``folders.inner_of``).
         meta: the caller's own, plain JSON values.
     """
 
@@ -290,8 +292,8 @@ def file_entries(body: Mapping[str, Any]) -> dict[str, FileEntry]:
         ValueError, TypeError, KeyError, AttributeError: they are malformed.
     """
     for name in body:
-        if Path(name).name != name or name in ("", "..") or "\0" in name:
-            raise ValueError(f"files of a checkpoint lie in its folder, not at {name!r}")
+        if not is_file_name(name):
+            raise ValueError(f"files of a checkpoint lie in its folder, not at {name!r:.200}")
     return {
         name: FileEntry(size_bytes=_count(entry, "size_bytes"), checksum=_text(entry, "checksum"))
         for name, entry in body.items()

@@ -7,6 +7,7 @@ bytes of it are known to be stored.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from hydroslurm.checkpoint.write_plan import SharedTensor, State
 from hydroslurm.checkpoint.writer import SHARED_JSON
 from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing
 
-_INDEX = re.compile(r"part-([0-9]{5,9})\.json")
+_INDEX = re.compile(r"((?:[0-9]+/)?part-([0-9]{5,9}))\.json")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ class CheckpointFiles:
     @property
     def ranks(self) -> list[int]:
         """Those that took part in the save."""
-        found = (_INDEX.fullmatch(name) for name in self._entries)
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(self._parts)
 
     def shared(self) -> Shared:
         """Raises CheckpointCorrupt, CheckpointError."""
@@ -69,24 +69,45 @@ class CheckpointFiles:
     def index(self, rank: int) -> PartIndex:
         """Raises CheckpointCorrupt, CheckpointError."""
         if rank not in self._indexes:
-            name = index_name(rank)
+            path = self.index_path(rank)
             self._indexes[rank] = PartIndex.from_json(
-                self._read(name),
-                where=self.folder / name,
+                self._read(index_name(self._part(rank))),
+                where=path,
                 rank=rank,
-                tensors=self.entry(tensors_name(rank)),
+                tensors=self.tensors(rank)[1],
             )
         return self._indexes[rank]
 
-    def entry(self, name: str) -> FileEntry:
+    def index_path(self, rank: int) -> Path:
         """Raises CheckpointCorrupt: there is no such file."""
+        return self.folder / index_name(self._part(rank))
+
+    def tensors(self, rank: int) -> tuple[Path, FileEntry]:
+        """A rank's file of tensors. Raises CheckpointCorrupt: there is none."""
+        name = tensors_name(self._part(rank))
+        return self.folder / name, self._entry(name)
+
+    @functools.cached_property
+    def _parts(self) -> Mapping[int, str]:
+        """Rank -> the name of its files without their endings. By the names that are there: where
+        the files of many ranks lie is not the same in all checkpoints."""
+        found = (_INDEX.fullmatch(name) for name in self._entries)
+        return {int(match[2]): match[1] for match in found if match}
+
+    def _part(self, rank: int) -> str:
+        try:
+            return self._parts[rank]
+        except KeyError:
+            raise CheckpointCorrupt(f"{self.folder} has no index of rank {rank}") from None
+
+    def _entry(self, name: str) -> FileEntry:
         try:
             return self._entries[name]
         except KeyError:
             raise CheckpointCorrupt(f"{self.folder} has no {name}") from None
 
     def _read(self, name: str) -> bytes:
-        return read_checked(self.folder / name, self.entry(name), storage=self.storage)
+        return read_checked(self.folder / name, self._entry(name), storage=self.storage)
 
 
 def read_state(
@@ -175,7 +196,7 @@ def _wanted_of_own(
     there = {one.key: one for one in files.index(rank).chunks if one.key in keys} if keys else {}
     for key in keys:
         if key not in there:
-            raise CheckpointCorrupt(f"{files.folder / index_name(rank)} has no {key!r:.80}")
+            raise CheckpointCorrupt(f"{files.index_path(rank)} has no {key!r:.80}")
         one = there[key]
         yield Wanted.like(key, one.shape, one.torch_dtype, template=None, writer=rank)
 
@@ -198,7 +219,7 @@ def _read_tensors(
             break
         rank = min(ranks)
         asked.add(rank)
-        where = files.folder / index_name(rank)
+        where = files.index_path(rank)
         for chunk in files.index(rank).chunks:
             landing = open_ones.get(chunk.key)
             if landing is not None:
@@ -208,7 +229,7 @@ def _read_tensors(
         raise CheckpointCorrupt(
             f"the files of {files.folder} lack {one.lacking} of the values of {key!r:.80}"
         )
-    return land(files.folder, landings, index=files.index, entry=files.entry, storage=files.storage)
+    return land(landings, index=files.index, tensors=files.tensors, storage=files.storage)
 
 
 def _likely(landings: Iterable[Landing], first: int) -> set[int]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,10 @@ class Parts:
             SaveFailed: an answer is none, or the pieces of the shared tensors do not make up the
                 whole.
         """
-        parts = [Part.from_answer(one, rank=rank) for rank, one in sorted(self.answers.items())]
+        parts = [
+            Part.from_answer(one, rank=rank, world_size=header.world_size)
+            for rank, one in sorted(self.answers.items())
+        ]
         took_s = [
             checked(one, rank=rank, took_s=(int, float))["took_s"]
             for rank, one in self.answers.items()
@@ -173,6 +176,8 @@ class Save:
             if isinstance(place, Checkpoint):
                 return place
             with self._removing(place.folder):
+                inner = {Path(name).parent.name for name in source.manifest.files} - {""}
+                self._make_inner(place.folder, inner)
                 for name, entry in source.manifest.files.items():
                     seen = copy_file(
                         source.path / name,
@@ -182,7 +187,8 @@ class Save:
                         chunk_bytes=self._chunk_bytes,
                     )
                     compare(source.path / name, entry, seen)
-                self._storage.fsync_dir(place.folder)
+                for path in (*(place.folder / name for name in inner), place.folder):
+                    self._storage.fsync_dir(path)
                 if self._written is not None:
                     self._written()
 
@@ -201,7 +207,9 @@ class Save:
         if self._rank == 0:
             try:
                 chosen = self._choose(header)
-                folder = chosen.folder if isinstance(chosen, Place) else None
+                if isinstance(chosen, Place):
+                    folder = chosen.folder
+                    self._make_inner(folder, folders.inner_folders(header.world_size))
                 self._storage.fsync_dir(self._directory)
                 answer |= _told(chosen)
             except Exception as error:
@@ -238,6 +246,10 @@ class Save:
         self._storage.mkdir(folder)
         return Place(folder, target, header)
 
+    def _make_inner(self, folder: Path, names: Iterable[str]) -> None:
+        for name in names:
+            self._storage.mkdir(folder / name)
+
     def _chosen_by_rank_0(self, answer: Mapping[str, Any]) -> Place | Checkpoint:
         """What lies in the folder is removed when the save fails: so its name must be one that only
         a save can have chosen."""
@@ -267,8 +279,9 @@ class Save:
                 cancel=self._round.cancel,
                 chunk_bytes=self._chunk_bytes,
             )
-            if not alone:
-                self._storage.fsync_dir(folder)
+            if not alone:  # names of inner folders become durable with the manifest's
+                for path in {(folder / name).parent for name in mine.files}:
+                    self._storage.fsync_dir(path)
             if self._written is not None:
                 self._written()
             answer = {**mine.to_answer(), "took_s": self._took_s()}

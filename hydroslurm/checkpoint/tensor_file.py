@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, checksum_of
+from hydroslurm.checkpoint.folders import inner_of
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.tree import JsonValue
 from hydroslurm.checkpoint.write_plan import Shard
@@ -141,17 +142,17 @@ class PartIndex:
         return index
 
 
-def own_prefix(rank: int) -> str:
-    """Begins the keys of the tensors that only one rank has."""
-    return f"rank-{rank:05d}"
+def part_name(rank: int, world_size: int) -> str:
+    """Of a rank's two files, without their endings."""
+    return f"{inner_of(rank, world_size)}part-{rank:05d}"
 
 
-def index_name(rank: int) -> str:
-    return f"part-{rank:05d}.json"
+def index_name(part: str) -> str:
+    return f"{part}.json"
 
 
-def tensors_name(rank: int) -> str:
-    return f"part-{rank:05d}.safetensors"
+def tensors_name(part: str) -> str:
+    return f"{part}.safetensors"
 
 
 def parse(text: bytes) -> dict[str, Any]:

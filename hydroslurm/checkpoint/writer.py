@@ -4,6 +4,8 @@ part-00000.safetensors  that rank's tensors and pieces of tensors
 part-00000.json         the index of that file, and what only that rank has
 shared.json             what all ranks share, tensors as references; rank 0 writes it
 
+Of more than 256 ranks the first two are in folders, such as 001/part-00300.json.
+
 Nothing is written that is about the parts of all ranks: a commit takes the same time for one rank
 and for thousands.
 """
@@ -22,7 +24,13 @@ from hydroslurm.checkpoint.manifest import FileEntry, file_entries
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import GATHER_BYTES, packed
-from hydroslurm.checkpoint.tensor_file import PartIndex, index_name, lay_out, tensors_name
+from hydroslurm.checkpoint.tensor_file import (
+    PartIndex,
+    index_name,
+    lay_out,
+    part_name,
+    tensors_name,
+)
 from hydroslurm.checkpoint.write_plan import WritePlan, without_gc
 from hydroslurm.errors import SaveFailed
 
@@ -49,7 +57,7 @@ class Part:
         return {"files": files, "tally": self.tally, "state_bytes": self.state_bytes}
 
     @classmethod
-    def from_answer(cls, answer: Any, *, rank: int) -> Part:
+    def from_answer(cls, answer: Any, *, rank: int, world_size: int) -> Part:
         """Of another rank; SaveFailed if it names other files than such a rank writes."""
         told = checked(answer, rank=rank, files=dict, tally=int, state_bytes=int)
         try:
@@ -61,18 +69,20 @@ class Part:
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SaveFailed(f"rank {rank} names no files that it has written: {error}") from error
-        if set(files) != names_of(rank):
+        expected = names_of(rank, world_size)
+        if set(files) != expected:
             raise SaveFailed(
                 f"rank {rank} says that it has written {sorted(files)!r:.200}; expected "
-                f"{sorted(names_of(rank))}"
+                f"{sorted(expected)}"
             )
         return cls(files, told["tally"], told["state_bytes"])
 
 
-def names_of(rank: int) -> set[str]:
+def names_of(rank: int, world_size: int) -> set[str]:
     """The files that a rank writes."""
+    part = part_name(rank, world_size)
     shared = {SHARED_JSON} if rank == 0 else set()
-    return {index_name(rank), tensors_name(rank)} | shared
+    return {index_name(part), tensors_name(part)} | shared
 
 
 def write_part(
@@ -83,7 +93,8 @@ def write_part(
     cancel: Event | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Part:
-    """Write and fsync what is this rank's into an existing folder.
+    """Write and fsync what is this rank's into an existing folder, in which the inner one for this
+    rank exists.
 
     Raises:
         OSError: a call failed. SaveAbandoned: ``cancel`` was set.
@@ -91,7 +102,8 @@ def write_part(
     files: dict[str, FileEntry] = {}
     with without_gc():
         header, pieces = lay_out(plan.shards, rank=plan.rank)
-    name = tensors_name(plan.rank)
+    part = part_name(plan.rank, plan.world_size)
+    name = tensors_name(part)
     file = ChecksummedFile(folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)
     try:
         file.write(header)
@@ -102,7 +114,7 @@ def write_part(
         with without_gc():
             chunks = tuple(chunk for _, chunk in pieces)
             texts = {
-                index_name(plan.rank): PartIndex(plan.rank, plan.own, chunks, file.blocks).to_json()
+                index_name(part): PartIndex(plan.rank, plan.own, chunks, file.blocks).to_json()
             }
             if plan.rank == 0:
                 texts[SHARED_JSON] = shared_text(plan)

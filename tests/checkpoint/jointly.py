@@ -2,7 +2,8 @@
 
     jointly.py FOLDER SCENE    a line per round, then "done ROUNDS"
 
-It loads torch once and forks the ranks. Every scene is a function below or in jointscenes.py.
+It loads torch once and forks the ranks. Every scene is a function below, in jointscenes.py or in
+folderscenes.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint import jointscenes
+from checkpoint import folderscenes, jointscenes
 from checkpoint.faulty import CountingStorage, failing, killing
 from checkpoint.jointstates import (
     COMMITTED,
@@ -145,7 +146,8 @@ def main() -> None:
         print("done", kills_at_calls(folder, int(scene[-1])))
     else:
         here = {one.__name__: one for one in (kills_at_agreements, broken_disks)}
-        print("done", (here.get(scene) or getattr(jointscenes, scene))(folder))
+        here |= vars(jointscenes) | vars(folderscenes)
+        print("done", here[scene](folder))
 
 
 if __name__ == "__main__":

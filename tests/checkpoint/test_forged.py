@@ -94,6 +94,12 @@ FOUND_BY_LS = {
     "path outside": _names("../../x", GOOD),
     "folder above": _names("..", GOOD),
     "absolute path": _names("/etc/passwd", GOOD),
+    "two folders inside": _names("000/001/part-00000.json", GOOD),
+    "above a folder inside": _names("000/../../x", GOOD),
+    "up from a folder inside": _names("000/..", GOOD),
+    "folder with another name": _names("x/part-00000.json", GOOD),
+    "folder inside without a file": _names("000/", GOOD),
+    "this very folder": _names(".", GOOD),
     "no name": _names("", GOOD),
     "name with nul": _names("a\0b", GOOD),
 }

@@ -123,3 +123,17 @@ def test_a_folder_of_many_files_is_removed_by_several_threads(tmp_path: Path) ->
     commit.remove_tree(folder, storage=Counting())
     assert not folder.exists()
     assert len(Counting.threads) > 1
+
+
+def test_a_link_in_a_folder_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    """A folder inside is removed with its files; a link in the place of one is unlinked."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "part-00000.json").touch()
+    folder = tmp_path / "checkpoint"
+    (folder / "001").mkdir(parents=True)
+    (folder / "001" / "part-00256.json").touch()
+    (folder / "000").symlink_to(precious)
+    commit.remove_tree(folder, storage=LocalStorage())
+    assert not folder.exists()
+    assert (precious / "part-00000.json").exists()
