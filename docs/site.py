@@ -33,7 +33,7 @@ API = {
         "data.ResumableSampler",
         "data.SeededDataset",
     ],
-    "Several ranks": ["set_torch_environment", "warm_up_ddp_buckets"],
+    "Several ranks": ["set_torch_environment", "warm_up_ddp_buckets", "numa.bind"],
     "Launching": ["Executor", "preemptible"],
     "HFAI's two calls": ["receive_suspend_command", "go_suspend"],
     "Caffe2's Job": [

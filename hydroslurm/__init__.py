@@ -112,8 +112,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":  # a room, as the messages name it: hydroslurm.data.ResumableSampler
-        return importlib.import_module("hydroslurm.data")
+    if name in ("data", "numa"):  # rooms, as the messages name them: hydroslurm.numa.bind()
+        return importlib.import_module(f"hydroslurm.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(

@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "slurm": BASE,
     "gate": BASE,
     "coordination": COORDINATION,
+    "numa": BASE | {"coordination.world"},
     "prove": BASE | {"slurm"},
-    "runtime": COORDINATION | {"prove.recorder"},  # loaded as torch is, when asked for
+    "runtime": COORDINATION | {"numa", "prove.recorder"},  # the last as torch is, when asked for
     "checkpoint": BASE,
     "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
     "training": TRAINING,

@@ -174,6 +174,10 @@ def run(
             "SIGTERM ends any other script in both modes.",
         ),
     ] = "pause",
+    bind_numa: Annotated[
+        bool,
+        typer.Option("--bind-numa", help="Keep each rank on the NUMA node of its device."),
+    ] = False,
 ) -> None:
     """Run an unmodified PyTorch program so that it can be paused at every operator.
 
@@ -192,7 +196,14 @@ def run(
     import shutil
 
     from hydroslurm.errors import UsageError
-    from hydroslurm.runtime.autoload import MODES, PREEMPT_ENV, TAKEN_ENV, hold, killing
+    from hydroslurm.runtime.autoload import (
+        BIND_ENV,
+        MODES,
+        PREEMPT_ENV,
+        TAKEN_ENV,
+        hold,
+        killing,
+    )
 
     if mode not in MODES:
         raise UsageError(f"unknown --mode {mode!r}; wanted {' or '.join(MODES)}")
@@ -200,6 +211,8 @@ def run(
     if program is None:
         raise UsageError(f"there is no program {command[0]!r} on the PATH")
     os.environ[PREEMPT_ENV] = mode
+    if bind_numa:
+        os.environ[BIND_ENV] = "1"
     os.environ.pop(TAKEN_ENV, None)
     if os.path.basename(program).startswith("python"):  # noqa: PTH119 - the name as it was given
         _require_hook(program)

@@ -55,6 +55,8 @@ TAKEN_ENV = "HYDROSLURM_RANK_TAKEN"
 BELOW_ENV = "HYDROSLURM_BELOW"
 """Environment variable, set by an installed process for what it starts: ``PID:STARTED:SIGNALS``;
 when it started, in clock ticks, and the numbers of the signals that nothing below it dies of."""
+BIND_ENV = "HYDROSLURM_BIND_NUMA"
+"""Environment variable: 1 has each rank bound to its NUMA node when it imports torch."""
 MODES = ("pause", "requeue")
 _OFF = frozenset({"", "0", "off", "no", "none", "false"})
 _SLURM_TASK = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
@@ -337,12 +339,24 @@ def _install() -> None:
     if is_launcher():
         return
     take_rank()
+    if os.environ.get(BIND_ENV, "").strip().lower() not in _OFF:
+        _bind()
     try:
         from hydroslurm.runtime.install import install_unasked
 
         install_unasked()
     except Exception as error:
         say(f"this process could not be made preemptible: {error}")
+
+
+def _bind() -> None:
+    """Before the first operator: torch's threads start where this one is."""
+    try:
+        from hydroslurm.numa import bind
+
+        bind()
+    except Exception as error:
+        say(f"this process could not be bound to its NUMA node: {error}")
 
 
 def _is_taken(environ: Mapping[str, str]) -> bool:

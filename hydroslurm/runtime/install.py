@@ -23,12 +23,13 @@ from hydroslurm.coordination.rendezvous import key_folder
 from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core import registry
-from hydroslurm.core.events import EventLog
+from hydroslurm.core.events import EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
 from hydroslurm.gate.marks import Emit
 from hydroslurm.gate.protocol import Action
 from hydroslurm.gate.signals import SignalPlan
+from hydroslurm.numa import binding as numa
 from hydroslurm.runtime import autoload, follower
 from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
@@ -124,6 +125,8 @@ def install(
         autoload.keep_alive(plan.killing() & held)
         _installed = _set_up(run_dir, plan, emit, gate, model, environ)
         _installed.over_unasked = over_unasked
+        for one in numa.bindings:  # what was bound before there was a log
+            _record_binding(one)
         if not _is_alone(alone, environ):
             world = World.from_environ(environ)
             _join(_installed.controller, world, environ=environ, run_dir=run_dir)
@@ -282,6 +285,14 @@ def installed(**options: object) -> Iterator[Controller]:
     finally:
         if is_installed():
             uninstall()
+
+
+def _record_binding(binding: numa.Binding) -> None:
+    if is_installed():
+        controller().record(EventKind.NUMA_BOUND, binding.data)
+
+
+numa.observers.append(_record_binding)
 
 
 def _require_installed() -> _Installed:
