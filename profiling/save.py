@@ -24,6 +24,9 @@ Beside torch.save, DCP and safetensors (``save_peers.py``), as throughput of our
     load_ratio_to_plain_read       the same / reading the bytes only
     load_cpu_s_per_gb              of all threads
     commit_cpu_s_512               of rank 0, when 512 ranks have written 1,600 tensors
+    commit_gil_held_ms_512         the longest that another thread of rank 0 waits for the
+                                   interpreter meanwhile; python_ and idle_gil_held_ms: beside a
+                                   loop of pure Python, and beside nothing
 """
 
 from __future__ import annotations
@@ -214,7 +217,7 @@ def beside_peers(folder: Path, size_bytes: int, *, repeats: int) -> dict[str, An
         "load_ratio_to_best_peer": whole["load_ratio_to_best_peer"],
         "load_ratio_to_plain_read": whole["load_ratio_to_plain_read"],
         "load_cpu_s_per_gb": whole["load_cpu_s_per_gb"],
-        "commit_cpu_s_512": save_peers.commit_cpu_s(folder / "commit"),
+        **save_peers.commit_of_many(folder / "commit", repeats=repeats),
         **{f"save_s_of_small.{name}": took for name, took in found["small"]["save_s"].items()},
         **{f"save_s.{name}": took for name, took in whole["save_s"].items()},
         **{f"load_s.{name}": took for name, took in whole["load_s"].items()},

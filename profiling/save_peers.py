@@ -16,6 +16,7 @@ import os
 import resource
 import shutil
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from hydroslurm.checkpoint.writer import names_of
 RANKS = 512
 KEYS = 1600
 PIECE_BYTES = 8 << 20
+TICK_S = 1e-3
 
 Arm = Callable[[], float]
 Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -208,6 +210,7 @@ class SimulatedRanks:
 
     def __init__(self) -> None:
         self.all_written_cpu_s = 0.0
+        self.all_written_s = 0.0
 
     def agree(self, topic: str, value: Any, **_: Any) -> Mapping[int, Any]:
         answers = dict.fromkeys(range(RANKS), value)
@@ -216,14 +219,71 @@ class SimulatedRanks:
             for rank in range(1, RANKS):
                 files = dict.fromkeys(sorted(names_of(rank, RANKS)), entry)
                 answers[rank] = {**value, "files": files, "tally": 0}
-            self.all_written_cpu_s = _cpu_s()
+            self.all_written_cpu_s, self.all_written_s = _cpu_s(), time.perf_counter()
         return answers
 
 
-def commit_cpu_s(folder: Path) -> float:
-    """What a commit of many ranks takes of rank 0's processor, from the moment when all have
-    written to the committed checkpoint. The tensors are so small that all of them are rank 0's."""
-    peers = SimulatedRanks()
+class Ticks(threading.Thread):
+    """A thread that wants the interpreter every millisecond, as a training does, and notes by how
+    much it came late."""
+
+    def __init__(self) -> None:
+        super().__init__(name="ticks", daemon=True)
+        self._late: list[tuple[float, float]] = []
+        self._end = threading.Event()
+
+    def run(self) -> None:
+        while not self._end.is_set():
+            begin_s = time.perf_counter()
+            time.sleep(TICK_S)
+            now_s = time.perf_counter()
+            self._late.append((now_s, now_s - begin_s - TICK_S))
+
+    def worst_s(self, begin_s: float) -> float:
+        """From then on until now."""
+        time.sleep(20 * TICK_S)  # the tick that is late now is noted
+        return max(late_s for at_s, late_s in tuple(self._late) if at_s >= begin_s)
+
+    def __enter__(self) -> Ticks:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self.join()
+
+
+def commit_of_many(folder: Path, *, repeats: int) -> dict[str, float]:
+    """What a commit of many ranks takes of rank 0's processor, and for how long it keeps another
+    thread of rank 0 from the interpreter: from the moment when all have written to the committed
+    checkpoint. The tensors are so small that all of them are rank 0's.
+
+    Another thread may always have to wait for 5 ms, the interpreter's own interval. So the same
+    thread is watched beside a loop of pure Python, and beside nothing, for as long.
+    """
     state = State({f"layer{n}": torch.zeros(4) for n in range(KEYS)}, {})
-    CheckpointStore(folder, peers=peers).write(state, step=1, kind="x")
-    return _cpu_s() - peers.all_written_cpu_s
+    cpu_s: list[float] = []
+    late_s: dict[str, list[float]] = {"commit": [], "python": [], "idle": []}
+    with Ticks() as ticks:
+        for number in range(repeats):
+            peers = SimulatedRanks()
+            store = CheckpointStore(folder / str(number), peers=peers)
+            store.write(state, step=1, kind="x")
+            cpu_s.append(_cpu_s() - peers.all_written_cpu_s)
+            took_s = time.perf_counter() - peers.all_written_s
+            late_s["commit"].append(ticks.worst_s(peers.all_written_s))
+            begin_s = time.perf_counter()
+            while time.perf_counter() - begin_s < took_s:
+                pass
+            late_s["python"].append(ticks.worst_s(begin_s))
+            begin_s = time.perf_counter()
+            time.sleep(took_s)
+            late_s["idle"].append(ticks.worst_s(begin_s))
+    held_ms = {name: 1e3 * statistics.median(seen) for name, seen in late_s.items()}
+    return {
+        f"commit_cpu_s_{RANKS}": statistics.median(cpu_s),
+        f"commit_gil_held_ms_{RANKS}": held_ms["commit"],
+        f"commit_gil_held_ms_{RANKS}_max": 1e3 * max(late_s["commit"]),
+        "python_gil_held_ms": held_ms["python"],
+        "idle_gil_held_ms": held_ms["idle"],
+    }

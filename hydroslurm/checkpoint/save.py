@@ -41,13 +41,18 @@ from hydroslurm.checkpoint.save_round import (
     why,
 )
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, State, WritePlan, plan_of
+from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, State, WritePlan, plan_of, without_gc
 from hydroslurm.checkpoint.writer import Part, write_part
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
 COMMITTERS = 4
 """Ranks that can commit. When all of them die, the coordinator, which is beside rank 0, is most
 likely gone as well, and nobody could agree on who goes on."""
+
+
+AT_A_TIME, LET_GO_S = 32, 1e-4
+"""Answers that are read before the training may have the interpreter. It asks for it 5 ms after it
+has come to need it, and of 512 ranks that would be all the time that reading takes."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +88,12 @@ class Parts:
             SaveFailed: an answer is none, or the pieces of the shared tensors do not make up the
                 whole.
         """
-        parts = [
-            Part.from_answer(one, rank=rank, world_size=header.world_size)
-            for rank, one in sorted(self.answers.items())
-        ]
-        took_s = [
-            checked(one, rank=rank, took_s=(int, float))["took_s"]
-            for rank, one in self.answers.items()
-        ]
+        parts, took_s = [], []
+        for number, (rank, one) in enumerate(sorted(self.answers.items()), start=1):
+            parts.append(Part.from_answer(one, rank=rank, world_size=header.world_size))
+            took_s.append(checked(one, rank=rank, took_s=(int, float))["took_s"])
+            if number % AT_A_TIME == 0:
+                time.sleep(LET_GO_S)
         if sum(part.tally for part in parts) % TALLY_MODULUS != self.whole_tally:
             raise SaveFailed(
                 f"the pieces that {len(parts)} ranks have written do not make up the "
@@ -379,7 +382,8 @@ class Save:
         """Write the manifest into the folder, from what the parts say."""
         commit.remove_drafts(place.folder, storage=self._storage)
         save_s = self._took_s() if self._round.is_solo else None
-        described = parts.described(place.header, save_s=save_s)
+        with without_gc():  # in a training it stops all threads for a fifth of a second
+            described = parts.described(place.header, save_s=save_s)
         self._put_manifest(place.folder, described)
         return described
 

@@ -42,6 +42,26 @@ def test_round_trip() -> None:
     assert ONE.size_bytes == 2
 
 
+@pytest.mark.parametrize(
+    "files",
+    [{}, {"a": FileEntry(0, "0")}, {'é"\\': FileEntry(1, 'b"'), "000/b": FileEntry(2, "c")}],
+)
+def test_the_text_is_that_of_json(files: dict[str, FileEntry]) -> None:
+    """Byte for byte, whatever the files are called."""
+    text = replace(ONE, files=files).to_json()
+    assert text == json.dumps(json.loads(text), indent=1) + "\n"
+    assert Manifest.from_json(text, where=Path("m")).files == files
+
+
+def test_every_byte_counts() -> None:
+    """A text with any one character changed, left out or put in is refused, spaces too."""
+    text = ONE.to_json()
+    for at in range(len(text)):
+        for other in (text[:at] + text[at + 1 :], text[:at] + " " + text[at:]):
+            with pytest.raises((CheckpointCorrupt, CheckpointTooNew)):
+                Manifest.from_json(other, where=Path("m"))
+
+
 @pytest.mark.parametrize("honest", [True, False], ids=["its-own-checksum", "edited-by-hand"])
 def test_from_the_future(honest: bool) -> None:
     """A newer schema is told with both versions, and what to install."""

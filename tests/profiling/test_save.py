@@ -19,6 +19,8 @@ def test_save(tmp_path: Path) -> None:
         "first_stall_ratio_to_memcpy",
         "first_stall_early_ratio_to_memcpy",
         "stop_peak_ratio_to_state",
+        "commit_cpu_s_512",
+        "commit_gil_held_ms_512",
     ):
         assert result[key] > 0
     assert list(tmp_path.iterdir()) == []
