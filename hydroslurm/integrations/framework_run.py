@@ -92,7 +92,8 @@ class FrameworkRun(Run):
     @property
     def own_loaded(self) -> Mapping[str, Any]:
         """What this rank has saved for itself, by name, until :meth:`begin`."""
-        return (self._pending or {}).get("own", {})
+        own: Mapping[str, Any] = (self._pending or {}).get("own", {})
+        return own
 
     def hold(
         self,

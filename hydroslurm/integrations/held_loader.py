@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from hydroslurm.checkpoint import rng
+from hydroslurm.data.epochs import LaterBatches
 from hydroslurm.data.position import position_of
 
 
@@ -49,7 +50,11 @@ class HeldLoader:
     def __iter__(self) -> Iterator[Any]:
         resumed, self._hydroslurm_resumed = self._hydroslurm_resumed, None
         if resumed is None:
-            batches = self._hydroslurm_position.begin_epoch(self._hydroslurm_epoch())
+            # both that an iterator draws, a seed for workers and one for the order, come together:
+            # with several loaders one would else draw between what another draws
+            batches: Iterator[Any] = LaterBatches(
+                lambda: self._hydroslurm_position.begin_epoch(self._hydroslurm_epoch())
+            )
             return self._remembering(batches, None) if self._hydroslurm_ahead else batches
         batches = self._hydroslurm_position.resume_epoch(resumed["position"])
         if self._hydroslurm_ahead:

@@ -23,10 +23,10 @@ class _Preemptible:
     """Makes each ``fit()`` of its Trainer preemptible: it is stopped between two optimizer steps or
     within a validation, saved, requeued and resumed, bit for bit.
 
-    Nothing else is to be given: no ``ckpt_path``, and no ``ModelCheckpoint`` for this. Saved are the
-    checkpoint that Lightning itself would write (model, optimizers, schedulers, precision, loops,
-    callbacks, the hooks' additions), the random numbers of each rank, the position in each training
-    loader, and what was logged in the epoch so far.
+    Nothing else is to be given: no ``ckpt_path``, and no ``ModelCheckpoint`` for this. Saved are
+    the checkpoint that Lightning itself would write (model, optimizers, schedulers, precision,
+    loops, callbacks, what the hooks add), the random numbers of each rank, the position in each
+    training loader, and what was logged in the epoch so far.
 
     Args:
         options: those of :class:`hydroslurm.Run`: ``directory``, ``every_steps``, ``every_s``,

@@ -61,7 +61,8 @@ class Fit:
         self._max_steps: int | None = None
         self._ended = False
         self._new_loaders: list[Any] = []
-        self._tensors: list[tuple[torch.Tensor, int, int]] = []
+        self._weights: list[int] | None = None
+        self._may_leave = False
         self.run = FrameworkRun("lightning", self._capture, environ=environ_of(trainer), **options)
         self.run.own["metrics"] = RankMetrics(trainer)
 
@@ -83,10 +84,10 @@ class Fit:
         in the model's place for the validation (an average of them) puts them back at its end: the
         stop waits for that.
         """
-        if all(
-            (tensor.data_ptr(), tensor._version) == (pointer, version)
-            for tensor, pointer, version in self._tensors
-        ):
+        if self._weights is not None:  # the first batch: all hooks before it were called
+            self._may_leave = self._weights == _fingerprint(self._trainer)
+            self._weights = None
+        if self._may_leave or not self.run.trains:
             self.run.check_stop()
 
     def end(self) -> None:
@@ -126,10 +127,12 @@ class Fit:
         """Lightning would put a handler over SIGTERM, and requeue by itself."""
         del own
         cluster = self._trainer._accelerator_connector.cluster_environment
-        requeue = " and its auto-requeue" if getattr(cluster, "auto_requeue", False) else ""
+        both = (
+            " and its auto-requeue stand" if getattr(cluster, "auto_requeue", False) else " stands"
+        )
         self._say(
-            f"Lightning's own SIGTERM handler{requeue} stand down in this fit: hydroslurm stops, "
-            "saves, requeues and resumes it"
+            f"Lightning's own SIGTERM handler{both} down in this fit: hydroslurm stops, saves, "
+            "requeues and resumes it"
         )
 
     def _setup_data(self, own: Callable[..., Any]) -> None:
@@ -203,23 +206,42 @@ class Fit:
         if self._max_steps is not None:
             epoch_loop.max_steps, self._max_steps = self._max_steps, None
         trainer.should_stop = loaded["should_stop"]
+        trainer.fit_loop._restarting = False  # its setter makes it True with max_steps
         epoch_loop.restarting = False
         epoch_loop.val_loop.reset_restart_stage()
+        for callback in trainer.callbacks:
+            if type(callback).__name__ == "StochasticWeightAveraging":
+                self._begin_averaging(callback, loaded["checkpoint"])
+
+    def _begin_averaging(self, callback: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Lightning's averaging puts its scheduler in place when an epoch begins, which a restart
+        within one leaves out; the learning rates and the weights stay as they were saved."""
+        trainer = self._trainer
+        callback.on_train_epoch_start(trainer, trainer.lightning_module)
+        trainer.strategy.load_model_state_dict(checkpoint, strict=True)
+        for optimizer, saved in zip(
+            trainer.optimizers, checkpoint["optimizer_states"], strict=True
+        ):
+            for group, was in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({name: value for name, value in was.items() if name != "params"})
 
     def _validate(self, own: Callable[..., Any]) -> Any:
         """A stop may cut the validation off; the next attempt begins it anew."""
-        if not self._is_on() or not self._may_leave_validation():
+        if not self._is_on() or not self._is_exact_here():
             return own()
-        self._tensors = list(_tensors_of(self.run.begin_evaluation()))
+        self.run.begin_evaluation()
+        self._weights = _fingerprint(self._trainer)
         try:
             return own()
         finally:
-            self._tensors = []
+            self._weights, self._may_leave = None, False
             self.run.end_evaluation()
 
-    def _may_leave_validation(self) -> bool:
-        """A state that the ranks have to gather is not asked for at every validation."""
-        return self.run.trains and not hasattr(self._trainer.strategy, "sharding_strategy")
+    def _is_exact_here(self) -> bool:
+        """Not while gradients are being accumulated, which are not saved; and a state that the
+        ranks have to gather is not asked for at every validation."""
+        complete = self.run.trains and not self._trainer.fit_loop._should_accumulate()
+        return complete and not hasattr(self._trainer.strategy, "sharding_strategy")
 
     def _on_run_end(self, own: Callable[..., Any]) -> None:
         """All that belongs to the training is done."""
@@ -307,14 +329,19 @@ def _has_length(loader: Any) -> bool:
     return True
 
 
-def _tensors_of(tree: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each tensor in it, where it is and how often it was written to."""
-    if isinstance(tree, torch.Tensor):
-        if not tree.is_inference():
-            yield tree, tree.data_ptr(), tree._version
-    elif isinstance(tree, Mapping):
-        for one in tree.values():
-            yield from _tensors_of(one)
-    elif isinstance(tree, (list, tuple)):
-        for one in tree:
-            yield from _tensors_of(one)
+def _fingerprint(trainer: Any) -> list[int]:
+    """A sum of the bits of each weight and buffer, which differs once something else is in their
+    place; counters of versions would not see a write through ``.data``."""
+    sums = []
+    for value in trainer.lightning_module.state_dict().values():
+        if isinstance(value, torch.Tensor) and value.numel():
+            flat = value.detach().reshape(-1)
+            bits = flat.view(torch.uint8) if flat.dtype is torch.bool else flat.view(_bits(flat))
+            sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+
+
+def _bits(tensor: torch.Tensor) -> torch.dtype:
+    """The integers as wide as the elements of this tensor; of wider ones, bytes."""
+    wide = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return wide.get(tensor.element_size(), torch.uint8)

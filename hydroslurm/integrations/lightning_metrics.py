@@ -6,13 +6,25 @@ Each rank has its own.
 
 from __future__ import annotations
 
+import builtins
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_OF_RESULT = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
+_VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
+_SAID = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph",
+    "add_dataloader_idx", "dataloader_idx", "metric_attribute",
+)  # fmt: skip
+"""Of a call of ``self.log()``, what is plain."""
+_REDUCTIONS = {
+    f"{'torch' if kind is torch else 'builtins'}.{name}": getattr(kind, name)
+    for kind, names in ((torch, ("mean", "sum", "max", "min")), (builtins, ("sum", "max", "min")))
+    for name in names
+}
 
 
 class RankMetrics:
@@ -28,9 +40,9 @@ class RankMetrics:
             "current_fx": connector._current_fx,
             "shown": {name: dict(getattr(connector, name)) for name in _SHOWN},
             "results": {
-                key: _plain(result, _OF_RESULT)
+                key: saved
                 for key, result in self._trainer.fit_loop.epoch_loop._results.items()
-                if result.is_tensor and not result.has_reset
+                if not result.has_reset and (saved := _of_result(result)) is not None
             },
             "metrics": {
                 name: _plain(metric, (*metric._defaults, "_update_count"))
@@ -46,13 +58,44 @@ class RankMetrics:
             getattr(connector, name).update(shown)
         for name, metric in self._metrics():
             _set(metric, state["metrics"].get(name, {}))
-        _fill_in(self._trainer.fit_loop.epoch_loop._results, dict(state["results"]))
+        results = self._trainer.fit_loop.epoch_loop._results
+        for key, saved in state["results"].items():
+            results[key] = self._result(results, saved)
+
+    def _result(self, results: Any, saved: Mapping[str, Any]) -> Any:
+        """The entry of a logged value, as ``self.log()`` with the same arguments would make it."""
+        kinds = sys.modules[type(results).__module__]
+        meta = kinds._Metadata(**saved["said"], reduce_fx=_REDUCTIONS[saved["reduction"]])
+        meta.sync = kinds._Sync(fn=self._trainer.strategy.reduce, **saved["sync"])
+        result = kinds._ResultMetric(meta, saved["is_tensor"])
+        result.to(self._trainer.strategy.root_device)
+        if not saved["is_tensor"]:
+            result.value = dict(self._metrics()).get(meta.metric_attribute)
+        _set(result, saved["values"])
+        return result
 
     def _metrics(self) -> Iterator[tuple[str, Any]]:
         """The metrics that hang in the module, by name."""
         for name, module in self._trainer.lightning_module.named_modules():
             if hasattr(module, "_defaults") and hasattr(module, "_update_count"):
                 yield name, module
+
+
+def _of_result(result: Any) -> dict[str, Any] | None:
+    """One logged value; None where it hangs on something that cannot be saved."""
+    meta, sync = result.meta, result.meta.sync
+    reduction = next((name for name, one in _REDUCTIONS.items() if one is meta.reduce_fx), None)
+    if reduction is None or sync.group is not None:
+        return None
+    if not result.is_tensor and meta.metric_attribute is None:
+        return None
+    return {
+        "said": {name: getattr(meta, name) for name in _SAID},
+        "reduction": reduction,
+        "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op},
+        "is_tensor": result.is_tensor,
+        "values": _plain(result, _VALUES if result.is_tensor else _VALUES[1:]),
+    }
 
 
 def _plain(thing: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -82,21 +125,3 @@ def _set(thing: Any, values: Mapping[str, Any]) -> None:
         elif isinstance(value, list):
             value = [one.to(thing.device) for one in value]
         setattr(thing, name, value)
-
-
-def _fill_in(results: Any, saved: dict[str, Any]) -> None:
-    """Have each value that is logged for the first time go on from what was saved. Lightning makes
-    the entries itself, with what the script says about them in its call."""
-    kind: Any = type(results)
-    if not saved:
-        return
-
-    class _Resumed(kind):  # type: ignore[misc]
-        def __setitem__(self, key: str, result: Any) -> None:
-            super().__setitem__(key, result)
-            if result.is_tensor and key in saved:
-                _set(result, saved.pop(key))
-            if not saved:
-                results.__class__ = kind
-
-    results.__class__ = _Resumed

@@ -1,0 +1,250 @@
+"""Trainings with Lightning, each stopped and resumed as told: ``lightning_scenes.py SCENE FOLDER
+STOP...``. Prints what the attempts have noted, beside an undisturbed run's, as JSON.
+
+torch and Lightning are imported once; each attempt is a fork of that.
+
+A stop is ``train:N`` (behind the N-th training batch of the run, from 0), ``val:N`` (in the N-th
+validation batch of its attempt), ``sanity`` or ``epoch:N`` (in the hook at the end of an epoch).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import callbacks as stock
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
+
+from hydroslurm.integrations.lightning import Preemptible
+
+EPOCHS = 3
+STOPPED = 75
+
+
+class Noisy(Dataset):
+    """Augmentation that draws from two kinds of random numbers."""
+
+    def __init__(self) -> None:
+        self.data = torch.randn(44, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.data[index] + torch.randn(8) * 0.1 + random.random() * 0.1
+
+
+class Stream(IterableDataset):
+    """Without a length, and drawing while it gives."""
+
+    def __iter__(self) -> Any:
+        data = Noisy()
+        for index in torch.randperm(len(data)).tolist():
+            yield data[index]
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3),
+            torch.nn.Linear(8, 1),
+        )  # fmt: skip
+        self.mean = MeanMetric()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.net(batch[0] if isinstance(batch, (list, tuple)) else batch).pow(2).mean()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("v", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "v"}}
+
+
+class Manual(Module):
+    """Two optimizers that step at every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, index: int) -> dict[str, torch.Tensor]:
+        first, second = self.optimizers()
+        loss = self.loss(batch) + self.other(batch[0]).pow(2).mean()
+        self.manual_backward(loss)
+        if index % 2:
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9),
+            torch.optim.Adam(self.other.parameters(), 0.05),
+        ]
+
+
+class Several(Module):
+    """Batches of two loaders, of which the shorter begins anew."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return super().training_step([torch.cat([batch["a"], batch["b"]])], index)
+
+
+class OneCycle(Module):
+    """A scheduler that steps with each batch, and none that waits for the validation."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.05)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+class Notes(lightning.Callback):
+    """Writes down each step, and sends the signal."""
+
+    def __init__(self, path: Path, stop: str) -> None:
+        self._path, (self._at, _, number) = path, stop.partition(":")
+        self._number, self._seen = int(number or 0), 0
+
+    def note(self, *what: object) -> None:
+        with self._path.open("a") as notes:
+            print(*what, file=notes)
+
+    def _stop(self, at: str, number: int) -> None:
+        if (at, number) == (self._at, self._number):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
+        rates = [one.param_groups[0]["lr"] for one in trainer.optimizers]
+        self.note("step", trainer.global_step, i, repr(out["loss"].item()), rates)
+        self._stop("train", trainer.fit_loop.total_batch_idx)
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if trainer.sanity_checking:
+            self._stop("sanity", 0)
+        else:
+            self._stop("val", self._seen)
+            self._seen += 1
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        shown = {name: repr(value.item()) for name, value in trainer.callback_metrics.items()}
+        self.note("epoch", trainer.current_epoch, sorted(shown.items()))
+        self._stop("epoch", trainer.current_epoch)
+
+
+def loader(**options: Any) -> DataLoader:
+    return DataLoader(Noisy(), batch_size=4, shuffle=True, **options)
+
+
+def scene(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Module, training data and the Trainer's options."""
+    if name == "workers":
+        return Module(), loader(num_workers=2, persistent_workers=True), {}
+    if name == "accumulate":
+        return Module(), loader(), {"accumulate_grad_batches": 4, "val_check_interval": 3}
+    if name == "max_steps":
+        return OneCycle(), loader(), {"max_steps": 22, "max_epochs": -1}
+    if name == "manual":
+        return Manual(), DataLoader(TensorDataset(Noisy().data), batch_size=4, shuffle=True), {}
+    if name == "stream":
+        return Module(), DataLoader(Stream(), batch_size=4), {}
+    if name == "several":
+        return Several(), {"a": loader(), "b": DataLoader(Noisy(), batch_size=8, shuffle=True)}, {}
+    if name == "averaged":
+        return Module(), loader(), {"callbacks": [stock.WeightAveraging(use_buffers=True)]}
+    if name == "swa":
+        return OneCycle(), loader(), {"callbacks": [stock.StochasticWeightAveraging(0.01, 1)]}
+    if name == "callbacks":
+        made = [
+            stock.EarlyStopping("v", patience=1, mode="min"),
+            stock.ModelCheckpoint(monitor="v", save_top_k=2, save_last=True),
+        ]
+        return Module(), loader(), {"callbacks": made, "max_epochs": 8}
+    return Module(), loader(), {}
+
+
+def attempt(name: str, folder: Path, stop: str) -> None:
+    """One process's training, from its beginning or from where the last one was stopped."""
+    torch.set_num_threads(1)
+    lightning.seed_everything(3, verbose=False)
+    module, data, options = scene(name)
+    notes = Notes(folder / "notes", stop)
+    extra = options.pop("callbacks", [])
+    trainer = lightning.Trainer(**{
+        "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "default_root_dir": folder,
+        "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_checkpointing": bool(extra),
+        "callbacks": [notes, *extra, Preemptible(directory=folder, every_s=0, every_steps=0)],
+        **options,
+    })  # fmt: skip
+    trainer.fit(module, data, DataLoader(Noisy().data, batch_size=8))
+    weights = b"".join(one.detach().numpy().tobytes() for one in module.state_dict().values())
+    notes.note("weights", hashlib.sha256(weights).hexdigest())
+
+
+def forked(call: Any) -> int:
+    """The exit status of a child that does this."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            call()
+            status = 0
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main(name: str, folder: Path, *stops: str) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel("ERROR")
+    found: dict[str, Any] = {}
+    for run, told in (("undisturbed", ("",)), ("stopped", (*stops, ""))):
+        place = folder / run
+        place.mkdir(parents=True)
+        exits = found[f"{run}_exits"] = []
+        for stop in told:
+            exits.append(forked(functools.partial(attempt, name, place, stop)))
+            if exits[-1] != STOPPED:
+                break
+        found[run] = (place / "notes").read_text().splitlines()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
