@@ -1,10 +1,12 @@
-"""What `hydroslurm report` takes: of a run with 50 pauses and 10 requeues, and of a million events.
+"""What `hydroslurm report` takes: of a run with 50 pauses and 10 requeues, of a million events, and
+of many ranks.
 
 `report_s_50_pauses`: from the start of the command to its end, tables, pictures, page and trace
 included; one rank, 11 attempts. `report_s_1m_events` and `report_peak_mb_1m_events`: the same of 8
 ranks with a million lines, most of them of pauses, and the most memory that all processes of the
-command held. The runs are made up here, through the types that a rank writes with: what ranks write
-is known, and a real run of a million events takes days. Slurm is not asked.
+command held. `report_wall_s`, `report_cpu_s`, `report_peak_mb` and `report_events`: the same of 256
+ranks, each with 10 attempts. The runs are made up here, through the types that a rank writes with:
+what ranks write is known, and a real run of a million events takes days. Slurm is not asked.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import json
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -212,6 +215,27 @@ def _pss_bytes(pid: int) -> int:
     return 0
 
 
+def wide(chosen: Namespace, folder: Path) -> dict[str, float]:
+    """Of many ranks: what it takes of the clock, of the processors and of memory."""
+    plan = Plan(ranks=4, attempts=2, pauses=8) if chosen.quick else Plan(256, 10, pauses=50)
+    events = make_run(plan, folder)
+    before_s = _cpu_s_of_children()
+    took_s, _ = report(folder)
+    cpu_s = _cpu_s_of_children() - before_s
+    _, peak_mb = report(folder, look=True)
+    return {
+        "report_wall_s": took_s,
+        "report_cpu_s": cpu_s,
+        "report_peak_mb": peak_mb,
+        "report_events": events,
+    }
+
+
+def _cpu_s_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def measure(chosen: Namespace, folder: Path) -> dict[str, Any]:
     small = Plan(ranks=1, attempts=11, pauses=5)
     large = Plan(ranks=8, attempts=3, pauses=50 if chosen.quick else 6600, saves=400)
@@ -223,6 +247,7 @@ def measure(chosen: Namespace, folder: Path) -> dict[str, Any]:
     _, peak_mb = report(folder / "large", look=True)
     figures = json.loads(RunDir(folder / "large").figures_json.read_text())
     return {
+        **wide(chosen, folder / "wide"),
         "report_s_50_pauses": statistics.median(seconds),
         "report_s_50_pauses_max": max(seconds),
         "report_s_1m_events": took_s,

@@ -105,7 +105,7 @@ def timeline(history: History) -> Figure:
     axes.set_autoscale_on(False)
     axes.set_ylim(max(1, len(ranks)) - 0.45, -0.75)
     axes.set_xlim(-0.012 * max(span_s, 1e-3), 1.04 * max(span_s, 1e-3))  # room for the last label
-    draw_attempts(axes, history, ranks)
+    draw_attempts(axes, history, ranks, with_names=labels.size_pt > 0)
     left_out = draw_stops(axes, history, ranks)
     _draw_pauses(axes, list(placed.values()), pixel_s=span_s / _PIXELS)
     for lane, mine in enumerate(placed.values()):

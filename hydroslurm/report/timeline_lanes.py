@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.collections import LineCollection
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
 from matplotlib.transforms import ScaledTranslation, Transform
 
 from hydroslurm.report.attempts import Attempt
@@ -35,6 +37,7 @@ _DASHES = (0, (4, 3))
 _DOTS = (0, (1, 2))
 _FLAG = 0.52
 """How far above its lane a stop is flagged: over the labels of pauses, below the lane before."""
+_RECTANGLE = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
 _LETTER = 0.0056
 """Width of a letter in a gap, as a part of the whole picture's."""
 
@@ -49,9 +52,15 @@ class Gap:
     stopped: Stopped
 
 
-def draw_attempts(axes: Axes, history: History, ranks: Sequence[int]) -> None:
+def draw_attempts(
+    axes: Axes, history: History, ranks: Sequence[int], *, with_names: bool = True
+) -> None:
     """The bar of each process, its start hatched. When it was killed or still runs, dashes follow
-    its last event, to the next attempt of the rank, or to the last event of the run."""
+    its last event, to the next attempt of the rank, or to the last event of the run.
+
+    Args:
+        with_names: write below each bar which attempt it is; there must be room for it.
+    """
     style: dict[str, Any] = {"fontproperties": FontProperties(size=7), "transform": above(axes, -9)}
     style |= {"va": "top", "color": INK, "parse_math": False}
     running: list[Bar] = []
@@ -72,7 +81,7 @@ def draw_attempts(axes: Axes, history: History, ranks: Sequence[int]) -> None:
                 silent.append((end_s, history.observed_s if until_s is None else until_s, lane))
             elif until_s is not None:
                 between.append((end_s, until_s, lane))
-            if history.several_attempts:
+            if history.several_attempts and with_names:
                 name = f"attempt {history.attempt_number(attempt)}"
                 axes.text(begin_s, lane + BAR / 2, name, **style)
     bars(axes, running, facecolor=RUNNING, edgecolor=INK, lw=0.6)
@@ -113,13 +122,17 @@ def above(axes: Axes, points: float) -> Transform:
 
 
 def bars(axes: Axes, spans: Sequence[Bar], **style: Any) -> None:
-    """One collection for all lanes: ``broken_barh`` makes one per lane and colour, which takes half
-    as long again to draw for 200 ranks."""
-    corners = []
-    for begin_s, end_s, lane in spans:
-        right_s, top, bottom = max(begin_s, end_s), lane - BAR / 2, lane + BAR / 2
-        corners.append(((begin_s, top), (begin_s, bottom), (right_s, bottom), (right_s, top)))
-    axes.add_collection(PolyCollection(corners, **style), autolim=False)
+    """One path for all of them: as many hatched polygons of their own take ten times as long to
+    draw and a kilobyte each."""
+    if not spans:
+        return
+    begin_s, end_s, lane = np.array(spans, dtype=float).T
+    right_s, top, bottom = np.maximum(begin_s, end_s), lane - BAR / 2, lane + BAR / 2
+    corners = ((begin_s, top), (begin_s, bottom), (right_s, bottom), (right_s, top), (begin_s, top))
+    points = np.array(corners).transpose(2, 0, 1).reshape(-1, 2)
+    codes = np.tile(np.array(_RECTANGLE, dtype=Path.code_type), len(spans))
+    # not by add_patch, which looks at every corner once more
+    axes.add_artist(PathPatch(Path(points, codes), snap=True, **style))
 
 
 def marks(axes: Axes, places: Sequence[tuple[float, float]], **style: Any) -> None:

@@ -68,9 +68,19 @@ def write_all(
 def start_pictures(history: History, run: RunDir) -> Iterator[None]:
     """Draw both pictures in other processes from now on; iterate to wait for them.
 
-    Most of the time of a small run is matplotlib's import, which one process does for both.
+    Most of the time of a small run is matplotlib's import, which one process does for both. A large
+    run is drawn here, when iterated: pages that another process touches are copied, all of them.
     """
+    if len(history.pauses) > MANY_PAUSES:
+        return _draw_here(history, run)
     return parallel_map(_draw_both, [(history, run)])
+
+
+def _draw_here(history: History, run: RunDir) -> Iterator[None]:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would take memory, and do nothing
+    _redraw_histograms((history, run))
+    write_timeline(history, run.timeline_png)
+    yield
 
 
 def _draw_both(run_of: tuple[History, RunDir]) -> None:
@@ -78,12 +88,6 @@ def _draw_both(run_of: tuple[History, RunDir]) -> None:
     from hydroslurm.report import histograms, timeline  # noqa: F401 - matplotlib, once
 
     history, run = run_of
-    # a large run is drawn by one process: pages that a child touches are copied, and a large run
-    # has no memory to spare
-    if len(history.pauses) > MANY_PAUSES:
-        _redraw_histograms(run_of)
-        write_timeline(history, run.timeline_png)
-        return
     other = parallel_map(_redraw_histograms, [run_of])
     try:
         write_timeline(history, run.timeline_png)
