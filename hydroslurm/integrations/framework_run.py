@@ -21,13 +21,14 @@ from typing import Any
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.held_loader import HeldLoader, held_state
-from hydroslurm.slurm import run_folders
+from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.objects import Stateful
 from hydroslurm.training.run import Run
 
-_fits: Counter[str | None] = Counter()
+_fits: Counter[Path] = Counter()
 """How many trainings this process has begun in a folder; each has one of its own."""
 
 
@@ -76,7 +77,7 @@ class FrameworkRun(Run):
         self._trains = False
         super().__init__(
             extra={name: self._handed},
-            directory=directory_of_fit(directory, environ),
+            directory=directory,
             environ=environ,
             **options,
         )
@@ -208,17 +209,15 @@ class FrameworkRun(Run):
         return f"the training had not begun in this attempt; {where}"
 
 
-def directory_of_fit(
-    given: str | os.PathLike[str] | None, environ: Mapping[str, str]
-) -> str | os.PathLike[str] | None:
+def directory_of_fit(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
     """Where the n-th training of this process keeps its state: the folder that was given, or that
     of the job, and ``fit-N`` in it from the second on. A script makes the same trainings, in the
-    same order, in each attempt."""
-    place = None if given is None else os.fspath(given)
-    _fits[place] += 1
-    if _fits[place] == 1:
-        return given
-    if given is None:
-        found = run_folders.from_environment(environ)
-        given = None if found is None else found.root
-    return None if given is None else Path(given) / f"fit-{_fits[place]}"
+    same order, in each attempt.
+
+    Raises:
+        UsageError, RunFolderError: as :func:`hydroslurm.training.arguments.run_directory`.
+    """
+    found = run_directory(given, environ)
+    _fits[found.root] += 1
+    number = _fits[found.root]
+    return found if number == 1 else run_directory(found.root / f"fit-{number}", environ)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hydroslurm.runtime import autoload
@@ -37,18 +37,51 @@ class _Preemptible:
             train alone each; a Lightning that is not known; no folder to save into.
     """
 
+    _is_asked = True
+    """By the script, not by a variable."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
+        self._directory = options.pop("directory", None)
         self._options: Mapping[str, Any] = options
+        self._log: Any = None
         self._fit: Any = None
+        self._make: Callable[[], Any] | None = None
+
+    @property
+    def log(self) -> Any:
+        """As of any callback. Lightning sets it when a fit begins, before it opens its loggers,
+        which is when they have to be told that this is the run that they have seen before."""
+        return self._log
+
+    @log.setter
+    def log(self, log: Any) -> None:
+        self._log = log
+        trainer = getattr(getattr(log, "__self__", None), "_trainer", None)
+        if trainer is not None and trainer.state.fn == "fit" and self._is_wanted(trainer):
+            self._prepare(trainer)
+
+    def _prepare(self, trainer: Any) -> None:
+        from hydroslurm.integrations.framework_run import directory_of_fit
+        from hydroslurm.integrations.lightning_fit import Fit
+        from hydroslurm.integrations.lightning_loggers import Loggers
+
+        folder = directory_of_fit(self._directory, os.environ).root
+        loggers = Loggers(trainer, folder)
+        self._make = lambda: Fit(
+            trainer,
+            is_on=lambda: self in trainer.callbacks,
+            directory=folder,
+            loggers=loggers,
+            options=self._options,
+        )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        del pl_module
-        if stage != "fit" or trainer.fast_dev_run or self._is_second(trainer):
+        del trainer, pl_module
+        make, self._make = self._make, None
+        if stage != "fit" or make is None:
             return
-        from hydroslurm.integrations.lightning_fit import Fit
-
-        self._fit = Fit(trainer, is_on=lambda: self in trainer.callbacks, options=self._options)
+        self._fit = make()
         self._fit.start()
 
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
@@ -67,11 +100,13 @@ class _Preemptible:
         if fit is not None:
             fit.fail(exception)
 
-    def _is_second(self, trainer: Any) -> bool:
+    def _is_wanted(self, trainer: Any) -> bool:
         """One that came by itself gives way to one that the script has made."""
+        if trainer.fast_dev_run:
+            return False
         ours = [one for one in trainer.callbacks if isinstance(one, _Preemptible)]
-        chosen = max(ours, key=lambda one: (bool(one._options), -ours.index(one)))
-        return chosen is not self
+        chosen = max(ours, key=lambda one: (one._is_asked, -ours.index(one)))
+        return chosen is self
 
 
 def callbacks() -> list[Any]:
@@ -87,7 +122,9 @@ def legacy_callbacks() -> list[Any]:
 def _callbacks(package: str) -> list[Any]:
     if os.environ.get(autoload.PREEMPT_ENV, "").strip().lower() != "requeue":
         return []
-    return [_class_for(package)()]
+    made = _class_for(package)()
+    made._is_asked = False
+    return [made]
 
 
 def _class_for(package: str) -> Any:

@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hydroslurm.coordination.world import World
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.lightning_loggers import Loggers
 from hydroslurm.integrations.lightning_metrics import RankMetrics
 from hydroslurm.training.reporting import notice
 
@@ -47,13 +49,23 @@ class Fit:
     Args:
         trainer: in its ``setup`` hook: the process group is there, nothing is restored yet.
         is_on: whether this fit is the one that is wanted; Lightning's tuner runs the same loops.
+        directory: of the run.
+        loggers: what was made of them before they were opened.
         options: of the Run.
 
     Raises:
         UsageError: this Lightning does not have what is needed, or its ranks are not Slurm's.
     """
 
-    def __init__(self, trainer: Any, *, is_on: Callable[[], bool], options: Mapping[str, Any]):
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        is_on: Callable[[], bool],
+        directory: Path,
+        loggers: Loggers,
+        options: Mapping[str, Any],
+    ) -> None:
         require_known(trainer)
         self._trainer = trainer
         self._is_on = is_on
@@ -63,12 +75,20 @@ class Fit:
         self._new_loaders: list[Any] = []
         self._weights: list[int] | None = None
         self._may_leave = False
-        self.run = FrameworkRun("lightning", self._capture, environ=environ_of(trainer), **options)
-        self.run.own["metrics"] = RankMetrics(trainer)
+        self.run = FrameworkRun(
+            "lightning",
+            self._capture,
+            directory=directory,
+            environ=environ_of(trainer),
+            **options,
+        )
+        self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers)
+        self._loggers = loggers
 
     def start(self) -> None:
         """Resume, if there is something, and take the places at which the fit is to be led."""
         trainer, loop = self._trainer, self._trainer.fit_loop
+        self._loggers.opened()
         if self.run.resume():
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_start)
         self._replace(trainer._signal_connector, "register_signal_handlers", self._stand_down)

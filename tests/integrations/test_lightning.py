@@ -12,6 +12,7 @@ import pytest
 
 SCENES = Path(__file__).with_name("lightning_scenes.py")
 STOPPED = 75
+LONG = pytest.mark.frameworks
 
 
 def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
@@ -27,24 +28,19 @@ def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("scene", "stops"),
     [
-        pytest.param(
-            "plain", "sanity train:0 train:10 val:1 epoch:0 val:0 epoch:2",
-            id="in the sanity check, at the ends of epochs, in validation",
-        ),
-        pytest.param("workers", "train:4 val:1 train:32", id="persistent workers"),
-        pytest.param(
-            "accumulate", "train:3 train:5 val:1 train:32",
-            id="accumulation, validation within an epoch",
-        ),
-        pytest.param("max_steps", "train:5 train:10 train:21", id="max_steps, a scheduler per step"),
-        pytest.param("manual", "train:2 train:10 train:21", id="manual optimisation"),
-        pytest.param("stream", "train:2 train:10 val:1 train:32", id="a loader without a length"),
-        pytest.param("several", "train:3 train:10 train:25", id="several loaders"),
-        pytest.param("averaged", "train:3 val:0 train:20", id="averaged weights in validation"),
-        pytest.param("swa", "train:3 train:11 train:30", id="stochastic weight averaging"),
-        pytest.param("callbacks", "train:5 train:10 val:2", id="early stopping, ModelCheckpoint"),
+        # in the sanity check, in validation, at the ends of epochs
+        ("plain", "sanity train:0 train:10 val:1 epoch:0 val:0 epoch:2"),
+        ("accumulate", "train:3 train:5 val:1 train:32"),
+        ("stream", "train:2 train:10 val:1 train:32"),
+        ("averaged", "train:3 val:0 train:20"),
+        pytest.param("workers", "train:4 val:1 train:32", marks=LONG),
+        pytest.param("max_steps", "train:5 train:10 train:21", marks=LONG),
+        pytest.param("manual", "train:2 train:10 train:21", marks=LONG),
+        pytest.param("several", "train:3 train:10 train:25", marks=LONG),
+        pytest.param("swa", "train:3 train:11 train:30", marks=LONG),
+        pytest.param("callbacks", "train:5 train:10 val:2", marks=LONG),
     ],
-)  # fmt: skip
+)
 def test_stopped_run_is_the_undisturbed_one(scene: str, stops: str, tmp_path: Path) -> None:
     found = play(scene, tmp_path, *stops.split())
     assert found["undisturbed_exits"] == [0]

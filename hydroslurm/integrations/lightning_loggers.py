@@ -1,0 +1,124 @@
+"""One logical run in the loggers: all attempts write into one version, under one id, and nothing is
+written twice.
+
+TensorBoard's and the CSV logger's version of the first attempt is kept in the run's folder, and the
+id of Weights & Biases follows from that folder. What an attempt has logged behind the step that the
+next one goes on from is taken out (CSV) or hidden (TensorBoard's ``purge_step``).
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.core.files import parse_json, read_regular, write_atomically
+
+_FILE = "loggers.json"
+_VERSIONED = ("TensorBoardLogger", "CSVLogger")
+_ASIDE = ".earlier"
+MOST_BYTES = 65536
+
+
+class Loggers:
+    """The loggers of one trainer.
+
+    Args:
+        trainer: before its loggers have opened anything.
+        folder: of the run.
+    """
+
+    def __init__(self, trainer: Any, folder: Path) -> None:
+        self._trainer = trainer
+        kept = _kept(folder / _FILE)
+        versions = dict(kept)
+        for place, logger in enumerate(trainer.loggers):
+            if type(logger).__name__ in _VERSIONED and logger._version is None:
+                if str(place) in versions:
+                    logger._version = versions[str(place)]
+                elif trainer.is_global_zero:
+                    versions[str(place)] = logger.version
+            elif type(logger).__name__ == "WandbLogger" and logger._id is None:
+                logger._id = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+                logger._wandb_init.update(id=logger._id, resume="allow")
+        if trainer.is_global_zero and versions != kept:
+            write_atomically(folder / _FILE, json.dumps(versions).encode())
+        for logger in self._csv() if kept else ():
+            metrics = _metrics(logger)
+            if metrics.exists():  # the logger removes what is there when it opens
+                metrics.replace(f"{metrics}{_ASIDE}")
+
+    def opened(self) -> None:
+        """The loggers have been opened: what earlier attempts have written is put back."""
+        for logger in self._csv():
+            metrics = _metrics(logger)
+            aside = Path(f"{metrics}{_ASIDE}")
+            if aside.exists():
+                aside.replace(metrics)
+                logger.experiment.metrics_keys = _header(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rows": {
+                str(place): len(logger.experiment.metrics) + len(_rows(_metrics(logger)))
+                for place, logger in enumerate(self._csv())
+            }
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for place, logger in enumerate(self._csv()):
+            _cut(_metrics(logger), state["rows"].get(str(place), 0))
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        for logger in self._of("TensorBoardLogger"):
+            logger.experiment.close()
+            logger._kwargs["purge_step"] = step
+            logger._experiment = None  # opened again by whoever logs next
+
+    def _csv(self) -> Iterator[Any]:
+        return self._of("CSVLogger")
+
+    def _of(self, kind: str) -> Iterator[Any]:
+        """Those that write: of the first rank."""
+        if self._trainer.is_global_zero:
+            yield from (one for one in self._trainer.loggers if type(one).__name__ == kind)
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """Place among the loggers -> version, of the first attempt; empty for a new run."""
+    if not path.exists():
+        return {}
+    found = parse_json(read_regular(path, limit_bytes=MOST_BYTES))
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _metrics(logger: Any) -> Path:
+    return Path(logger.log_dir) / "metrics.csv"
+
+
+def _rows(metrics: Path) -> list[dict[str, str]]:
+    if not metrics.exists():
+        return []
+    with metrics.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _header(metrics: Path) -> list[str]:
+    with metrics.open(newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _cut(metrics: Path, rows: int) -> None:
+    """Keep this many rows."""
+    found = _rows(metrics)
+    if len(found) <= rows:
+        return
+    header, new = _header(metrics), metrics.with_suffix(".new")
+    with new.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=header)
+        writer.writeheader()
+        writer.writerows(found[:rows])
+    new.replace(metrics)
