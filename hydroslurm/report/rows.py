@@ -2,7 +2,7 @@
 
 Pause: request -> received (signal's handler) -> gate closed -> parked -> all ranks parked ->
 drained -> stopped by Slurm -> continued = resume requested -> gate opened -> first operator.
-Stop: request -> safe point -> staged -> committed -> requeued -> eligible -> started -> first
+Stop: request -> safe point -> written -> committed -> requeued -> eligible -> started -> first
 event -> first step.
 """
 

@@ -203,7 +203,6 @@ def stop_chains(history: History, rows: Sequence[StopRow], *, most: int) -> Tabl
         Column(
             "safe point (ms)", lambda row: number(row.stop.safe_point_ms, ",.0f"), optional=True
         ),
-        Column("staged (ms)", lambda row: number(row.stop.staged_ms, ",.0f"), optional=True),
         Column("written (ms)", lambda row: number(row.stop.written_ms, ",.0f"), optional=True),
         Column("commit (ms)", lambda row: number(row.stop.durable_ms, ",.0f")),
         Column("requeue (ms)", lambda row: number(row.stop.requeued_ms, ",.0f"), optional=True),
@@ -290,7 +289,6 @@ _LATENCIES: tuple[tuple[Kind, str, str, str], ...] = (
     ("pause", "resume → running (µs)", "resume_us", ",.0f"),
     ("save", "start → committed (ms)", "save_ms", ",.1f"),
     ("stop", "signal → safe point (ms)", "safe_point_ms", ",.1f"),
-    ("stop", "signal → state copied (ms)", "staged_ms", ",.1f"),
     ("stop", "signal → files written (ms)", "written_ms", ",.1f"),
     ("stop", "signal → committed (ms)", "durable_ms", ",.1f"),
     ("stop", "signal → requeued (ms)", "requeued_ms", ",.1f"),

@@ -49,7 +49,10 @@ def test_report_speed() -> None:
     assert result["pauses"] == 8 * 3 * 50
     assert result["requeues"] == 2
     assert result["events"] > 8 * 3 * 50 * 5
+    assert result["report_events"] > 4 * 2 * 8 * 5
     for key in ("report_s_50_pauses", "report_s_1m_events", "report_peak_mb_1m_events"):
+        assert result[key] > 0
+    for key in ("report_wall_s", "report_cpu_s", "report_peak_mb"):
         assert result[key] > 0
 
 
@@ -60,6 +63,19 @@ def test_built_runs() -> None:
     assert result["top_looks_until_complete"] == 1
     for key in ("list_ms_per_job", "status_cpu_s", "top_cpu_s", "slow_list_s", "slow_top_s"):
         assert result[key] > 0
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_storm() -> None:
+    """Jobs that are preempted or requeued together ask little, and nothing of accounting: what a
+    requeue by hand needs, and one question and the requeue for a preemption."""
+    require_slurm()
+    result, _ = run_script("storm.py", "--json")
+    assert result["rpcs_per_stop"] <= 2
+    assert result["sacct_per_stop"] == 0
+    assert 0 < result["rpcs_per_start"] <= result["rpcs_per_start_alone"] <= 3
+    assert result["storm_1000_s"] > 0
 
 
 @pytest.mark.slurm

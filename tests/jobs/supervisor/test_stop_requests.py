@@ -8,7 +8,11 @@ import pytest
 
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.jobs.supervisor.attempts import Attempt
-from hydroslurm.jobs.supervisor.stop_requests import recorded_stop_reason, was_stop_requested
+from hydroslurm.jobs.supervisor.stop_requests import (
+    recorded_stop_reason,
+    was_requeued_by_ranks,
+    was_stop_requested,
+)
 from hydroslurm.slurm.stops import StopReason
 
 
@@ -56,3 +60,30 @@ def test_why(tmp_path: Path) -> None:
     )
     assert recorded_stop_reason(tmp_path, Attempt(3, restart_count=1, began_epoch_ns=2001)) is None
     assert recorded_stop_reason(tmp_path / "none", first) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "restart_count", "epoch_ns", "requeued"),
+    [
+        (EventKind.REQUEUED, 0, 1, 1000, True),
+        (EventKind.REQUEUE_ASKED, 0, 1, 1000, False),
+        (EventKind.REQUEUED, 0, 0, 1000, False),
+        (EventKind.REQUEUED, 0, 1, 999, False),
+        (EventKind.REQUEUED, 1, 1, 1000, False),
+    ],
+    ids=["first-rank", "only-asked", "attempt-before", "before-it-began", "another-rank"],
+)
+def test_requeued_by_ranks(
+    tmp_path: Path, kind: EventKind, rank: int, restart_count: int, epoch_ns: int, requeued: bool
+) -> None:
+    """Only the first rank's word that Slurm has taken the job back, in this very attempt, saves the
+    question to Slurm."""
+    attempt = Attempt(3, restart_count=1, began_epoch_ns=1000)
+    assert not was_requeued_by_ranks(tmp_path / "none", attempt)
+    for number in (0, 1):
+        log = EventLog(tmp_path / f"rank-{number:05d}.jsonl")
+        log.append(Event(EventKind.PARKED, 5, 1000, rank=number, restart_count=1))
+        if number == rank:
+            log.append(Event(kind, 6, epoch_ns, rank=number, restart_count=restart_count))
+        log.close()
+    assert was_requeued_by_ranks(tmp_path, attempt) is requeued
