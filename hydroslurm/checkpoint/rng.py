@@ -2,9 +2,9 @@
 
 Covered are the *global* generators: ``random``, ``numpy.random`` (the legacy one), torch's on the
 CPU, and torch's on every device of an accelerator that is initialised. Generators that a program
-made for itself (``torch.Generator``, ``numpy.random.default_rng``) are its own to save; the ones
-that a DataLoader, its sampler or its data set holds are saved with its position
-(``hydroslurm.data``), by :func:`state_of`.
+made for itself (``torch.Generator``, ``numpy.random.default_rng``) are saved where it registers
+them; the ones that a DataLoader, its sampler or its data set holds are saved with its position
+(``hydroslurm.data``). Both by :func:`state_of`.
 
 Large integers go into int64 tensors, because tensors and plain values are all that a checkpoint
 may hold.
@@ -125,6 +125,36 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.set_state(found)
     else:
         generator.bit_generator.state = found
+
+
+def diverge(generator: Generator, rank: int) -> None:
+    """Begin another stream, made from the generator's state and the number of a rank: the same each
+    time, and another for each rank."""
+    digest = hashlib.sha256(f"rank {rank}".encode())
+    for part in _parts(state_of(generator)):
+        digest.update(
+            part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode()
+        )
+    seed = int.from_bytes(digest.digest()[:8], "little") >> 1
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        kind = getattr(numpy.random, _numpy_state_of(generator)["bit_generator"])
+        fresh = kind(seed)
+        if isinstance(generator, numpy.random.Generator):
+            generator.bit_generator.state = fresh.state
+        else:
+            generator.set_state(numpy.random.RandomState(fresh).get_state(legacy=False))
+
+
+def _parts(state: Any) -> Iterator[Any]:
+    if isinstance(state, dict):
+        for one in state.values():
+            yield from _parts(one)
+    else:
+        yield state
 
 
 def _numpy_state_of(generator: numpy.random.RandomState | numpy.random.Generator) -> Any:

@@ -264,7 +264,7 @@ class NativeGate:
             self._event_fd = -1
 
     def __del__(self) -> None:
-        if getattr(self, "_event_fd", -1) >= 0 and not sys.is_finalizing():
+        if getattr(self, "_event_fd", -1) >= 0 and sys is not None and not sys.is_finalizing():
             # there is one gate per process: another object may run it by now, or run it in a child
             if self._started_by == os.getpid():
                 self.stop()

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.newest import Found, Load, newest_good
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -23,19 +24,17 @@ from hydroslurm.errors import (
     HydroslurmError,
     RanksError,
     RunEnded,
-    SaveFailed,
     StaleAttempt,
     UsageError,
 )
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.training import finished
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
-from hydroslurm.training.objects import Objects
+from hydroslurm.training.objects import Objects, require_registrable
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice
-from hydroslurm.training.resuming import differences, load_for, set_aside
+from hydroslurm.training.resuming import differences, enter, load_for
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping
 
@@ -71,10 +70,6 @@ class Beginning(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for a save in flight and give the signals back."""
-
-    @abstractmethod
-    def _add(self, name: str, thing: Any) -> None:
-        """Register one object."""
 
     # --- where it is
     # --------------------------------------------------------------------------------------------
@@ -118,19 +113,24 @@ class Beginning(ABC):
     # --- registering and resuming
     # --------------------------------------------------------------------------------------------
 
-    def register(self, name: str, thing: Any) -> None:
+    def register(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
         """Save one more object, like those in ``extra``; before :meth:`resume`.
 
+        Args:
+            thing: an object with ``state_dict`` and ``load_state_dict``, or a random generator
+                (``torch.Generator``, ``random.Random``, NumPy's ``Generator`` or ``RandomState``).
+            per_rank: each rank saves its own, such as an environment. Else the object is the same
+                on all ranks. Generators are always per rank.
+
         Raises:
-            UsageError: the run has begun, the name is taken, or it is not an object with
-                ``state_dict`` and ``load_state_dict``.
+            UsageError: the run has begun, the name is taken, or it has no state.
         """
         if self._attempt.number is not None:
             raise UsageError(
                 f"register({name!r}) comes too late: the run has been resumed already, by resume() "
-                "or the first look at run.step or run.epoch"
+                "or a loop, or the first look at run.step or run.epoch"
             )
-        self._add(name, thing)
+        self._add(name, thing, per_rank=per_rank)
 
     def resume(self) -> bool:
         """Resume from the newest committed checkpoint; False when there is none.
@@ -188,7 +188,7 @@ class Beginning(ABC):
                 error, self._controller.stop_request, step=0
             ) from error
         with self._leaving_when_stale(), contextlib.ExitStack() as loading:
-            for store in self._written_stores():
+            for store in filter(None, (self._durable, self._fast)):
                 loading.enter_context(store.pins.holding())
             resumed = self._go_on(may_load=may_load, seen=seen)
         self._watch.begin(self._step, in_loop=not may_load)
@@ -197,7 +197,16 @@ class Beginning(ABC):
 
     def _go_on(self, *, may_load: bool, seen: str) -> bool:
         rank_group = self._rank_group
-        entered = rank_group.decide("enter", self._enter)
+        entered = rank_group.decide(
+            "enter",
+            lambda: enter(
+                self.dir,
+                fence=self._fence,
+                durable=self._durable,
+                fast=self._fast,
+                anew=self._begins_anew,
+            ),
+        )
         if (step := entered["finished"]) is not None:
             self._log_once(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
             self._leave()
@@ -243,6 +252,15 @@ class Beginning(ABC):
     # --- inside
     # --------------------------------------------------------------------------------------------
 
+    def _add(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
+        own = self._cursor.registered
+        require_registrable(name, thing, taken=(*self._objects.names(), *own.names()))
+        if per_rank or isinstance(thing, rng.KINDS):
+            own.add(name, thing)
+        else:
+            self._objects.add(name, thing)
+        self._watch.add(thing)
+
     def _newest(self, load: Load | None) -> Found | None:
         """What the run resumes from; loads it."""
         try:
@@ -250,33 +268,6 @@ class Beginning(ABC):
         except (CheckpointError, OSError):
             self._fence.check(f"loading from {self._durable.directory}")  # a newer one removed it
             raise
-
-    def _enter(self) -> dict[str, Any]:
-        """Claim the folder for all ranks, unless there is nothing left to do in it."""
-        done = None if self._begins_anew else finished.step_of(self.dir)
-        claim = None
-        if done is None:
-            claim = self._fence.claim()
-            for store in self._written_stores():
-                try:
-                    store.revoke_others()
-                except SaveFailed:  # a fast tier that cannot be used costs no start
-                    if store is not self._fast:
-                        raise
-            if self._begins_anew:
-                self._set_aside()
-            done = finished.step_of(self.dir)  # an older attempt may have been about to write it
-        return {"finished": done, "claim": claim}
-
-    def _set_aside(self) -> None:
-        """Nothing of what is here may be taken for this run's, now or by a later attempt."""
-        finished.remove(self.dir)
-        for store in self._written_stores():
-            if (aside := set_aside(store.directory)) is not None:
-                notice(f"resume=False: what was committed is in {aside} now")
-
-    def _written_stores(self) -> list[CheckpointStore]:
-        return [self._durable, *([] if self._fast is None else [self._fast])]
 
     @contextlib.contextmanager
     def _leaving_when_stale(self) -> Iterator[None]:

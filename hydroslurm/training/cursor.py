@@ -10,6 +10,7 @@ from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.errors import UsageError
 from hydroslurm.training.composition import Loading
+from hydroslurm.training.per_rank import PerRank
 
 
 class Cursor:
@@ -19,6 +20,7 @@ class Cursor:
         position: in the loader; None for a loop without one.
         in_epoch: an epoch was opened and not closed yet.
         loader: that position's. loading: how it makes batches.
+        registered: what this rank saves besides.
     """
 
     def __init__(self) -> None:
@@ -26,10 +28,12 @@ class Cursor:
         self.in_epoch = False
         self.loading = Loading()
         self.loader: Any = None
+        self.registered = PerRank()
         self._accumulate = 1
         self._handed_out = 0
         self._samples_per_batch: int | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._begins_from: Mapping[str, Any] | None = None
 
     def use(
         self, loader: Any, *, shield: Collection[int], rank: int = 0, world_size: int = 1
@@ -56,18 +60,40 @@ class Cursor:
             own["data"] = self.position.state_dict()
         elif self.loader is not None:
             own["generators"] = generator_states(self.loader)
+        if self.registered.names():
+            own["registered"] = self.registered.states()
         return own
 
     def load(self, own: Mapping[str, Any]) -> None:
-        """Go on from there: at the next :meth:`open`, or at once without a loader."""
+        """Go on from there: at the next :meth:`open`, or at once without a loader.
+
+        Raises:
+            StateMismatch: it has no state for what is registered, or one that does not fit.
+        """
+        self.registered.load(own.get("registered", {}))
         self._loaded = own
         if self.position is None:
+            self.restore_rng()
+        self._begins_from = own
+
+    def begin_steps(self, *, step: int, epoch: int, left: int) -> None:
+        """A loop without a position begins at this step, with so many left. What the script has
+        drawn since it was resumed at this step, to build its objects or iterators, was not drawn
+        there by a run that was left alone."""
+        resumed = self._begins_from
+        if resumed is not None and left >= 0:
+            if {"step": step, "epoch": epoch} == resumed["counters"]:
+                self._loaded = resumed
             self.restore_rng()
 
     def restore_rng(self) -> None:
         """Put the loaded random numbers back, once."""
+        self._begins_from = None
         if self._loaded is not None:
             rng.restore(self._loaded["rng"])
+            self.registered.rewind(
+                self._loaded.get("registered", {}), new_rank=self._loaded.get("new_rank")
+            )
             if self.loader is not None and "generators" in self._loaded:  # between two epochs
                 set_generator_states(self.loader, self._loaded["generators"])
             self._loaded = None
@@ -81,6 +107,10 @@ class Cursor:
         for batch in self._open(epoch):
             self._handed_out += 1
             yield batch
+
+    def hand_out_step(self) -> None:
+        """A loop without a position hands out a step, whose batches are the script's own."""
+        self._accumulate = self._handed_out = 1
 
     @property
     def samples_per_step(self) -> int | None:

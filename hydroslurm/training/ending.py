@@ -41,6 +41,7 @@ class Ending(Saving):
             self._begin_unasked("the run is to be finished", may_load=False)
         self._saver.wait()
         self._cursor.restore_rng()  # for what follows, where there was nothing left to train
+        self._count_step_left_early()
         self._rank_group.exchange("finish", self._step)
         if self._rest_is_redone and self._step != (self._saver.durable_step or 0):
             try:
@@ -58,6 +59,7 @@ class Ending(Saving):
         self._is_closed = True
         oversights.closed(self)
         self._watch.close()
+        self._first_step.close()
         try:
             self._saver.close()
         finally:

@@ -36,10 +36,7 @@ class Looping(Saving):
                 f"batches(epochs={epochs}, accumulate={accumulate}): wanted epochs of 0 or more, "
                 "accumulate of 1 or more"
             )
-        self._saves.behind_batches = self._saves.unchanged = False
-        if not self._has_begun:
-            self._saves.unchanged = self.resume()
-        self._watch.close()  # it is we who count
+        self._begin_loop("batches")
         first = self._step
         while self._epoch < epochs:
             self._leave_if_asked()
@@ -51,8 +48,91 @@ class Looping(Saving):
         self._cursor.restore_rng()  # where there was nothing left to open
         self._save_behind_batches(since=self._step)
 
+    def steps(self, total: int, *, check: bool = True) -> Iterator[int]:
+        """Yield the numbers of the steps that are left, from :attr:`step` to ``total - 1``: for
+        loops that fetch their own batches.
+
+            for step in run.steps(10_000):
+                x, y = get_batch()
+                ...
+
+        Each is followed by a safe point, so the body is one whole step: with its batches, all of
+        its accumulation, and the optimizers' steps. What lives from one step to the next has to be
+        part of the run, or computed from the number of the step. A batch that was fetched for the
+        next step is such a thing: fetch it in the step that uses it. The global random generators
+        are part of the run; generators of your own are registered.
+
+        At the end the state is saved; what follows the loop is repeated if the attempt ends there,
+        as with :meth:`batches`. A step that was left with ``break`` counts as trained.
+
+        Args:
+            total: how many steps the run has, those of earlier attempts included.
+            check: whether to look, at the first step of each attempt, for optimizers, schedulers,
+                weights and iterators over a DataLoader that are used and not saved.
+
+        Raises:
+            UsageError: one was found; or the loop is within another one.
+        """
+        if not isinstance(total, int) or total < 0:
+            raise UsageError(f"steps({total!r}): wanted the number of steps, an int of 0 or more")
+        self._begin_loop("steps")
+        first = self._step
+        self._cursor.begin_steps(step=first, epoch=self._epoch, left=total - first)
+        if first < total:
+            self._leave_if_asked()
+        while self._step < total:
+            yield from self._one_step(is_watched=check and self._step == first)
+        self._save_behind_batches(since=first)
+
     # --- inside
     # --------------------------------------------------------------------------------------------
+
+    def _begin_loop(self, name: str) -> None:
+        """Resume, if nobody has.
+
+        Raises:
+            UsageError: within the body of another loop.
+        """
+        if self._saves.in_body:
+            raise UsageError(
+                f"run.{name}() in the body of a loop over run.batches() or run.steps(): both would "
+                "count the same steps. Make one loop, or one behind the other"
+            )
+        self._saves.behind_batches = self._saves.unchanged = False
+        if not self._has_begun:
+            self._saves.unchanged = self.resume()
+        self._watch.close()  # it is we who count
+        self._count_step_left_early()
+
+    def _one_step(self, *, is_watched: bool) -> Iterator[int]:
+        """One step of an own loop, with its safe point."""
+        self._cursor.hand_out_step()
+        self._saves.in_body = True
+        if is_watched:
+            self._first_step.open()
+        try:
+            yield self._step
+        finally:
+            self._first_step.close()
+            self._saves.in_body = False
+            self._saves.unchanged = False
+        if is_watched:
+            self._require_all_given()
+        self._complete_step()
+
+    def _require_all_given(self) -> None:
+        """Find out at the first step what a resumed run would lack.
+
+        Raises:
+            UsageError: the first such thing, with what to do.
+        """
+        own = self._cursor.registered
+        objects = {**self._objects.by_name(), **own.by_name()}
+        states = {**self._objects.states(), **own.states()}
+        message = self._first_step.oversight(objects, states)
+        self._first_step.forget()
+        if message is not None:
+            raise UsageError(message)
 
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, a safe point behind each step."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
+from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.layout import check_layout
 from hydroslurm.checkpoint.store import State
 from hydroslurm.checkpoint.tree import encode, like_of
@@ -35,20 +37,13 @@ class Objects:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
 
-    def add(self, name: str, thing: Any) -> None:
-        """Register one object.
-
-        Raises:
-            UsageError: no ``state_dict``/``load_state_dict``, or a name that is taken.
-        """
-        if name in self._objects:
-            raise UsageError(f"{name!r} is already registered; give the second object its own name")
-        if not isinstance(thing, Stateful):
-            raise UsageError(
-                f"{name!r} is a {type(thing).__name__} without state_dict() and load_state_dict(); "
-                "only objects that have both can be saved. Wrap it in one that does"
-            )
+    def add(self, name: str, thing: Stateful) -> None:
+        """Register one object that :func:`require_registrable` has let pass."""
         self._objects[name] = bare(thing)
+
+    def by_name(self) -> dict[str, Stateful]:
+        """The objects, without wrappers around them."""
+        return dict(self._objects)
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._objects)
@@ -135,6 +130,29 @@ class Objects:
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             message = f"{source} does not fit {name!r} ({type(thing).__name__}): {error}"
             raise StateMismatch(message + _advice(thing, error)) from error
+
+
+def require_registrable(name: str, thing: Any, *, taken: Collection[str]) -> None:
+    """Whether this object has a state that can be saved under this name.
+
+    Raises:
+        UsageError: it has not, or another object has the name.
+    """
+    if name in taken:
+        raise UsageError(f"{name!r} is already registered; give the second object its own name")
+    if isinstance(thing, (Stateful, *rng.KINDS)):
+        return
+    kind = type(thing).__name__
+    if isinstance(thing, (DataLoader, Iterator)):
+        raise UsageError(
+            f"{name!r} is a {kind}, which has no position that can be saved. Let the run hand out "
+            "its batches: Run(loader=loader) and `for batch in run.batches(epochs=...)`; or have a "
+            "get_batch(step) choose the samples by the number of the step"
+        )
+    raise UsageError(
+        f"{name!r} is a {kind} without state_dict() and load_state_dict(); "
+        "only objects that have both can be saved. Wrap it in one that does"
+    )
 
 
 def require_savable(state: State) -> None:

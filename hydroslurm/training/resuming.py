@@ -1,4 +1,5 @@
-"""What of a checkpoint is this rank's, and what is not as it was when it was saved."""
+"""Claiming a run's folder; what of a checkpoint is this rank's, and what is not as it was when it
+was saved."""
 
 from __future__ import annotations
 
@@ -8,11 +9,17 @@ from typing import Any
 
 from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.rng import for_new_rank
-from hydroslurm.checkpoint.store import State
-from hydroslurm.errors import RunFolderError
+from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.core.fence import Fence
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import RunFolderError, SaveFailed
+from hydroslurm.training import finished
 from hydroslurm.training.composition import Composition, Loading, changes
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.rank_group import RankGroup
+from hydroslurm.training.reporting import notice
+
+_OF_A_RANK = ("rng", "registered", "new_rank")
 
 
 def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
@@ -20,8 +27,9 @@ def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
 
     With another world size than at the save, no rank can take over a saved rank's own state as it
     is. It still gets what all ranks share; its position in the data is that of rank 0, which counts
-    what all ranks have consumed; its random numbers are its own if a rank of this number took part
-    in the save, otherwise they are derived from those of rank 0.
+    what all ranks have consumed; its random numbers, and what else it has registered for itself,
+    are its own if a rank of this number took part in the save, otherwise those of rank 0, from
+    which its random numbers are derived.
 
     Args:
         like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
@@ -30,8 +38,12 @@ def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
     if found.checkpoint.manifest.world_size == rank_group.world_size:
         return state
     first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)
-    rng = state.own.get("rng") or for_new_rank(first["rng"], rank_group.rank)
-    return State(shared=state.shared, own={**first, "rng": rng})
+    if "rng" in state.own:
+        kept = {key: state.own[key] for key in _OF_A_RANK if key in state.own}
+    else:
+        rng = for_new_rank(first["rng"], rank_group.rank)
+        kept = {"rng": rng, "new_rank": rank_group.rank}
+    return State(shared=state.shared, own={**first, **kept})
 
 
 def differences(
@@ -48,6 +60,42 @@ def differences(
     if rank_group.rank == 0:
         data, world_size = state.own.get("data"), rank_group.world_size
         yield from changes(manifest, loading, world_size=world_size, data=data)
+
+
+def enter(
+    run_dir: RunDir,
+    *,
+    fence: Fence,
+    durable: CheckpointStore,
+    fast: CheckpointStore | None,
+    anew: bool,
+) -> dict[str, Any]:
+    """Claim a run's folder for all ranks, unless there is nothing left to do in it.
+
+    Args:
+        anew: set aside what is there. Nothing of it may be taken for this run's, now or by a later
+            attempt.
+
+    Returns:
+        ``finished``, the step at which the run has finished or None, and the fence's ``claim``.
+    """
+    done = None if anew else finished.step_of(run_dir)
+    claim = None
+    if done is None:
+        claim = fence.claim()
+        for store in filter(None, (durable, fast)):
+            try:
+                store.revoke_others()
+            except SaveFailed:  # a fast tier that cannot be used costs no start
+                if store is not fast:
+                    raise
+        if anew:
+            finished.remove(run_dir)
+            for store in filter(None, (durable, fast)):
+                if (aside := set_aside(store.directory)) is not None:
+                    notice(f"resume=False: what was committed is in {aside} now")
+        done = finished.step_of(run_dir)  # an older attempt may have been about to write it
+    return {"finished": done, "claim": claim}
 
 
 def set_aside(checkpoints: Path) -> Path | None:

@@ -38,6 +38,7 @@ from hydroslurm.training.attempts import Limits, least_number, limits_of
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ending import Ending
+from hydroslurm.training.first_step import FirstStep
 from hydroslurm.training.looping import Looping
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
@@ -137,11 +138,12 @@ class Run(Looping, Ending):
         self._watch = LoopWatch()
         self._model = model
         self._objects = Objects()
+        self._cursor = Cursor()
+        self._first_step = FirstStep()
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         present = {name: thing for name, thing in named.items() if thing is not None}
         for name, thing in [*present.items(), *(extra or {}).items()]:
             self._add(name, thing)
-        self._cursor = Cursor()
         self._saves = Saves()
         self._last_save_s = time.monotonic()
         self._fence = fence_of(self.dir, allocation)
@@ -197,10 +199,6 @@ class Run(Looping, Ending):
         return Stopping(
             self._rank_group, attempt=self._attempt, saver=self._saver, stop_handler=stop_handler
         )
-
-    def _add(self, name: str, thing: Any) -> None:
-        self._objects.add(name, thing)
-        self._watch.add(thing)
 
     def _use(self, loader: Any) -> None:
         rank_group = self._rank_group

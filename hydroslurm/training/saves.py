@@ -21,7 +21,7 @@ class Saves:
             was counted since. A stop resumes there.
         evaluation: what this rank saves in addition to its objects, as it was at the beginning of
             the current ``evaluation()`` block; None outside of one.
-        in_body: the training is in the body of a loop over ``batches()``.
+        in_body: the training is in the body of a loop over ``batches()`` or ``steps()``.
     """
 
     unchanged: bool = False

@@ -21,6 +21,7 @@ from hydroslurm.training.arguments import Cadence
 from hydroslurm.training.beginning import Beginning
 from hydroslurm.training.composition import Composition
 from hydroslurm.training.ddp_buckets import UNSETTLED, is_settled
+from hydroslurm.training.first_step import FirstStep
 from hydroslurm.training.objects import require_savable
 from hydroslurm.training.oversights import FolderWatch
 from hydroslurm.training.reporting import notice
@@ -30,6 +31,7 @@ class Saving(Beginning):
     """Base of Run, whose constructor makes what it needs."""
 
     _cadence: Cadence
+    _first_step: FirstStep
     _folder: FolderWatch
     _last_save_s: float
     _model: Any
@@ -112,7 +114,11 @@ class Saving(Beginning):
         if not self._has_begun:
             self._begin_unasked("an evaluation begins")
         if self._saves.in_body or self._saves.evaluation is not None:
-            where = "the body of the loop over batches()" if self._saves.in_body else "another one"
+            where = (
+                "the body of a loop over batches() or steps()"
+                if self._saves.in_body
+                else "another one"
+            )
             raise UsageError(
                 f"run.evaluation() in {where}: a stop there could not be resumed at this place. "
                 "Evaluate behind a loop over run.batches(epochs=run.epoch + 1), one block after "
@@ -264,6 +270,12 @@ class Saving(Beginning):
 
     def _completed_step(self) -> int:
         return self._cursor.completed(self._step)
+
+    def _count_step_left_early(self) -> None:
+        """A loop that was left in the body of its last step (``break``) has trained that step."""
+        if self._cursor.step_has_begun and self._cursor.step_is_full:
+            self._cursor.count_step()
+            self._step += 1
 
     def _is_due(self) -> bool:
         """Whether to save behind this step. All ranks save at one step, and each has a clock of its

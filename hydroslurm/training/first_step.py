@@ -1,0 +1,237 @@
+"""What the first step of an own loop uses and the run does not save, found before anything is.
+
+A run that forgets an optimizer, a scheduler or a position resumes without an error and trains on
+with other numbers. So the first step of each attempt is watched, by hooks that are removed behind
+it: later steps cost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader as torch_dataloader
+
+from hydroslurm.checkpoint.tree import is_dtensor
+
+_OTHERWISE = "If what you register saves it in another form: run.steps(total, check=False)"
+
+
+class FirstStep:
+    """The optimizers that step, and the data loaders' iterators that move, between :meth:`open` and
+    :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._optimizers: dict[int, Optimizer] = {}
+        self._iterators: dict[int, weakref.ref[Any]] = {}
+        self._undo = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Begin to watch."""
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            self._optimizers[id(optimizer)] = optimizer
+
+        self._undo.callback(register_optimizer_step_post_hook(stepped).remove)
+        self._undo.callback(self._watch_iterators())
+
+    def close(self) -> None:
+        """No hook stays behind."""
+        self._undo.close()
+
+    def forget(self) -> None:
+        """Let go of the objects that were seen."""
+        self._optimizers.clear()
+        self._iterators.clear()
+
+    def oversight(self, objects: dict[str, Any], states: Any) -> str | None:
+        """The first thing that a resumed run would lack, with what to do; None if there is none.
+
+        Args:
+            objects: what is registered, by name.
+            states: what would be saved of them.
+        """
+        saved = _Tensors(states)
+        optimizers = list(self._optimizers.values())
+        is_sharded = any(_is_fsdp1(thing) for thing in objects.values())  # saves gathered copies
+        for optimizer in optimizers:
+            if is_sharded or any(_is_around(thing, optimizer) for thing in objects.values()):
+                continue
+            tensors = _state_tensors(optimizer)
+            if all(map(saved.have, tensors)) if tensors else _saves_optimizer(objects, states):
+                continue  # an object of the script saves it among other things
+            return (
+                f"{_named(optimizer)} has stepped and is not part of this run: resumed, it would "
+                "begin anew. Give it: Run(optimizer=...) for one, "
+                f'run.register("optimizer_2", optimizer) for each further one. {_OTHERWISE}'
+            )
+        for optimizer in optimizers:
+            if not is_sharded and (message := _weights_missing(optimizer, saved)):
+                return message
+        for optimizer in optimizers:
+            if _is_scheduled(optimizer) and not _saves_scheduler(objects, states, optimizer):
+                return (
+                    f"a scheduler sets the learning rate of {_named(optimizer)}, and none is part "
+                    "of this run: resumed, it would begin anew. Give it: Run(scheduler=...) for "
+                    f'one, run.register("scheduler_2", scheduler) for each further one. '
+                    f"{_OTHERWISE}"
+                )
+        return self._iterated(objects)
+
+    def _iterated(self, objects: dict[str, Any]) -> str | None:
+        if any(one() is not None for one in self._iterators.values()):
+            gc.collect()  # one with workers may be kept by a cycle
+        known = [getattr(thing, "_iterator", None) for thing in objects.values()]
+        alive = [it for one in self._iterators.values() if (it := one()) is not None]
+        if all(any(it is one for one in known) for it in alive):
+            return None
+        return (
+            "a batch was taken from an iterator over a DataLoader, which has no position that is "
+            "saved: resumed, it would begin with its first batches again. Let the run hand them "
+            "out: Run(loader=loader) and `for batch in run.batches(epochs=...)`; or have a "
+            "get_batch(step) choose the samples by the number of the step. If the script skips "
+            "what was read already: run.steps(total, check=False)"
+        )
+
+    def _watch_iterators(self) -> Any:
+        kind: Any = torch_dataloader._BaseDataLoaderIter
+        original = kind.__next__
+
+        def noted(iterator: Any) -> Any:
+            try:
+                batch = original(iterator)
+            except StopIteration:  # an evaluation, which begins anew each time
+                self._iterators.pop(id(iterator), None)
+                raise
+            if torch.is_grad_enabled():
+                self._iterators[id(iterator)] = weakref.ref(iterator)
+            return batch
+
+        def put_back() -> None:
+            if kind.__next__ is noted:
+                kind.__next__ = original
+
+        kind.__next__ = noted
+        return put_back
+
+
+class _Tensors:
+    """The tensors of a state: found by their memory, or, where the state has copies, by value."""
+
+    def __init__(self, states: Any) -> None:
+        self._places: set[Any] = set()
+        self._alike: dict[Any, list[torch.Tensor]] = {}
+        for node in _nodes(states):
+            if isinstance(node, torch.Tensor):
+                local = _local(node)
+                self._places.add(_place(local))
+                self._alike.setdefault((local.dtype, local.shape), []).append(local)
+
+    def have(self, tensor: torch.Tensor) -> bool:
+        local = _local(tensor)
+        if local.numel() == 0 or local.is_meta or _place(local) in self._places:
+            return True
+        alike = self._alike.get((local.dtype, local.shape), ())
+        return any(torch.equal(local.cpu(), one.cpu()) for one in alike)
+
+
+def _weights_missing(optimizer: Optimizer, saved: _Tensors) -> str | None:
+    params = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None or param.requires_grad
+    ]
+    missing = [param for param in params if not saved.have(param)]
+    if not missing:
+        return None
+    return (
+        f"{_named(optimizer)} trains {len(missing)} parameters that are not part of this run, the "
+        f"first of shape {list(missing[0].shape)}: resumed, they would begin anew. Give the module "
+        'that has them: Run(model=...) for one, run.register("model_2", module) for each further '
+        "one, torch.nn.ParameterList([tensor]) for a tensor that belongs to none. "
+        f"{_OTHERWISE}"
+    )
+
+
+def _is_around(thing: Any, optimizer: Optimizer) -> bool:
+    """Whether it is this optimizer, or a wrapper that looks like one."""
+    inner = (getattr(thing, "optimizer", None), getattr(thing, "optim", None))
+    return thing is optimizer or (hasattr(thing, "param_groups") and optimizer in inner)
+
+
+def _is_scheduled(optimizer: Optimizer) -> bool:
+    """A scheduler wraps the ``step`` of its optimizer; ReduceLROnPlateau does not."""
+    step = vars(optimizer).get("step")
+    return hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
+
+
+def _saves_scheduler(objects: dict[str, Any], states: Any, optimizer: Optimizer) -> bool:
+    """Whether a scheduler of this optimizer is registered, or something that may hold one."""
+    return any(
+        getattr(thing, "optimizer", optimizer) is optimizer or not isinstance(thing, LRScheduler)
+        for name, thing in objects.items()
+        if _has_key(states.get(name), "last_epoch")
+    )
+
+
+def _saves_optimizer(objects: dict[str, Any], states: Any) -> bool:
+    """Whether something that is no optimizer holds one."""
+    return any(
+        not isinstance(thing, Optimizer) and _has_key(states.get(name), "param_groups")
+        for name, thing in objects.items()
+    )
+
+
+def _has_key(tree: Any, key: str) -> bool:
+    return any(isinstance(node, dict) and key in node for node in _nodes(tree))
+
+
+def _state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _named(optimizer: Optimizer) -> str:
+    shapes = [list(param.shape) for group in optimizer.param_groups for param in group["params"]]
+    more = f" and {len(shapes) - 2} more" if len(shapes) > 2 else ""
+    listed = ", ".join(map(str, shapes[:2]))
+    return f"{type(optimizer).__name__} (of parameters of shape {listed}{more})"
+
+
+def _is_fsdp1(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module) and any(
+        type(module).__name__ == "FullyShardedDataParallel" for module in thing.modules()
+    )
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    yield tree
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return
+    for one in tree:
+        yield from _nodes(one)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return cast(torch.Tensor, local).detach()
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape
