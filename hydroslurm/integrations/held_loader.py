@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -40,6 +41,7 @@ class HeldLoader:
     ) -> None:
         self._hydroslurm_loader = loader
         self._hydroslurm_epoch = epoch
+        self._hydroslurm_rank = rank
         self._hydroslurm_ahead = fetched_ahead
         self._hydroslurm_position = position_of(
             loader, shield=shield, rank=rank, world_size=world_size
@@ -56,7 +58,10 @@ class HeldLoader:
                 lambda: self._hydroslurm_position.begin_epoch(self._hydroslurm_epoch())
             )
             return self._remembering(batches, None) if self._hydroslurm_ahead else batches
-        batches = self._hydroslurm_position.resume_epoch(resumed["position"])
+        with warnings.catch_warnings():
+            if self._hydroslurm_rank:  # one of them says what a replay costs
+                warnings.simplefilter("ignore")
+            batches = self._hydroslurm_position.resume_epoch(resumed["position"])
         if self._hydroslurm_ahead:
             return self._remembering(batches, resumed.get("rng"))
         return batches

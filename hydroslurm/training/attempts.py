@@ -46,7 +46,8 @@ class Limits:
         preemptions: attempts that ended by a preemption, a requeue or a person's signal.
         time_limits: attempts that ended at their time limit.
         failures: attempts that ended by an exception, or died (killed, crashed, node failure).
-        attempts_without_progress: consecutive attempts that began at the same step.
+        attempts_without_progress: consecutive attempts that began at the same step, as far as
+            there was something left to train.
     """
 
     preemptions: int | None = None
@@ -232,8 +233,8 @@ def check_limits(attempts: Sequence[AttemptRecord], limits: Limits, *, step: int
             )
     stuck = 0
     for attempt in reversed(attempts):
-        if attempt.step != step or attempt.ending == "cancelled":
-            break
+        if attempt.step != step or attempt.ending in ("cancelled", "finished"):
+            break  # of a finished one, what follows the training may be long
         stuck += 1
     allowed = limits.attempts_without_progress
     if allowed is not None and stuck >= allowed:

@@ -198,14 +198,20 @@ def attempt(name: str, folder: Path, stop: str) -> None:
     torch.set_num_threads(1)
     lightning.seed_everything(3, verbose=False)
     module, data, options = scene(name)
-    notes = Notes(folder / "notes", stop)
-    extra = options.pop("callbacks", [])
+    if name == "twice":
+        fit(module, data, options, Notes(folder / "notes", stop), folder)
+        stop = stop.replace("second", "train") if stop.startswith("second") else ""
+    fit(module, data, options, Notes(folder / "notes", stop), folder)
+
+
+def fit(module: Any, data: Any, options: dict[str, Any], notes: Notes, folder: Path) -> None:
+    extra = options.get("callbacks", [])
     trainer = lightning.Trainer(**{
         "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "default_root_dir": folder,
         "enable_progress_bar": False, "enable_model_summary": False,
         "enable_checkpointing": bool(extra),
-        "callbacks": [notes, *extra, Preemptible(directory=folder, every_s=0, every_steps=0)],
         **options,
+        "callbacks": [notes, *extra, Preemptible(directory=folder, every_s=0, every_steps=0)],
     })  # fmt: skip
     trainer.fit(module, data, DataLoader(Noisy().data, batch_size=8))
     weights = b"".join(one.detach().numpy().tobytes() for one in module.state_dict().values())
