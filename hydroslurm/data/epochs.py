@@ -166,5 +166,7 @@ def samplers(loader: Any) -> list[Any]:
         part = getattr(loader, name, None)
         while part is not None and not any(part is other for other in found):
             found.append(part)
-            part = getattr(part, "sampler", None)
+            # a BatchSamplerShard of accelerate's is around another batch sampler
+            inner = getattr(part, "sampler", None)
+            part = getattr(part, "batch_sampler", None) if inner is None else inner
     return found

@@ -280,7 +280,7 @@ def _unknown_sampler(loader: Any) -> str | None:
 
 
 def _is_known(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("torch", "hydroslurm")
+    return kind.__module__.partition(".")[0] in ("torch", "hydroslurm", "accelerate")
 
 
 def _skip(batches: Iterator[Any], count: int, *, unknown: str | None) -> None:

@@ -24,6 +24,8 @@ from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.held_loader import HeldLoader, held_state
+from hydroslurm.integrations.unchanged import Unchanged
+from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.objects import Stateful
 from hydroslurm.training.run import Run
@@ -75,6 +77,8 @@ class FrameworkRun(Run):
         self._loaders: dict[str, HeldLoader] = {}
         self._pending: Mapping[str, Any] | None = None
         self._trains = False
+        self._resumed_at = -1
+        self._tensors: Unchanged | None = None
         super().__init__(
             extra={name: self._handed},
             directory=directory,
@@ -123,6 +127,11 @@ class FrameworkRun(Run):
         )
         self._loaders[name] = held
         return held
+
+    def worker_shield(self) -> WorkerShield:
+        """What lets workers of all loaders survive the stop signals, such as those of an
+        evaluation; to be installed for the time of the training."""
+        return WorkerShield(self._controller.plan.stopping())
 
     def begin(self) -> None:
         """All is built, iterators included, and the first step comes next: the random numbers and
@@ -175,7 +184,44 @@ class FrameworkRun(Run):
 
     def end_evaluation(self) -> None:
         """The evaluation is over."""
-        self._saves.evaluation = self._handed.frozen = None
+        self._saves.evaluation = self._handed.frozen = self._tensors = None
+
+    def check_evaluation(self) -> None:
+        """Within an evaluation: leave if a stop was requested, with the state of its beginning.
+
+        A framework or a callback that has put other weights in the model's place (an average of
+        them) puts them back at the end: the stop waits for that. Outside of an evaluation nothing
+        is known of the state, and the stop waits for the next safe point.
+
+        Raises:
+            SystemExit: as :meth:`Run.safe_point`.
+        """
+        if self._trains and not self._saves.behind_batches:
+            if self._handed.frozen is None:
+                return
+            if self._tensors is None:
+                self._tensors = Unchanged(self._handed.frozen)
+            if not self._tensors.holds():
+                return
+        self.check_stop()
+
+    def end_steps(self) -> None:
+        """The last step is done: what follows is repeated if the attempt ends within it, from the
+        state of now, or that of the beginning of the current evaluation.
+
+        Raises:
+            SaveFailed: it is not committed.
+        """
+        if self._saves.evaluation is None:
+            self._save_behind_batches(since=self._resumed_at)
+            return
+        with self._leaving_when_stale():
+            step = self._completed_step()
+            self._saver.save(
+                self._state(), step=step, epoch=self._epoch, kind="manual", meta=self._made_of()
+            )
+        self._saves.began()
+        self._saves.behind_batches = True
 
     def finish(self) -> None:
         if self._pending is not None:  # there was nothing left to train
@@ -192,6 +238,7 @@ class FrameworkRun(Run):
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
         self._pending = state.own
+        self._resumed_at = self._step
 
     def _own_state(self) -> Mapping[str, Any]:
         if self._pending is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -48,8 +49,12 @@ class HeldLoader:
         )
         self._hydroslurm_resumed = resumed
         self._hydroslurm_before: dict[str, Any] | None = None
+        self._hydroslurm_opened: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        opened, self._hydroslurm_opened = self._hydroslurm_opened, None
+        if opened is not None:
+            return opened
         resumed, self._hydroslurm_resumed = self._hydroslurm_resumed, None
         if resumed is None:
             # both that an iterator draws, a seed for workers and one for the order, come together:
@@ -99,6 +104,24 @@ class HeldLoader:
                 return
             self._hydroslurm_before = place
             yield batch
+
+
+def open_resumed(loader: HeldLoader) -> None:
+    """Begin the iteration that goes on where it was saved, ahead of the framework, and fetch the
+    batch that had been fetched ahead. Random numbers are to be restored after this; then the
+    framework's first ``next()`` draws what it drew after the save."""
+    ahead = "rng" in (loader._hydroslurm_resumed or {})
+    batches = iter(loader)
+    fetched = list(itertools.islice(batches, 1)) if ahead else []
+    loader._hydroslurm_opened = itertools.chain(fetched, batches)
+
+
+def skip(loader: HeldLoader, count: int) -> None:
+    """Begin an epoch, and leave its first ``count`` batches out."""
+    batches = iter(loader)
+    for _ in itertools.islice(batches, count):
+        pass
+    loader._hydroslurm_opened = batches
 
 
 def held_state(loader: HeldLoader) -> dict[str, Any]:

@@ -68,6 +68,8 @@ _LAUNCHERS = frozenset({
     "hydroslurm", "hydroslurm.cli",
 })  # fmt: skip
 """Programs that import torch and start ranks, or look at them, without being one."""
+_ADAPTED = {"transformers.trainer": "hydroslurm.integrations.transformers"}
+"""Modules of frameworks that no entry point leads to, and the adapter that each is given to."""
 _PROVE_ENV = "HYDROSLURM_PROVE"  # of prove.updates, likewise
 _SIGNALS_ENV = "HYDROSLURM_SIGNALS"  # of runtime.signals, whose import every Python would pay for
 
@@ -91,6 +93,8 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     signals = killing(environ)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they wait for install(), which takes them
     keep_alive(signals)
+    if mode == "requeue" and not is_launcher():
+        sys.meta_path.insert(0, _AdaptedFinder())
     if "torch" in sys.modules:  # nobody's start-up is that early but a test's
         _install()
     else:
@@ -326,6 +330,47 @@ def _without_collections(execute: Callable[[ModuleType], object], module: Module
     finally:
         if was_on:
             gc.enable()
+
+
+class _AdaptedFinder:
+    """Lets the other finders find a framework's module, and gives it to our adapter after its
+    execution. It imports nothing before that."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname not in _ADAPTED:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find and find(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    _adapt(spec.loader, _ADAPTED[fullname])
+                return spec
+        return None
+
+
+def _adapt(loader: importlib.abc.Loader, adapter: str) -> None:
+    """Call the adapter's ``install(module)`` after ``exec_module`` of this loader."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        try:
+            import importlib
+
+            importlib.import_module(adapter).install(module)
+        except Exception as error:
+            say(f"{module.__name__} was not made preemptible: {error}")
+
+    try:
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+    except AttributeError as error:
+        say(f"{loader} was not made preemptible: it is an odd loader ({error})")
 
 
 def _record() -> None:

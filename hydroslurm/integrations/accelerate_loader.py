@@ -1,0 +1,128 @@
+"""A training loader that accelerate has prepared, held so that its position is saved.
+
+accelerate fetches one batch ahead, to know which one is the last, and shuffles by a seed that it
+takes from torch when the loader is made and a count of epochs; none of these is in its own
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hydroslurm.data.epochs import samplers
+from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.held_loader import open_resumed, skip
+
+
+class HeldTrainLoader:
+    """See the module.
+
+    Args:
+        run: resumed already, if there was something to resume from.
+        loader: what ``accelerator.prepare()`` has made, or any other loader.
+        name: of its state.
+
+    Attributes:
+        to_iterate: the loader that is to be iterated. That is accelerate's own where it fetches
+            from a loader of this process, which is held in its place.
+
+    Raises:
+        UsageError: as :func:`hydroslurm.data.position.position_of`.
+    """
+
+    def __init__(self, run: FrameworkRun, loader: Any, *, name: str = "train") -> None:
+        self._loader = loader
+        self._rng_types: Any = None
+        base = getattr(loader, "base_dataloader", None)
+        self._seeded = [one for one in samplers(base or loader) if hasattr(one, "initial_seed")]
+        self._resume(run.own_loaded.get(f"loader {name}"))
+        run.own[f"loader {name}"] = self
+        if base is not None and not _is_dispatched(loader):
+            self._held = run.hold(
+                base,
+                name=name,
+                epoch=lambda: loader.iteration,
+                fetched_ahead=lambda: not loader.end_of_dataloader,
+            )
+            loader.base_dataloader = self._held
+            self.to_iterate = loader
+        else:
+            self._held = run.hold(
+                loader if base is None else _Iterated(loader),
+                name=name,
+                epoch=lambda: getattr(loader, "iteration", 0),
+            )
+            self.to_iterate = self._held
+
+    @property
+    def iteration(self) -> int:
+        """Epochs that were begun before this one."""
+        return int(getattr(self._loader, "iteration", 0))
+
+    def open(self) -> None:
+        """Go to the place where it was saved, before random numbers are restored."""
+        open_resumed(self._held)
+        # what ranks exchange where they begin an epoch, they have exchanged before the save
+        self._rng_types = getattr(self._loader, "rng_types", None)
+        if self._rng_types is not None:
+            self._loader.rng_types = None
+
+    def is_iterated(self) -> None:
+        """The iteration that was opened has begun."""
+        if self._rng_types is not None:
+            self._loader.rng_types, self._rng_types = self._rng_types, None
+
+    def skip(self, count: int) -> None:
+        """Begin this epoch behind its first ``count`` batches."""
+        if self.to_iterate is self._loader:
+            self._loader.set_epoch(self.iteration)
+        skip(self._held, count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "iteration": self.iteration,
+            "seeds": [int(one.initial_seed) for one in self._seeded],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is left to do: it was needed before the loader was opened."""
+
+    def _resume(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            if hasattr(self._loader, "iteration"):
+                self._loader.iteration = state["iteration"]
+            for sampler, seed in zip(self._seeded, state["seeds"], strict=False):
+                sampler.initial_seed = seed
+        for sampler in self._seeded:
+            if sampler.generator is None:  # it makes one when it is iterated; a position wants it
+                sampler.generator = torch.Generator()
+                sampler.generator.manual_seed(sampler.initial_seed)
+
+
+class _Iterated:
+    """A loader of which nothing but its batches is to be asked: accelerate's dispatcher has the
+    methods of a stateful loader, and no state."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Any:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _is_dispatched(loader: Any) -> bool:
+    """Whether one rank fetches the batches of several, each of them ahead."""
+    state = getattr(loader, "state", None)
+    is_dispatcher = any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__)
+    return is_dispatcher and getattr(state, "num_processes", 1) > 1

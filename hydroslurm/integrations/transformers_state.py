@@ -1,0 +1,175 @@
+"""What a rank's Trainer knows of its loop, beside TrainerState: where it is in the epoch, what is
+still to be done behind the step, running averages, callbacks."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_AT_STEP = ("should_save", "should_evaluate", "should_log")
+_FLAGS = ("should_training_stop", "should_epoch_stop", *_AT_STEP)
+_NUMBERS = (int, float, torch.Tensor)
+
+
+class LoopState:
+    """One rank's part of the state of a ``train()``.
+
+    The Trainer and its subclasses count and average in attributes: the losses and tokens since the
+    last log, floating-point operations, TRL's metrics. All attributes that hold numbers or tensors,
+    or lists and dictionaries of them, and have changed since the training began, are saved.
+
+    Attributes:
+        epoch, steps_in_epoch: that is being trained; optimizer steps so far in it.
+        grad_norm, learning_rate: of the last step; a log at the end of the epoch has them.
+        loss: sum of the losses since the last log, of this rank, where it is no attribute of the
+            Trainer's.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.epoch = -1
+        self.steps_in_epoch = 0
+        self.grad_norm: Any = None
+        self.learning_rate: float | None = None
+        self.loss: Any = None
+        self._epoch_ended = False
+        self._flags: Mapping[str, bool] = {}
+        self._before: dict[str, Any] = {}
+        self._restored: frozenset[str] = frozenset()
+
+    def remember(self) -> None:
+        """Attributes that will not have changed from now on are not saved."""
+        self._before = {
+            name: _plain(value) for name, value in vars(self._trainer).items() if _is_counter(value)
+        }
+
+    def count_step(
+        self, *, epoch: int, loss: Any, grad_norm: Any, learning_rate: float | None
+    ) -> None:
+        """An optimizer step is complete."""
+        if epoch != self.epoch:
+            self.epoch, self.steps_in_epoch = int(epoch), 0
+        self.steps_in_epoch += 1
+        self._epoch_ended = False
+        self.loss, self.grad_norm, self.learning_rate = loss, grad_norm, learning_rate
+
+    def epoch_ended(self) -> None:
+        """What was to be done behind the last step is done. What is to be done at the end of the
+        epoch is found out again when that is repeated."""
+        self._epoch_ended = True
+
+    def give_back_control(self) -> None:
+        """What was still to be done behind the step, and whether the training is over. Later than
+        the rest: the Trainer resets it when an epoch begins."""
+        for name, value in self._flags.items():
+            setattr(self._trainer.control, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        changed = {
+            name: value
+            for name, value in vars(trainer).items()
+            if _is_counter(value)
+            and (name in self._restored or not _equal(value, self._before.get(name)))
+        }
+        return {
+            "epoch": self.epoch,
+            "steps_in_epoch": self.steps_in_epoch,
+            "epoch_ended": self._epoch_ended,
+            "grad_norm": _plain(self.grad_norm),
+            "learning_rate": _plain(self.learning_rate),
+            "loss": _plain(self.loss),
+            "flags": self._flags_now(),
+            "attributes": {name: _plain(value) for name, value in changed.items()},
+            "callbacks": {str(n): one.state()["attributes"] for n, one in self._exportable()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.steps_in_epoch = state["epoch"], state["steps_in_epoch"]
+        self.grad_norm, self.learning_rate = state["grad_norm"], state["learning_rate"]
+        self.loss = state["loss"]
+        self._flags = state["flags"]
+        self._epoch_ended = state["epoch_ended"]
+        self._restored = frozenset(state["attributes"])
+        for name, value in state["attributes"].items():
+            here = getattr(self._trainer, name, None)
+            setattr(self._trainer, name, _put(here, value))
+        for n, callback in self._exportable():
+            for name, value in state["callbacks"].get(str(n), {}).items():
+                setattr(callback, name, value)
+
+    def _flags_now(self) -> dict[str, bool]:
+        flags = {name: bool(getattr(self._trainer.control, name)) for name in _FLAGS}
+        return flags | dict.fromkeys(_AT_STEP if self._epoch_ended else (), False)
+
+    def _exportable(self) -> list[tuple[int, Any]]:
+        """The callbacks that have a state to save, numbered; a script makes the same ones in each
+        attempt."""
+        kind = sys.modules["transformers.trainer_callback"].ExportableState
+        callbacks = self._trainer.callback_handler.callbacks
+        return list(enumerate(one for one in callbacks if isinstance(one, kind)))
+
+
+def _is_counter(value: Any, *, depth: int = 0) -> bool:
+    """Whether it is a number or a tensor, or a container of such, also of strings and None."""
+    if isinstance(value, bool):
+        return depth > 0
+    if isinstance(value, _NUMBERS):
+        return True
+    if depth and (value is None or isinstance(value, str)):
+        return True
+    if depth > 4:
+        return False
+    if isinstance(value, Mapping):
+        return all(
+            isinstance(key, str) and _is_counter(one, depth=depth + 1) for key, one in value.items()
+        )
+    if isinstance(value, (list, tuple, deque)):
+        return all(_is_counter(one, depth=depth + 1) for one in value)
+    return False
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.shape == other.shape and bool(torch.equal(one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, type(one)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _plain(value: Any) -> Any:
+    """A copy of tensors, numbers and plain containers."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return float(value)  # numpy's are floats too
+    return value
+
+
+def _put(here: Any, value: Any) -> Any:
+    """The saved value in the form of what is here: the same containers, the same tensor."""
+    if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
+        if here.shape == value.shape and here.dtype == value.dtype and not here.requires_grad:
+            return here.copy_(value)
+        return value.to(here.device)
+    if isinstance(here, dict) and isinstance(value, Mapping):
+        made = {key: _put(here.get(key), one) for key, one in value.items()}
+        here.clear()
+        here.update(made)
+        return here
+    if isinstance(here, deque) and isinstance(value, list):
+        return deque(value, maxlen=here.maxlen)
+    if isinstance(here, tuple) and isinstance(value, list):
+        return tuple(value)
+    return value

@@ -1,0 +1,338 @@
+"""One ``train()`` of a Hugging Face Trainer, made preemptible.
+
+The safe point lies behind an optimizer step and the callbacks of its end, before what may follow
+it: a log, an evaluation, a checkpoint of the Trainer's own, the end of the epoch. A resumed train()
+enters the loop at that step; its first turn trains nothing, and does what follows the step. So
+nothing depends on what the Trainer's own resume makes of the end of an epoch, of running averages,
+or of accelerate, whose loaders fetch one batch ahead.
+
+Knows transformers' loop by the methods that it calls (4.57 to 5), and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
+from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.transformers_known import environ_of, require_known
+from hydroslurm.integrations.transformers_state import LoopState
+from hydroslurm.training.objects import bare
+from hydroslurm.training.reporting import notice
+
+__all__ = ["Train", "require_known"]
+
+_STATE_FILE = "trainer_state.json"
+
+
+class Train:
+    """See the module.
+
+    Args:
+        trainer: as it is at the beginning of ``train()``; the process group is there.
+        options: of the Run.
+
+    Raises:
+        UsageError: as :func:`require_known` and :func:`environ_of`.
+    """
+
+    def __init__(self, trainer: Any, *, options: Mapping[str, Any]) -> None:
+        require_known(trainer)
+        self._trainer = trainer
+        self._undo = ExitStack()
+        self._loader: HeldTrainLoader | None = None
+        self._steps_per_epoch = 1
+        self._ended = False
+        self.run = FrameworkRun(
+            "transformers", self._capture, environ=environ_of(trainer.args), **options
+        )
+        self._loop = LoopState(trainer)
+        self.run.own["loop"] = self._loop
+
+    def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Run ``own``, the Trainer's train(), with these arguments."""
+        self._loop.remember()
+        self._ignore_keys = given.get("ignore_keys_for_eval")
+        with self.run, self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
+            if self.run.resume():
+                if given.get("resume_from_checkpoint"):
+                    self._say(
+                        f"this run goes on from its own step {self.run.step}; "
+                        f"resume_from_checkpoint={given['resume_from_checkpoint']!r} is left out"
+                    )
+                self._resume_from(Path(folder))
+                given = {**given, "resume_from_checkpoint": folder}
+            self._take_places()
+            return own(**given)
+
+    # --- in the place of the Trainer's own
+    # --------------------------------------------------------------------------------------------
+
+    def _take_places(self) -> None:
+        shield = self.run.worker_shield()
+        shield.install()
+        self._undo.callback(shield.uninstall)
+        self._replace("set_initial_training_values", self._set_initial_training_values)
+        self._replace("get_train_dataloader", self._get_train_dataloader)
+        self._replace("get_batch_samples", self._get_batch_samples)
+        self._log_evaluate_save = self._replace("_maybe_log_save_evaluate", self._follow_step)
+        self._replace("_evaluate", self._evaluate)
+        self._replace("prediction_step", self._prediction_step)
+        module = _module_of(self._trainer)
+        skip = module.skip_first_batches
+        module.skip_first_batches = lambda loader, count=0: self._skip(skip, loader, count)
+        self._undo.callback(setattr, module, "skip_first_batches", skip)
+
+    def _replace(self, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+        """Have the trainer call ours, with its own as the first argument. Returns its own."""
+        trainer, own = self._trainer, getattr(self._trainer, name)
+        had = vars(trainer).get(name)
+        setattr(trainer, name, lambda *args, **kwargs: ours(own, *args, **kwargs))
+        if had is None:
+            self._undo.callback(delattr, trainer, name)
+        else:
+            self._undo.callback(setattr, trainer, name, had)
+        return own  # type: ignore[no-any-return]
+
+    def _set_initial_training_values(self, own: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        values = own(*args, **kw)
+        self._steps_per_epoch = values[1]
+        return values
+
+    def _get_train_dataloader(self, own: Callable[..., Any]) -> Any:
+        self._loader = HeldTrainLoader(self.run, own())
+        return self._loader.to_iterate
+
+    def _skip(self, own: Callable[..., Any], loader: Any, count: int) -> Any:
+        """Of a resumed run the loader knows where it is. A checkpoint of the Trainer's own tells
+        how many batches to leave out: they are, in a way that keeps the position."""
+        if self._loader is None or loader is not self._loader.to_iterate:
+            return own(loader, count)
+        if self.run.loaded is None:
+            self._loader.skip(count)
+        return loader
+
+    def _get_batch_samples(self, own: Callable[..., Any], batches: Any, *args: Any) -> Any:
+        """The batches of one step; a resumed run first does what is left of its last one."""
+        if not self.run.trains:
+            assert self._loader is not None
+            resumed = self.run.loaded is not None
+            if resumed:
+                self._loader.open()
+            else:
+                self._begin_anew()
+            self.run.begin()
+            if resumed:
+                self._follow_resumed_step()
+        control = self._trainer.control
+        if control.should_epoch_stop or control.should_training_stop:
+            return [], None
+        found = own(batches, *args)
+        assert self._loader is not None
+        self._loader.is_iterated()
+        return found
+
+    def _begin_anew(self) -> None:
+        """The Trainer may go on from a checkpoint of its own."""
+        step, per_epoch = self._trainer.state.global_step, self._steps_per_epoch
+        self._loop.epoch = step // per_epoch
+        if not self._trainer.args.ignore_data_skip:
+            self._loop.steps_in_epoch = step % per_epoch
+
+    def _follow_resumed_step(self) -> None:
+        loop = self._loop
+        tensor = _loss_in_loop(self._trainer)
+        if tensor is not None and loop.loss is not None:
+            tensor.copy_(loop.loss)
+        loop.give_back_control()
+        model, now_s = self._trainer.model_wrapped, time.time()
+        self._end_if_over()
+        self._log_evaluate_save(
+            tensor,
+            loop.grad_norm,
+            model,
+            None,
+            loop.epoch,
+            self._ignore_keys,
+            now_s,
+            learning_rate=loop.learning_rate,
+        )
+        self._end_if_over()
+        self.run.end_evaluation()
+
+    def _follow_step(
+        self,
+        own: Callable[..., Any],
+        loss: Any,
+        grad_norm: Any,
+        model: Any,
+        trial: Any,
+        epoch: Any,
+        ignore_keys: Any,
+        start_time: Any,
+        learning_rate: Any = None,
+    ) -> None:
+        """Log, evaluate and save, behind a step or at the end of an epoch."""
+        step, loop = self._trainer.state.global_step, self._loop
+        if not self.run.trains:
+            own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
+            return
+        if step > self.run.step:
+            loop.count_step(
+                epoch=epoch, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate
+            )
+            self.run.complete_step(step, epoch=int(epoch))
+        else:
+            loop.epoch_ended()
+        if (
+            step == self.run.step
+            and grad_norm is None
+            and learning_rate is None
+            and loop.epoch == epoch
+        ):
+            grad_norm, learning_rate = loop.grad_norm, loop.learning_rate  # of before the stop
+        self._end_if_over()
+        own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
+        self._end_if_over()
+        self.run.end_evaluation()
+
+    def _end_if_over(self) -> None:
+        """What follows the last step is repeated, if the attempt ends within it. A callback that
+        ends the training because of an evaluation is asked again."""
+        if self._trainer.control.should_training_stop and self.run.trains and not self._ended:
+            self._ended = True
+            self.run.end_steps()
+
+    def _evaluate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A stop may cut the evaluation off; the next attempt begins it anew."""
+        if not self.run.trains:
+            # eval_on_start: at the start of the training, not of each attempt
+            return {} if self.run.loaded is not None else own(*args, **kwargs)
+        self.run.begin_evaluation()
+        return own(*args, **kwargs)
+
+    def _prediction_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.run.check_evaluation()
+        return own(*args, **kwargs)
+
+    # --- a resumed run
+    # --------------------------------------------------------------------------------------------
+
+    def _resume_from(self, folder: Path) -> None:
+        """Have the Trainer resume, from a folder with nothing in it but its own state."""
+        loaded, trainer = self.run.loaded, self._trainer
+        assert loaded is not None
+        (folder / _STATE_FILE).write_text(loaded["state"])
+        self._replace("_load_from_checkpoint", self._load_model)
+        self._replace("_load_optimizer_and_scheduler", self._load_optimizer)
+        self._replace("_load_scaler", self._load_scaler)
+        self._replace("_load_callback_state", self._enter)
+        self._replace("_load_rng_state", lambda *_: None)  # the Run does
+        self._undo.callback(
+            setattr, trainer.args, "ignore_data_skip", trainer.args.ignore_data_skip
+        )
+        trainer.args.ignore_data_skip = False
+
+    def _load_model(self, own: Any, path: Any, model: Any = None) -> None:
+        del own, path, model
+        self._load("model", bare(self._trainer.model))
+
+    def _load_optimizer(self, own: Any, path: Any) -> None:
+        del own, path
+        self._load("optimizer", self._trainer.optimizer)
+        self._load("scheduler", self._trainer.lr_scheduler)
+
+    def _load_scaler(self, own: Any, path: Any) -> None:
+        del own, path
+        self._load("scaler", self._trainer.accelerator.scaler)
+
+    def _load(self, name: str, thing: Any) -> None:
+        assert self.run.loaded is not None
+        state = self.run.loaded[name]
+        if (thing is None) != (state is None):
+            here, there = ("none", "one") if thing is None else ("one", "none")
+            raise StateMismatch(
+                f"the checkpoint has {there} for the {name}, and this Trainer {here}; begin anew "
+                "with another directory="
+            )
+        if state is None:
+            return
+        try:
+            thing.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise StateMismatch(
+                f"step {self.run.step} of this run does not fit the {name} "
+                f"({type(thing).__name__}): {error}"
+            ) from error
+
+    def _enter(self, own: Any) -> None:
+        """Tell the Trainer the step that brings it into the epoch that was being trained, at the
+        step behind which it was saved; in front of it, where that was the last one of the epoch."""
+        del own
+        state, loop = self._trainer.state, self.run.own_loaded["loop"]
+        step, per_epoch = state.global_step, self._steps_per_epoch
+        state.global_step = loop["epoch"] * per_epoch + min(loop["steps_in_epoch"], per_epoch - 1)
+
+        def init_training_references(*args: Any, **kwargs: Any) -> None:
+            del state.init_training_references
+            state.global_step = step
+            state.init_training_references(*args, **kwargs)
+
+        state.init_training_references = init_training_references
+
+    # --- the state
+    # --------------------------------------------------------------------------------------------
+
+    def _capture(self) -> Mapping[str, Any]:
+        trainer = self._trainer
+        scaler = trainer.accelerator.scaler
+        return {
+            "model": bare(trainer.model).state_dict(),
+            "optimizer": trainer.optimizer.state_dict(),
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "state": json.dumps(asdict(trainer.state)),
+        }
+
+    def _say(self, text: str) -> None:
+        if self._trainer.is_world_process_zero():
+            notice(text)
+
+
+def _module_of(trainer: Any) -> Any:
+    """``transformers.trainer``, whatever the trainer's class is made from."""
+    for kind in type(trainer).__mro__:
+        if kind.__module__ == "transformers.trainer":
+            return sys.modules[kind.__module__]
+    raise AssertionError(f"{type(trainer).__name__} is no Trainer")
+
+
+def _loss_in_loop(trainer: Any) -> torch.Tensor | None:
+    """The tensor in which the Trainer adds up losses until it logs them. It is an attribute since
+    5.1, and a variable of the loop before that: there it is found by looking at who called us."""
+    if isinstance(found := getattr(trainer, "_tr_loss", None), torch.Tensor):
+        return found
+    frames: Iterator[Any] = _callers()
+    for frame in frames:
+        if frame.f_code.co_name == "_inner_training_loop":
+            found = frame.f_locals.get("tr_loss")
+            return found if isinstance(found, torch.Tensor) else None
+    return None
+
+
+def _callers() -> Iterator[Any]:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
