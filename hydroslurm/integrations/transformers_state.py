@@ -36,7 +36,7 @@ class LoopState:
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.loss: Any = None
-        self._epoch_ended = False
+        self._is_followed = False
         self._flags: Mapping[str, bool] = {}
         self._before: dict[str, Any] = {}
         self._restored: frozenset[str] = frozenset()
@@ -54,13 +54,13 @@ class LoopState:
         if epoch != self.epoch:
             self.epoch, self.steps_in_epoch = int(epoch), 0
         self.steps_in_epoch += 1
-        self._epoch_ended = False
+        self._is_followed = False
         self.loss, self.grad_norm, self.learning_rate = loss, grad_norm, learning_rate
 
-    def epoch_ended(self) -> None:
+    def step_is_followed(self) -> None:
         """What was to be done behind the last step is done. What is to be done at the end of the
         epoch is found out again when that is repeated."""
-        self._epoch_ended = True
+        self._is_followed = True
 
     def give_back_control(self) -> None:
         """What was still to be done behind the step, and whether the training is over. Later than
@@ -79,7 +79,7 @@ class LoopState:
         return {
             "epoch": self.epoch,
             "steps_in_epoch": self.steps_in_epoch,
-            "epoch_ended": self._epoch_ended,
+            "is_followed": self._is_followed,
             "grad_norm": _plain(self.grad_norm),
             "learning_rate": _plain(self.learning_rate),
             "loss": _plain(self.loss),
@@ -93,7 +93,7 @@ class LoopState:
         self.grad_norm, self.learning_rate = state["grad_norm"], state["learning_rate"]
         self.loss = state["loss"]
         self._flags = state["flags"]
-        self._epoch_ended = state["epoch_ended"]
+        self._is_followed = state["is_followed"]
         self._restored = frozenset(state["attributes"])
         for name, value in state["attributes"].items():
             here = getattr(self._trainer, name, None)
@@ -104,7 +104,7 @@ class LoopState:
 
     def _flags_now(self) -> dict[str, bool]:
         flags = {name: bool(getattr(self._trainer.control, name)) for name in _FLAGS}
-        return flags | dict.fromkeys(_AT_STEP if self._epoch_ended else (), False)
+        return flags | dict.fromkeys(_AT_STEP if self._is_followed else (), False)
 
     def _exportable(self) -> list[tuple[int, Any]]:
         """The callbacks that have a state to save, numbered; a script makes the same ones in each

@@ -135,6 +135,7 @@ class Train:
             self.run.begin()
             if resumed:
                 self._follow_resumed_step()
+                self._keep_control()
         control = self._trainer.control
         if control.should_epoch_stop or control.should_training_stop:
             return [], None
@@ -142,6 +143,21 @@ class Train:
         assert self._loader is not None
         self._loader.is_iterated()
         return found
+
+    def _keep_control(self) -> None:
+        """An epoch of one step only looks like one without data to the loop, which trained nothing
+        in it, and would end there."""
+        handler, control = self._trainer.callback_handler, self._trainer.control
+        if self._loop.steps_in_epoch < self._steps_per_epoch or self._steps_per_epoch > 1:
+            return
+        own, stop = handler.on_epoch_end, control.should_training_stop
+
+        def on_epoch_end(args: Any, state: Any, control: Any) -> Any:
+            del handler.on_epoch_end
+            control.should_training_stop = stop
+            return own(args, state, control)
+
+        handler.on_epoch_end = on_epoch_end
 
     def _begin_anew(self) -> None:
         """The Trainer may go on from a checkpoint of its own."""
@@ -157,7 +173,6 @@ class Train:
             tensor.copy_(loop.loss)
         loop.give_back_control()
         model, now_s = self._trainer.model_wrapped, time.time()
-        self._end_if_over()
         self._log_evaluate_save(
             tensor,
             loop.grad_norm,
@@ -168,8 +183,7 @@ class Train:
             now_s,
             learning_rate=loop.learning_rate,
         )
-        self._end_if_over()
-        self.run.end_evaluation()
+        self._step_is_followed()
 
     def _follow_step(
         self,
@@ -193,23 +207,23 @@ class Train:
                 epoch=epoch, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate
             )
             self.run.complete_step(step, epoch=int(epoch))
-        else:
-            loop.epoch_ended()
-        if (
-            step == self.run.step
-            and grad_norm is None
-            and learning_rate is None
-            and loop.epoch == epoch
-        ):
+            own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
+            self._step_is_followed()
+            return
+        if grad_norm is None and learning_rate is None and loop.epoch == epoch:
             grad_norm, learning_rate = loop.grad_norm, loop.learning_rate  # of before the stop
-        self._end_if_over()
         own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
-        self._end_if_over()
+        self._end_if_over()  # if by an evaluation, that is repeated
         self.run.end_evaluation()
 
+    def _step_is_followed(self) -> None:
+        """What was to be done behind the step is done."""
+        self.run.end_evaluation()
+        self._loop.step_is_followed()
+        self._end_if_over()
+
     def _end_if_over(self) -> None:
-        """What follows the last step is repeated, if the attempt ends within it. A callback that
-        ends the training because of an evaluation is asked again."""
+        """What follows the last step is repeated, if the attempt ends within it."""
         if self._trainer.control.should_training_stop and self.run.trains and not self._ended:
             self._ended = True
             self.run.end_steps()

@@ -1,0 +1,238 @@
+"""Trainings with Hugging Face's Trainer, each stopped and resumed as told:
+``transformers_scenes.py SCENE FOLDER STOP...``. Prints what the attempts have noted, beside an
+undisturbed run's, as JSON.
+
+torch and transformers are imported once; each attempt is a fork of that.
+
+A stop is ``step:N`` (behind the N-th optimizer step of the run, from 1), ``micro:N`` (in front of
+the N-th batch's training of its attempt, from 1), ``eval:N`` (in the N-th batch of evaluation of
+its attempt, from 1), ``epoch:N`` (at the end of the N-th epoch, from 1) or ``start``. ``every``
+stands for a stop behind each step of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import Dataset, IterableDataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from hydroslurm.integrations.transformers import make_preemptible
+
+STOPPED = 75
+ITEMS, VOCABULARY, LENGTH = 22, 40, 8
+
+
+class Noisy(Dataset):
+    """Token ids; which ones are masked is drawn when they are asked for."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.data = torch.randint(0, VOCABULARY, (items, LENGTH), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self.data[index].clone()
+        ids[torch.rand(LENGTH) < 0.2] = random.randrange(VOCABULARY)
+        return {"input_ids": ids, "labels": self.data[index]}
+
+
+class Stream(IterableDataset):
+    """Without a length."""
+
+    def __iter__(self) -> Any:
+        data = Noisy(18)
+        for index in torch.randperm(len(data)).tolist():
+            yield data[index]
+
+
+class Counting(Trainer):
+    """With an average of its own, as TRL's trainers have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: dict[str, list[float]] = {"loss": []}
+        self.tokens = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.tokens += int(inputs["input_ids"].numel())
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if model.training:
+            self.seen["loss"].append(float(loss.detach() if torch.is_tensor(loss) else 0))
+        return loss
+
+    def log(self, logs: Any, *args: Any, **kwargs: Any) -> None:
+        logs = {**logs, "tokens": self.tokens, "seen": sum(self.seen["loss"])}
+        self.seen["loss"].clear()
+        super().log(logs, *args, **kwargs)
+
+
+class Notes(transformers.TrainerCallback):
+    """Writes down what is trained and logged, and stops where told."""
+
+    def __init__(self, path: Path, stop: str) -> None:
+        self._path, self._stop = path, stop.partition(":")[::2]
+        self._counts: dict[str, int] = {}
+
+    def note(self, *what: Any) -> None:
+        with self._path.open("a") as notes:
+            print(*what, file=notes)
+
+    def _reach(self, place: str, number: int | None = None) -> None:
+        self._counts[place] = self._counts.get(place, 0) + 1
+        if self._stop == (place, str(self._counts[place] if number is None else number)):
+            self.stop()
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._stop[0] == "start":
+            self.stop()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._reach("micro")
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._reach("micro")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        weights = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
+        self.note(state.global_step, repr(state.epoch), hashlib.sha256(weights).hexdigest())
+        self._reach("step", state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+        timed = ("runtime", "per_second")
+        kept = {name: one for name, one in logs.items() if not name.endswith(timed)}
+        self.note("log", sorted(kept.items()))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.note("saved", state.global_step, state.best_metric)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._reach("eval")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._reach("epoch", round(state.epoch))
+
+
+def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
+    """The trainer, its data, arguments and callbacks."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 3}
+    if name == "workers":
+        return Trainer, Noisy(), {"dataloader_num_workers": 2, **evaluated}, []
+    if name == "persistent":
+        both = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+        return Trainer, Noisy(), both, []
+    if name == "accumulate":
+        return Counting, Noisy(), {"gradient_accumulation_steps": 4, "logging_steps": 2}, []
+    if name == "one":
+        return Trainer, Noisy(), {"gradient_accumulation_steps": 6, "eval_strategy": "epoch"}, []
+    if name == "stream":
+        return Trainer, Stream(), {"max_steps": 11, **evaluated}, []
+    if name == "stream accumulated":
+        return Trainer, Stream(), {"max_steps": 6, "gradient_accumulation_steps": 2}, []
+    if name == "best":
+        best = {
+            "eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch",
+            "load_best_model_at_end": True, "metric_for_best_model": "loss",
+            "num_train_epochs": 6, "save_total_limit": 1, "learning_rate": 0.05,
+        }  # fmt: skip
+        return Counting, Noisy(), best, [transformers.EarlyStoppingCallback(2)]
+    if name == "early":
+        early = {
+            **evaluated, "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 6,
+            "load_best_model_at_end": True, "learning_rate": 0.05, "eval_on_start": True,
+        }  # fmt: skip
+        return Trainer, Noisy(), early, [transformers.EarlyStoppingCallback(2)]
+    return Trainer, Noisy(), {"eval_strategy": "epoch"}, []
+
+
+def attempt(name: str, folder: Path, stop: str) -> None:
+    """One process's training, from its beginning or from where the last one was stopped."""
+    torch.set_num_threads(1)
+    transformers.set_seed(3)
+    kind, data, options, callbacks = scene(name)
+    notes = Notes(folder / "notes", stop)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    trainer = make_preemptible(
+        kind(
+            model=GPT2LMHeadModel(config),
+            args=TrainingArguments(**{
+                "output_dir": str(folder / "output"), "num_train_epochs": 2, "use_cpu": True,
+                "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
+                "logging_steps": 3, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+                "warmup_steps": 2, **options,
+            }),
+            train_dataset=data,
+            eval_dataset=Noisy(),
+            callbacks=[*callbacks, notes],
+        ),
+        directory=folder / "run", every_s=0, every_steps=0,
+    )  # fmt: skip
+    made = trainer.train()
+    weights = b"".join(
+        one.detach().numpy().tobytes() for one in trainer.model.state_dict().values()
+    )
+    notes.note(
+        "end", made.global_step, repr(made.training_loss), hashlib.sha256(weights).hexdigest()
+    )
+
+
+def forked(call: Any) -> int:
+    """The exit status of a child that does this."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            call()
+            status = 0
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main(name: str, folder: Path, *stops: str) -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    found: dict[str, Any] = {}
+    for run, told in (("undisturbed", ("",)), ("stopped", (*stops, ""))):
+        place = folder / run
+        place.mkdir(parents=True)
+        if told[0] == "every":
+            last = max(int(note.split()[0]) for note in found["undisturbed"] if note[0].isdigit())
+            told = (*(f"step:{number}" for number in range(1, last + 1)), "")
+        exits = found[f"{run}_exits"] = []
+        for stop in told:
+            exits.append(forked(functools.partial(attempt, name, place, stop)))
+            if exits[-1] != STOPPED:
+                break
+        found[run] = (place / "notes").read_text().splitlines()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
