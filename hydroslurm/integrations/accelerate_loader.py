@@ -37,7 +37,7 @@ class HeldTrainLoader:
         self._loader = loader
         self._rng_types: Any = None
         base = getattr(loader, "base_dataloader", None)
-        self._seeded = [one for one in samplers(base or loader) if hasattr(one, "initial_seed")]
+        self._seeded = [one for one in samplers(loader if base is None else base) if hasattr(one, "initial_seed")]
         self._resume(run.own_loaded.get(f"loader {name}"))
         run.own[f"loader {name}"] = self
         if base is not None and not _is_dispatched(loader):
@@ -61,6 +61,11 @@ class HeldTrainLoader:
     def iteration(self) -> int:
         """Epochs that were begun before this one."""
         return int(getattr(self._loader, "iteration", 0))
+
+    @iteration.setter
+    def iteration(self, number: int) -> None:
+        if hasattr(self._loader, "iteration"):
+            self._loader.iteration = number
 
     def open(self) -> None:
         """Go to the place where it was saved, before random numbers are restored."""
@@ -92,8 +97,7 @@ class HeldTrainLoader:
 
     def _resume(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
-            if hasattr(self._loader, "iteration"):
-                self._loader.iteration = state["iteration"]
+            self.iteration = state["iteration"]
             for sampler, seed in zip(self._seeded, state["seeds"], strict=False):
                 sampler.initial_seed = seed
         for sampler in self._seeded:

@@ -93,7 +93,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     signals = killing(environ)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they wait for install(), which takes them
     keep_alive(signals)
-    if mode == "requeue" and not is_launcher():
+    if mode == "requeue" and not any(isinstance(one, _AdaptedFinder) for one in sys.meta_path):
         sys.meta_path.insert(0, _AdaptedFinder())
     if "torch" in sys.modules:  # nobody's start-up is that early but a test's
         _install()

@@ -179,8 +179,8 @@ def attempt(name: str, folder: Path, stop: str) -> None:
             args=TrainingArguments(**{
                 "output_dir": str(folder / "output"), "num_train_epochs": 2, "use_cpu": True,
                 "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
-                "logging_steps": 3, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-                "warmup_steps": 2, **options,
+                "logging_steps": 3, "save_strategy": "no", "report_to": "none",
+                "disable_tqdm": True, "warmup_steps": 2, **options,
             }),
             train_dataset=data,
             eval_dataset=Noisy(),

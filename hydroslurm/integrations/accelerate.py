@@ -1,0 +1,224 @@
+"""accelerate: a loop of one's own keeps the whole promise, with two lines changed.
+
+    from hydroslurm.integrations.accelerate import epochs, prepare
+
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
+    for epoch in epochs(accelerator, 3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                ...
+
+:func:`prepare` stands in the place of ``accelerator.prepare()``, and resumes. A safe point lies
+behind each batch at which accelerate has synchronised the gradients, where the loop asks for the
+next one: what the loop did with the batch is done. A resumed loop goes on in its epoch behind the
+last such batch; what follows the batches of an epoch is repeated if the attempt ended within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hydroslurm.errors import StateMismatch, UsageError
+from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
+from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.transformers_known import environ_of
+from hydroslurm.training.objects import Stateful, bare
+
+_LOOP = "_hydroslurm_loop"
+
+
+def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
+    """``accelerator.prepare()`` for a training that can be stopped, requeued and resumed, bit for
+    bit. Returns the prepared objects in the same order; a single one by itself.
+
+    Saved are all of them that have a state, the objects given to
+    ``accelerator.register_for_checkpointing()`` before, the gradient scaler, the random numbers of
+    each rank, and the position in the training data.
+
+    Args:
+        objects: models, optimizers, schedulers and loaders. The first loader is the one that the
+            training iterates; others, such as for validation, are prepared and left alone.
+        options: those of :class:`hydroslurm.Run`: ``directory``, ``every_steps``, ``every_s``,
+            ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
+
+    Raises:
+        UsageError: no loader was given; an accelerator that was given before; a sharded model;
+            tasks of Slurm that train alone each; no folder to save into.
+        StateMismatch: what was saved does not fit these objects.
+    """
+    if hasattr(accelerator, _LOOP):
+        raise UsageError(
+            "prepare() was called for this accelerator before; give it all objects in one call"
+        )
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise UsageError(
+            f"an Accelerator with {kind} cannot be made preemptible yet; wanted a single device or "
+            "DistributedDataParallel"
+        )
+    loop = Loop(accelerator, options=options)
+    setattr(accelerator, _LOOP, loop)
+    return loop.prepare(objects)
+
+
+def epochs(accelerator: Any, count: int) -> Iterator[int]:
+    """The epochs that are left of ``count``, for a loop over the loader in each. The run is
+    finished behind the last one; a loop that is left before that calls
+    ``accelerator.end_training()``.
+
+    Raises:
+        UsageError: :func:`prepare` was not called for this accelerator.
+    """
+    loop: Loop | None = getattr(accelerator, _LOOP, None)
+    if loop is None:
+        raise UsageError(
+            "epochs() needs the run that prepare() makes: call hydroslurm.integrations.accelerate."
+            "prepare(accelerator, model, optimizer, loader, ...) in place of accelerator.prepare()"
+        )
+    return loop.epochs(count)
+
+
+class Loop:
+    """The training of one accelerator; see the module.
+
+    Attributes:
+        run: the Run.
+    """
+
+    def __init__(self, accelerator: Any, *, options: Mapping[str, Any]) -> None:
+        self._accelerator = accelerator
+        self._named: dict[str, Stateful] = {}
+        self._loader: HeldTrainLoader | None = None
+        self._in_epochs = False
+        self._is_finished = False
+        self._epoch = 0
+        state = _Ranks(accelerator.num_processes, accelerator.process_index)
+        self.run = FrameworkRun("accelerate", self._capture, environ=environ_of(state), **options)
+        self._shield = self.run.worker_shield()
+
+    def prepare(self, objects: tuple[Any, ...]) -> Any:
+        resumed = self.run.resume()
+        made = self._accelerator.prepare(*objects)
+        prepared = list(made) if len(objects) > 1 else [made]
+        place = next((n for n, one in enumerate(prepared) if _is_loader(one)), None)
+        if place is None:
+            raise UsageError("prepare() needs the loader that the training iterates; give it, too")
+        self._name(prepared)
+        if resumed:
+            self._load()
+        self._loader = HeldTrainLoader(self.run, prepared[place])
+        self._shield.install()
+        self._finish_at_end_training()
+        prepared[place] = _Stepped(self._loader.to_iterate, self)
+        return tuple(prepared) if len(prepared) > 1 else prepared[0]
+
+    def epochs(self, count: int) -> Iterator[int]:
+        self._in_epochs = True
+        for epoch in range(self.run.epoch, count):
+            self._epoch = epoch
+            yield epoch
+        self._in_epochs = False
+        self.finish()
+
+    def finish(self) -> None:
+        """The training is done."""
+        if not self._is_finished:
+            self._is_finished = True
+            self._shield.uninstall()
+            self.run.finish()
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """The batches of one epoch that are left, a safe point behind each step.
+
+        Raises:
+            UsageError: outside of :meth:`epochs`.
+        """
+        if not self._in_epochs:
+            raise UsageError(
+                "the training loader is iterated outside of hydroslurm.integrations.accelerate."
+                "epochs(accelerator, N), so that a resumed run could not tell which epoch it is "
+                "in: write `for epoch in epochs(accelerator, N):` around the loop"
+            )
+        assert self._loader is not None
+        if not self.run.trains:
+            if self.run.loaded is not None:
+                self._loader.open()
+            self.run.begin()
+        iteration = self._loader.iteration
+        for batch in loader:
+            self._loader.is_iterated()
+            yield batch
+            if self._accelerator.sync_gradients:
+                self.run.complete_step(self.run.step + 1, epoch=self._epoch)
+        self._loader.iteration = iteration + 1  # of an epoch that had no batch left, too
+
+    # --- the state
+    # --------------------------------------------------------------------------------------------
+
+    def _finish_at_end_training(self) -> None:
+        end_training = self._accelerator.end_training
+
+        def end() -> None:
+            self.finish()
+            end_training()
+
+        self._accelerator.end_training = end
+
+    def _name(self, prepared: list[Any]) -> None:
+        extra = getattr(self._accelerator, "_custom_objects", [])
+        scaler = getattr(self._accelerator, "scaler", None)
+        found = [one for one in prepared if not _is_loader(one) and isinstance(one, Stateful)]
+        for thing in [*found, *extra, *([] if scaler is None else [scaler])]:
+            kind = type(bare(thing)).__name__
+            self._named[f"{len(self._named)} {kind}"] = bare(thing)
+
+    def _capture(self) -> Mapping[str, Any]:
+        return {name: thing.state_dict() for name, thing in self._named.items()}
+
+    def _load(self) -> None:
+        loaded = self.run.loaded
+        assert loaded is not None
+        if loaded.keys() != self._named.keys():
+            raise StateMismatch(
+                f"the checkpoint is of {', '.join(loaded)}; prepare() was given "
+                f"{', '.join(self._named)}. Give the same objects in the same order, or begin anew "
+                "with another directory="
+            )
+        for name, thing in self._named.items():
+            try:
+                thing.load_state_dict(loaded[name])
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise StateMismatch(f"what was saved does not fit {name}: {error}") from error
+
+
+class _Ranks:
+    """What :func:`environ_of` wants to know."""
+
+    def __init__(self, world_size: int, process_index: int) -> None:
+        self.world_size = world_size
+        self.process_index = process_index
+
+
+class _Stepped:
+    """The training loader in the script's hands."""
+
+    def __init__(self, loader: Any, loop: Loop) -> None:
+        self._hydroslurm_loader = loader
+        self._hydroslurm_loop = loop
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._hydroslurm_loop.batches(self._hydroslurm_loader)
+
+    def __len__(self) -> int:
+        return len(self._hydroslurm_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hydroslurm_loader, name)
+
+
+def _is_loader(thing: Any) -> bool:
+    import torch
+
+    return isinstance(thing, torch.utils.data.DataLoader)
