@@ -37,7 +37,11 @@ class HeldTrainLoader:
         self._loader = loader
         self._rng_types: Any = None
         base = getattr(loader, "base_dataloader", None)
-        self._seeded = [one for one in samplers(loader if base is None else base) if hasattr(one, "initial_seed")]
+        self._seeded = [
+            one
+            for one in samplers(loader if base is None else base)
+            if hasattr(one, "initial_seed")
+        ]
         self._resume(run.own_loaded.get(f"loader {name}"))
         run.own[f"loader {name}"] = self
         if base is not None and not _is_dispatched(loader):

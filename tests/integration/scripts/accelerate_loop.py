@@ -1,6 +1,6 @@
 """A classifier in a loop of one's own with accelerate; what was changed for preemption is marked.
 
-    python accelerate_loop.py OUTPUT [--workers N] [--accumulate N] [--pause-s S]
+python accelerate_loop.py OUTPUT [--workers N] [--accumulate N] [--pause-s S]
 """
 
 from __future__ import annotations
