@@ -142,12 +142,12 @@ class Loop:
                 "in: write `for epoch in epochs(accelerator, N):` around the loop"
             )
         assert self._loader is not None
+        iteration, is_left = self._loader.iteration, True
         if not self.run.trains:
             if self.run.loaded is not None:
-                self._loader.open()
+                is_left = self._loader.open()
             self.run.begin()
-        iteration = self._loader.iteration
-        for batch in loader:
+        for batch in loader if is_left else ():
             self._loader.is_iterated()
             yield batch
             if self._accelerator.sync_gradients:

@@ -71,13 +71,19 @@ class HeldTrainLoader:
         if hasattr(self._loader, "iteration"):
             self._loader.iteration = number
 
-    def open(self) -> None:
-        """Go to the place where it was saved, before random numbers are restored."""
-        open_resumed(self._held)
+    def open(self) -> bool:
+        """Go to the place where it was saved, before random numbers are restored.
+
+        Returns:
+            False if nothing is left of that epoch: do not iterate it.
+        """
+        if not open_resumed(self._held):
+            return False
         # what ranks exchange where they begin an epoch, they have exchanged before the save
         self._rng_types = getattr(self._loader, "rng_types", None)
         if self._rng_types is not None:
             self._loader.rng_types = None
+        return True
 
     def is_iterated(self) -> None:
         """The iteration that was opened has begun."""

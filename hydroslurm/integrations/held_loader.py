@@ -106,14 +106,21 @@ class HeldLoader:
             yield batch
 
 
-def open_resumed(loader: HeldLoader) -> None:
+def open_resumed(loader: HeldLoader) -> bool:
     """Begin the iteration that goes on where it was saved, ahead of the framework, and fetch the
     batch that had been fetched ahead. Random numbers are to be restored after this; then the
-    framework's first ``next()`` draws what it drew after the save."""
-    ahead = "rng" in (loader._hydroslurm_resumed or {})
+    framework's first ``next()`` draws what it drew after the save.
+
+    Returns:
+        False if nothing is left of that epoch: the framework's next iteration begins another one.
+    """
+    resumed = loader._hydroslurm_resumed or {"position": {}}
     batches = iter(loader)
-    fetched = list(itertools.islice(batches, 1)) if ahead else []
+    if resumed["position"].get("finished"):
+        return False
+    fetched = list(itertools.islice(batches, 1)) if "rng" in resumed else []
     loader._hydroslurm_opened = itertools.chain(fetched, batches)
+    return True
 
 
 def skip(loader: HeldLoader, count: int) -> None:

@@ -54,6 +54,7 @@ class Train:
         self._loader: HeldTrainLoader | None = None
         self._steps_per_epoch = 1
         self._ended = False
+        self._exhausted: Any = None
         self.run = FrameworkRun(
             "transformers", self._capture, environ=environ_of(trainer.args), **options
         )
@@ -129,7 +130,7 @@ class Train:
             assert self._loader is not None
             resumed = self.run.loaded is not None
             if resumed:
-                self._loader.open()
+                self._exhausted = None if self._loader.open() else batches
             else:
                 self._begin_anew()
             self.run.begin()
@@ -137,7 +138,8 @@ class Train:
                 self._follow_resumed_step()
                 self._keep_control()
         control = self._trainer.control
-        if control.should_epoch_stop or control.should_training_stop:
+        is_over = control.should_epoch_stop or control.should_training_stop
+        if is_over or batches is self._exhausted:
             return [], None
         found = own(batches, *args)
         assert self._loader is not None
@@ -170,7 +172,7 @@ class Train:
         loop = self._loop
         tensor = _loss_in_loop(self._trainer)
         if tensor is not None and loop.loss is not None:
-            tensor.copy_(loop.loss)
+            loop.loss = tensor.copy_(loop.loss)
         loop.give_back_control()
         model, now_s = self._trainer.model_wrapped, time.time()
         self._log_evaluate_save(
