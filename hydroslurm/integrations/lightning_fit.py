@@ -228,7 +228,8 @@ class Fit:
         trainer.should_stop = loaded["should_stop"]
         trainer.fit_loop._restarting = False  # its setter makes it True with max_steps
         epoch_loop.restarting = False
-        epoch_loop.val_loop.reset_restart_stage()
+        if hasattr(epoch_loop.val_loop, "reset_restart_stage"):  # since 2.5
+            epoch_loop.val_loop.reset_restart_stage()
         for callback in trainer.callbacks:
             if type(callback).__name__ == "StochasticWeightAveraging":
                 self._begin_averaging(callback, loaded["checkpoint"])
