@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from processes import wait_until
 
-from hydroslurm.coordination import client
+from hydroslurm.coordination import channel, client
 from hydroslurm.coordination.authentication import RankGreeting
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.frames import MAC_BYTES, Sealer, Unsealer, pack
@@ -656,9 +656,10 @@ def test_the_key_stands_in_no_command_line(coordinator: tuple[World, int]) -> No
     assert "HYDROSLURM_STEP_KEY" not in environ
 
 
-def test_a_listener_at_the_first_ports_is_no_coordinator() -> None:
+def test_a_listener_at_the_first_ports_is_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others listen at all candidate ports but one, silently or talking: the coordinator is found
     at once, and nobody is told anything."""
+    monkeypatch.setattr(channel, "CONNECT_S", 1.0)  # what a silent listener costs
     team = Team()
     world = World(rank=0, world_size=2, incarnation_id=team.incarnation_id)
     ports = world.coordinator_ports(KEY)
@@ -709,8 +710,9 @@ def test_signals_to_the_job_do_not_end_the_coordinator(coordinator: tuple[World,
     assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
-def test_a_port_that_is_taken_is_passed_over() -> None:
+def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program has the first port: the next one is used, and found by the ranks."""
+    monkeypatch.setattr(channel, "CONNECT_S", 1.0)  # what a silent listener costs
     team = Team()
     world = World(rank=0, world_size=2, incarnation_id=team.incarnation_id)
     with socket.socket() as other:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from hydroslurm.coordination.rendezvous import set_torch_environment
 from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, FIRST_PORT, KEY_ENV, PORTS, World
+from hydroslurm.core.rundir import RUN_DIR_ENV
 from hydroslurm.errors import UsageError
 
 SRUN = {
@@ -176,7 +178,7 @@ def test_what_is_set_stays() -> None:
     assert environ["MASTER_PORT"] == "1234"
 
 
-def test_the_same_world_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_world_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables that were set for torch do not make another attempt of this one: the process that
     has them, and one that reads only Slurm's, are ranks of the same."""
     for name in list(os.environ):
@@ -186,5 +188,6 @@ def test_the_same_world_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost,n[4-6]")  # a name that resolves
     monkeypatch.setenv(KEY_ENV, "ab" * 32)
+    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))  # else Slurm is asked, and there is none
     before = set_torch_environment()
     assert World.from_environ(os.environ) == before
