@@ -31,6 +31,7 @@ from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import compare, copy_file
 from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.parts import Parts
 from hydroslurm.checkpoint.save_round import (
     KEPT,
     SaveRound,
@@ -41,18 +42,13 @@ from hydroslurm.checkpoint.save_round import (
     why,
 )
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, State, WritePlan, plan_of, without_gc
-from hydroslurm.checkpoint.writer import Part, write_part
+from hydroslurm.checkpoint.write_plan import State, WritePlan, plan_of, without_gc
+from hydroslurm.checkpoint.writer import write_part
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
 COMMITTERS = 4
 """Ranks that can commit. When all of them die, the coordinator, which is beside rank 0, is most
 likely gone as well, and nobody could agree on who goes on."""
-
-
-AT_A_TIME, LET_GO_S = 32, 1e-4
-"""Answers that are read before the training may have the interpreter. It asks for it 5 ms after it
-has come to need it, and of 512 ranks that would be all the time that reading takes."""
 
 
 @dataclass(frozen=True)
@@ -63,49 +59,6 @@ class Place:
     folder: Path
     target: Path
     header: Manifest
-
-
-@dataclass(frozen=True)
-class Parts:
-    """All parts of a save, which are on the disk now.
-
-    Attributes:
-        answers: rank -> what it has written, unchecked. All of them only on the ranks that may
-            have to commit.
-        whole_tally: of all values of the tensors that the ranks share.
-    """
-
-    answers: Mapping[int, Any]
-    whole_tally: int
-
-    def described(self, header: Manifest, *, save_s: float | None = None) -> Manifest:
-        """The manifest of a save that has these parts.
-
-        Args:
-            save_s: None: how long the slowest rank took.
-
-        Raises:
-            SaveFailed: an answer is none, or the pieces of the shared tensors do not make up the
-                whole.
-        """
-        parts, took_s = [], []
-        for number, (rank, one) in enumerate(sorted(self.answers.items()), start=1):
-            parts.append(Part.from_answer(one, rank=rank, world_size=header.world_size))
-            took_s.append(checked(one, rank=rank, took_s=(int, float))["took_s"])
-            if number % AT_A_TIME == 0:
-                time.sleep(LET_GO_S)
-        if sum(part.tally for part in parts) % TALLY_MODULUS != self.whole_tally:
-            raise SaveFailed(
-                f"the pieces that {len(parts)} ranks have written do not make up the "
-                "tensors that they share: they do not hold the same ones. Is every DTensor laid "
-                "out over one mesh of all ranks?"
-            )
-        return replace(
-            header,
-            files={name: entry for part in parts for name, entry in part.files.items()},
-            save_s=max(took_s) if save_s is None else save_s,
-            state_bytes=sum(part.state_bytes for part in parts),
-        )
 
 
 class Save:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hydroslurm.report import run_tables
+from hydroslurm.report import pause_tables, run_tables, stop_tables
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Figures, figures_of
 from hydroslurm.report.history import History
@@ -60,10 +60,10 @@ def report_view(
     most = min(max_rows, _MOST_CHAINS)
     pauses, stops = rows.pauses_in_time, rows.stops_in_time
     tables = [
-        run_tables.pause_chains(history, pauses, most=most),
-        run_tables.stop_chains(history, stops, most=most),
-        run_tables.profiled_pauses(history, pauses, most=most),
-        run_tables.profiled_stops(history, stops, most=most),
+        pause_tables.pause_chains(history, pauses, most=most),
+        stop_tables.stop_chains(history, stops, most=most),
+        pause_tables.profiled_pauses(history, pauses, most=most),
+        stop_tables.profiled_stops(history, stops, most=most),
         run_tables.slurm_table(sources),
         run_tables.goodput_table(figures),
     ]
@@ -97,12 +97,12 @@ def page(
     tables = [
         run_tables.goodput_table(figures),
         run_tables.latency_table(figures, "pause", "save", "stop", title="Latencies"),
-        run_tables.pauses_table(history, pauses, most=most, wide=True),
-        run_tables.pause_chains(history, pauses, most=most),
-        run_tables.stops_table(history, stops, most=most, wide=True),
-        run_tables.stop_chains(history, stops, most=most),
-        run_tables.profiled_pauses(history, pauses, most=most),
-        run_tables.profiled_stops(history, stops, most=most),
+        pause_tables.pauses_table(history, pauses, most=most, wide=True),
+        pause_tables.pause_chains(history, pauses, most=most),
+        stop_tables.stops_table(history, stops, most=most, wide=True),
+        stop_tables.stop_chains(history, stops, most=most),
+        pause_tables.profiled_pauses(history, pauses, most=most),
+        stop_tables.profiled_stops(history, stops, most=most),
         run_tables.slurm_table(sources),
     ]
     return environment.get_template("page.html.j2").render(
@@ -140,7 +140,7 @@ def _about_pauses(
 ) -> list[RenderableType]:
     if not history.pauses:
         return []
-    table = run_tables.pauses_table(history, rows.pauses_in_time, most=max_rows)
+    table = pause_tables.pauses_table(history, rows.pauses_in_time, most=max_rows)
     percentiles = in_terminal(run_tables.latency_table(figures, "pause"))
     sentences = map(Text, _together_sentences(history, figures))
     return [*_cut(table, "pauses"), percentiles, *sentences]
@@ -149,7 +149,7 @@ def _about_pauses(
 def _about_stops(
     history: History, figures: Figures, rows: Rows, max_rows: int
 ) -> list[RenderableType]:
-    table = run_tables.stops_table(history, rows.stops_in_time, most=max_rows)
+    table = stop_tables.stops_table(history, rows.stops_in_time, most=max_rows)
     percentiles = in_terminal(run_tables.latency_table(figures, "stop"))
     return [
         *_cut(table, "stops"),
