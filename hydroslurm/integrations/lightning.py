@@ -9,6 +9,8 @@ and ``pytorch_lightning.callbacks_factory``). To say more, or where that was not
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -40,6 +42,8 @@ class _Preemptible:
     _is_asked = True
     """By the script, not by a variable."""
 
+    _package = ""
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self._directory = options.pop("directory", None)
@@ -47,6 +51,9 @@ class _Preemptible:
         self._log: Any = None
         self._fit: Any = None
         self._make: Callable[[], Any] | None = None
+
+    def __reduce__(self) -> Any:
+        return _again, (self._package, {"directory": self._directory, **self._options})
 
     @property
     def log(self) -> Any:
@@ -127,12 +134,17 @@ def _callbacks(package: str) -> list[Any]:
     return [made]
 
 
+@functools.cache
 def _class_for(package: str) -> Any:
     """The callback for one of the two packages, whose classes differ."""
-    import importlib
-
     base = importlib.import_module(_MODULES[package]).Callback
-    return type("Preemptible", (_Preemptible, base), {"__doc__": _Preemptible.__doc__})
+    within = {"__doc__": _Preemptible.__doc__, "_package": package}
+    return type("Preemptible", (_Preemptible, base), within)
+
+
+def _again(package: str, options: Mapping[str, Any]) -> Any:
+    """One that was pickled."""
+    return _class_for(package)(**options)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from processes import wait_until
 
 from hydroslurm.devcluster import DevCluster
 
-SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 BATCH = """#!/bin/bash
 export MASTER_ADDR=127.0.0.1 OMP_NUM_THREADS=1
 srun --preempt=requeue {python} {script} {arguments}
