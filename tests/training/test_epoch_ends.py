@@ -193,3 +193,41 @@ def test_a_folder_that_is_moved_away_is_told_once(
     said = [line for line in caplog.messages if "renamed or removed while this run trains" in line]
     assert len(said) == 1
     assert str(tmp_path / "run") in said[0]
+
+
+def test_two_loops_one_behind_the_other(tmp_path: Path) -> None:
+    """A resume in the middle of the second: the first has nothing left, and the position that it
+    does not reach is there for the second."""
+
+    def train(training: Training, *, stop_at: int = -1) -> None:
+        for epochs in (1, 2):
+            for batch in training.run.batches(epochs=epochs):
+                training.step(batch)
+                if training.run.step + 1 == stop_at:
+                    ask_for_stop(training.run)
+            torch.rand(1)
+
+    alone = Training(tmp_path / "alone")
+    train(alone)
+    alone.run.close()
+    stopped = Training(tmp_path / "run")
+    with pytest.raises(SystemExit):
+        train(stopped, stop_at=STEPS_PER_EPOCH + 3)
+    hydroslurm.uninstall()
+    again = Training(tmp_path / "run")
+    train(again)
+    again.run.close()
+    assert again.run.step == 2 * STEPS_PER_EPOCH
+    assert same(again.bits(), alone.bits())
+
+
+def test_the_loop_behind_one_that_was_left(tmp_path: Path) -> None:
+    """The step that was left with ``break`` counts, and the next loop counts on from there."""
+    training = Training(tmp_path)
+    for batch in training.run.batches(epochs=1):
+        training.step(batch)
+        break
+    for batch in training.run.batches(epochs=1):
+        training.step(batch)
+    assert training.run.step == len(training.losses.values) == 1 + STEPS_PER_EPOCH
+    training.run.close()

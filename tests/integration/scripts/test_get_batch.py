@@ -39,12 +39,13 @@ def test_the_change_is_small() -> None:
 def test_changed_it_is_resumed(
     preemptible_training: Callable[..., Proof], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout, accumulation, evaluations in the loop, and batches drawn from a memory-mapped
-    file."""
+    """Two ranks of torchrun, with dropout, accumulation, evaluations of one rank in the loop, and
+    batches drawn from a memory-mapped file."""
     script = tmp_path / "train.py"
     script.write_text(changed(SCRIPT, PAGE))
     monkeypatch.chdir(tmp_path)
-    proof = preemptible_training(str(script), steps=10, stops=1, seed=4)
+    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2")
+    proof = preemptible_training(*torchrun, str(script), steps=10, stops=1, seed=3)
     assert (proof.steps, len(proof.stops)) == (10, 1)
 
 
