@@ -137,3 +137,13 @@ def test_a_link_in_a_folder_is_removed_and_not_what_it_leads_to(tmp_path: Path) 
     commit.remove_tree(folder, storage=LocalStorage())
     assert not folder.exists()
     assert (precious / "part-00000.json").exists()
+
+
+def test_folders_that_no_checkpoint_has_stay(tmp_path: Path) -> None:
+    """However deep somebody has made them, the removal ends, with an error that retention knows."""
+    deep = tmp_path / "checkpoint" / "000" / "001"
+    deep.mkdir(parents=True)
+    (deep / "part-00000.json").touch()
+    with pytest.raises(OSError, match="not empty"):
+        commit.remove_tree(tmp_path / "checkpoint", storage=LocalStorage())
+    assert (deep / "part-00000.json").exists()
