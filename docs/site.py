@@ -34,6 +34,10 @@ API = {
         "data.SeededDataset",
     ],
     "Several ranks": ["set_torch_environment", "warm_up_ddp_buckets", "numa.bind"],
+    "Gradients reduced on the host": [
+        "parallel.DistributedDataParallel",
+        "parallel.host_reduce_hook",
+    ],
     "Launching": ["Executor", "preemptible"],
     "HFAI's two calls": ["receive_suspend_command", "go_suspend"],
     "Caffe2's Job": [

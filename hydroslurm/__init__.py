@@ -112,7 +112,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "numa"):  # rooms, as the messages name them: hydroslurm.numa.bind()
+    if name in ("data", "numa", "parallel"):  # rooms, as the messages name them
         return importlib.import_module(f"hydroslurm.{name}")
     home = _HOME.get(name)
     if home is None:

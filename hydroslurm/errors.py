@@ -35,6 +35,7 @@
     |-- RanksError                 the ranks of a job could not do something together
     |   |-- AgreementFailed        a rank is gone or has given up; the same for all who asked
     |   |-- NoSecret               nothing that they could prove their identity with
+    |   |-- ReductionFailed        gradients could not be summed on the host: a rank has died ...
     |   |-- StaleRank              of an earlier attempt, or in this one a second time
     |   `-- CoordinatorLost        what connects the ranks has ended, or was never reached
     |-- ProfileError               a report of nsys that is none, or that cannot be read
@@ -206,6 +207,10 @@ class AgreementFailed(RanksError):
 
 class NoSecret(RanksError):
     """The ranks have nothing to prove their identity with, and do not connect without."""
+
+
+class ReductionFailed(RanksError):
+    """Gradients could not be reduced on the host; the message names the rank that is missing."""
 
 
 class StaleRank(RanksError):

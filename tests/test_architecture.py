@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "runtime": COORDINATION | {"numa", "prove.recorder"},  # the last as torch is, when asked for
     "checkpoint": BASE,
     "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
+    "parallel": COORDINATION,
     "training": TRAINING,
     "compat": TRAINING | {"training"},
-    "integrations": TRAINING | {"training"},
+    "integrations": TRAINING | {"training", "numa", "parallel"},
     "jobs": COORDINATION | {"runtime"},
     "report": BASE | {"slurm"},
     "observe": BASE | {"slurm", "checkpoint", "training.attempts", "jobs"},

@@ -20,7 +20,7 @@ import contextlib
 import pickle
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -46,6 +46,43 @@ class GroupCount:
     issued: int
 
 
+@dataclass(frozen=True)
+class _Added:
+    ranks: tuple[int, ...]
+    issued: Callable[[], int]
+    in_flight: Callable[[], int]
+
+
+_added: dict[str, _Added] = {}
+
+
+def add_group(
+    name: str,
+    ranks: tuple[int, ...],
+    *,
+    issued: Callable[[], int],
+    in_flight: Callable[[], int],
+) -> None:
+    """Count collectives that are not torch.distributed's like those of one more group.
+
+    A pause holds a rank before one only if it is issued by an operator whose name begins with
+    ``c10d::``; and it has to complete while ranks are held.
+
+    Args:
+        name: the same on all members.
+        ranks: its members, by their global rank.
+        issued, in_flight: how many this rank has issued, and how many of these are not complete;
+            from any thread, at once.
+    """
+    _added[_key(name, ranks)] = _Added(ranks, issued, in_flight)
+
+
+def remove_group(name: str) -> None:
+    """Take :func:`add_group` back."""
+    for key in [key for key in _added if key.rpartition("#")[0] == name]:
+        _added.pop(key, None)
+
+
 def groups() -> dict[str, GroupCount]:
     """The process groups of more than one rank that this rank is in.
 
@@ -61,6 +98,8 @@ def groups() -> dict[str, GroupCount]:
         name, issued = _name(group), _sequence_number(group)
         if name is not None and issued is not None and len(ranks) > 1:
             found[_key(name, ranks)] = GroupCount(ranks, issued)
+    for key, added in _added.copy().items():
+        found[key] = GroupCount(added.ranks, added.issued())
     return found
 
 
@@ -101,13 +140,14 @@ def in_flight() -> int | None:
     0 where torch.distributed is not in use; None where the recorder is missing or off.
     """
     counts = groups()
-    if not any(group.issued for group in counts.values()):
-        return 0
+    own = sum(added.in_flight() for added in _added.copy().values())
+    names = {key.rpartition("#")[0] for key in counts.keys() - _added.keys() if counts[key].issued}
+    if not names:
+        return own
     entries = _recorded()
     if not entries:
         return None
-    names = {key.rpartition("#")[0] for key in counts}
-    return sum(
+    return own + sum(
         not entry.get("retired", False) for name in names for entry in _of_group(entries, name)
     )
 
@@ -120,7 +160,9 @@ def are_complete() -> bool | None:
 
     None where the recorder is missing or off.
     """
-    if not any(group.issued for group in groups().values()):
+    if any(added.in_flight() for added in _added.copy().values()):
+        return False
+    if not any(group.issued for key, group in groups().items() if key not in _added):
         return True
     native = _loaded(_NATIVE)
     seen: list[Mapping[str, Any]] = []

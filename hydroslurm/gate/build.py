@@ -1,4 +1,6 @@
-"""Find the native gate for the torch that is installed, or build it: once per user and torch.
+"""Find a native library for the torch that is installed, or build it: once per user and torch.
+
+Most of it is said of the gate; the sums of :mod:`hydroslurm.parallel` are built the same way.
 
 Looked for in this order; each folder holds one sub-folder per key:
 
@@ -36,8 +38,10 @@ from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import GateError, UntrustedFile
 from hydroslurm.gate.compiler import (
     FLAGS,
+    GATE,
     SITE_DIR_ENV,
     STANDARDS,
+    Recipe,
     Torch,
     abi_number,
     compile_library,
@@ -46,8 +50,7 @@ from hydroslurm.gate.compiler import (
 )
 from hydroslurm.gate.self_test import self_test_in_child
 
-LIBRARY = "hs_gate.so"
-MANIFEST = "hs_gate.json"
+LIBRARY = GATE.library
 LOCK_TIMEOUT_S = 900.0
 
 
@@ -68,13 +71,16 @@ class Library:
     built_s: float | None = None
 
 
-def key_of(torch: Torch) -> str:
+def key_of(torch: Torch, recipe: Recipe = GATE) -> str:
     """The name of the folder that a gate for this torch and this machine lies in."""
     facts = hashlib.sha256()
-    for source in source_files():
+    for source in source_files(recipe):
         facts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     libc = "-".join(platform.libc_ver())
     has_nvtx = torch.nvtx is not None
+    if not recipe.with_torch:
+        facts.update(repr((FLAGS, recipe.flags, STANDARDS, abi_number(recipe), libc)).encode())
+        return f"{Path(recipe.library).stem}-{platform.machine()}-{facts.hexdigest()[:16]}"
     facts.update(repr((FLAGS, STANDARDS, abi_number(), torch.cxx11_abi, libc, has_nvtx)).encode())
     version = re.sub(r"[^0-9A-Za-z.+]", "_", torch.version)
     return f"torch-{version}-{platform.machine()}-{facts.hexdigest()[:16]}"
@@ -95,18 +101,19 @@ def cache_root(environ: Mapping[str, str]) -> Path:
         raise OSError(str(error)) from error
 
 
-def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
+def find(environ: Mapping[str, str], *, torch: Torch, recipe: Recipe = GATE) -> Library | None:
     """The gate that is there, whole and nobody else's, without building one.
 
     A site's folder that others could write to is skipped with a warning: somebody has set the
     variable. The cache is skipped silently, for the gate is then built again.
     """
-    key = key_of(torch)
+    key = key_of(torch, recipe)
     if site := environ.get(SITE_DIR_ENV):
         try:
             # the owner of this very file already decides what runs here: a site's account
-            if is_usable(Path(site) / key, owners={Path(__file__).stat().st_uid}):
-                return Library(Path(site) / key / LIBRARY, key, "site")
+            owner = Path(__file__).stat().st_uid
+            if is_usable(Path(site) / key, owners={owner}, recipe=recipe):
+                return Library(Path(site) / key / recipe.library, key, "site")
         except UntrustedFile as error:
             _warn_once(
                 f"hydroslurm: {error}. {SITE_DIR_ENV} is passed over; the gate of your own cache "
@@ -114,22 +121,26 @@ def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
             )
     with contextlib.suppress(OSError, UntrustedFile):
         folder = cache_root(environ) / key
-        if is_usable(folder):
-            return Library(folder / LIBRARY, key, "cache")
+        if is_usable(folder, recipe=recipe):
+            return Library(folder / recipe.library, key, "cache")
     return None
 
 
-def is_usable(folder: Path, *, owners: Collection[int] = ()) -> bool:
+def is_usable(folder: Path, *, owners: Collection[int] = (), recipe: Recipe = GATE) -> bool:
     """Whether it has an intact library; raises UntrustedFile before anything in it is read.
 
     Args:
         owners: trusted besides this user and root.
     """
     try:
-        check_trusted(folder / LIBRARY, what="the gate library", owners=owners)
+        check_trusted(folder / recipe.library, what=_library_of(recipe), owners=owners)
     except OSError:
         return False
-    return is_whole(folder)
+    return is_whole(folder, recipe)
+
+
+def _library_of(recipe: Recipe) -> str:
+    return "the gate library" if recipe is GATE else f"the library of {recipe.what}"
 
 
 @functools.cache
@@ -137,7 +148,7 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
+def ensure(environ: Mapping[str, str], *, torch: Torch, recipe: Recipe = GATE) -> Library:
     """The gate for this torch, built and self-tested when there is none yet.
 
     Any number of processes may call this at once: one builds, the others wait for it. A library of
@@ -150,30 +161,31 @@ def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
         GateError: the compiler failed; the message has its last lines. Or there is no folder where
             nobody else could replace it.
     """
-    found = find(environ, torch=torch)
+    found = find(environ, torch=torch, recipe=recipe)
     if found:
         return found
-    key = key_of(torch)
+    key = key_of(torch, recipe)
     try:
         root = cache_root(environ)
         for folder in (root.parent.parent, root.parent, root):  # whatever the umask says
             folder.mkdir(mode=0o700, parents=folder is root.parent.parent, exist_ok=True)
         check_trusted(root, what="the gate's cache")
         with _locked(root / f"{key}.lock"):
-            return find(environ, torch=torch) or build(root, environ=environ, torch=torch)
+            there = find(environ, torch=torch, recipe=recipe)
+            return there or build(root, environ=environ, torch=torch, recipe=recipe)
     except (OSError, UntrustedFile) as error:
         where = environ.get("XDG_CACHE_HOME") or "~/.cache"
         warnings.warn(
-            f"hydroslurm: the gate cannot be kept in {where} ({error}); it is built again in every "
-            "process, which takes about ten seconds. Point XDG_CACHE_HOME at a folder that only "
-            "you can write, or let the site run `hydroslurm gate build --out DIR` and set "
+            f"hydroslurm: {recipe.what} cannot be kept in {where} ({error}); it is built again in "
+            "every process, which takes about ten seconds. Point XDG_CACHE_HOME at a folder that "
+            "only you can write, or let the site run `hydroslurm gate build --out DIR` and set "
             f"{SITE_DIR_ENV}=DIR",
             RuntimeWarning,
             stacklevel=2,
         )
     private = _private_folder()
     try:
-        built = build(private, environ=environ, torch=torch)
+        built = build(private, environ=environ, torch=torch, recipe=recipe)
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
         raise
@@ -199,7 +211,9 @@ def _private_folder() -> Path:
     )
 
 
-def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
+def build(
+    root: Path, *, environ: Mapping[str, str], torch: Torch, recipe: Recipe = GATE
+) -> Library:
     """Build into ``root/<key>``, replacing what is there; self-tested before it is put in place.
 
     Raises:
@@ -208,45 +222,45 @@ def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
         UntrustedFile: others can write it.
     """
     started = time.monotonic()
-    compiler = find_compiler(environ)
-    key = key_of(torch)
+    compiler = find_compiler(environ, recipe)
+    key = key_of(torch, recipe)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_trusted(root, what="the folder for the gate")  # a child of ours loads it there
     workshop = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=root))
     try:
-        library = workshop / LIBRARY
-        command = compile_library(compiler, library, torch=torch)
-        self_test_in_child(library)
+        library = workshop / recipe.library
+        command = compile_library(compiler, library, torch=torch, recipe=recipe)
+        self_test_in_child(library, recipe)
         built_s = time.monotonic() - started
         manifest = {
             "sha256": checksum(library),
             "torch": torch.version,
-            "abi": abi_number(),
+            "abi": abi_number(recipe),
             "command": command,
             "built_s": round(built_s, 3),
         }
-        (workshop / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        _put_in_place(workshop, root / key)
-        check_trusted(root / key / LIBRARY, what="the gate library")
+        (workshop / recipe.manifest).write_text(json.dumps(manifest, indent=1) + "\n")
+        _put_in_place(workshop, root / key, recipe)
+        check_trusted(root / key / recipe.library, what=_library_of(recipe))
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
-    return Library(root / key / LIBRARY, key, "cache", built_s)
+    return Library(root / key / recipe.library, key, "cache", built_s)
 
 
-def is_whole(folder: Path) -> bool:
+def is_whole(folder: Path, recipe: Recipe = GATE) -> bool:
     """Whether the library in the folder is the one that its manifest describes."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        return bool(manifest["sha256"] == checksum(folder / LIBRARY))
+        manifest = json.loads((folder / recipe.manifest).read_text())
+        return bool(manifest["sha256"] == checksum(folder / recipe.library))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _put_in_place(workshop: Path, target: Path) -> None:
+def _put_in_place(workshop: Path, target: Path, recipe: Recipe) -> None:
     """The manifest becomes visible last: readers use a library only with its manifest."""
     target.mkdir(mode=0o755, exist_ok=True)
-    (workshop / LIBRARY).chmod(0o755)  # whatever the umask says: others must not write it
-    for name in (LIBRARY, MANIFEST):
+    (workshop / recipe.library).chmod(0o755)  # whatever the umask says: others must not write it
+    for name in (recipe.library, recipe.manifest):
         with (workshop / name).open("rb") as file:
             os.fsync(file.fileno())
         (workshop / name).replace(target / name)

@@ -1,4 +1,4 @@
-"""The one command that compiles the native gate: which compiler, which torch, which sources."""
+"""The one command that compiles native code: which compiler, which torch, which sources."""
 
 from __future__ import annotations
 
@@ -23,6 +23,36 @@ FLAGS = (
     *("-Wall", "-Wextra"),
 )
 COMPILE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A library of ours that is built where it is used.
+
+    Attributes:
+        what: for messages: "the native gate".
+        library: its file.
+        sources: the folder of its sources.
+        abi_of: the header there that defines ``HS_..._ABI``.
+        self_test: the module whose ``self_test(PATH)`` tries what was built.
+        with_torch: it is made for one torch, and needs its headers and libraries.
+        flags: more of them.
+    """
+
+    what: str
+    library: str
+    sources: Path
+    abi_of: str
+    self_test: str
+    with_torch: bool = True
+    flags: tuple[str, ...] = ()
+
+    @property
+    def manifest(self) -> str:
+        return f"{Path(self.library).stem}.json"
+
+
+GATE = Recipe("the native gate", "hs_gate.so", SOURCES, "gate.h", "hydroslurm.gate.self_test")
 
 
 NVTX_HEADER = "nvtx3/nvToolsExt.h"
@@ -74,19 +104,20 @@ def nvtx_headers(environ: Mapping[str, str]) -> Path | None:
     return next((folder for folder in folders if (folder / NVTX_HEADER).is_file()), None)
 
 
-def source_files() -> list[Path]:
+def source_files(recipe: Recipe = GATE) -> list[Path]:
     """All sources, the headers included, in a fixed order."""
-    return sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
+    ends = ("cpp", "h", "inc")
+    return sorted(file for end in ends for file in recipe.sources.glob(f"*.{end}"))
 
 
-def abi_number() -> int:
-    """``HS_GATE_ABI`` of the sources."""
-    match = re.search(r"#define HS_GATE_ABI (\d+)", (SOURCES / "gate.h").read_text())
-    assert match, "gate.h defines HS_GATE_ABI"
+def abi_number(recipe: Recipe = GATE) -> int:
+    """``HS_GATE_ABI`` of the sources, or what it is called there."""
+    match = re.search(r"#define HS_\w+_ABI (\d+)", (recipe.sources / recipe.abi_of).read_text())
+    assert match, f"{recipe.abi_of} defines the number of its ABI"
     return int(match[1])
 
 
-def find_compiler(environ: Mapping[str, str]) -> list[str]:
+def find_compiler(environ: Mapping[str, str], recipe: Recipe = GATE) -> list[str]:
     """``$CXX`` (which may bring flags), else the first of c++, g++ and clang++ on PATH.
 
     Raises:
@@ -98,14 +129,16 @@ def find_compiler(environ: Mapping[str, str]) -> list[str]:
         if found:
             return [found, *flags]
     raise NoCompiler(
-        "the native gate has to be built and no C++ compiler was found (looked for "
+        f"{recipe.what} has to be built and no C++ compiler was found (looked for "
         f"{wanted[0] if wanted else ', '.join(COMPILERS)}). Install one (apt-get install g++), or "
         "on a machine that has one run `hydroslurm gate build --out DIR` and set "
         f"{SITE_DIR_ENV}=DIR here"
     )
 
 
-def compile_library(compiler: Sequence[str], target: Path, *, torch: Torch) -> list[str]:
+def compile_library(
+    compiler: Sequence[str], target: Path, *, torch: Torch, recipe: Recipe = GATE
+) -> list[str]:
     """Compile all sources into one shared library; returns the command that worked.
 
     Raises:
@@ -113,7 +146,7 @@ def compile_library(compiler: Sequence[str], target: Path, *, torch: Torch) -> l
     """
     said = ""
     for standard in STANDARDS:
-        command = compile_command(compiler, target, standard=standard, torch=torch)
+        command = compile_command(compiler, target, standard=standard, torch=torch, recipe=recipe)
         try:
             done = subprocess.run(
                 command,
@@ -123,30 +156,32 @@ def compile_library(compiler: Sequence[str], target: Path, *, torch: Torch) -> l
                 stdin=subprocess.DEVNULL,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise GateError(f"the native gate could not be compiled: {error}") from error
+            raise GateError(f"{recipe.what} could not be compiled: {error}") from error
         if done.returncode == 0:
             return command
         said = said or done.stderr
     tail = "\n".join(said.strip().splitlines()[-20:])
     raise GateError(
-        f"the native gate does not compile with {compiler[0]} against torch {torch.version}:\n"
+        f"{recipe.what} does not compile with {compiler[0]} against torch {torch.version}:\n"
         f"{tail}\nTry another compiler (CXX=g++), or report this with the lines above"
     )
 
 
 def compile_command(
-    compiler: Sequence[str], target: Path, *, standard: str, torch: Torch
+    compiler: Sequence[str], target: Path, *, standard: str, torch: Torch, recipe: Recipe = GATE
 ) -> list[str]:
     """The one command line. torch's headers count as system headers: only our code may warn."""
+    sources = [str(source) for source in source_files(recipe) if source.suffix == ".cpp"]
+    plain = [*compiler, standard, *FLAGS, *recipe.flags]
+    if not recipe.with_torch:
+        return [*plain, *sources, "-o", str(target), "-Wl,-z,defs"]
     return [
-        *compiler,
-        standard,
-        *FLAGS,
+        *plain,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}",
         "-isystem",
         str(torch.root / "include"),
         *(["-DHS_WITH_NVTX", "-isystem", str(torch.nvtx)] if torch.nvtx else []),
-        *[str(source) for source in source_files() if source.suffix == ".cpp"],
+        *sources,
         "-o",
         str(target),
         f"-L{torch.root / 'lib'}",

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hydroslurm.integrations.lightning_strategies import register_strategies
 from hydroslurm.runtime import autoload
 
 _MODULES = {"lightning": "lightning.pytorch.callbacks", "legacy": "pytorch_lightning.callbacks"}
@@ -153,3 +154,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     legacy = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     return _class_for("legacy" if legacy else "lightning")
+
+
+register_strategies()  # ddp_bind_numa and others, in the Lightning that is loaded by now

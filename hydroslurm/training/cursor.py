@@ -86,12 +86,6 @@ class Cursor:
                 self._loaded = resumed
             self.restore_rng()
 
-    def end_batches(self) -> None:
-        """A loop over batches is over. Put the loaded random numbers back if it had nothing left to
-        open; a position in an epoch that it does not reach is for the loop that follows."""
-        if self._loaded is None or "data" not in self._loaded:
-            self.restore_rng()
-
     def restore_rng(self) -> None:
         """Put the loaded random numbers back, once."""
         self._begins_from = None

@@ -45,7 +45,7 @@ class Looping(Saving):
                 self._save_behind_batches(since=first)
             self._epoch += 1
             self._cursor.in_epoch = False
-        self._cursor.end_batches()
+        self._cursor.restore_rng()  # where there was nothing left to open
         self._save_behind_batches(since=self._step)
 
     def steps(self, total: int, *, check: bool = True) -> Iterator[int]:

@@ -1,0 +1,295 @@
+"""What a script uses: DistributedDataParallel with gradients that are reduced on the host, and the
+same as a communication hook."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.nn import parallel
+
+from hydroslurm.coordination import collectives
+from hydroslurm.errors import HydroslurmError, ReductionFailed, UsageError
+from hydroslurm.parallel import library, nodes, segment
+from hydroslurm.parallel.copies import CudaCopies, HostCopies
+from hydroslurm.parallel.network import Network, timeout_of
+from hydroslurm.parallel.pieces import Arithmetic, Job
+from hydroslurm.parallel.reduction import Reduction
+
+PIECE_ELEMENTS = 1 << 20
+SLOTS = 4
+_WIDEST_BYTES = 8
+_SETUP_S = 300.0
+
+Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """PyTorch's, with gradients that are reduced on the host: within each node through shared
+    memory, then between the nodes by one rank of each, while the backward goes on.
+
+        model = hydroslurm.parallel.DistributedDataParallel(model)
+
+    Every rank gets the same gradients, bit for bit, and they depend neither on the buckets nor on
+    the processor. All ranks of a node have to be in the process group.
+
+    Args:
+        module, options: as for PyTorch's.
+        accumulate, wire: as for :func:`host_reduce_hook`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *options: Any,
+        accumulate: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(module, *options, **more)
+        hook = host_reduce_hook(self.process_group, accumulate=accumulate, wire=wire)
+        self.register_comm_hook(None, hook)
+
+
+def host_reduce_hook(
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    accumulate: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
+    piece_elements: int = PIECE_ELEMENTS,
+    environ: Mapping[str, str] | None = None,
+) -> Hook:
+    """A communication hook for PyTorch's DistributedDataParallel, one for each model:
+
+        model.register_comm_hook(None, hydroslurm.parallel.host_reduce_hook())
+
+    A collective: all ranks of the group call it. Which of them are on one node follows from
+    LOCAL_RANK and LOCAL_WORLD_SIZE, or from srun's variables.
+
+    Args:
+        process_group: that of the model; default: all ranks.
+        accumulate: the type of sums, ``torch.float32`` or ``torch.float64``. Default: float32, and
+            float64 for gradients of float64.
+        wire: the type of what travels between nodes, such as ``torch.bfloat16``, which halves it
+            for gradients of float32. Default: that of the gradients.
+        piece_elements: how many elements are under way as one; the same on all ranks.
+        environ: instead of ``os.environ``.
+
+    Raises:
+        UsageError: a type that cannot be, or ranks that do not fit together.
+        ReductionFailed: the ranks of a node could not be given shared memory, or the nodes not be
+            connected. All ranks raise it.
+        NoCompiler, GateError: the sums could not be compiled.
+    """
+    _check(accumulate, wire, piece_elements)
+    group = process_group or distributed_c10d._get_default_group()
+    arithmetic = Arithmetic(accumulate, wire, piece_elements)
+    reducer = _Reducer(group, arithmetic, os.environ if environ is None else environ)
+
+    def host_reduce(_state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        return reducer.reduce(bucket.buffer())
+
+    host_reduce.__annotations__ = {}  # DDP compares them with its own, and does not read texts
+    return host_reduce
+
+
+def _check(accumulate: Any, wire: Any, piece_elements: int) -> None:
+    if accumulate not in (None, torch.float32, torch.float64):
+        raise UsageError(
+            f"accumulate={accumulate}; wanted torch.float32 or torch.float64: sums in 16 bits "
+            "would lose small gradients"
+        )
+    if wire is not None and wire not in library.TYPES:
+        kinds = ", ".join(str(kind) for kind in library.TYPES)
+        raise UsageError(f"wire={wire}; wanted one of {kinds}")
+    if isinstance(piece_elements, bool) or not 0 < piece_elements <= 1 << 28:
+        raise UsageError(f"piece_elements={piece_elements}; wanted 1 to {1 << 28}")
+
+
+class _Reducer:
+    """One model's reduction; ends with its last reference."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, arithmetic: Arithmetic, environ: Mapping[str, str]
+    ) -> None:
+        self._arithmetic = arithmetic
+        self._copies: dict[torch.device, CudaCopies] = {}
+        self._reduction: Reduction | None = None
+        self.key = next(_keys)
+        if dist.get_world_size(group) > 1:
+            self._set_up(group, environ)
+        _reducers[self.key] = self
+
+    def _set_up(self, group: dist.ProcessGroup, environ: Mapping[str, str]) -> None:
+        self._library = library.load()
+        rank = dist.get_rank(group)
+        me = (nodes.here(rank, environ), self._arithmetic, secrets.token_hex(16))
+        told = _gather(me, group)
+        mine = nodes.group([one for one, _, _ in told], rank)
+        if len({one for _, one, _ in told}) > 1:
+            raise UsageError(
+                f"the ranks do not agree: {', '.join(sorted({str(one) for _, one, _ in told}))}. "
+                "Give all ranks the same accumulate, wire and piece_elements"
+            )
+        token = told[0][2]
+        timeout = timeout_of(group)
+        self._segment = _share(mine, token, len(mine.members), self._arithmetic, group)
+        network, problem = None, ""
+        if mine.local_rank == 0 and len(mine.members) > 1:
+            try:
+                network = Network(
+                    *(self._library, self._segment),
+                    store=distributed_c10d.PrefixStore(
+                        f"hydroslurm/{token}", distributed_c10d._get_default_store()
+                    ),
+                    node=mine.node,
+                    nodes=len(mine.members),
+                    timeout=timeout,
+                )
+            except RuntimeError as error:
+                problem = f"rank {rank} cannot reach the other nodes: {error}"
+        _raise_together(problem, group)
+        reduction = self._reduction = Reduction(
+            *(self._library, self._segment, mine, network),
+            arithmetic=self._arithmetic,
+            timeout_s=timeout.total_seconds(),
+            exempt=_exempt,
+        )
+        key = f"host_reduce/{token[:8]}"
+        members = tuple(dist.get_process_group_ranks(group))
+        collectives.add_group(
+            key, members, issued=lambda: reduction.issued, in_flight=lambda: reduction.in_flight
+        )
+
+        def end() -> None:
+            collectives.remove_group(key)
+            reduction.close()
+
+        weakref.finalize(self, end)
+
+    def reduce(self, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """The average over all ranks, in place; the future has the bucket.
+
+        Raises:
+            UsageError: gradients that this cannot add.
+            ReductionFailed: an earlier reduction failed.
+        """
+        if bucket.layout is not torch.strided or bucket.dtype not in library.TYPES:
+            raise UsageError(
+                f"gradients of {bucket.dtype} ({bucket.layout}) cannot be reduced on the host; "
+                "wanted dense ones of float32, float64, bfloat16 or float16. Sparse gradients "
+                "(Embedding(sparse=True)) need PyTorch's own DistributedDataParallel"
+            )
+        device: list[int | str | torch.device] = [bucket.device] if bucket.is_cuda else []
+        done: torch.futures.Future[Any] = torch.futures.Future(devices=device)
+        if self._reduction is None:
+            done.set_result(bucket)
+            return done
+        failures: list[ReductionFailed] = []
+
+        def finish(failure: ReductionFailed | None) -> None:
+            if failure is not None:
+                failures.append(failure)
+            done.set_result(bucket)
+
+        def result(_: torch.futures.Future[Any]) -> torch.Tensor:
+            if failures:
+                raise ReductionFailed(*failures[0].args)  # without the other thread's lines
+            return bucket
+
+        answer = done.then(result)
+        self._finish = finish
+        # an operator of torch's, for a pause holds a rank there: see collectives.add_group()
+        torch.ops.c10d.hydroslurm_host_reduce(bucket, self.key)
+        return answer
+
+    def submit(self, bucket: torch.Tensor) -> None:
+        """What the operator does."""
+        assert self._reduction is not None
+        copies: HostCopies | CudaCopies = HostCopies(self._library, self._segment)
+        if bucket.is_cuda:
+            if bucket.device not in self._copies:
+                self._copies[bucket.device] = CudaCopies(self._segment, bucket.device)
+            copies = self._copies[bucket.device]
+        self._reduction.submit(Job(bucket, copies.begin(), copies, self._finish))
+
+
+_keys = itertools.count()
+_reducers: weakref.WeakValueDictionary[int, _Reducer] = weakref.WeakValueDictionary()
+_operators = torch.library.Library("c10d", "FRAGMENT")  # type: ignore[no-untyped-call]
+_operators.define(  # type: ignore[no-untyped-call]
+    "hydroslurm_host_reduce(Tensor(a!) gradients, int reducer) -> ()"
+)
+_operators.impl(  # type: ignore[no-untyped-call]
+    "hydroslurm_host_reduce",
+    lambda bucket, key: _reducers[key].submit(bucket),
+    "CompositeExplicitAutograd",
+)
+
+
+def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    return told
+
+
+def _raise_together(problem: str, group: dist.ProcessGroup) -> None:
+    """All ranks learn of the problem of any of them.
+
+    Raises:
+        ReductionFailed: there is one.
+    """
+    found = [one for one in _gather(problem, group) if one]
+    if found:
+        raise ReductionFailed(found[0])
+
+
+def _share(
+    mine: nodes.Nodes, token: str, count: int, arithmetic: Arithmetic, group: dist.ProcessGroup
+) -> segment.Segment:
+    """Give the ranks of this node their memory."""
+    ranks = len(mine.mine)
+    # the exchange rounds a piece up to a multiple of the nodes
+    room = (arithmetic.piece_elements + count) * _WIDEST_BYTES
+    layout = segment.Layout(ranks=ranks, slots=SLOTS, area_bytes=-(-room // 4096) * 4096)
+    name, problem, found = f"hydroslurm-{token}-{mine.node}", "", None
+    with contextlib.ExitStack() as stack:
+        listener = None
+        if ranks > segment.MOST_LOCAL_RANKS:
+            problem = f"{ranks} ranks on one node; at most {segment.MOST_LOCAL_RANKS} can share"
+        elif mine.local_rank == 0:
+            try:
+                listener = stack.enter_context(segment.listen(name, layout))
+            except OSError as error:
+                problem = f"no socket for the node's memory: {error}"
+        _raise_together(problem, group)
+        try:
+            if listener is not None:
+                found = segment.offer(listener, layout, timeout_s=_SETUP_S)
+            else:
+                found = segment.take(name, layout, mine.local_rank, timeout_s=_SETUP_S)
+        except HydroslurmError as error:
+            problem = str(error)
+        _raise_together(problem, group)
+    assert found is not None
+    return found
+
+
+def _exempt() -> AbstractContextManager[None]:
+    """Where a gate is installed by now: what is under way is finished during a pause."""
+    install = sys.modules.get("hydroslurm.runtime.install")
+    if install is not None and install.is_installed():
+        with contextlib.suppress(HydroslurmError):  # uninstalled at this moment
+            return install.controller().exempt()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()

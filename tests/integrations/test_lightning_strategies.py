@@ -1,0 +1,86 @@
+"""Lightning's strategies by name, and its cluster environment."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.errors import UsageError
+
+pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from hydroslurm.integrations import lightning_strategies
+from hydroslurm.integrations.lightning_strategies import register_strategies, strategy_class
+
+SCRIPT = Path(__file__).with_name("lightning_named.py")
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_the_names_are_registered_once() -> None:
+    """All four, with what starts their ranks; a second call changes nothing."""
+    register_strategies()
+    register_strategies()
+    for name in ("ddp_bind_numa", "hfreduce_bind_numa"):
+        assert StrategyRegistry.get(name)._start_method == "popen"
+        spawned = name.replace("_bind", "_spawn_bind")
+        assert StrategyRegistry.get(spawned)._start_method == "spawn"
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+def test_a_strategy_can_be_handed_to_a_spawned_rank(reduces: bool) -> None:
+    """Its class is found by its name."""
+    made = strategy_class("lightning.pytorch", reduces=reduces)
+    assert pickle.loads(pickle.dumps(made)) is made
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name, value in {**TORCHRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_environment_is_that_of_the_attempt(ranks: None) -> None:
+    """Ranks, nodes, address and port; a Trainer of another size is told the right one."""
+    environment = lightning_strategies.HydroslurmEnvironment()
+    assert environment.creates_processes_externally
+    assert (environment.main_address, environment.main_port) == ("10.0.0.1", 29511)
+    assert (environment.world_size(), environment.global_rank()) == (4, 3)
+    assert (environment.node_rank(), environment.local_rank()) == (1, 1)
+    assert (environment.num_nodes, environment.devices) == (2, 2)
+    environment.validate_settings(num_devices=2, num_nodes=2)
+    with pytest.raises(UsageError, match="2 nodes with 2 ranks each"):
+        environment.validate_settings(num_devices=2, num_nodes=3)
+
+
+def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that nobody started as a rank is told so."""
+    for name in [n for n in os.environ if n.startswith("SLURM_")] + ["RANK", "WORLD_SIZE"]:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=r"no task of srun's and no rank of torchrun's"):
+        lightning_strategies.HydroslurmEnvironment()
+
+
+def test_a_fit_by_name(tmp_path: Path) -> None:
+    """Two ranks of torchrun's: both are bound, train alike, and end with the same weights."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "--standalone", str(SCRIPT), "hfreduce_bind_numa"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("bound to NUMA node") == 2
+    sums = dict(re.findall(r"rank (\d) step 4 sum (\S+)", done.stdout))
+    assert sums["0"] == sums["1"], done.stdout

@@ -1,0 +1,182 @@
+"""Gradients that are reduced on the host: the numbers, what goes wrong, and pauses."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from parallel.conftest import Begin, Ranks
+from processes import wait_until
+
+from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import UsageError
+from hydroslurm.parallel import library
+from hydroslurm.parallel.nodes import Where, group
+
+
+@pytest.mark.parametrize("nodes", [[1], [2], [1, 1], [2, 1]], ids=str)
+def test_the_average_of_all_ranks(begin: Begin, nodes: list[int]) -> None:
+    """All types, odd sizes, unequal buckets, no_sync, unused parameters, static graphs, views,
+    other types of sums and wires: every rank has the same bits, and they are the average."""
+    ranks = begin("numbers", nodes)
+    said = ranks.end()
+    assert set(ranks.codes.values()) == {0}, said
+
+
+def test_a_gradient_does_not_depend_on_its_place(begin: Begin) -> None:
+    """Other buckets and other pieces give the same bits, with three ranks on uneven nodes."""
+    ranks = begin("places", [2, 1])
+    said = ranks.end()
+    assert set(ranks.codes.values()) == {0}, said
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_is_killed(begin: Begin, victim: int) -> None:
+    """A first rank of a node, another one, one on the other node: the rest fail long before the
+    time-out, and those on its node name it."""
+    ranks = begin("dies", [2, 1], victim=victim, timeout_s=60)
+    said = ranks.end()
+    assert ranks.codes == {rank: -9 if rank == victim else 0 for rank in range(3)}, said
+    assert said.count("failed:") == 2
+    if victim < 2:
+        assert f"rank {victim} ended while gradients were being reduced" in said
+    assert "could not be exchanged between nodes" in said
+
+
+def test_a_rank_that_does_not_come(begin: Begin) -> None:
+    """The time-out of the process group holds, and the message says who is missing."""
+    ranks = begin("late", [3], timeout_s=2)
+    said = ranks.end()
+    assert said.count("ranks [1] have not brought their gradients") == 2, said
+
+
+def test_what_is_refused(begin: Begin) -> None:
+    """Bad types, ranks that disagree or do not fit together, sparse gradients: an error on every
+    rank that says what is wanted."""
+    ranks = begin("refuses", [1, 1])
+    said = ranks.end()
+    assert set(ranks.codes.values()) == {0}, said
+
+
+def test_models_that_go_leave_nothing(begin: Begin) -> None:
+    """No thread, descriptor or memory is left of a model that is gone, and nothing in /dev/shm."""
+    before = set(Path("/dev/shm").iterdir())
+    ranks = begin("leaves_nothing", [2, 1])
+    said = ranks.end()
+    assert set(ranks.codes.values()) == {0}, said
+    assert not [
+        name for name in set(Path("/dev/shm").iterdir()) - before if "hydroslurm" in str(name)
+    ]
+
+
+def test_ranks_pause_between_two_reductions(begin: Begin, tmp_path: Path) -> None:
+    """One rank is paused: all park with no reduction in flight, sleep, and go on."""
+    run = RunDir(tmp_path / "run")
+    stop = tmp_path / "stop"
+    ranks = begin("trains", [2, 1], run_dir=str(run.root), stop=str(stop))
+    wait_until(lambda: has(run, EventKind.RANKS_JOINED, 1), "the ranks to meet")
+    for number in range(1, 4):
+        os.kill(ranks.pids[number % 3], signal.SIGUSR1)
+        wait_until(lambda n=number: has(run, EventKind.ALL_PARKED, n), f"pause {number}")
+        if number == 1:
+            assert_asleep(ranks)
+        os.kill(ranks.pids[number % 3], signal.SIGUSR2)
+        wait_until(lambda n=number: has(run, EventKind.RESUMED, n), "the ranks to go on")
+        step = steps(ranks)
+        wait_until(lambda s=step: steps(ranks) > s + 1, "steps after the pause")
+    stop.touch()
+    said = ranks.end()
+    assert set(ranks.codes.values()) == {0}, said
+    for rank in range(3):
+        told = [
+            one for one in read_events(run.rank_events(rank)) if one.kind is EventKind.ALL_PARKED
+        ]
+        assert [one.data["in_flight"] for one in told] == [0, 0, 0]
+
+
+def has(run: RunDir, kind: EventKind, times: int) -> bool:
+    """Whether all three ranks have so many of these events."""
+    logs = [run.rank_events(rank) for rank in range(3)]
+    return all(log.exists() for log in logs) and all(
+        sum(one.kind is kind for one in read_events(log)) >= times for log in logs
+    )
+
+
+def steps(ranks: Ranks) -> int:
+    """The latest step that rank 0 has printed, as a count of its lines."""
+    return sum(line.startswith("rank 0 step") for line in ranks.crew.lines[ranks.begin :])
+
+
+def assert_asleep(ranks: Ranks) -> None:
+    """Parked ranks take next to no processor time."""
+
+    def ticks() -> int:
+        found = 0
+        for pid in ranks.pids.values():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            found += int(fields[11]) + int(fields[12])
+        return found
+
+    before = ticks()
+    signal.sigtimedwait([signal.SIGRTMAX], 1.0)
+    assert ticks() - before < 60  # of a second's 100 for each of three
+
+
+# --- sums and nodes
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_all_numbers_of_16_bits(kind: torch.dtype) -> None:
+    """Each is read as PyTorch reads it, and written back from what it becomes."""
+    numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(kind)
+    wide = torch.empty(65536)
+    narrow = torch.empty(65536, dtype=kind)
+    sums = library.load()
+    options = {"count": 65536, "accumulate": torch.float32}
+    sums.sum(wide.data_ptr(), torch.float32, [numbers.data_ptr()], kind, **options)
+    assert torch.equal(wide.nan_to_num(7.0), numbers.float().nan_to_num(7.0))
+    assert torch.equal(wide.isnan(), numbers.isnan())
+    sums.sum(narrow.data_ptr(), kind, [numbers.data_ptr()], kind, **options)
+    assert torch.equal(narrow.nan_to_num(7.0), numbers.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_rounding_is_pytorchs(kind: torch.dtype) -> None:
+    """To nearest, ties to even; overflow to infinity; what is too small to zero."""
+    one = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(kind).float().nan_to_num(0)
+    bits = torch.randint(-(2**31), 2**31, (1 << 18,), dtype=torch.int64).to(torch.int32)
+    numbers = torch.cat(
+        [one * (1 + 2**-11), one * (1 + 2**-8), one * (1 + 2**-9), bits.view(torch.float32)]
+    )
+    found = torch.empty(len(numbers), dtype=kind)
+    library.load().sum(
+        *(found.data_ptr(), kind, [numbers.data_ptr()], torch.float32),
+        count=len(numbers),
+        accumulate=torch.float32,
+    )
+    wanted = numbers.to(kind)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+def test_ranks_by_node() -> None:
+    """By the launcher's number of the node, in whatever order; without one, by rank."""
+    cyclic = [Where(rank, rank // 2, 2, "host", rank % 2) for rank in range(4)]
+    found = group(cyclic, 3)
+    assert (found.members, found.node, found.local_rank) == (((0, 2), (1, 3)), 1, 1)
+    plain = [Where(rank, rank % 2, min(2, 3 - rank // 2 * 2), "host") for rank in range(3)]
+    assert group(plain, 2).members == ((0, 1), (2,))
+    apart = [Where(rank, 0, 1, f"host {rank}", 0) for rank in range(2)]
+    assert group(apart, 0).members == ((0,), (1,))
+
+
+def test_ranks_that_do_not_fit_together() -> None:
+    """The message has what was seen, and what to set."""
+    told = [Where(rank, 0, 2, "host", 0) for rank in range(2)]
+    with pytest.raises(UsageError, match=re.escape("LOCAL_RANK [0, 0]")):
+        group(told, 0)
