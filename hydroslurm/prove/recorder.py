@@ -17,7 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import (
@@ -125,7 +125,10 @@ class Recorder:
         if not module.training or not torch.is_grad_enabled() or self._pid != os.getpid():
             return
         rows = next((_rows(tensor) for tensor in _tensors((args, kwargs))), ())
-        self._modules[id(module)] = module
+        if id(module) not in self._modules:
+            self._modules[id(module)] = module
+            if self._before is not None:  # in a closure, which the optimizer calls in its step
+                self._before["buffers"].update(_buffers(module))
         self._forwards.append((_generators(), rows))
 
     def _see_loss(self, tensors: Any) -> None:
@@ -140,15 +143,14 @@ class Recorder:
         self._used = 0
 
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
-        names = self._names()
         self._before = {
             "optimizer": self._optimizers.setdefault(id(optimizer), len(self._optimizers)),
-            "weights": dict(_weights(optimizer, names)),
-            "state": dict(_state(optimizer, names)),
+            "weights": dict(_weights(optimizer)),
+            "state": dict(_state(optimizer)),
             "buffers": {
-                name: _crc(buffer)
+                name: crc
                 for module in self._modules.values()
-                for name, buffer in module.named_buffers()
+                for name, crc in _buffers(module).items()
             },
             "lr": tuple(str(float(group.get("lr", "nan"))) for group in optimizer.param_groups),
         }
@@ -157,10 +159,13 @@ class Recorder:
         before, self._before = self._before, None
         if before is None or self._pid != os.getpid():
             return
+        names = self._names(optimizer)
+        for kind in ("weights", "state"):
+            before[kind] = {_named(key, names): crc for key, crc in before[kind].items()}
         self._write(
             Update(
                 **before,
-                after=dict(_weights(optimizer, self._names())),
+                after={_named(key, names): crc for key, crc in _weights(optimizer)},
                 rng=self._forwards[0][0] if self._forwards else _generators(),
                 rows=tuple(rows for _, rows in self._forwards),
                 samples=tuple(tuple(map(self._index_of.get, rows)) for _, rows in self._forwards),
@@ -176,11 +181,17 @@ class Recorder:
         while (text := self._limit.read_text().strip()) and self._made >= int(text):
             time.sleep(0.002)
 
-    def _names(self) -> dict[int, str]:
-        return {
+    def _names(self, optimizer: Optimizer) -> dict[Place, str]:
+        """What the parameters of an optimizer are called in the modules that were seen."""
+        known = {
             id(parameter): name
             for module in self._modules.values()
             for name, parameter in module.named_parameters()
+        }
+        return {
+            place: known[id(parameter)]
+            for place, parameter in _parameters(optimizer)
+            if id(parameter) in known
         }
 
     def _write(self, update: Update) -> None:
@@ -223,21 +234,34 @@ def _crc(tensor: torch.Tensor) -> str:
     return f"{zlib.crc32(flat.numpy().data):08x}"
 
 
-def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+Place: TypeAlias = tuple[int, int]
+"""Of a parameter: its group in the optimizer, and where it stands in that."""
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[Place, torch.Tensor]]:
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
-            yield names.get(id(parameter), f"group{g}.param{p}"), parameter
+            yield (g, p), parameter
 
 
-def _weights(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-    return ((name, _crc(parameter)) for name, parameter in _groups(optimizer, names))
+def _weights(optimizer: Optimizer) -> Iterator[tuple[tuple[Place, str], str]]:
+    return (((place, ""), _crc(parameter)) for place, parameter in _parameters(optimizer))
 
 
-def _state(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-    for name, parameter in _groups(optimizer, names):
+def _state(optimizer: Optimizer) -> Iterator[tuple[tuple[Place, str], str]]:
+    for place, parameter in _parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             text = _crc(value) if isinstance(value, torch.Tensor) else repr(value)[:100]
-            yield f"{name}.{key}", text
+            yield (place, f".{key}"), text
+
+
+def _named(key: tuple[Place, str], names: Mapping[Place, str]) -> str:
+    (g, p), rest = key
+    return names.get((g, p), f"group{g}.param{p}") + rest
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, str]:
+    return {name: _crc(buffer) for name, buffer in module.named_buffers()}
 
 
 def _generators() -> dict[str, str]:
