@@ -3,10 +3,12 @@ an undisturbed run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,7 +36,7 @@ def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
     ("scene", "stops"),
     [
         pytest.param(
-            "plain", "start step:1 micro:3 eval:2 step:6 epoch:1 step:8 epoch:2 eval:2",
+            "plain", "start step:2 micro:3 eval:2 epoch:1 step:8 epoch:2 eval:2",
             id="before the first step, within one, at the ends of epochs, in evaluations",
         ),
         pytest.param(
@@ -73,42 +75,47 @@ class Script:
     """A script that is run again while it ends with 75, as a requeue does."""
 
     def __init__(self, name: str, folder: Path, *arguments: str, ranks: int = 1) -> None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        self.folder = folder
+        self.folder, self.ranks = folder, ranks
         self.output = folder / "output"
-        self._command = [
-            sys.executable, *(launcher if ranks > 1 else []),
-            str(SCRIPTS / name), str(self.output), *arguments,
-        ]  # fmt: skip
+        self._command = [sys.executable, str(SCRIPTS / name), str(self.output), *arguments]
         self.said = folder / "said"
         folder.mkdir()
 
-    def run(self, stops: list[int], *, to: int | None = None) -> list[int]:
-        """The exit statuses; an attempt gets SIGTERM when it has said a line ``step`` so often.
-
-        Args:
-            to: the rank that gets it; None: the process that was started.
-        """
-        statuses = []
+    def run(self, stops: list[int]) -> list[int]:
+        """The exit statuses; in an attempt the last rank gets SIGTERM when this many more lines
+        ``step`` have been said."""
+        statuses: list[int] = []
         while len(statuses) < 20:
-            with self.said.open("ab") as said, subprocess.Popen(
-                self._command, stdout=said, stderr=said,
-                env={
-                    **os.environ, "HYDROSLURM_PREEMPT": "requeue", "OMP_NUM_THREADS": "1",
-                    "HYDROSLURM_RUN_DIR": str(self.folder / "run"),
-                },
-            ) as process:  # fmt: skip
-                seen = self._steps()
+            with contextlib.ExitStack() as ended, self.said.open("ab") as said:
+                port = free_port()
+                started = [
+                    ended.enter_context(subprocess.Popen(
+                        self._command, stdout=said, stderr=said, env=self._environ(rank, port)
+                    ))
+                    for rank in range(self.ranks)
+                ]  # fmt: skip
                 if len(statuses) < len(stops):
-                    self._wait_for(seen + stops[len(statuses)], process)
-                    os.kill(process.pid if to is None else _rank(process.pid, to), signal.SIGTERM)
-                statuses.append(process.wait(300))
+                    self._wait_for(self._steps() + stops[len(statuses)], started[-1])
+                    started[-1].send_signal(signal.SIGTERM)
+                codes = {process.wait(300) for process in started}
+            assert len(codes) == 1, self.said.read_text()[-4000:]
+            statuses += codes
             if statuses[-1] != STOPPED:
                 break
         return statuses
 
+    def _environ(self, rank: int, port: str) -> dict[str, str]:
+        ranks = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        return {
+            **os.environ, "HYDROSLURM_PREEMPT": "requeue", "OMP_NUM_THREADS": "1",
+            "HYDROSLURM_RUN_DIR": str(self.folder / "run"), **(ranks if self.ranks > 1 else {}),
+        }  # fmt: skip
+
     def _steps(self) -> int:
-        return self.said.read_text().count("\nstep ") if self.said.exists() else 0
+        return self.said.read_text().count("\nstep ")
 
     def _wait_for(self, steps: int, process: subprocess.Popen[bytes]) -> None:
         until_s = time.monotonic() + 300
@@ -121,14 +128,10 @@ class Script:
         return {one.name: one.read_text() for one in sorted(self.output.glob("*")) if one.is_file()}
 
 
-def _rank(launcher: int, rank: int) -> int:
-    """The process of one rank below torchrun."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    for child in children:
-        environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environ:
-            return int(child)
-    raise AssertionError(children)
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
 
 
 @pytest.mark.slow
@@ -153,7 +156,7 @@ def test_script_is_resumed(name: str, ranks: int, arguments: str, tmp_path: Path
     assert whole.run([]) == [0], whole.said.read_text()[-4000:]
     cut = Script(name, tmp_path / "cut", *arguments.split(), "--pause-s", "0.1", ranks=ranks)
     stops = [random.Random(arguments).choice((1, 2, 3)) * ranks for _ in range(3)]
-    statuses = cut.run(stops, to=None if ranks == 1 else 1)
+    statuses = cut.run(stops)
     assert statuses[-1] == 0, cut.said.read_text()[-4000:]
     assert len(statuses) >= 3
     assert cut.results() == whole.results()
