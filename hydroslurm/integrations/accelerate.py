@@ -22,7 +22,7 @@ from typing import Any
 
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
-from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.transformers_known import environ_of
 from hydroslurm.training.objects import Stateful, bare
 
@@ -95,7 +95,11 @@ class Loop:
         self._is_finished = False
         self._epoch = 0
         state = _Ranks(accelerator.num_processes, accelerator.process_index)
-        self.run = FrameworkRun("accelerate", self._capture, environ=environ_of(state), **options)
+        environ = environ_of(state)
+        place = directory_of_fit(options.get("directory"), environ).root
+        self.run = FrameworkRun(
+            "accelerate", self._capture, environ=environ, **{**options, "directory": place}
+        )
         self._shield = self.run.worker_shield()
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:

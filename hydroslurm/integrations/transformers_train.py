@@ -25,7 +25,7 @@ import torch
 
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
-from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.transformers_known import environ_of, require_known
 from hydroslurm.integrations.transformers_state import LoopState
 from hydroslurm.training.objects import bare
@@ -55,8 +55,10 @@ class Train:
         self._steps_per_epoch = 1
         self._ended = False
         self._exhausted: Any = None
+        environ = environ_of(trainer.args)
+        place = directory_of_fit(options.get("directory"), environ).root
         self.run = FrameworkRun(
-            "transformers", self._capture, environ=environ_of(trainer.args), **options
+            "transformers", self._capture, environ=environ, **{**options, "directory": place}
         )
         self._loop = LoopState(trainer)
         self.run.own["loop"] = self._loop

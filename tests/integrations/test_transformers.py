@@ -39,15 +39,12 @@ def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
             "plain", "start step:2 micro:3 eval:2 epoch:1 step:8 epoch:2 eval:2",
             id="before the first step, within one, at the ends of epochs, in evaluations",
         ),
-        pytest.param(
-            "best", "step:2 epoch:1 eval:1 step:12 eval:3 epoch:3",
-            id="early stopping, the best model loaded at the end",
-        ),
-        pytest.param("accumulate", "every", id="accumulation, averages of a subclass"),
-        pytest.param("one", "every", id="epochs of one step"),
         *(
             pytest.param(*one, marks=pytest.mark.frameworks)
             for one in (
+                ("best", "step:2 epoch:1 eval:1 step:12 eval:3 epoch:3"),
+                ("accumulate", "every"),
+                ("one", "every"),
                 ("plain", "every"),
                 ("workers", "every"),
                 ("persistent", "step:2 step:6 step:8"),
@@ -139,8 +136,7 @@ def free_port() -> str:
 @pytest.mark.parametrize(
     ("name", "ranks", "arguments"),
     [
-        pytest.param("hf_causal_lm.py", 1, "--workers 2 --jit", id="workers, JIT asked for"),
-        pytest.param("accelerate_loop.py", 1, "--workers 2 --accumulate 4", id="accelerate"),
+        pytest.param("accelerate_loop.py", 1, "--workers 1 --accumulate 2", id="accelerate"),
         *(
             pytest.param(name, ranks, f"--workers {workers} --accumulate {accumulate}",
                          marks=pytest.mark.frameworks)
@@ -156,10 +152,8 @@ def test_script_is_resumed(name: str, ranks: int, arguments: str, tmp_path: Path
     whole = Script(name, tmp_path / "whole", *arguments.split(), ranks=ranks)
     assert whole.run([]) == [0], whole.said.read_text()[-4000:]
     cut = Script(name, tmp_path / "cut", *arguments.split(), "--pause-s", "0.1", ranks=ranks)
-    stops = [random.Random(arguments).choice((1, 2, 3)) * ranks for _ in range(3)]
+    stops = [random.Random(arguments).choice((1, 2, 3)) * ranks for _ in range(2)]
     statuses = cut.run(stops)
     assert statuses[-1] == 0, cut.said.read_text()[-4000:]
     assert len(statuses) >= 2
     assert cut.results() == whole.results()
-    if "--jit" in arguments:
-        assert "enable_jit_checkpoint of transformers stands down" in cut.said.read_text()
