@@ -1,0 +1,104 @@
+"""The memory of a node: who gets it, and what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hydroslurm.errors import ReductionFailed
+from hydroslurm.parallel.segment import Layout, Segment, listen, offer, take
+
+LAYOUT = Layout(ranks=2, slots=2, area_bytes=4096)
+
+
+@contextlib.contextmanager
+def shared(name: str) -> Iterator[list[Segment]]:
+    """The first rank's side, in a thread; its memory is in the list once it has been handed out."""
+    made: list[Segment] = []
+    with listen(name, LAYOUT) as listener:
+        thread = threading.Thread(target=lambda: made.append(offer(listener, LAYOUT, timeout_s=30)))
+        thread.start()
+        yield made
+        thread.join()
+    for one in made:
+        one.close()
+
+
+def test_two_ranks_have_the_same_memory() -> None:
+    """What one writes the other reads; nobody else's mode lets them in, and it has no name."""
+    name = f"test-{secrets.token_hex(8)}"
+    with shared(name) as made:
+        mine = take(name, LAYOUT, 1, timeout_s=30)
+    mine.write_failure("rank 1 has fallen over")
+    assert made[0].read_failure() == "rank 1 has fallen over"
+    mine.note_entered(1, 3)
+    assert made[0].behind(3) == [0]
+    (line,) = {
+        one.split()[-2]
+        for one in Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:hydroslurm" in one
+    }
+    assert line == "/memfd:hydroslurm"
+    mine.close()
+
+
+def test_a_rank_that_ends_is_seen() -> None:
+    """The end of a connection is that of a rank; nobody is dead before."""
+    name = f"test-{secrets.token_hex(8)}"
+    with shared(name) as made:
+        mine = take(name, LAYOUT, 1, timeout_s=30)
+        while not made:
+            time.sleep(0.001)
+        assert made[0].dead() == []
+        mine.close()
+        assert made[0].dead() == [1]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_another_user_gets_nothing() -> None:
+    """A stranger who knows the socket's name is hung up on, and the right rank is still served."""
+    name = f"test-{secrets.token_hex(8)}"
+    with shared(name) as made:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            with contextlib.suppress(OSError):
+                os.setuid(65534)
+                with socket.socket(socket.AF_UNIX) as stranger:
+                    stranger.settimeout(20)
+                    stranger.connect(f"\0{name}")
+                    with contextlib.suppress(OSError):
+                        stranger.sendall(b"\1\0\0\0")
+                    data, descriptors = b"", []
+                    with contextlib.suppress(ConnectionError):
+                        data, descriptors, _, _ = socket.recv_fds(stranger, 16, 1)
+                    status = 0 if (data, descriptors) == (b"", []) else 2
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert not made
+        take(name, LAYOUT, 1, timeout_s=30).close()
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    """A rank that expects another layout says so."""
+    name = f"test-{secrets.token_hex(8)}"
+    with shared(name), pytest.raises(ReductionFailed, match=r"has .* bytes, wanted"):
+        take(name, Layout(ranks=2, slots=3, area_bytes=4096), 1, timeout_s=30)
+
+
+def test_a_rank_that_does_not_ask() -> None:
+    """The first rank names who is missing, and does not wait for ever."""
+    name = f"test-{secrets.token_hex(8)}"
+    with (
+        listen(name, LAYOUT) as listener,
+        pytest.raises(ReductionFailed, match=r"local ranks \[1\] did not ask"),
+    ):
+        offer(listener, LAYOUT, timeout_s=0.05)
