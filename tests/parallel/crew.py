@@ -26,7 +26,7 @@ from forkedranks import serve
 from torch import nn
 
 import hydroslurm
-from hydroslurm.parallel import DistributedDataParallel, host_reduce_hook, library
+from hydroslurm.parallel import DistributedDataParallel, ddp, host_reduce_hook, library
 
 KINDS = {torch.float32: 3e-7, torch.float64: 1e-14, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 """How far a gradient may be from the average of the ranks' own, calculated in float64."""
@@ -91,10 +91,10 @@ def compare(
     hook: dict[str, Any] | None = None,
     unused: bool = False,
     bound: float | None = None,
-    **ddp: Any,
+    **options: Any,
 ) -> None:
     plain = Branches(kind)
-    model = nn.parallel.DistributedDataParallel(copy.deepcopy(plain), **ddp)
+    model = nn.parallel.DistributedDataParallel(copy.deepcopy(plain), **options)
     model.register_comm_hook(None, host_reduce_hook(**(hook or {})))
     for step in range(3):
         use = not (unused and step == 1)
@@ -226,18 +226,37 @@ def trains(rank: int, options: dict[str, Any]) -> None:
     model = DistributedDataParallel(
         nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=0.01
     )
+    threading.Thread(target=tell_what_is_parked, args=(rank,), daemon=True).start()
     stop = torch.zeros(1)
     for step in itertools.count():
         model(torch.randn(8, 64)).sum().backward()
         model.zero_grad()
-        stop.fill_(Path(options["stop"]).exists())
-        dist.all_reduce(stop)
-        if stop:
-            break
+        if step % 50 == 0:
+            stop.fill_(Path(options["stop"]).exists())
+            dist.all_reduce(stop)
+            if stop:
+                break
         if step % 5 == 0:
             hydroslurm.set_step(step)
             print(f"rank {rank} step {step}", flush=True)
     hydroslurm.uninstall()
+
+
+def tell_what_is_parked(rank: int) -> None:
+    """In each pause, once all ranks are parked: how many reductions were issued, and go on."""
+    while True:
+        time.sleep(0.02)
+        before = reductions()
+        time.sleep(0.2)
+        if hydroslurm.controller().state.name == "PARKED" and reductions() == before:
+            pause = hydroslurm.controller().status().closes
+            print(f"pause {pause} rank {rank} at {before}", flush=True)
+
+
+def reductions() -> int:
+    (reducer,) = ddp._reducers.values()
+    assert reducer._reduction is not None
+    return reducer._reduction.issued * 1000 + reducer._reduction.in_flight
 
 
 def leaves_nothing(rank: int, options: dict[str, Any]) -> None:

@@ -85,6 +85,9 @@ def test_ranks_pause_between_two_reductions(begin: Begin, tmp_path: Path) -> Non
         wait_until(lambda n=number: has(run, EventKind.ALL_PARKED, n), f"pause {number}")
         if number == 1:
             assert_asleep(ranks)
+        places = parked_at(ranks, number)
+        assert len(set(places.values())) == 1, places
+        assert set(places.values()).pop() % 1000 == 0  # none is in flight
         os.kill(ranks.pids[number % 3], signal.SIGUSR2)
         wait_until(lambda n=number: has(run, EventKind.RESUMED, n), "the ranks to go on")
         step = steps(ranks)
@@ -105,6 +108,16 @@ def has(run: RunDir, kind: EventKind, times: int) -> bool:
     return all(log.exists() for log in logs) and all(
         sum(one.kind is kind for one in read_events(log)) >= times for log in logs
     )
+
+
+def parked_at(ranks: Ranks, pause: int) -> dict[int, int]:
+    """What each parked rank tells of itself: 1000 times the reductions issued, and those in
+    flight."""
+    places: dict[int, int] = {}
+    while len(places) < 3:
+        rank, _, place = ranks.crew.expect(f"pause {pause} rank ").partition(" at ")
+        places[int(rank)] = int(place)
+    return places
 
 
 def steps(ranks: Ranks) -> int:
