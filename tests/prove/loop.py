@@ -40,9 +40,18 @@ for epoch in range(saved["epoch"], 4):
             if used == saved["used"]:
                 torch.set_rng_state(saved["rng"])
             continue
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+
+        def closure(batch: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch), targets)
+            loss.backward()
+            return loss
+
+        if mistake == "nothing":  # as LBFGS needs it, and Lightning does it with all
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
         if asked:
             state = {"epoch": epoch, "used": used, "order": order, "rng": torch.get_rng_state()}
             state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
