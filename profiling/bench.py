@@ -39,6 +39,7 @@ SCRIPTS = (
     "scale",
     "built_runs",
     "storm",
+    "frameworks",
     "compare",
     "gpu_check",
 )

@@ -11,6 +11,7 @@ steps and started again (``hydroslurm prove``), whose steps were all those of th
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -20,7 +21,6 @@ import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 from harness import PROFILING, finish, parser
@@ -101,7 +101,7 @@ def network(torch: Any) -> Any:
 
 
 def between(moments: list[float]) -> list[float]:
-    pairs = zip(moments, moments[1:], strict=False)
+    pairs = itertools.pairwise(moments)
     return [later - earlier for earlier, later in pairs][WARM_UP:]
 
 
