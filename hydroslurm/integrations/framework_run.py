@@ -19,12 +19,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.handed import Handed
 from hydroslurm.integrations.held_loader import HeldLoader, held_state
-from hydroslurm.integrations.unchanged import Unchanged
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.objects import Stateful
@@ -32,21 +34,6 @@ from hydroslurm.training.run import Run
 
 _fits: Counter[Path] = Counter()
 """How many trainings this process has begun in a folder; each has one of its own."""
-
-
-class Handed:
-    """The framework's state: what was loaded, until the training has begun, then what is now."""
-
-    def __init__(self, capture: Callable[[], Mapping[str, Any]]) -> None:
-        self._capture = capture
-        self.loaded: Mapping[str, Any] | None = None
-        self.frozen: Mapping[str, Any] | None = None
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self.frozen or self.loaded or self._capture()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loaded = state
 
 
 class FrameworkRun(Run):
@@ -78,7 +65,6 @@ class FrameworkRun(Run):
         self._pending: Mapping[str, Any] | None = None
         self._trains = False
         self._resumed_at = -1
-        self._tensors: Unchanged | None = None
         super().__init__(
             extra={name: self._handed},
             directory=directory,
@@ -175,35 +161,34 @@ class FrameworkRun(Run):
         self._saves.behind_batches = False
         self.safe_point()
 
-    def begin_evaluation(self) -> Mapping[str, Any]:
+    def begin_evaluation(self, module: torch.nn.Module) -> None:
         """What follows does not change what is saved, and is repeated after a stop within it; see
-        :meth:`Run.evaluation`. Returns the shared state, which shows the tensors themselves."""
-        self._handed.frozen = self._handed.state_dict()
+        :meth:`Run.evaluation`.
+
+        Args:
+            module: that is evaluated, whose weights are part of the shared state.
+        """
+        self._handed.freeze(module)
         self._saves.evaluation = self._own_state()
-        return self._handed.frozen
 
     def end_evaluation(self) -> None:
         """The evaluation is over."""
-        self._saves.evaluation = self._handed.frozen = self._tensors = None
+        self._saves.evaluation = None
+        self._handed.thaw()
 
     def check_evaluation(self) -> None:
         """Within an evaluation: leave if a stop was requested, with the state of its beginning.
 
-        A framework or a callback that has put other weights in the model's place (an average of
-        them) puts them back at the end: the stop waits for that. Outside of an evaluation nothing
-        is known of the state, and the stop waits for the next safe point.
+        A framework or a callback that has put other weights in the model's place by the first call
+        (an average of them) puts them back at the end: the stop waits for that. Outside of an
+        evaluation nothing is known of the state, and the stop waits for the next safe point.
 
         Raises:
             SystemExit: as :meth:`Run.safe_point`.
         """
-        if self._trains and not self._saves.behind_batches:
-            if self._handed.frozen is None:
-                return
-            if self._tensors is None:
-                self._tensors = Unchanged(self._handed.frozen)
-            if not self._tensors.holds():
-                return
-        self.check_stop()
+        may_leave = not self._trains or self._saves.behind_batches or self._handed.is_unchanged()
+        if may_leave:
+            self.check_stop()
 
     def end_steps(self) -> None:
         """The last step is done: what follows is repeated if the attempt ends within it, from the

@@ -19,27 +19,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hydroslurm.coordination.world import World
 from hydroslurm.core.exitcodes import ExitForRequeue
-from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.lightning_known import environ_of, require_known
 from hydroslurm.integrations.lightning_loggers import Loggers
 from hydroslurm.integrations.lightning_metrics import RankMetrics
 from hydroslurm.training.reporting import notice
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
 """Of a checkpoint of Lightning's: what the script gives anew, of any type."""
-_PARTS = {
-    "fit_loop": ("setup_data", "run", "on_run_end", "_should_accumulate", "epoch_progress"),
-    "fit_loop.epoch_loop": ("advance", "val_loop", "batch_progress", "max_steps"),
-    "fit_loop.epoch_loop.val_loop": ("run",),
-    "strategy": ("process_dataloader",),
-    "_signal_connector": ("register_signal_handlers",),
-    "_checkpoint_connector": ("resume_start", "dump_checkpoint", "_loaded_checkpoint"),
-}
-"""What is used of Lightning's inside, from the trainer on."""
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -73,8 +61,6 @@ class Fit:
         self._max_steps: int | None = None
         self._ended = False
         self._new_loaders: list[Any] = []
-        self._weights: list[int] | None = None
-        self._may_leave = False
         self.run = FrameworkRun(
             "lightning",
             self._capture,
@@ -104,11 +90,7 @@ class Fit:
         in the model's place for the validation (an average of them) puts them back at its end: the
         stop waits for that.
         """
-        if self._weights is not None:  # the first batch: all hooks before it were called
-            self._may_leave = self._weights == _fingerprint(self._trainer)
-            self._weights = None
-        if self._may_leave or not self.run.trains:
-            self.run.check_stop()
+        self.run.check_evaluation()
 
     def end(self) -> None:
         """After the fit: the training is done, also where nothing was left of it."""
@@ -250,12 +232,10 @@ class Fit:
         """A stop may cut the validation off; the next attempt begins it anew."""
         if not self._is_on() or not self._is_exact_here():
             return own()
-        self.run.begin_evaluation()
-        self._weights = _fingerprint(self._trainer)
+        self.run.begin_evaluation(self._trainer.lightning_module)
         try:
             return own()
         finally:
-            self._weights, self._may_leave = None, False
             self.run.end_evaluation()
 
     def _is_exact_here(self) -> bool:
@@ -292,77 +272,9 @@ class Fit:
             notice(text)
 
 
-def require_known(trainer: Any) -> None:
-    """Whether this is a Lightning whose loops are known.
-
-    Raises:
-        UsageError: names what is not there.
-    """
-    for path, names in _PARTS.items():
-        thing = trainer
-        for part in path.split("."):
-            thing = getattr(thing, part, None)
-        missing = [f"trainer.{path}.{name}" for name in names if not hasattr(thing, name)]
-        if missing:
-            raise UsageError(
-                f"this Lightning ({type(trainer).__module__.partition('.')[0]}) has no "
-                f"{', '.join(missing)}; hydroslurm knows 2.4 to 2.6. The trainer is as it was. "
-                "Install one of those, or unset HYDROSLURM_PREEMPT"
-            )
-
-
-def environ_of(trainer: Any) -> Mapping[str, str]:
-    """The variables by which the ranks of this trainer find each other: those of Slurm or torchrun,
-    or, where Lightning has started its own processes, what it knows.
-
-    Raises:
-        UsageError: Slurm has started several tasks, and each trains alone.
-    """
-    world = World.from_environ(os.environ)
-    if world.world_size == trainer.world_size:
-        return os.environ
-    if world.world_size > 1:
-        raise UsageError(
-            f"{world.world_size} tasks were started, and Lightning trains with "
-            f"{trainer.world_size}: give Trainer(devices=TASKS_PER_NODE, num_nodes=NODES), and "
-            'strategy="ddp"'
-        )
-    if "spawn" in str(getattr(trainer.strategy.launcher, "_start_method", "")):
-        raise UsageError(
-            "the ranks of this strategy are children of one process, which does not pass a stop on "
-            'to them; use strategy="ddp", with srun, torchrun or by itself'
-        )
-    size = trainer.world_size // max(1, trainer.num_nodes)
-    return {
-        **os.environ,
-        "RANK": str(trainer.global_rank),
-        "WORLD_SIZE": str(trainer.world_size),
-        "LOCAL_RANK": str(trainer.local_rank),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
-
-
 def _has_length(loader: Any) -> bool:
     try:
         len(loader)
     except (TypeError, NotImplementedError):
         return False
     return True
-
-
-def _fingerprint(trainer: Any) -> list[int]:
-    """A sum of the bits of each weight and buffer, which differs once something else is in their
-    place; counters of versions would not see a write through ``.data``."""
-    sums = []
-    for value in trainer.lightning_module.state_dict().values():
-        if isinstance(value, torch.Tensor) and value.numel():
-            flat = value.detach().reshape(-1)
-            bits = flat.view(torch.uint8) if flat.dtype is torch.bool else flat.view(_bits(flat))
-            sums.append(bits.sum(dtype=torch.int64))
-    return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
-
-
-def _bits(tensor: torch.Tensor) -> torch.dtype:
-    """The integers as wide as the elements of this tensor; of wider ones, bytes."""
-    wide = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return wide.get(tensor.element_size(), torch.uint8)

@@ -237,7 +237,7 @@ class Train:
         if not self.run.trains:
             # eval_on_start: at the start of the training, not of each attempt
             return {} if self.run.loaded is not None else own(*args, **kwargs)
-        self.run.begin_evaluation()
+        self.run.begin_evaluation(bare(self._trainer.model))
         return own(*args, **kwargs)
 
     def _prediction_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,70 @@
+"""Which fits of Lightning can be made preemptible, and how their ranks find each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hydroslurm.coordination.world import World
+from hydroslurm.errors import UsageError
+
+_PARTS = {
+    "fit_loop": ("setup_data", "run", "on_run_end", "_should_accumulate", "epoch_progress"),
+    "fit_loop.epoch_loop": ("advance", "val_loop", "batch_progress", "max_steps"),
+    "fit_loop.epoch_loop.val_loop": ("run",),
+    "strategy": ("process_dataloader",),
+    "_signal_connector": ("register_signal_handlers",),
+    "_checkpoint_connector": ("resume_start", "dump_checkpoint", "_loaded_checkpoint"),
+}
+"""What is used of Lightning's inside, from the trainer on."""
+
+
+def require_known(trainer: Any) -> None:
+    """Whether this is a Lightning whose loops are known.
+
+    Raises:
+        UsageError: names what is not there.
+    """
+    for path, names in _PARTS.items():
+        thing = trainer
+        for part in path.split("."):
+            thing = getattr(thing, part, None)
+        missing = [f"trainer.{path}.{name}" for name in names if not hasattr(thing, name)]
+        if missing:
+            raise UsageError(
+                f"this Lightning ({type(trainer).__module__.partition('.')[0]}) has no "
+                f"{', '.join(missing)}; hydroslurm knows 2.4 to 2.6. The trainer is as it was. "
+                "Install one of those, or unset HYDROSLURM_PREEMPT"
+            )
+
+
+def environ_of(trainer: Any) -> Mapping[str, str]:
+    """The variables by which the ranks of this trainer find each other: those of Slurm or torchrun,
+    or, where Lightning has started its own processes, what it knows.
+
+    Raises:
+        UsageError: Slurm has started several tasks, and each trains alone.
+    """
+    world = World.from_environ(os.environ)
+    if world.world_size == trainer.world_size:
+        return os.environ
+    if world.world_size > 1:
+        raise UsageError(
+            f"{world.world_size} tasks were started, and Lightning trains with "
+            f"{trainer.world_size}: give Trainer(devices=TASKS_PER_NODE, num_nodes=NODES), and "
+            'strategy="ddp"'
+        )
+    if "spawn" in str(getattr(trainer.strategy.launcher, "_start_method", "")):
+        raise UsageError(
+            "the ranks of this strategy are children of one process, which does not pass a stop on "
+            'to them; use strategy="ddp", with srun, torchrun or by itself'
+        )
+    size = trainer.world_size // max(1, trainer.num_nodes)
+    return {
+        **os.environ,
+        "RANK": str(trainer.global_rank),
+        "WORLD_SIZE": str(trainer.world_size),
+        "LOCAL_RANK": str(trainer.local_rank),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
