@@ -75,6 +75,9 @@ class Fit:
         """Resume, if there is something, and take the places at which the fit is to be led."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         self._loggers.opened()
+        shield = self.run.worker_shield()  # of the validation's workers, too
+        shield.install()
+        self._undo.callback(shield.uninstall)
         if self.run.resume():
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_start)
         self._replace(trainer._signal_connector, "register_signal_handlers", self._stand_down)

@@ -141,7 +141,8 @@ class Notes(lightning.Callback):
 
     def _stop(self, at: str, number: int) -> None:
         if (at, number) == (self._at, self._number):
-            os.kill(os.getpid(), signal.SIGTERM)
+            for pid in (*children(), os.getpid()):  # Slurm signals all of a job step
+                os.kill(pid, signal.SIGTERM)
             time.sleep(0.1)
 
     def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
@@ -160,6 +161,12 @@ class Notes(lightning.Callback):
         shown = {name: repr(value.item()) for name, value in trainer.callback_metrics.items()}
         self.note("epoch", trainer.current_epoch, sorted(shown.items()))
         self._stop("epoch", trainer.current_epoch)
+
+
+def children() -> list[int]:
+    """The workers of this process's loaders."""
+    me = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    return [int(pid) for pid in me.read_text().split()]
 
 
 def loader(**options: Any) -> DataLoader:
@@ -213,7 +220,8 @@ def fit(module: Any, data: Any, options: dict[str, Any], notes: Notes, folder: P
         **options,
         "callbacks": [notes, *extra, Preemptible(directory=folder, every_s=0, every_steps=0)],
     })  # fmt: skip
-    trainer.fit(module, data, DataLoader(Noisy().data, batch_size=8))
+    workers = getattr(data, "num_workers", 0)
+    trainer.fit(module, data, DataLoader(Noisy().data, batch_size=8, num_workers=workers))
     weights = b"".join(one.detach().numpy().tobytes() for one in module.state_dict().values())
     notes.note("weights", hashlib.sha256(weights).hexdigest())
 
