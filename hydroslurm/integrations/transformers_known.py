@@ -74,8 +74,9 @@ def environ_of(args: Any) -> Mapping[str, str]:
         raise UsageError(
             f"{world.world_size} tasks were started, and each trains with a world size of "
             f"{args.world_size}: accelerate looks for RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
-            "and MASTER_PORT. Start the script with torchrun, or with `hydroslurm run`, which sets "
-            "them"
+            "and MASTER_PORT. Call hydroslurm.set_torch_environment() before anything else, or "
+            "start one task per node: srun --ntasks-per-node=1 hydroslurm agent -- "
+            "--nproc-per-node=N train.py"
         )
     raise UsageError(
         f"this is rank {args.process_index} of {args.world_size}, but neither srun nor torchrun "
