@@ -9,19 +9,14 @@ next one goes on from is taken out (CSV) or hidden (TensorBoard's ``purge_step``
 from __future__ import annotations
 
 import csv
-import hashlib
-import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.integrations.one_run import keep, kept, run_id
 
-_FILE = "loggers.json"
 _VERSIONED = ("TensorBoardLogger", "CSVLogger")
 _ASIDE = ".earlier"
-MOST_BYTES = 65536
 
 
 class Loggers:
@@ -34,8 +29,8 @@ class Loggers:
 
     def __init__(self, trainer: Any, folder: Path) -> None:
         self._trainer = trainer
-        kept = _kept(folder / _FILE)
-        versions = dict(kept)
+        earlier = kept(folder)
+        versions = dict(earlier)
         for place, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in _VERSIONED and logger._version is None:
                 if str(place) in versions:
@@ -43,11 +38,11 @@ class Loggers:
                 elif trainer.is_global_zero:
                     versions[str(place)] = logger.version
             elif type(logger).__name__ == "WandbLogger" and logger._id is None:
-                logger._id = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+                logger._id = run_id(folder)
                 logger._wandb_init.update(id=logger._id, resume="allow")
-        if trainer.is_global_zero and versions != kept:
-            write_atomically(folder / _FILE, json.dumps(versions).encode())
-        for logger in self._csv() if kept else ():
+        if trainer.is_global_zero and versions != earlier:
+            keep(folder, versions)
+        for logger in self._csv() if earlier else ():
             metrics = _metrics(logger)
             if metrics.exists():  # the logger removes what is there when it opens
                 metrics.replace(f"{metrics}{_ASIDE}")
@@ -85,14 +80,6 @@ class Loggers:
         """Those that write: of the first rank."""
         if self._trainer.is_global_zero:
             yield from (one for one in self._trainer.loggers if type(one).__name__ == kind)
-
-
-def _kept(path: Path) -> dict[str, Any]:
-    """Place among the loggers -> version, of the first attempt; empty for a new run."""
-    if not path.exists():
-        return {}
-    found = parse_json(read_regular(path, limit_bytes=MOST_BYTES))
-    return dict(found) if isinstance(found, dict) else {}
 
 
 def _metrics(logger: Any) -> Path:

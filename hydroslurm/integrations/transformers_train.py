@@ -26,6 +26,7 @@ import torch
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
+from hydroslurm.integrations.one_run import continue_callbacks
 from hydroslurm.integrations.transformers_known import environ_of, require_known
 from hydroslurm.integrations.transformers_state import LoopState
 from hydroslurm.training.objects import bare
@@ -60,6 +61,7 @@ class Train:
         self.run = FrameworkRun(
             "transformers", self._capture, environ=environ, **{**options, "directory": place}
         )
+        continue_callbacks(trainer, place)
         self._loop = LoopState(trainer)
         self.run.own["loop"] = self._loop
 
