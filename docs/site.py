@@ -32,6 +32,10 @@ API = {
     "Data": [
         "data.ResumableSampler",
         "data.SeededDataset",
+        "data.RecordDataset",
+        "data.RecordLoader",
+        "data.RecordFile",
+        "data.RecordWriter",
     ],
     "Several ranks": ["set_torch_environment", "warm_up_ddp_buckets", "numa.bind"],
     "Gradients reduced on the host": [

@@ -32,6 +32,7 @@
     |   |-- UnsavableState         only pickling could save what it holds
     |   |-- SaveFailed             disk full ...; what was committed before is whole
     |   `-- SaveAbandoned          given up on purpose, for one that can still be in time
+    |-- RecordError                a file of records is none, or is cut off or changed
     |-- RanksError                 the ranks of a job could not do something together
     |   |-- AgreementFailed        a rank is gone or has given up; the same for all who asked
     |   |-- NoSecret               nothing that they could prove their identity with
@@ -183,6 +184,10 @@ class SaveFailed(CheckpointError):
 
 class SaveAbandoned(CheckpointError):
     """A save was given up on purpose, before its commit."""
+
+
+class RecordError(HydroslurmError):
+    """A file of records cannot be read as one; the message names the file and the record."""
 
 
 class RanksError(HydroslurmError):

@@ -1,14 +1,21 @@
-"""The position of a training in its data: an order that can be resumed, seeds, workers."""
+"""The position of a training in its data: an order that can be resumed, seeds, workers,
+files of records."""
 
 from __future__ import annotations
 
 from hydroslurm.data.position import LoaderPosition, position_of
+from hydroslurm.data.record_files import RecordFile, RecordWriter
+from hydroslurm.data.records import RecordDataset, RecordLoader
 from hydroslurm.data.sampler import ResumableSampler, SampleIndex
 from hydroslurm.data.seeding import SeededDataset
 from hydroslurm.runtime.child_signals import shielded
 
 __all__ = [
     "LoaderPosition",
+    "RecordDataset",
+    "RecordFile",
+    "RecordLoader",
+    "RecordWriter",
     "ResumableSampler",
     "SampleIndex",
     "SeededDataset",
