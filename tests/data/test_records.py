@@ -6,7 +6,6 @@ import itertools
 import os
 import pickle
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from data.recordbytes import ffrecord
 from forkedranks import start, wait_for_end
-from processes import Child, child
+from processes import Child, child, wait_until
 from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from hydroslurm.data import ResumableSampler, SeededDataset, position_of
@@ -183,7 +182,8 @@ from forkedranks import serve
 from data.test_records import be_rank
 serve(be_rank)
 """
-EPOCHS = 3
+EPOCHS = 2
+STEPS = 60  # of an epoch: ranks that know of a stop make some more until they agree
 
 
 def be_rank(options: dict[str, Any], rank: int) -> None:
@@ -200,10 +200,18 @@ def be_rank(options: dict[str, Any], rank: int) -> None:
         for batch in run.batches(epochs=EPOCHS):
             print("saw", run.step, *batch.tolist(), flush=True)
             if run.step == options["stop"]:
+                meet(options, "here", rank)
                 if rank == world - 1:
                     os.kill(os.getpid(), signal.SIGTERM)
-                while not run.stop_requested:  # the others hear of it a moment later
-                    time.sleep(0.002)
+                wait_until(lambda: run.stop_requested, "the stop")
+                meet(options, "told", rank)
+
+
+def meet(options: dict[str, Any], place: str, rank: int) -> None:
+    """Go on when all ranks are here: nothing else in this loop keeps them in step."""
+    paths = [Path(f"{options['meet']}-{place}-{other}") for other in range(options["world"])]
+    paths[rank].touch()
+    wait_until(lambda: all(path.exists() for path in paths), f"all ranks {place}")
 
 
 def attempt(
@@ -239,16 +247,16 @@ def attempt(
 def test_stopped_inside_epochs_and_taken_up_by_other_ranks(tmp_path: Path) -> None:
     """SIGTERM to one of three ranks in the middle of an epoch, then to one of two with workers,
     then one rank to the end: each step has the samples of the run that was left alone, once."""
-    write(tmp_path / "files", (9, 0, 14, 7))
+    write(tmp_path / "files", (STEPS, 0, 2 * STEPS, 3 * STEPS))
     with child(RANKS, tmp_path) as program:
         program.expect("ready")
         alone = attempt(program, tmp_path, "alone", world=1)
-        assert len(alone) == EPOCHS * 5
+        assert len(alone) == EPOCHS * STEPS
         parts = [
             attempt(program, tmp_path, "run", world=3, stop=2),
-            attempt(program, tmp_path, "run", world=2, stop=7, workers=1),
+            attempt(program, tmp_path, "run", world=2, stop=STEPS + 2, workers=1),
             attempt(program, tmp_path, "run", world=1),
         ]
-    assert [max(part) % 5 for part in parts[:2]] == [2, 2]
+    assert all(2 <= max(part) % STEPS < STEPS - 1 for part in parts[:2])
     assert sum(len(part) for part in parts) == len(alone)
     assert {step: samples for part in parts for step, samples in part.items()} == alone
