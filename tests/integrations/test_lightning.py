@@ -30,7 +30,7 @@ def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
     [
         # in the sanity check, in validation, at the ends of epochs
         ("plain", "sanity train:0 train:10 val:1 epoch:0 val:0 epoch:2"),
-        ("accumulate", "train:3 train:5 val:1 train:32"),
+        pytest.param("accumulate", "train:3 train:5 val:1 train:32", marks=LONG),
         ("stream", "train:2 train:10 val:1 train:32"),
         ("averaged", "train:3 val:0 train:20"),
         pytest.param("workers", "train:4 val:1 train:32", marks=LONG),
