@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
     "parallel": COORDINATION,
     "training": TRAINING,
-    "compat": TRAINING | {"training"},
+    "compat": TRAINING | {"training", "integrations"},
     "integrations": TRAINING | {"training", "numa", "parallel"},
     "jobs": COORDINATION | {"runtime"},
     "report": BASE | {"slurm"},

@@ -21,7 +21,11 @@ from typing import Any
 
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.lightning_known import environ_of, require_known
+from hydroslurm.integrations.lightning_known import (
+    environ_of,
+    require_known,
+    signals_stand_down,
+)
 from hydroslurm.integrations.lightning_loggers import Loggers
 from hydroslurm.integrations.lightning_metrics import RankMetrics
 from hydroslurm.training.reporting import notice
@@ -80,7 +84,7 @@ class Fit:
         self._undo.callback(shield.uninstall)
         if self.run.resume():
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_start)
-        self._replace(trainer._signal_connector, "register_signal_handlers", self._stand_down)
+        self._undo.callback(signals_stand_down(trainer))
         self._replace(loop, "setup_data", self._setup_data)
         self._replace(loop, "on_run_end", self._on_run_end)
         self._replace(loop.epoch_loop, "advance", self._advance)
@@ -127,18 +131,6 @@ class Fit:
                 " is where it began"
             )
         self._trainer._checkpoint_connector._loaded_checkpoint = dict(loaded["checkpoint"])
-
-    def _stand_down(self, own: Callable[..., Any]) -> None:
-        """Lightning would put a handler over SIGTERM, and requeue by itself."""
-        del own
-        cluster = self._trainer._accelerator_connector.cluster_environment
-        both = (
-            " and its auto-requeue stand" if getattr(cluster, "auto_requeue", False) else " stands"
-        )
-        self._say(
-            f"Lightning's own SIGTERM handler{both} down in this fit: hydroslurm stops, saves, "
-            "requeues and resumes it"
-        )
 
     def _setup_data(self, own: Callable[..., Any]) -> None:
         """The loaders that are made here keep their positions."""

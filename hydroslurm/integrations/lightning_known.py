@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hydroslurm.coordination.world import World
 from hydroslurm.errors import UsageError
+from hydroslurm.training.reporting import notice
 
 _PARTS = {
     "fit_loop": ("setup_data", "run", "on_run_end", "_should_accumulate", "epoch_progress"),
@@ -37,6 +38,28 @@ def require_known(trainer: Any) -> None:
                 f"{', '.join(missing)}; hydroslurm knows 2.4 to 2.6. The trainer is as it was. "
                 "Install one of those, or unset HYDROSLURM_PREEMPT"
             )
+
+
+def signals_stand_down(trainer: Any) -> Callable[[], None]:
+    """Keep Lightning from putting a handler over SIGTERM, and from requeueing by itself, in the fit
+    that begins. Returns what gives that back."""
+    cluster = trainer._accelerator_connector.cluster_environment
+    both = " and its auto-requeue stand" if getattr(cluster, "auto_requeue", False) else " stands"
+
+    def stand_down() -> None:
+        if trainer.is_global_zero:
+            notice(
+                f"Lightning's own SIGTERM handler{both} down in this fit: hydroslurm stops, saves, "
+                "requeues and resumes it"
+            )
+
+    connector = trainer._signal_connector
+    connector.register_signal_handlers = stand_down
+
+    def give_back() -> None:
+        vars(connector).pop("register_signal_handlers", None)
+
+    return give_back
 
 
 def environ_of(trainer: Any) -> Mapping[str, str]:
