@@ -40,6 +40,7 @@ SCRIPTS = (
     "built_runs",
     "storm",
     "frameworks",
+    "host_reduce",
     "compare",
     "gpu_check",
 )
