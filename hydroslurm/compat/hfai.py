@@ -38,6 +38,9 @@ class _PreemptionCheckpoint:
     :class:`hydroslurm.integrations.lightning.Preemptible` it does not. With one of those in the
     same Trainer, this is a ModelCheckpoint and no more.
 
+    A stop is obeyed behind a training batch that completed an optimizer step, and not within a
+    validation. The module's own ``on_train_batch_end`` is not called for that batch any more.
+
     Args:
         dirpath: where the checkpoints go; on a file system that all nodes share.
         options: those of ModelCheckpoint.
@@ -76,8 +79,16 @@ class _PreemptionCheckpoint:
         if not self._is_on or trainer.fit_loop._should_accumulate():
             return
         if receive_suspend_command():
-            trainer.save_checkpoint(self.suspended)
+            self._save(trainer)
             go_suspend()
+
+    def _save(self, trainer: Any) -> None:
+        """Under its name the file is whole: Lightning may copy it there from another file system,
+        and be killed at the end of the grace meanwhile."""
+        new = self.suspended.with_name(f"{self.CHECKPOINT_NAME_SUSPEND}.new.ckpt")
+        trainer.save_checkpoint(new)  # all ranks; it ends with a barrier
+        if trainer.is_global_zero:
+            new.replace(self.suspended)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""HFAI's published shape of a training with Lightning, with its imports changed."""
+"""HFAI's published shape of a training with Lightning, with its imports changed and
+without nn_to_hfai."""
 
 import os
 from pathlib import Path
