@@ -202,7 +202,7 @@ def _python_state(state: Any) -> dict[str, Any]:
     version, internal, gauss = state
     return {
         "version": version,
-        "state": torch.tensor(internal, dtype=torch.int64),
+        "state": torch.from_numpy(numpy.fromiter(internal, numpy.int64, len(internal))),
         "gauss": gauss,
     }
 

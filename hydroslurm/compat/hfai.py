@@ -19,6 +19,7 @@ import functools
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class _PreemptionCheckpoint:
 
     def __init__(self, dirpath: str | os.PathLike[str], **options: Any) -> None:
         super().__init__(dirpath=dirpath, **options)  # type: ignore[call-arg]
-        self._is_on = False
+        self._give_back: Callable[[], None] | None = None
 
     @property
     def suspended(self) -> Path:
@@ -65,9 +66,8 @@ class _PreemptionCheckpoint:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
         ours = any(isinstance(one, _Preemptible) for one in trainer.callbacks)
-        self._is_on = stage == "fit" and not ours
-        if self._is_on:
-            signals_stand_down(trainer)
+        if stage == "fit" and not ours:
+            self._give_back = signals_stand_down(trainer)
             receive_suspend_command()  # takes the signals, before there are workers
 
     def on_train_batch_end(
@@ -76,7 +76,7 @@ class _PreemptionCheckpoint:
         super().on_train_batch_end(  # type: ignore[misc]
             trainer, pl_module, outputs, batch, batch_idx
         )
-        if not self._is_on or trainer.fit_loop._should_accumulate():
+        if self._give_back is None or trainer.fit_loop._should_accumulate():
             return
         if receive_suspend_command():
             self._save(trainer)
@@ -89,6 +89,19 @@ class _PreemptionCheckpoint:
         trainer.save_checkpoint(new)  # all ranks; it ends with a barrier
         if trainer.is_global_zero:
             new.replace(self.suspended)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._leave_fit()
+        super().on_exception(trainer, pl_module, exception)  # type: ignore[misc]
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._leave_fit()
+        super().on_fit_end(trainer, pl_module)  # type: ignore[misc]
+
+    def _leave_fit(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)  # type: ignore[misc]

@@ -85,16 +85,19 @@ class _Preemptible:
         )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        del trainer, pl_module
-        make, self._make = self._make, None
-        if stage != "fit" or make is None:
+        del pl_module
+        if stage != "fit" or not self._is_wanted(trainer):
             return
+        if self._make is None:  # nobody has set the log
+            self._prepare(trainer)
+        make, self._make = self._make, None
+        assert make is not None
         self._fit = make()
         self._fit.start()
 
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
         if self._fit is not None:
-            self._fit.look()
+            self._fit.run.check_evaluation()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         del trainer, pl_module

@@ -63,7 +63,7 @@ class Fit:
         self._is_on = is_on
         self._undo = ExitStack()
         self._max_steps: int | None = None
-        self._ended = False
+        self._ended = self._is_finished = False
         self._new_loaders: list[Any] = []
         self.run = FrameworkRun(
             "lightning",
@@ -90,25 +90,16 @@ class Fit:
         self._replace(loop.epoch_loop, "advance", self._advance)
         self._replace(loop.epoch_loop.val_loop, "run", self._validate)
 
-    def look(self) -> None:
-        """Between two batches of validation: leave if a stop was requested.
-
-        The state is the one behind the last training batch. A callback that has put other weights
-        in the model's place for the validation (an average of them) puts them back at its end: the
-        stop waits for that.
-        """
-        self.run.check_evaluation()
-
     def end(self) -> None:
         """After the fit: the training is done, also where nothing was left of it."""
         self._undo.close()
-        if not self._ended:
+        if not self._is_finished:
             self.run.finish()
 
     def fail(self, error: BaseException) -> None:
         """The fit ends with an exception."""
         self._undo.close()
-        if not isinstance(error, ExitForRequeue) and not self._ended:
+        if not isinstance(error, ExitForRequeue) and not self._is_finished:
             self.run.__exit__(type(error), error, error.__traceback__)
 
     # --- in the place of Lightning's own
@@ -246,6 +237,7 @@ class Fit:
             self._ended = True
             self.run.check_stop()
             self.run.finish()
+            self._is_finished = True
 
     # --- the state
     # --------------------------------------------------------------------------------------------

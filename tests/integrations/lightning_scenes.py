@@ -9,7 +9,6 @@ validation batch of its attempt), ``sanity`` or ``epoch:N`` (in the hook at the 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -24,6 +23,7 @@ from typing import Any
 
 import lightning
 import torch
+from attempts import attempts
 from lightning.pytorch import callbacks as stock
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
@@ -31,7 +31,6 @@ from torchmetrics import MeanMetric
 from hydroslurm.integrations.lightning import Preemptible
 
 EPOCHS = 3
-STOPPED = 75
 
 
 class Noisy(Dataset):
@@ -226,37 +225,12 @@ def fit(module: Any, data: Any, options: dict[str, Any], notes: Notes, folder: P
     notes.note("weights", hashlib.sha256(weights).hexdigest())
 
 
-def forked(call: Any) -> int:
-    """The exit status of a child that does this."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            call()
-            status = 0
-        except SystemExit as leaving:
-            status = int(leaving.code or 0)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def main(name: str, folder: Path, *stops: str) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel("ERROR")
     found: dict[str, Any] = {}
     for run, told in (("undisturbed", ("",)), ("stopped", (*stops, ""))):
-        place = folder / run
-        place.mkdir(parents=True)
-        exits = found[f"{run}_exits"] = []
-        for stop in told:
-            exits.append(forked(functools.partial(attempt, name, place, stop)))
-            if exits[-1] != STOPPED:
-                break
-        found[run] = (place / "notes").read_text().splitlines()
+        found[f"{run}_exits"], found[run] = attempts(attempt, name, folder / run, told)
     print(json.dumps(found))
 
 

@@ -12,7 +12,6 @@ stands for a stop behind each step of the run.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -26,12 +25,12 @@ from typing import Any
 
 import torch
 import transformers
+from attempts import attempts
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hydroslurm.integrations.transformers import make_preemptible
 
-STOPPED = 75
 ITEMS, VOCABULARY, LENGTH = 22, 40, 8
 
 
@@ -197,40 +196,15 @@ def attempt(name: str, folder: Path, stop: str) -> None:
     )
 
 
-def forked(call: Any) -> int:
-    """The exit status of a child that does this."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            call()
-            status = 0
-        except SystemExit as leaving:
-            status = int(leaving.code or 0)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def main(name: str, folder: Path, *stops: str) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     found: dict[str, Any] = {}
     for run, told in (("undisturbed", ("",)), ("stopped", (*stops, ""))):
-        place = folder / run
-        place.mkdir(parents=True)
         if told[0] == "every":
             last = max(int(note.split()[0]) for note in found["undisturbed"] if note[0].isdigit())
             told = (*(f"step:{number}" for number in range(1, last + 1)), "")
-        exits = found[f"{run}_exits"] = []
-        for stop in told:
-            exits.append(forked(functools.partial(attempt, name, place, stop)))
-            if exits[-1] != STOPPED:
-                break
-        found[run] = (place / "notes").read_text().splitlines()
+        found[f"{run}_exits"], found[run] = attempts(attempt, name, folder / run, told)
     print(json.dumps(found))
 
 
