@@ -283,7 +283,7 @@ class SimulatedRanks:
             "type": "counts",
             "pause": message["pause"],
             "round": message["round"],
-            "groups": issued_by(rank),
+            "groups": issued_by(rank) if message["type"] == "hold" else None,  # nothing new
             "in_flight": 0,
             "allowance": 0,
         }

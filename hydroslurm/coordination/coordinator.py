@@ -16,6 +16,7 @@ fields of :class:`CoordinatorOptions`. It prints one line of JSON, ``{"port": n}
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -34,6 +35,8 @@ from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
 from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
 from hydroslurm.coordination.state import CoordinatorState
 
+ALIKE_BYTES = 512
+"""Of a body that may be what thousands of ranks send alike."""
 LINGER_S = 10.0
 """With no rank connected, how long to wait for ranks that are still to come, or to come back."""
 NEWS_S = 0.25
@@ -109,7 +112,7 @@ class Coordinator(Server):
             for rank, one in unwrap_up(body):
                 self._relayed(peer, rank, one)
             return
-        message = check_from_rank(unpack(body))
+        message = _read(body)
         if peer.rank is not None:
             self._handle(peer.rank, message)
         elif message["type"] == "relay":
@@ -124,7 +127,7 @@ class Coordinator(Server):
             if not body:
                 self._lose(rank, of=peer)
                 return
-            message = check_from_rank(unpack(body))
+            message = _read(body)
             if self._joined.get(rank) is peer:
                 self._handle(rank, message)
             elif message.get("rank") == rank:
@@ -139,8 +142,9 @@ class Coordinator(Server):
         outbox = self._state.handle(rank, message)
         if message["type"] == "leave":
             self._forget(rank)
-        self._announce()
-        self._send(outbox)
+        if outbox or self._state.has_news:
+            self._announce()
+            self._send(outbox)
 
     def _join_relay(self, peer: PeerConnection, message: Message) -> None:
         if peer.has_joined or message["incarnation_id"] != self._options.incarnation_id:
@@ -219,6 +223,16 @@ class Coordinator(Server):
     def _send_to_relay(self, peer: PeerConnection, ranks: Sequence[int], packed: Packed) -> None:
         self.send(peer, Packed(wrap_ranks(ranks)))
         self.send(peer, packed)
+
+
+def _read(body: bytes) -> Message:
+    """One message of a rank, for reading only: ranks that send the same bytes share it."""
+    return _read_alike(body) if len(body) <= ALIKE_BYTES else check_from_rank(unpack(body))
+
+
+@functools.lru_cache(16)
+def _read_alike(body: bytes) -> Message:
+    return check_from_rank(unpack(body))
 
 
 def _grouped(outbox: Outbox) -> Iterator[tuple[Message, list[int]]]:

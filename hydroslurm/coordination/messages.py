@@ -174,7 +174,7 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
     "counts": {
         "pause": _is_count,
         "round": _is_count,
-        "groups": _is_counts,
+        "groups": _or_none(_is_counts),
         "in_flight": _or_none(_is_count),
         "allowance": _is_count,
     },

@@ -35,6 +35,7 @@ _CHANGES_CAUSES = (EventKind.GATE_CLOSED, EventKind.RESUMED, EventKind.CAUSES_CH
 class _RequestedRound:
     """A round that this rank has not reported its counts for."""
 
+    pause: int
     number: int
     exact: bool
     not_before_s: float
@@ -63,6 +64,8 @@ class PauseBarrier:
         self._emit = emit
         self._wake = wake
         self._lock = threading.Lock()
+        self._report_lock = threading.Lock()
+        self._reported: dict[str, int] | None = None
         self._has_own_cause = False
         self._pause = 0
         self._requested: _RequestedRound | None = None
@@ -109,6 +112,8 @@ class PauseBarrier:
             self._release()
             return
         if kind == "hold":
+            with self._report_lock:
+                self._reported = None
             with self._lock:
                 self._pause, self._let_through = message["pause"], 0
                 self._held_s, self._undecided = time.monotonic(), True
@@ -124,7 +129,9 @@ class PauseBarrier:
             self._gate.hold_here()  # nobody is behind: the rest would take this rank ahead
         not_before_s = time.monotonic() + message["wait_ms"] / 1e3
         with self._lock:
-            self._requested = _RequestedRound(message["round"], message["exact"], not_before_s)
+            self._requested = _RequestedRound(
+                self._pause, message["round"], exact=message["exact"], not_before_s=not_before_s
+            )
             self._recheck_s = not_before_s
         self._report_counts()
 
@@ -179,29 +186,40 @@ class PauseBarrier:
 
     def _report_counts(self) -> None:
         """Send the counts of the requested round, if this rank is at rest."""
+        # one after the other: what a report leaves out is in the one that was sent before it
+        with self._report_lock:
+            requested = self._take_requested()
+            if requested is None:
+                return
+            before, groups = self._reported, _counts_by_group(exact=requested.exact)
+            self._reported = groups
+            self._try_send(
+                {
+                    "type": "counts",
+                    "pause": requested.pause,
+                    "round": requested.number,
+                    "groups": None if groups == before else groups,
+                    # the exact number takes 20 ms and more
+                    "in_flight": 0 if collectives.are_complete() else collectives.in_flight(),
+                    "allowance": self._gate.status().allowance,
+                }
+            )
+
+    def _take_requested(self) -> _RequestedRound | None:
+        """The requested round, which is then not requested any more; None before it is due, and
+        while threads of this rank still run."""
         with self._lock:
             requested = self._requested
             if requested is None:
-                return
+                return None
             if time.monotonic() < requested.not_before_s:
                 self._wake()
-                return
+                return None
             if self._gate.status().state in (GateState.PARKING, GateState.RUNNING):
                 self._recheck_s = time.monotonic() + RECHECK_S  # the gate's event is sooner
-                return
+                return None
             self._requested = None
-            pause = self._pause
-        self._try_send(
-            {
-                "type": "counts",
-                "pause": pause,
-                "round": requested.number,
-                "groups": _counts_by_group(exact=requested.exact),
-                # the exact number takes 20 ms and more
-                "in_flight": 0 if collectives.are_complete() else collectives.in_flight(),
-                "allowance": self._gate.status().allowance,
-            }
-        )
+            return requested
 
     def _all_parked(self, message: Mapping[str, Any]) -> None:
         with self._lock:

@@ -13,8 +13,10 @@ thread that has passed is counted before the next report; and a round in which a
 an allowance does not count. Without either of these the model in tests/coordination/model finds a
 wrong end.
 
-A rank names its groups in each report, and tells who the members are only when it is asked: one
-rank per group is, once. So a report is small, and a round costs what the reports do.
+A rank names its groups in its first report, and again when a count has changed; otherwise it says
+that it has nothing new, in the same bytes as every other rank. It tells who the members are only
+when it is asked: one rank per group is, once. So a report is small, and a round costs what the
+reports do.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class PauseState:
         self._equal_rounds = 0
         self._stalled_rounds = 0
         self._counts: dict[int, Mapping[str, Any]] = {}
+        self._groups: dict[int, Mapping[str, int]] = {}
         self._last_counts: dict[int, Any] = {}
         self._all_parked = False
         self._members: dict[str, Runs] = {}
@@ -67,7 +70,7 @@ class PauseState:
         self._active, self._all_parked = True, False
         self._number += 1
         self._round, self._equal_rounds = 1, 0
-        self._counts = {}
+        self._counts, self._groups = {}, {}
         return self._to(present, self._message("hold"))
 
     def resume(self, rank: int, present: Collection[int]) -> Outbox:
@@ -86,6 +89,7 @@ class PauseState:
     def without(self, rank: int, present: Collection[int]) -> Outbox:
         """A rank is gone; the others do not wait for it."""
         self._counts.pop(rank, None)
+        self._groups.pop(rank, None)
         self._asked.pop(rank, None)  # the next one is asked
         return self.resume(rank, present) or self._evaluate(present)
 
@@ -99,10 +103,18 @@ class PauseState:
         return [*self._to(others, self._message("count")), (rank, self._message("hold"))]
 
     def counts(self, rank: int, message: Mapping[str, Any], present: Collection[int]) -> Outbox:
-        """Take the report of a held rank: ``groups``, key -> issued; how many of those are
-        ``in_flight``; and its ``allowance``, collectives that it may still issue."""
-        if not self._active or (message["pause"], message["round"]) != (self._number, self._round):
+        """Take the report of a held rank: ``groups``, key -> issued, or None for what it has
+        reported before in this pause; how many of those are ``in_flight``; and its ``allowance``,
+        collectives that it may still issue."""
+        if not self._active or message["pause"] != self._number:
             return []
+        groups = message["groups"]
+        if groups is not None:
+            self._groups[rank] = groups  # also of a round that is over: the rank counts on it
+        if message["round"] != self._round:
+            return []
+        if rank not in self._groups:  # it has told another coordinator: begin with it anew
+            return [(rank, self._message("hold"))]
         self._counts[rank] = message
         return self._evaluate(present)
 
@@ -119,7 +131,7 @@ class PauseState:
         missing = len(self._counts) < len(present) or self._asked
         if not self._active or self._all_parked or missing:
             return []
-        reports = {rank: self._counts[rank]["groups"] for rank in present}
+        reports = {rank: self._groups[rank] for rank in present}
         return self._ask_for_members(reports) or self._decide(reports, present)
 
     def _ask_for_members(self, reports: Mapping[int, Mapping[str, int]]) -> Outbox:

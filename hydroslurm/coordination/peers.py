@@ -98,7 +98,10 @@ class PeerConnection:
         """Send what can be sent; raises OSError for a peer that does not read, or is gone."""
         while self._unsent:
             try:
-                sent = self.connection.sendmsg(itertools.islice(self._unsent, _AT_ONCE))
+                if len(self._unsent) == 1:
+                    sent = self.connection.send(self._unsent[0])
+                else:
+                    sent = self.connection.sendmsg(itertools.islice(self._unsent, _AT_ONCE))
             except BlockingIOError:
                 break
             self._sent(sent)

@@ -411,6 +411,14 @@ class Visitor:
         return True
 
 
+def until(visitor: Visitor, kind: str) -> Any:
+    """The next message of this kind; what comes before it is passed over."""
+    while True:
+        found = [one for one in visitor.receive() if one["type"] == kind]
+        if found:
+            return found[-1]
+
+
 def ask_among(runs: list[list[int]]) -> dict[str, Any]:
     return {"type": "agree", "topic": "t", "value": "1", "among": runs, "collect_at": None}
 
@@ -685,6 +693,32 @@ def test_a_listener_at_the_first_ports_is_no_coordinator(monkeypatch: pytest.Mon
     for one in squatters:
         one.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         one.close()
+
+
+def test_a_report_that_refers_to_none_is_asked_for_in_full(coordinator: tuple[World, int]) -> None:
+    """Ranks with nothing new to report say so in the same bytes; what one has told another
+    coordinator, or none, this one does not take for any number."""
+    world, port = coordinator
+    with Visitor(port) as first, Visitor(port) as second:
+        for rank, visitor in enumerate((first, second)):
+            visitor.greet()
+            visitor.send(hello(world, rank=rank))
+        first.send({"type": "pause"})
+        hold = until(second, "hold")
+        said = {"type": "counts", "pause": hold["pause"], "in_flight": 0, "allowance": 0}
+        first.send({**said, "round": 1, "groups": {"w": 1}})
+        second.send({**said, "round": 1, "groups": None})
+        assert until(second, "hold") == hold
+        second.send({**said, "round": 1, "groups": {"w": 2}})
+        first.send({"type": "members", "groups": {"w": [[0, 1]]}})
+        assert until(first, "let_through")["n"] == 1
+        assert until(second, "count")["round"] == 2
+        first.send({**said, "round": 2, "groups": {"w": 2}})
+        second.send({**said, "round": 2, "groups": None})
+        assert until(second, "count")["round"] == 3
+        for visitor in (first, second):
+            visitor.send({**said, "round": 3, "groups": None})
+        assert until(second, "all_parked")["in_flight"] == 0
 
 
 def test_a_rank_that_has_joined_cannot_come_twice(coordinator: tuple[World, int]) -> None:

@@ -23,6 +23,7 @@ class Rank(NamedTuple):
         allowance: collectives that it is let through in spite of that.
         due: the pause, of a report that is wanted; 0: none is.
         owing: it could move when it last reported, and has not moved since.
+        reported: what it had issued when it last reported in this pause; -1: it has not.
     """
 
     issued: int = 0
@@ -32,6 +33,7 @@ class Rank(NamedTuple):
     allowance: int = 0
     due: int = 0
     owing: bool = False
+    reported: int = -1
     dead: bool = False
     up: tuple[Message, ...] = ()
     down: tuple[Message, ...] = ()
@@ -71,6 +73,7 @@ def tidy(coordinator: CoordinatorState) -> None:
     pause._stalled_rounds, pause._last_counts = 0, {}
     if not pause._active:
         pause._equal_rounds, pause._counts, pause._all_parked = 0, {}, False
+        pause._groups = {}
 
 
 def write(message: Message) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def write(message: Message) -> dict[str, Any]:
         "type": do,
         "pause": pause,
         "round": ROUND,
-        "groups": dict(groups),
+        "groups": None if groups is None else dict(groups),
         "in_flight": 0,
         "allowance": allowance,
     }

@@ -172,19 +172,21 @@ class Parking:
             told = tuple((key, self.groups[key]) for key in n)
             return rank._replace(up=(*rank.up, ("members", told)))
         if say == "release":
-            return rank._replace(peers=False, allowance=0, due=0, owing=False)
+            return rank._replace(peers=False, allowance=0, due=0, owing=False, reported=-1)
         if say == "all_parked":
             return rank._replace(due=0)
         if say == "hold":
-            rank = rank._replace(peers=True, allowance=0)
+            rank = rank._replace(peers=True, allowance=0, reported=-1)
         left = 0 if self.takes_back and say != "let_through" else rank.allowance
         return rank._replace(allowance=max(left, n), due=pause)
 
     def _report(self, state: State, number: int) -> State:
         rank = state.ranks[number]
-        groups = tuple(self._issued(state, number).items())
+        is_new = rank.issued != rank.reported
+        groups = tuple(self._issued(state, number).items()) if is_new else None
         after = rank._replace(
             due=0,
+            reported=rank.issued,
             owing=self.moves_in_time and self._can_move(state, number),
         )
         told = send(put(state, number, after), number, "counts", rank.due, groups, rank.allowance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -109,10 +109,16 @@ class SeesOneGroup(PauseState):
 
     def _evaluate(self, present: Collection[int]) -> Any:
         for rank in present & self._counts.keys():
-            groups = self._counts[rank]["groups"]
-            first = dict(list(groups.items())[:1])
-            self._counts[rank] = {**self._counts[rank], "groups": first}
+            self._groups[rank] = dict(list(self._groups[rank].items())[:1])
         return super()._evaluate(present)
+
+
+class KeepsTheFirstReport(PauseState):
+    """Does not take what a rank reports anew."""
+
+    def counts(self, rank: int, message: Mapping[str, Any], present: Collection[int]) -> Any:
+        groups = self._groups.get(rank, message["groups"])
+        return super().counts(rank, {**message, "groups": groups}, present)
 
 
 class LetsNobodyThrough(PauseState):
@@ -156,6 +162,7 @@ def coordinator_with(pause: type[PauseState]) -> Callable[[int], CoordinatorStat
         (BelievesOneRound, "w", "all parked"),
         (OverlooksAllowances, "ww", "all parked"),
         (SeesOneGroup, "wa", "all parked"),
+        (KeepsTheFirstReport, "wa", "all parked"),
         (LetsNobodyThrough, "w", "circle"),
         (ParksAtOnce, "w", "all parked"),
     ],
