@@ -16,7 +16,8 @@ PACKAGE = Path(hydroslurm.__file__).parent
 # a room -> the rooms it may import. Nothing but the command line and tests imports `devcluster`.
 BASE = {"errors", "core"}
 COORDINATION = BASE | {"slurm", "gate", "coordination"}
-TRAINING = COORDINATION | {"runtime", "checkpoint", "data"}
+ELASTIC = COORDINATION | {"elastic"}
+TRAINING = ELASTIC | {"runtime", "checkpoint", "data"}
 MAY_IMPORT = {
     "errors": set(),
     "core": BASE,
@@ -29,6 +30,7 @@ MAY_IMPORT = {
     "checkpoint": BASE,
     "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
     "parallel": COORDINATION,
+    "elastic": ELASTIC | {"checkpoint.tree"},
     "training": TRAINING,
     "compat": TRAINING | {"training", "integrations"},
     "integrations": TRAINING | {"training", "numa", "parallel"},

@@ -148,10 +148,11 @@ class CoordinatorChannel:
         on_message: Callable[[Message], None],
         due_s: Callable[[], float | None],
         tick: Callable[[], None],
+        check: Callable[[Any], Message] = check_from_coordinator,
     ) -> None:
         """
         Args:
-            on_message: receives each message.
+            on_message: receives each message that ``check`` lets pass.
             due_s: when ``tick`` is due (``time.monotonic()``), None for not at all.
             tick: called then.
         """
@@ -161,6 +162,7 @@ class CoordinatorChannel:
         self._on_message = on_message
         self._due_s = due_s
         self._tick = tick
+        self._check = check
         self._send_lock = threading.Lock()
         self._closed = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -204,7 +206,7 @@ class CoordinatorChannel:
         """
         try:
             for message in self._first:
-                self._on_message(check_from_coordinator(message))
+                self._on_message(self._check(message))
             while not self._closed:
                 self._receive()
         except (OSError, BadFrame, BadMessage, CoordinatorLost) as error:
@@ -227,7 +229,7 @@ class CoordinatorChannel:
             if not data:
                 raise OSError("closed by the coordinator")
             for message in self._unsealer.feed(data):
-                self._on_message(check_from_coordinator(message))
+                self._on_message(self._check(message))
         due_s = self._due_s()
         if due_s is not None and time.monotonic() >= due_s:
             self._tick()

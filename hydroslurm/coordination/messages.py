@@ -56,19 +56,19 @@ class BadMessage(ValueError):
     """Not a valid message; says which field is wrong, and what it was."""
 
 
-def _is_count(value: Any, most: int = MAX_COUNT) -> bool:
+def is_count(value: Any, most: int = MAX_COUNT) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
 def _is_rank(value: Any) -> bool:
-    return _is_count(value, MAX_RANKS)
+    return is_count(value, MAX_RANKS)
 
 
-def _is_bool(value: Any) -> bool:
+def is_bool(value: Any) -> bool:
     return type(value) is bool
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     return type(value) is str and len(value) <= MAX_TEXT
 
 
@@ -76,7 +76,7 @@ def _is_str(value: Any) -> bool:
     return type(value) is str
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 
@@ -88,12 +88,12 @@ def _one_of(*words: str) -> Check:
     return lambda value: type(value) is str and value in words
 
 
-def _list_of(check: Check) -> Check:
+def list_of(check: Check) -> Check:
     return lambda value: type(value) is list and all(map(check, value))
 
 
 def _is_cut_off(value: Any) -> bool:
-    return type(value) is list and len(value) <= MAX_CUT_OFF and all(map(_is_text, value))
+    return type(value) is list and len(value) <= MAX_CUT_OFF and all(map(is_text, value))
 
 
 def _is_runs(value: Any) -> bool:
@@ -113,7 +113,7 @@ def _is_runs(value: Any) -> bool:
 
 def _is_counts(value: Any) -> bool:
     """Key of a process group -> how many collectives were issued on it."""
-    return type(value) is dict and len(value) <= MAX_GROUPS and all(map(_is_count, value.values()))
+    return type(value) is dict and len(value) <= MAX_GROUPS and all(map(is_count, value.values()))
 
 
 def _is_members(value: Any) -> bool:
@@ -138,78 +138,78 @@ def _is_values(value: Any) -> bool:
     return bool(told <= MAX_RANKS)
 
 
-_is_ranks = _list_of(_is_rank)
+_is_ranks = list_of(_is_rank)
 _ROUND: Mapping[str, Check] = {
-    "pause": _is_count,
-    "round": _is_count,
-    "exact": _is_bool,
-    "wait_ms": _is_number,
+    "pause": is_count,
+    "round": is_count,
+    "exact": is_bool,
+    "wait_ms": is_number,
     "of_ranks": _is_ranks,
 }
 
 TO_RELAY: Mapping[str, Mapping[str, Check]] = {
-    "reach": {"incarnation_id": _is_text, "rank": _is_rank, "host": _is_text, "is_near": _is_bool},
+    "reach": {"incarnation_id": is_text, "rank": _is_rank, "host": is_text, "is_near": is_bool},
 }
 """What a rank says first to the relay of its node, which passes on everything else."""
 
 FROM_RANK: Mapping[str, Mapping[str, Check]] = {
-    "relay": {"incarnation_id": _is_text},
+    "relay": {"incarnation_id": is_text},
     "join": {
-        "incarnation_id": _is_text,
+        "incarnation_id": is_text,
         "rank": _is_rank,
         "world_size": _is_rank,
         "cut_off": _is_cut_off,
     },
     "agree": {
-        "topic": _is_text,
+        "topic": is_text,
         "value": _is_str,
         "among": _or_none(_is_runs),
         "collect_at": _or_none(_is_collectors),
     },
-    "withdraw": {"topic": _is_text},
-    "call_barrier": {"kind": _one_of("stop", "save"), "message": _is_text},
-    "propose": {"barrier": _is_count, "safe_point_index": _is_count},
+    "withdraw": {"topic": is_text},
+    "call_barrier": {"kind": _one_of("stop", "save"), "message": is_text},
+    "propose": {"barrier": is_count, "safe_point_index": is_count},
     "pause": {},
     "resume": {},
     "counts": {
-        "pause": _is_count,
-        "round": _is_count,
+        "pause": is_count,
+        "round": is_count,
         "groups": _or_none(_is_counts),
-        "in_flight": _or_none(_is_count),
-        "allowance": _is_count,
+        "in_flight": _or_none(is_count),
+        "allowance": is_count,
     },
     "members": {"groups": _is_members},
-    "leave": {"done": _is_bool},
+    "leave": {"done": is_bool},
 }
 """``type`` -> the fields that such a message has, all of them and no others."""
 
 FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
     "reached": {},
     "welcome": {},
-    "refused": {"reason": _is_text, "same_incarnation": _is_bool},
-    "all_joined": {"cut_off": _list_of(_is_text)},
+    "refused": {"reason": is_text, "same_incarnation": is_bool},
+    "all_joined": {"cut_off": list_of(is_text)},
     "ranks_gone": {"died": _is_runs, "left": _is_runs},
-    "agreed": {"topic": _is_text, "values": _is_values},
+    "agreed": {"topic": is_text, "values": _is_values},
     "agreement_failed": {
-        "topic": _is_text,
+        "topic": is_text,
         "missing": _is_runs,
         "withdrawn": _is_runs,
-        "message": _is_text,
+        "message": is_text,
     },
     "barrier_called": {
-        "barrier": _is_count,
+        "barrier": is_count,
         "kind": _one_of("stop", "save"),
         "of_rank": _is_rank,
-        "message": _is_text,
+        "message": is_text,
     },
-    "barrier_agreed": {"barrier": _is_count, "safe_point_index": _is_count},
-    "barrier_failed": {"barrier": _is_count, "missing": _is_runs, "finished": _is_bool},
-    "describe": {"groups": _list_of(_is_text)},
+    "barrier_agreed": {"barrier": is_count, "safe_point_index": is_count},
+    "barrier_failed": {"barrier": is_count, "missing": _is_runs, "finished": is_bool},
+    "describe": {"groups": list_of(is_text)},
     "hold": _ROUND,
     "count": _ROUND,
-    "let_through": {**_ROUND, "n": _is_count},
+    "let_through": {**_ROUND, "n": is_count},
     "release": _ROUND,
-    "all_parked": {**_ROUND, "in_flight": _is_count, "rounds": _is_count},
+    "all_parked": {**_ROUND, "in_flight": is_count, "rounds": is_count},
 }
 """The same of the coordinator's messages."""
 
@@ -220,20 +220,25 @@ def check_from_rank(message: Any) -> Message:
     Raises:
         BadMessage: it is not one.
     """
-    return _check(message, FROM_RANK)
+    return check_form(message, FROM_RANK)
 
 
 def check_to_relay(message: Any) -> Message:
     """The first message of a rank to a relay; raises as :func:`check_from_rank`."""
-    return _check(message, TO_RELAY)
+    return check_form(message, TO_RELAY)
 
 
 def check_from_coordinator(message: Any) -> Message:
     """A message as the coordinator sends it; raises as :func:`check_from_rank`."""
-    return _check(message, FROM_COORDINATOR)
+    return check_form(message, FROM_COORDINATOR)
 
 
-def _check(message: Any, forms: Mapping[str, Mapping[str, Check]]) -> Message:
+def check_form(message: Any, forms: Mapping[str, Mapping[str, Check]]) -> Message:
+    """A message of one of these forms: ``type`` -> what each of its fields has to pass.
+
+    Raises:
+        BadMessage: it is of none.
+    """
     if type(message) is not dict:
         raise BadMessage(f"a message is an object, not {_short(message)}")
     kind = message.get("type")

@@ -70,6 +70,7 @@ class EventKind(str, Enum):
     NUMA_BOUND = "numa_bound"
     # of several ranks: how they came together, and what they agreed on
     RANKS_JOINED = "ranks_joined"
+    GENERATION = "generation"
     LET_THROUGH = "let_through"
     ALL_PARKED = "all_parked"
     RANK_GONE = "rank_gone"

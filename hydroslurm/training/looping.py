@@ -15,6 +15,9 @@ from hydroslurm.training.saving import Saving
 class Looping(Saving):
     """Base of Run, whose constructor makes what it needs."""
 
+    _moved = False
+    """A safe point has put the run elsewhere: the batches that follow are opened anew."""
+
     def batches(self, *, epochs: int, accumulate: int = 1) -> Iterator[Any]:
         """Yield the remaining batches of ``epochs`` epochs; each is one step.
 
@@ -145,6 +148,8 @@ class Looping(Saving):
                 self._saves.unchanged = False
             if self._cursor.step_is_full:
                 self._complete_step()
+                if self._moved:
+                    return
         if self._cursor.step_has_begun:  # the last step of an epoch may have fewer batches
             self._complete_step()
 

@@ -18,13 +18,15 @@ import functools
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hydroslurm.checkpoint import memory
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.coordination.world import World
+from hydroslurm.elastic.folder import ELASTIC_ENV
 from hydroslurm.runtime import install as installation
+from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training import finished, oversights
 from hydroslurm.training.arguments import (
@@ -47,6 +49,9 @@ from hydroslurm.training.reporting import SaveRecorder
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Run(Looping, Ending):
@@ -88,6 +93,8 @@ class Run(Looping, Ending):
         on_save_error: ``warn`` continues when a periodic save fails, ``fail`` raises SaveFailed at
             the next safe point.
         limits: how often the run may be restarted.
+        elastic: the run's members may come and go while it trains (docs/elastic.md). Default:
+            whether this process was started as one of an elastic run.
         resume: False starts at step 0 and sets aside what is committed in the folder. A restart of
             the same job still resumes, from what its first start has saved.
 
@@ -100,6 +107,15 @@ class Run(Looping, Ending):
 
     _rest_is_redone = True
     """What follows the training is repeated until the process that has done it exits well."""
+
+    def __new__(cls, *_: Any, elastic: bool | None = None, **arguments: Any) -> Self:
+        """One whose members come and go is of a class of its own."""
+        environ = arguments.get("environ") or os.environ
+        if cls is Run and (elastic or (elastic is None and environ.get(ELASTIC_ENV))):
+            from hydroslurm.training.elastic_run import ElasticRun
+
+            return cast("Self", super().__new__(ElasticRun))
+        return super().__new__(cls)
 
     _keep_epochs: int | None = None
     """How many checkpoints of kind ``epoch`` stay, which only a job makes; None: all of them."""
@@ -121,8 +137,10 @@ class Run(Looping, Ending):
         on_save_error: Literal["warn", "fail"] = "warn",
         limits: Limits | None = None,
         resume: bool = True,
+        elastic: bool | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
+        del elastic  # made an ElasticRun of this, which knows
         oversights.require_place()
         environ = os.environ if environ is None else environ
         allocation = Allocation.from_environ(environ)
@@ -148,7 +166,7 @@ class Run(Looping, Ending):
         self._last_save_s = time.monotonic()
         self._fence = fence_of(self.dir, allocation)
         self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
-        self._controller, self._installed_here = controller_for(self.dir, environ)
+        self._controller, self._installed_here = self._install(environ)
         self._world = World.from_environ(environ)
         self._rank_group = RankGroup(self._controller)
         self._durable = CheckpointStore(
@@ -171,6 +189,10 @@ class Run(Looping, Ending):
             self._stopping = self._take_over_stops(allocation, environ)
             undo.pop_all()
         oversights.opened(self, self._controller)
+
+    def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+        """The controller of this process, and whether it was installed for this run."""
+        return controller_for(self.dir, environ)
 
     def _make_saver(self, *, keep: int, on_save_error: Literal["warn", "fail"]) -> Saver:
         return Saver(

@@ -104,6 +104,13 @@ class Stopping:
             self._saver.close()
         return leaving
 
+    def leave_to_others(self, reason: str) -> ExitForRequeue:
+        """Leave an elastic run, whose other members have the state; return the exit."""
+        plan = agree_on_plan(self._rank_group, self._stop_handler)
+        notice(f"{plan.message}; {reason}")
+        self._saver.give_up()
+        return exit_together(self._rank_group, self._stop_handler, plan)
+
     def leave_unsaved(
         self, error: RanksError, request: StopRequest | None, *, step: int
     ) -> ExitForRequeue:

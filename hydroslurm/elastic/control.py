@@ -1,0 +1,92 @@
+"""Ask the coordinator of an elastic run something, or tell it what is wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydroslurm.coordination.channel import connect
+from hydroslurm.coordination.frames import BadFrame, pack
+from hydroslurm.coordination.messages import BadMessage, Message
+from hydroslurm.coordination.secret import Secret
+from hydroslurm.coordination.world import World
+from hydroslurm.elastic.coordinator import attempt_of
+from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.elastic.messages import check_from_coordinator
+from hydroslurm.errors import CoordinatorLost, UsageError
+
+ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the coordinator says: in words, and how the run stands (``status.json``)."""
+
+    message: str
+    status: dict[str, Any]
+
+
+def scale(folder: ElasticFolder, size: int, *, leave: Sequence[str] = ()) -> Answer:
+    """Have another number of members train.
+
+    Args:
+        leave: members that go first, by their names; then the newest.
+
+    Raises:
+        UsageError: the run may not have so many, or there is no such member.
+        CoordinatorLost: nobody answers.
+        RunFolderError: this is not the folder of an elastic run of this user.
+    """
+    by = ""
+    with contextlib.suppress(KeyError):  # a user whom this machine has no name for
+        by = pwd.getpwuid(os.getuid()).pw_name
+    return _ask(folder, {"type": "scale", "size": size, "leave": list(leave), "by": by})
+
+
+def status(folder: ElasticFolder) -> Answer:
+    """How the run stands now; raises as :func:`scale`."""
+    return _ask(folder, {"type": "status"})
+
+
+def _ask(folder: ElasticFolder, message: Message) -> Answer:
+    key = folder.key()
+    place = folder.read(folder.coordinator_json)
+    if place is None:
+        raise CoordinatorLost(
+            f"{folder.coordinator_json} is not there: the coordinator of this run has not begun "
+            "yet. `hydroslurm describe` shows whether its job waits"
+        )
+    world = World(incarnation_id=attempt_of(folder))
+    address = (str(place.get("host")), int(place.get("port", 0)))
+    found = connect([address], world, Secret("file", key))
+    if found is None:
+        raise CoordinatorLost(
+            f"the coordinator of this run does not answer at {address[0]}:{address[1]}, where it "
+            f"was on {place.get('node')} (job {place.get('job_id')}). It starts anew by itself "
+            "unless its job was cancelled; try again in a moment"
+        )
+    with contextlib.closing(found.socket) as sock:
+        answer = _receive(sock, found, message)
+    if not answer["ok"]:
+        raise UsageError(answer["message"])
+    return Answer(answer["message"], answer["status"])
+
+
+def _receive(sock: socket.socket, found: Any, message: Message) -> Message:
+    try:
+        sock.settimeout(ANSWER_S)
+        sock.sendall(found.sealer.seal(pack(message)))
+        messages = list(found.first)
+        while not messages:
+            data = sock.recv(1 << 16)
+            if not data:
+                raise OSError("closed by the coordinator")
+            messages = found.unsealer.feed(data)
+        return check_from_coordinator(messages[0])
+    except (OSError, BadFrame, BadMessage) as error:
+        raise CoordinatorLost(f"the coordinator of this run did not answer: {error}") from error

@@ -1,0 +1,429 @@
+"""The coordinator of an elastic run: a process that belongs to no member.
+
+    python -m hydroslurm.elastic.coordinator RUN_FOLDER
+
+It needs one core, a few megabytes and nothing but the standard library. While it is gone the
+members train on; they wait for it only where a change is under way. All it knows is in the ledger:
+one that is killed, reaches its time limit or moves to another node is replaced by another that
+reads that, listens elsewhere, and hears from the members again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.coordination.frames import pack, unpack
+from hydroslurm.coordination.messages import BadMessage, Message
+from hydroslurm.coordination.network import allow_descriptors, listen
+from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
+from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
+from hydroslurm.core.fence import Fence
+from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
+from hydroslurm.elastic.membership import (
+    Action,
+    Close,
+    Membership,
+    Rank,
+    Record,
+    Refused,
+    Send,
+    Size,
+)
+from hydroslurm.elastic.messages import check_from_rank
+from hydroslurm.errors import HydroslurmError, StaleAttempt, UsageError
+
+STATUS_S = 1.0
+"""Between two writings of the status while nothing changes."""
+MOST_RANKS = 16384
+CHANGES_PER_EPOCH = 1_000_000
+"""Changes are numbered from here on in each coordinator: none is ever taken for an earlier one."""
+FINISHED_LINGER_S = 10.0
+"""Ranks that have missed the word that the run has finished may still ask."""
+
+Observer = Callable[[str, Message], None]
+
+
+class Coordinator(Server):
+    """A :class:`Membership` behind sockets, with its ledger and status.
+
+    Attributes:
+        membership: who trains together.
+        observers: called with the kind and the data of each line of the ledger, once it is there.
+        on_tick: called about once a second.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        folder: ElasticFolder,
+        membership: Membership,
+        *,
+        fence: Fence,
+        epoch: int,
+    ) -> None:
+        super().__init__(
+            listener,
+            Authenticator(key=folder.key().hex(), attempt=attempt_of(folder), munge_socket=None),
+        )
+        self.membership = membership
+        self.observers: list[Observer] = []
+        self.on_tick: list[Callable[[float], None]] = []
+        self._folder = folder
+        self._fence = fence
+        self._epoch = epoch
+        self._address = listener.getsockname()
+        self._peers: dict[Rank, PeerConnection] = {}
+        self._ranks: dict[PeerConnection, Rank] = {}
+        self._paces: dict[Rank, tuple[float, float]] = {}
+        self._store: dict[str, str] = {}
+        self._waiting: list[tuple[PeerConnection, int, list[str]]] = []
+        self._status_due_s = 0.0
+        self._end_s: float | None = None
+
+    def run(self) -> None:
+        """Serve until the run has finished and its ranks have gone.
+
+        Raises:
+            StaleAttempt: a newer coordinator has taken over.
+        """
+        while self._end_s is None or (self._peers and time.monotonic() < self._end_s):
+            self.serve_once()
+        self._write_status()
+        self.close()
+
+    def timeout_s(self) -> float:
+        now_s = time.monotonic()
+        due_s = min(self.membership.due_s(), self._status_due_s)
+        return max(0.0, min(super().timeout_s(), due_s - now_s))
+
+    def on_round(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self.membership.due_s():
+            self.act(self.membership.tick(now_s))
+        if now_s >= self._status_due_s:
+            self._status_due_s = now_s + STATUS_S
+            self._fence.check("the status of this run")
+            for call in self.on_tick:
+                call(now_s)
+            self._write_status()
+
+    # --- messages
+
+    def on_body(self, peer: PeerConnection, body: bytes) -> None:
+        message = check_from_rank(unpack(body))
+        try:
+            self._on_message(peer, message)
+        except (BadMessage, StaleAttempt):
+            raise
+        except Exception:  # ours; it ends this connection, and must not do so without a word
+            traceback.print_exc()
+            raise
+
+    def _on_message(self, peer: PeerConnection, message: Message) -> None:
+        kind, now_s = message["type"], time.monotonic()
+        if kind in ("scale", "status"):
+            self._answer_controller(peer, message, now_s)
+            return
+        rank = self._ranks.get(peer)
+        if rank is None:
+            self._join(peer, message, now_s)
+        elif kind == "beat":
+            self._paces[rank] = (message["step_s"], message["samples_per_s"])
+            self.act(self.membership.beat(rank, message["step"], now_s))
+        elif kind in ("set", "get", "add"):
+            self._serve_store(peer, message)
+        else:
+            self.act(self._event(rank, message, now_s))
+
+    def _event(self, rank: Rank, message: Message, now_s: float) -> list[Action]:
+        kind, membership = message["type"], self.membership
+        if kind == "ready":
+            return membership.ready(rank, now_s)
+        if kind == "propose":
+            return membership.proposed(rank, message["change"], message["step"], now_s)
+        if kind == "arrived":
+            return membership.arrived(
+                rank,
+                message["change"],
+                message["step"],
+                now_s,
+                has_state=message["has_state"],
+                failed=message["failed"],
+                final=message["final"],
+            )
+        if kind == "failed":
+            return membership.failed(rank, message["generation"], now_s)
+        if kind == "saved":
+            return membership.saved(rank, message["change"], now_s)
+        if kind == "formed":
+            return membership.formed(
+                rank, message["change"], message["ok"], message["pause_s"], now_s
+            )
+        if kind == "leave":
+            return membership.leave(rank, message["reason"], now_s)
+        raise BadMessage(f"{kind} of a rank that has joined")
+
+    def _join(self, peer: PeerConnection, message: Message, now_s: float) -> None:
+        if message["type"] != "join":
+            raise BadMessage("the first message is join")
+        rank = (message["member"], message["local_rank"])
+        peer.has_joined = True
+        before, self._peers[rank] = self._peers.get(rank), peer
+        try:
+            if len(self._peers) > MOST_RANKS:
+                raise Refused(f"{MOST_RANKS} ranks are the most")
+            actions = self.membership.join(
+                rank,
+                local_size=message["local_size"],
+                node=message["node"],
+                generation=message["generation"],
+                holding=message["holding"],
+                now_s=now_s,
+            )
+        except Refused as refusal:
+            if before is not None:
+                self._peers[rank] = before
+            else:
+                del self._peers[rank]
+            self._put(peer, {"type": "refused", "reason": str(refusal), "again": refusal.again})
+            return
+        self._ranks[peer] = rank
+        self.act(actions)
+
+    def _answer_controller(self, peer: PeerConnection, message: Message, now_s: float) -> None:
+        peer.has_joined = True
+        ok, text = True, ""
+        if message["type"] == "scale":
+            try:
+                actions = self.membership.scale(
+                    message["size"], message["leave"], now_s, by=message["by"]
+                )
+                self.act(actions)
+                text = f"{message['size']} members are wanted"
+            except ValueError as error:
+                ok, text = False, str(error)
+        self._put(peer, {"type": "answer", "ok": ok, "message": text, "status": self.status()})
+
+    def on_drop(self, peer: PeerConnection) -> None:
+        self._waiting = [one for one in self._waiting if one[0] is not peer]
+        rank = self._ranks.pop(peer, None)
+        if rank is not None and self._peers.get(rank) is peer:
+            del self._peers[rank]
+            self._paces.pop(rank, None)
+            self.act(self.membership.lost(rank, time.monotonic()))
+
+    # --- the store by which process groups meet
+
+    def _serve_store(self, peer: PeerConnection, message: Message) -> None:
+        kind = message["type"]
+        if kind == "set":
+            if len(self._store) > 16 * MOST_RANKS:
+                raise BadMessage("the store is full")
+            self._store[message["key"]] = message["value"]
+            self._answer_waiting()
+        elif kind == "add":
+            value = int(self._store.get(message["key"], "0")) + message["amount"]
+            self._store[message["key"]] = str(value)
+            self._put(peer, {"type": "added", "id": message["id"], "value": value})
+            self._answer_waiting()
+        else:
+            self._waiting.append((peer, message["id"], message["keys"]))
+            self._answer_waiting()
+
+    def _answer_waiting(self) -> None:
+        still = []
+        for peer, number, keys in self._waiting:
+            values = [self._store.get(key) for key in keys]
+            if None in values:
+                still.append((peer, number, keys))
+            else:
+                self._put(peer, {"type": "values", "id": number, "values": values})
+        self._waiting = still
+
+    # --- actions
+
+    def act(self, actions: Iterable[Action]) -> None:
+        """Carry out what the membership has decided."""
+        for action in actions:
+            if isinstance(action, Record):
+                self._fence.check("a change of this run")
+                self._folder.record(action.kind, action.data)
+                if action.kind == "forming":
+                    self._store.clear()  # addresses of the generation before
+                    self._waiting = []
+                elif action.kind == "finished":
+                    self._end_s = time.monotonic() + FINISHED_LINGER_S
+                for observer in self.observers:
+                    observer(action.kind, action.data)
+                self._status_due_s = 0.0
+            elif isinstance(action, Send):
+                peer = self._peers.get(action.to)
+                if peer is not None:
+                    self._put(peer, action.message)
+            elif isinstance(action, Close):
+                peer = self._peers.get(action.rank)
+                if peer is not None:
+                    self._ranks.pop(peer, None)
+                    del self._peers[action.rank]
+                    self.drop(peer)
+
+    def _put(self, peer: PeerConnection, message: Message) -> None:
+        self.send(peer, Packed(pack(message)))
+
+    # --- the status
+
+    def status(self) -> dict[str, Any]:
+        """How the run stands, as ``status.json`` has it; times in seconds, moments since 1970."""
+        membership = self.membership
+        now_s, now_epoch_s = time.monotonic(), time.time()
+        steps_s = [one[0] for one in self._paces.values() if one[0] > 0]
+        return {
+            "generation": membership.generation,
+            "state": membership.state,
+            "step": membership.step,
+            "size": len(membership.current),
+            "wanted": membership.size.wanted,
+            "min": membership.size.min,
+            "max": membership.size.max,
+            "spares": membership.size.spares,
+            "step_s": max(steps_s, default=0.0),
+            "samples_per_s": sum(one[1] for one in self._paces.values()),
+            "members": [
+                {
+                    "id": member.id,
+                    "node": member.node,
+                    "state": membership.state_of(member),
+                    "ranks": member.local_size,
+                    "since_epoch_s": round(now_epoch_s - (now_s - member.since_s), 3),
+                    "reason": member.leaving,
+                }
+                for member in sorted(membership.members.values(), key=lambda one: one.order)
+            ],
+            "coordinator": self._own(),
+            "written_epoch_s": now_epoch_s,
+        }
+
+    def announce(self) -> None:
+        """Say where this coordinator listens."""
+        self._folder.write(self._folder.coordinator_json, self._own())
+
+    def _own(self) -> dict[str, Any]:
+        return {
+            "host": self._address[0],
+            "port": self._address[1],
+            "pid": os.getpid(),
+            "node": socket.gethostname(),
+            "job_id": int(os.environ.get("SLURM_JOB_ID", 0) or 0),
+            "epoch": self._epoch,
+        }
+
+    def _write_status(self) -> None:
+        self._folder.write(self._folder.status_json, self.status())
+
+
+def attempt_of(folder: ElasticFolder) -> str:
+    """What ranks and coordinator of one run have in common, beside the key."""
+    return f"elastic {folder.run.name}"
+
+
+def restored(
+    folder: ElasticFolder, options: CoordinatorOptions, now_s: float
+) -> tuple[Membership, int]:
+    """The membership as the ledger has it, and the number of this coordinator, from 1."""
+    forming: Message = {}
+    size, epoch, finished = options.size, 1, False
+    for entry in folder.ledger():
+        kind = entry["kind"]
+        if kind == "forming":
+            forming = entry
+        elif kind == "wanted" and size.min <= int(entry["size"]) <= size.max:
+            size = Size(min=size.min, max=size.max, wanted=int(entry["size"]), spares=size.spares)
+        elif kind == "coordinator":
+            epoch = int(entry["epoch"]) + 1
+        elif kind in ("left", "failure") and forming:
+            members = [one for one in forming["members"] if one[0] != entry["member"]]
+            forming = {**forming, "members": members}
+        elif kind == "finished":
+            finished = True
+    membership = Membership(
+        size,
+        options.timing,
+        generation=int(forming.get("generation", 0)),
+        current=[(str(name), int(ranks)) for name, ranks in forming.get("members", ())],
+        change=epoch * CHANGES_PER_EPOCH,
+        now_s=now_s,
+    )
+    membership.finished = finished
+    return membership, epoch
+
+
+def start(folder: ElasticFolder) -> Coordinator:
+    """A coordinator that listens, has taken over the run, and says where it is.
+
+    Raises:
+        UsageError: ``options.json`` is not there, or wrong.
+        RunFolderError, UntrustedFile: the folder cannot be used.
+        OSError: nothing can be listened at.
+    """
+    document = folder.read(folder.options_json)
+    if document is None:
+        raise UsageError(
+            f"{folder.options_json} is not there: `hydroslurm submit` writes it for a spec with "
+            "`elastic:`, and hydroslurm.elastic.folder.CoordinatorOptions by hand"
+        )
+    options = CoordinatorOptions.from_json(document)
+    folder.make_key()
+    fence = Fence(
+        folder.claim_json,
+        cluster=os.environ.get("SLURM_CLUSTER_NAME", ""),
+        job_id=int(os.environ.get("SLURM_JOB_ID", 0) or 0),
+        restart_count=int(os.environ.get("SLURM_RESTART_COUNT", 0) or 0),
+    )
+    fence.hold(fence.claim())
+    allow_descriptors(MOST_RANKS + MAX_UNAUTHENTICATED + SPARE_DESCRIPTORS)
+    membership, epoch = restored(folder, options, time.monotonic())
+    listener = listen(options.host or _own_address(), [0])
+    coordinator = Coordinator(listener, folder, membership, fence=fence, epoch=epoch)
+    coordinator.act([Record("coordinator", {"epoch": epoch, "pid": os.getpid()})])
+    coordinator.announce()
+    return coordinator
+
+
+def _own_address() -> str:
+    """The address by which other nodes know this one; loopback where its name means nothing."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    try:
+        return str(socket.gethostbyname(name))
+    except OSError:
+        return "127.0.0.1"
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m hydroslurm.elastic.coordinator RUN_FOLDER\n")
+        return 2
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    try:
+        coordinator = start(ElasticFolder(run=Path(arguments[0]).absolute()))
+        if coordinator.membership.finished:
+            return 0
+        coordinator.run()
+    except StaleAttempt as error:
+        sys.stderr.write(f"hydroslurm: {error}\n")
+        return 0
+    except (HydroslurmError, UsageError, OSError) as error:
+        sys.stderr.write(f"hydroslurm: the elastic coordinator: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,205 @@
+"""The files of an elastic run, below its run folder: where its coordinator is, what has happened to
+it, and how it stands.
+
+    elastic/key               of this run's connections: 64 hexadecimal digits, mode 0600
+    elastic/options.json      what the coordinator is started with
+    elastic/claim.json        which coordinator is the newest; an older one ends when it sees it
+    elastic/coordinator.json  where it listens
+    elastic/ledger.jsonl      every change, appended; all that a new coordinator needs
+    elastic/status.json       how the run stands, for ``describe`` and ``top``
+
+Whoever reads the key may stop the run and change its weights, so it is the owner's alone. It is a
+file and not MUNGE's, because members come and go for weeks, on nodes that do not exist yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.coordination.authentication import KEY_BYTES
+from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.trust import check_trusted
+from hydroslurm.elastic.membership import Size, Timing
+from hydroslurm.errors import RunFolderError, UsageError
+
+ELASTIC_ENV = "HYDROSLURM_ELASTIC"
+"""The run folder of the elastic run that this process is to train in."""
+MEMBER_ENV = "HYDROSLURM_MEMBER"
+"""The name of this process's member; default: the array element, the job, or the process."""
+_FILE_BYTES = 1 << 20
+_LEDGER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticFolder:
+    """The paths; ``run``: the run folder."""
+
+    run: Path
+
+    @staticmethod
+    def at(place: str) -> Path:
+        """The run folder that :data:`ELASTIC_ENV` names."""
+        return Path(place).absolute()
+
+    @property
+    def root(self) -> Path:
+        return self.run / "elastic"
+
+    @property
+    def key_file(self) -> Path:
+        return self.root / "key"
+
+    @property
+    def options_json(self) -> Path:
+        return self.root / "options.json"
+
+    @property
+    def claim_json(self) -> Path:
+        return self.root / "claim.json"
+
+    @property
+    def coordinator_json(self) -> Path:
+        return self.root / "coordinator.json"
+
+    @property
+    def ledger_jsonl(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def status_json(self) -> Path:
+        return self.root / "status.json"
+
+    # --- the key
+
+    def make_key(self) -> bytes:
+        """The key of this run, made if there is none yet."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_trusted(self.root, what="the folder of an elastic run", shared=True)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            descriptor = os.open(self.key_file, flags, 0o600)
+        except FileExistsError:
+            return self.key()
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(KEY_BYTES))
+        return self.key()
+
+    def key(self) -> bytes:
+        """The key of this run.
+
+        Raises:
+            RunFolderError: there is none.
+            UntrustedFile: it is not this user's alone.
+        """
+        try:
+            check_trusted(self.key_file, what="the key of an elastic run", shared=True)
+            if self.key_file.stat().st_mode & 0o077:
+                raise RunFolderError(
+                    f"{self.key_file} can be read by others, who could take the run over. Remove "
+                    "it, and start the run anew"
+                )
+            key = bytes.fromhex(read_regular(self.key_file, limit_bytes=256).decode())
+        except (OSError, ValueError) as error:
+            raise RunFolderError(
+                f"{self.key_file} is not the key of an elastic run: {error}. Is {self.run} the "
+                "folder of a run that was submitted with `elastic:`?"
+            ) from error
+        if len(key) != KEY_BYTES:
+            raise RunFolderError(f"{self.key_file} has {len(key)} bytes, {KEY_BYTES} are wanted")
+        return key
+
+    # --- documents that are replaced as a whole
+
+    def write(self, path: Path, document: Mapping[str, Any]) -> None:
+        """Replace one of the JSON files."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(document).encode())
+
+    def read(self, path: Path) -> dict[str, Any] | None:
+        """One of the JSON files; None if it is not there (yet), or is none.
+
+        Raises:
+            UntrustedFile: others could have written it.
+        """
+        try:
+            check_trusted(path, what=f"{path.name} of an elastic run", shared=True)
+            document = parse_json(read_regular(path, limit_bytes=_FILE_BYTES))
+        except (OSError, ValueError):
+            return None
+        return document if isinstance(document, dict) else None
+
+    # --- the ledger
+
+    def record(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Append one line, durably: what follows from it is not undone by a power cut."""
+        line = json.dumps({"kind": kind, "epoch_ns": time.time_ns(), **data}).encode() + b"\n"
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        descriptor = os.open(self.ledger_jsonl, flags, 0o600)
+        try:
+            os.write(descriptor, line)
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def ledger(self) -> Iterator[dict[str, Any]]:
+        """The lines so far; one that is torn or is no line of ours is passed over."""
+        try:
+            text = read_regular(self.ledger_jsonl, limit_bytes=_LEDGER_BYTES)
+        except FileNotFoundError:
+            return
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                entry = parse_json(line)
+                if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
+                    yield entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorOptions:
+    """``options.json``.
+
+    Attributes:
+        host: the address to listen at, "" for the one by which this node is known.
+        size, timing: see there.
+    """
+
+    host: str = ""
+    size: Size = field(default_factory=Size)
+    timing: Timing = field(default_factory=Timing)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> CoordinatorOptions:
+        """Raises UsageError for what is no such document."""
+        try:
+            flat = dict(document)
+            parts: dict[str, Any] = {"host": str(flat.pop("host", ""))}
+            for name, kind in (("size", Size), ("timing", Timing)):
+                known = {one.name for one in fields(kind)}
+                parts[name] = kind(**{key: flat.pop(key) for key in sorted(known & flat.keys())})
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"the options of an elastic run: {error}") from error
+        if flat:
+            raise UsageError(f"options of an elastic run that do not exist: {', '.join(flat)}")
+        return cls(**parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"host": self.host, **asdict(self.size), **asdict(self.timing)}
+
+
+def member_name(environ: Mapping[str, str], *, host: str, pid: int) -> str:
+    """What this node's member is called: its array element, its job, or the process."""
+    if name := environ.get(MEMBER_ENV):
+        return name
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environ.get("SLURM_JOB_ID") or f"{host}:{pid}"

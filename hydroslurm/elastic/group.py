@@ -1,0 +1,222 @@
+"""The process groups of an elastic run, made anew between two steps, in the same processes.
+
+The default group of torch.distributed is destroyed and made again over the members of the new
+generation, so that ``dist.get_rank()`` and whatever uses the default group are right. The ranks
+meet by a store over their authenticated connections to the coordinator: no port of torch's own
+store is open.
+
+DistributedDataParallel stays the user's object. It is set upon a group of this process alone, so
+that its own collectives have nobody to wait for; a communication hook sums the gradients over the
+generation (:mod:`hydroslurm.elastic.reduction`). Its buckets are built anew at each change, on all
+ranks alike: the order in a bucket follows the backward that filled it first, and ranks with other
+buckets would add the gradients of other weights. (torch: Reducer::rebuild_buckets,
+DistributedDataParallel._update_process_group, which keeps the buckets that were there.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore, Store
+from torch.nn.parallel import DistributedDataParallel
+
+from hydroslurm.elastic.member import Form, Member
+from hydroslurm.errors import RanksError, UsageError
+
+TIMEOUT_S = 1800.0
+"""Of collectives. A rank that is gone is noticed by its connections, one that hangs by the
+coordinator; this is for what neither sees."""
+
+
+class CoordinatorStore(Store):
+    """torch's store, kept by the coordinator of the run; of one generation."""
+
+    def __init__(self, member: Member, prefix: str) -> None:
+        super().__init__()
+        self._member = member
+        self._prefix = prefix
+        self._timeout_s = 120.0
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._member.set_value(
+            self._prefix + key, value if isinstance(value, bytes) else str(value).encode()
+        )
+
+    def get(self, key: str) -> bytes:
+        (value,) = self._member.get_values([self._prefix + key], timeout_s=self._timeout_s)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        return self._member.add_value(self._prefix + key, amount)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        self._member.get_values([self._prefix + key for key in keys], timeout_s=timeout_s)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    def clone(self) -> CoordinatorStore:
+        return self
+
+
+class GenerationGroup:
+    """The default process group of this process, one generation after the other."""
+
+    def __init__(self, member: Member, *, backend: str | None = None) -> None:
+        """
+        Args:
+            backend: as ``init_process_group`` takes it; default: that of the group which the script
+                has made, else gloo, or NCCL where the weights are on a GPU.
+        """
+        self._member = member
+        self._backend = backend or _backend_of_script()
+        self._sockets: list[int] = []
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None between two."""
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def form(self, form: Form) -> None:
+        """Meet the others.
+
+        Raises:
+            RanksError: they did not all come.
+        """
+        self.destroy()
+        store = CoordinatorStore(self._member, f"{form.generation}/")
+        before = _sockets()
+        try:
+            dist.init_process_group(
+                self._backend,
+                store=store,
+                rank=form.rank,
+                world_size=form.world_size,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+            self._sockets = sorted(_sockets() - before)
+        except (RuntimeError, ValueError) as error:
+            self.destroy()
+            raise RanksError(f"generation {form.generation} could not meet: {error}") from error
+
+    def abort(self) -> None:
+        """Have collectives fail that wait for a rank which is gone or hangs; from any thread.
+
+        NCCL's have a call for it. gloo's has none that wakes who waits (tried with 2.13: abort() of
+        the group and of its backend, and shutdown(), return and change nothing), so its connections
+        are shut down, which it takes for the death of the peer.
+        """
+        with contextlib.suppress(Exception):
+            if "nccl" in self._backend and (group := self.group) is not None:
+                group.abort()
+        for descriptor in self._sockets:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                one.shutdown(socket.SHUT_RDWR)
+
+    def destroy(self) -> None:
+        """End the group, if there is one."""
+        self._sockets = []
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group()
+
+
+def alone() -> dist.ProcessGroup:
+    """A group of this process, of which nothing else knows."""
+    store = HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=TIMEOUT_S))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def parallel_modules(things: Iterable[Any]) -> list[DistributedDataParallel]:
+    """Every DistributedDataParallel in or around these objects.
+
+    Raises:
+        UsageError: one is sharded, which this engine cannot divide anew.
+    """
+    found: list[DistributedDataParallel] = []
+    for thing in things:
+        for module in thing.modules() if isinstance(thing, nn.Module) else ():
+            if isinstance(module, DistributedDataParallel) and module not in found:
+                found.append(module)
+            if "FSDP" in type(module).__name__ or "FullyShardedDataParallel" in {
+                kind.__name__ for kind in type(module).__mro__
+            }:
+                raise UsageError(
+                    f"{type(module).__name__} divides its weights over the ranks, and an elastic "
+                    "run that changes its size in place has to find them whole on each. Use "
+                    "DistributedDataParallel, or `elastic: {engine: restart}`, which goes by the "
+                    "checkpoint"
+                )
+    return found
+
+
+def rebuild(module: DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
+    """Give DDP buckets as it has them at first, on a group of one, with a hook for the sums.
+
+    The object stays the user's; what is inside is that of a new one around the same module.
+    """
+    local: dict[str, Any] = {} if module.broadcast_buffers else {"broadcast_buffers": False}
+    fresh = DistributedDataParallel(
+        module.module,
+        device_ids=module.device_ids or None,
+        output_device=module.output_device,
+        dim=module.dim,
+        process_group=alone(),
+        bucket_cap_mb=module.bucket_bytes_cap / (1 << 20),
+        find_unused_parameters=module.find_unused_parameters,
+        gradient_as_bucket_view=module.gradient_as_bucket_view,
+        static_graph=module.static_graph,
+        **local,
+    )
+    kept = {name: module.__dict__[name] for name in _OF_THE_USER if name in module.__dict__}
+    module.__dict__.clear()
+    module.__dict__.update(fresh.__dict__)
+    module.__dict__.update(kept)
+    module.register_comm_hook(state, hook)
+
+
+_OF_THE_USER = (
+    "training",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "require_backward_grad_sync",
+)
+"""What somebody may have set on the wrapper itself."""
+
+
+def _backend_of_script() -> str:
+    if dist.is_initialized():
+        one = str(dist.get_backend())
+        return one if one in ("gloo", "nccl") else str(dist.get_backend_config())
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _sockets() -> set[int]:
+    """The descriptors of this process that are TCP connections, and no listeners."""
+    found = set()
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6):
+                        one.getpeername()  # gloo takes a listener that is shut down for a bug
+                        found.add(descriptor)
+    return found

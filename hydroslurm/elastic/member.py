@@ -1,0 +1,464 @@
+"""One rank's end of the connection to the coordinator of its elastic run.
+
+A thread of its own receives, so that a rank is heard while it trains. It imports nothing and takes
+no lock of the training: the training thread looks at one attribute at each safe point, and enters
+the slow path only where something is up.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydroslurm.coordination.channel import Connection, CoordinatorChannel, connect
+from hydroslurm.coordination.frames import BadFrame, pack
+from hydroslurm.coordination.messages import BadMessage, Message
+from hydroslurm.coordination.network import configure_socket
+from hydroslurm.coordination.secret import Secret
+from hydroslurm.coordination.world import World
+from hydroslurm.elastic.coordinator import attempt_of
+from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.elastic.messages import check_from_coordinator
+from hydroslurm.errors import CoordinatorLost, HydroslurmError
+
+BEAT_S = 1.0
+RETRY_S = 0.5
+WELCOME_S = 20.0
+STORE_S = 120.0
+"""As long as the ranks of a generation take at most to say where they listen."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Meet the others of a new generation; see ``form`` in :mod:`hydroslurm.elastic.messages`.
+
+    Attributes:
+        source: the rank that has the state; with ``fresh`` nobody has, and it loads the newest
+            checkpoint.
+        needs: the ranks that get it from there.
+    """
+
+    change: int
+    generation: int
+    rank: int
+    world_size: int
+    members: int
+    source: int
+    needs: tuple[int, ...]
+    fresh: bool
+    cause: str
+    since_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Save:
+    """Save, for too few are left to go on; then say so."""
+
+    change: int
+
+
+@dataclass(frozen=True)
+class Depart:
+    """This rank has nothing more to do with the run; ``again``: started anew it may join again, as
+    one whose generation went on without it."""
+
+    reason: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All ranks have trained to the end."""
+
+    step: int
+
+
+Directive = Form | Save | Depart | Finished
+
+
+class Member:
+    """Connects one rank with the coordinator.
+
+    Attributes:
+        name, local_rank, local_size: which rank of which member.
+        generation: the one that it is in; 0 before the first.
+        broken: this generation cannot go on; the step that is under way does not count.
+        has_state: this rank has the state of the run, and could give it to others.
+    """
+
+    def __init__(
+        self,
+        folder: ElasticFolder,
+        *,
+        name: str,
+        local_rank: int = 0,
+        local_size: int = 1,
+        node: str = "",
+        on_abort: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            on_abort: makes collectives that wait for a rank that is gone fail; called in the thread
+                of this object.
+            warn: tells a person.
+        """
+        self.name = name
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.generation = 0
+        self.broken = False
+        self.has_state = False
+        self._folder = folder
+        self._node = node or socket.gethostname()
+        self._on_abort = on_abort
+        self._warn = warn
+        self._cond = threading.Condition()
+        self._step = 0
+        self._attention = False
+        self._called: int | None = None
+        self._hold_at: int | None = None
+        self._change = 0
+        self._holding: tuple[int, bool, bool] | None = None
+        self._directives: deque[Directive] = deque()
+        self._ready = False
+        self._leaving = ""
+        self._pace = (0.0, 0.0)
+        self._ids = itertools.count(1)
+        self._answers: dict[int, Any] = {}
+        self._channel: CoordinatorChannel | None = None
+        self._closed = False
+        self._lost = ""
+        self._beat_due_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="hydroslurm-elastic", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for the coordinator; return at once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._closed = True
+        with self._cond:
+            channel = self._channel
+            self._cond.notify_all()
+        if channel is not None:
+            channel.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    # --- the training thread
+    # --------------------------------------------------------------------------------------------
+
+    def begin(self, *, stop: Callable[[], bool]) -> Directive:
+        """Wait for the first generation; this rank needs nothing but the state.
+
+        Args:
+            stop: asked while waiting; True announces that this rank leaves.
+        """
+        with self._cond:
+            self._ready = True
+        self._tell({"type": "ready"})
+        return self._next(stop)
+
+    def safe_point(
+        self,
+        step: int,
+        *,
+        failed: bool = False,
+        final: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Directive | None:
+        """This rank is behind a step. None to go on, which is one comparison.
+
+        Args:
+            failed: the step after that one was begun, and dropped.
+            final: there is nothing more to train.
+            stop: as for :meth:`begin`.
+        """
+        self._step = step  # before the flag is read: a hold that is called now names the next step
+        if not (self._attention or failed or final):
+            return None
+        with self._cond:
+            while not (failed or final or self.broken or self._directives):
+                if self._called is None:
+                    self._attention = False
+                    return None
+                if self._hold_at is not None:
+                    if step < self._hold_at:
+                        return None
+                    break
+                self._cond.wait(0.5)
+            self._holding = (step, failed, final)
+        self._arrive()
+        return self._next(stop)
+
+    def again(self, *, stop: Callable[[], bool]) -> Directive:
+        """What comes after a directive that did not end the wait: a save, or a generation that
+        could not meet."""
+        return self._next(stop)
+
+    def fail(self) -> None:
+        """A collective has failed in this rank; from any thread."""
+        with self._cond:
+            if self.broken:
+                return
+            self.broken = self._attention = True
+            generation = self.generation
+        self._tell({"type": "failed", "generation": generation})
+
+    def formed(self, form: Form, *, ok: bool) -> None:
+        """The generation has met, or not: then the next directive is waited for."""
+        pause_s = time.monotonic() - form.since_s
+        if ok:
+            with self._cond:
+                self._holding, self.has_state = None, True
+        self._tell({"type": "formed", "change": form.change, "ok": ok, "pause_s": pause_s})
+
+    def saved(self, save: Save) -> None:
+        """The save that was asked for has been made, or is impossible."""
+        self._tell({"type": "saved", "change": save.change})
+
+    def leave(self, reason: str) -> None:
+        """Announce that this member has to go; said again to a new coordinator."""
+        if self._leaving:
+            return
+        self._leaving = reason
+        self._tell({"type": "leave", "reason": reason})
+
+    def note_pace(self, step_s: float, samples_per_s: float) -> None:
+        """What is said with the next beat."""
+        self._pace = (step_s, samples_per_s)
+
+    # --- the store by which a process group meets
+
+    def set_value(self, key: str, value: bytes) -> None:
+        """Set a value for all ranks of the generation that is forming."""
+        self._tell({"type": "set", "key": key, "value": base64.b64encode(value).decode()})
+
+    def get_values(self, keys: Sequence[str], *, timeout_s: float = STORE_S) -> list[bytes]:
+        """Wait for values.
+
+        Raises:
+            CoordinatorLost: they did not come, or the generation is not to be.
+        """
+        texts = self._ask({"type": "get", "keys": list(keys)}, timeout_s)
+        return [base64.b64decode(text) for text in texts]
+
+    def add_value(self, key: str, amount: int) -> int:
+        """Add to a counter; raises as :meth:`get_values`."""
+        return int(self._ask({"type": "add", "key": key, "amount": amount}, STORE_S))
+
+    def _ask(self, message: Message, timeout_s: float) -> Any:
+        number = next(self._ids)
+        deadline_s = time.monotonic() + timeout_s
+        change = self._change
+        self._tell({**message, "id": number})
+        with self._cond:
+            while number not in self._answers:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self._closed or self._change != change or self._channel is None:
+                    raise CoordinatorLost("the ranks of the new generation did not all come")
+                self._cond.wait(min(left_s, 1.0))
+            return self._answers.pop(number)
+
+    # --- inside
+    # --------------------------------------------------------------------------------------------
+
+    def _next(self, stop: Callable[[], bool]) -> Directive:
+        while True:
+            with self._cond:
+                if self._directives:
+                    directive = self._directives.popleft()
+                    if isinstance(directive, Form):
+                        self._take(directive)
+                    return directive
+                if self._closed:
+                    return Depart("this rank is closed")
+                self._cond.wait(0.2)
+            if stop():
+                self.leave("a stop was requested")
+
+    def _take(self, form: Form) -> None:
+        """This rank is of that generation from here on."""
+        self.generation, self._change = form.generation, form.change
+        self.broken, self._attention = False, bool(self._directives)
+        self._called = self._hold_at = None
+        if self._holding is None:
+            self._holding = (self._step, False, False)
+
+    def _arrive(self) -> None:
+        with self._cond:
+            holding, change = self._holding, self._change
+        if holding is not None:
+            step, failed, final = holding
+            self._tell(
+                {
+                    "type": "arrived",
+                    "change": change if self._called is not None or self.broken else 0,
+                    "step": step,
+                    "has_state": self.has_state,
+                    "failed": failed,
+                    "final": final,
+                }
+            )
+
+    def _tell(self, message: Message) -> None:
+        """Send; what is lost with the connection is said again to the next coordinator."""
+        with self._cond:
+            channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(CoordinatorLost):
+                channel.send(message)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._serve()
+            except (HydroslurmError, OSError) as error:
+                self._lost = str(error)
+            with self._cond:
+                self._channel = None
+                self._cond.notify_all()
+            time.sleep(RETRY_S)
+
+    def _serve(self) -> None:
+        connection = self._connect()
+        if connection is None:
+            return
+        channel = CoordinatorChannel(
+            connection,
+            on_message=self._on_message,
+            due_s=lambda: self._beat_due_s,
+            tick=self._beat,
+            check=check_from_coordinator,
+        )
+        with self._cond:
+            self._channel = channel
+        if self._ready and not self.generation:
+            self._tell({"type": "ready"})
+        if self._leaving:
+            self._tell({"type": "leave", "reason": self._leaving})
+        if self._holding is not None and self._holding[2]:
+            self._arrive()  # nothing more is trained, and nobody may ask
+        if self._closed:
+            channel.close()
+        channel.run()
+
+    def _connect(self) -> Connection | None:
+        place = self._folder.read(self._folder.coordinator_json)
+        if place is None:
+            return None
+        world = World(incarnation_id=attempt_of(self._folder))
+        secret = Secret("file", self._folder.key())
+        found = connect([(str(place.get("host")), int(place.get("port", 0)))], world, secret)
+        if found is None:
+            return None
+        hello = {
+            "type": "join",
+            "member": self.name,
+            "local_rank": self.local_rank,
+            "local_size": self.local_size,
+            "node": self._node,
+            "generation": self.generation,
+            "holding": self._holding is not None,
+        }
+        sock = found.socket
+        try:
+            sock.settimeout(WELCOME_S)
+            sock.sendall(found.sealer.seal(pack(hello)))
+            messages = list(found.first)
+            while not messages:
+                data = sock.recv(1 << 16)
+                if not data:
+                    raise OSError("closed by the coordinator")
+                messages = found.unsealer.feed(data)
+            first = check_from_coordinator(messages[0])
+            sock.settimeout(None)
+        except (OSError, BadFrame, BadMessage) as error:
+            sock.close()
+            raise CoordinatorLost(
+                f"the coordinator did not let this rank join ({error})"
+            ) from error
+        if first["type"] != "welcome":
+            sock.close()
+            if first["type"] == "refused" and not first["again"]:
+                self._put(Depart(first["reason"], again=True))
+                self._closed = True
+            return None
+        configure_socket(sock)
+        return Connection(sock, found.key, found.sealer, found.unsealer, messages[1:])
+
+    def _beat(self) -> None:
+        self._beat_due_s = time.monotonic() + BEAT_S
+        step_s, samples_per_s = self._pace
+        self._tell(
+            {
+                "type": "beat",
+                "step": self._step,
+                "step_s": step_s,
+                "samples_per_s": samples_per_s,
+            }
+        )
+
+    def _on_message(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "hold":
+            with self._cond:
+                self._change = self._called = message["change"]
+                self._hold_at = None
+                self._attention = True  # before the step is read; see safe_point()
+                proposal = self._step + (0 if self._holding is not None else 1)
+            self._tell({"type": "propose", "change": message["change"], "step": proposal})
+        elif kind == "hold_at":
+            with self._cond:
+                if self._called == message["change"]:
+                    self._hold_at = message["step"]
+                    self._cond.notify_all()
+        elif kind == "abort":
+            self._abort(message)
+        elif kind == "form":
+            fields = {name: message[name] for name in message if name != "type"}
+            self._put(Form(**{**fields, "needs": tuple(fields["needs"])}))
+        elif kind == "save":
+            self._put(Save(message["change"]))
+        elif kind == "depart":
+            self._put(Depart(message["reason"]))
+        elif kind == "finished":
+            self._put(Finished(message["step"]))
+        elif kind == "wait":
+            self._warn("too few members are left; this run waits for more, where it is")
+        elif kind in ("values", "added"):
+            with self._cond:
+                self._answers[message["id"]] = message.get("values", message.get("value"))
+                self._cond.notify_all()
+
+    def _abort(self, message: Message) -> None:
+        with self._cond:
+            self._change = self._called = message["change"]
+            self._hold_at = None
+            held = self._holding is not None
+            self.broken = self._attention = True
+            self._directives = deque(
+                one for one in self._directives if not isinstance(one, (Form, Save))
+            )
+            self._cond.notify_all()
+        if held:
+            self._arrive()
+        self._on_abort()
+
+    def _put(self, directive: Directive) -> None:
+        with self._cond:
+            self._directives.append(directive)
+            self._attention = True
+            self._cond.notify_all()

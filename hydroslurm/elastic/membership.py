@@ -1,0 +1,789 @@
+"""Who trains together: the state machine of an elastic run's coordinator. Pure.
+
+It is told what happened and when, and returns what is to be sent and recorded; it knows no clock,
+no socket and no file. One change of the generation goes through these phases:
+
+    CALLING    every rank of the generation is asked where it can hold next
+    HOLDING    all have answered: they train on to the largest step named, and hold there
+    BREAKING   a rank is gone in the middle of a step: the others drop that step, and hold
+    SAVING     too few would be left: one of them saves before anyone goes
+    FORMING    they stand still; the new generation meets, and newcomers get the state
+    SUSPENDED  they stand still, and wait for more members
+
+A change that is called while all is well loses nothing: all ranks hold behind one step. One that a
+death forces repeats at most the step in flight. Ranks that are one step ahead of others (a death
+may let a collective succeed here and fail there) are the source of the state for these.
+
+Only the newest generation trains. A rank that comes back from an older one is refused: what it has
+trained since is not part of the run.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Rank = tuple[str, int]
+"""A member and the place of one of its processes on that node, from 0."""
+Message = dict[str, Any]
+
+
+class Phase(enum.Enum):
+    """Of a change; see the module."""
+
+    CALLING = "calling"
+    HOLDING = "holding"
+    BREAKING = "breaking"
+    SAVING = "saving"
+    FORMING = "forming"
+    SUSPENDED = "suspended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How many members a run may have.
+
+    Attributes:
+        min: fewer do not train, they wait.
+        max: more are not taken in.
+        wanted: how many are to train now.
+        spares: how many more are kept ready.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+
+    min: int = 1
+    max: int = 1
+    wanted: int = 1
+    spares: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.wanted <= self.max:
+            raise ValueError(
+                f"elastic sizes min={self.min}, wanted={self.wanted}, max={self.max}: "
+                "1 <= min <= wanted <= max is needed"
+            )
+        if self.spares < 0:
+            raise ValueError(f"spares={self.spares}: 0 or more are needed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """In seconds.
+
+    Attributes:
+        gather_s: a generation that could begin waits so long for members that are still missing.
+        join_s: as long newcomers are waited for that may come together with one that is ready.
+        silent_s: a rank that says nothing for so long is taken for dead.
+        return_s: ranks that a new coordinator has not heard of yet may take so long to come back.
+    """
+
+    gather_s: float = 3.0
+    join_s: float = 0.2
+    silent_s: float = 5.0
+    return_s: float = 15.0
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message for one rank."""
+
+    to: Rank
+    message: Message
+
+
+@dataclass(frozen=True)
+class Close:
+    """The rank's connection is of no use any more."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the ledger: what has happened to the run."""
+
+    kind: str
+    data: Message
+
+
+Action = Send | Close | Record
+
+
+@dataclass
+class Member:
+    """One node, as the coordinator sees it.
+
+    Attributes:
+        local_size: how many ranks it has; each is ready by itself.
+        leaving: why it is to go, "" while it is to stay.
+        order: counts the members as they came.
+    """
+
+    id: str
+    node: str
+    local_size: int
+    order: int
+    since_s: float
+    present: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    leaving: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self.ready) == self.local_size
+
+    @property
+    def ranks(self) -> list[Rank]:
+        return [(self.id, local) for local in range(self.local_size)]
+
+
+@dataclass
+class Arrival:
+    """A rank holds: behind this step; ``failed``: the one after it was begun and dropped. A step
+    of -1: it has no state of the run yet."""
+
+    step: int
+    failed: bool = False
+    final: bool = False
+
+
+@dataclass
+class Change:
+    """The change that is under way.
+
+    Attributes:
+        proposals: rank -> the next step behind which it can hold.
+        arrivals: the ranks that hold.
+        to_form: the ranks of the generation that is forming -> whether they have it.
+    """
+
+    number: int
+    phase: Phase
+    since_s: float
+    cause: str
+    proposals: dict[Rank, int] = field(default_factory=dict)
+    arrivals: dict[Rank, Arrival] = field(default_factory=dict)
+    to_form: dict[Rank, bool] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    steps_lost: int = 0
+    joined: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    saver: Rank | None = None
+    saved: bool = False
+
+
+class Refused(ValueError):
+    """A rank that has no place in this run; the message says why.
+
+    Attributes:
+        again: it may have one later, as the process that it is.
+    """
+
+    def __init__(self, message: str, *, again: bool = False) -> None:
+        super().__init__(message)
+        self.again = again
+
+
+class Membership:
+    """The members of one run.
+
+    Attributes:
+        size: may be replaced by :meth:`scale` only.
+        generation: the number of the newest one; 0 before the first.
+        current: its members, in the order of their ranks; () while none trains.
+        finished: the training is complete.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        timing: Timing | None = None,
+        *,
+        generation: int = 0,
+        current: Iterable[tuple[str, int]] = (),
+        change: int = 0,
+        now_s: float = 0.0,
+    ) -> None:
+        """``generation``, ``current`` (members and their numbers of ranks), ``change``: what an
+        earlier coordinator has left; its ranks have ``return_s`` to come back."""
+        self.size = size
+        self.timing = timing or Timing()
+        self.generation = generation
+        self.members: dict[str, Member] = {}
+        self.current: tuple[str, ...] = ()
+        self.change: Change | None = None
+        self.finished = False
+        self.suspended = False
+        self.step = 0
+        self._changes = change
+        self._orders = 0
+        self._heard_s: dict[Rank, float] = {}
+        self._absent: set[Rank] = set()
+        self._absent_until_s = now_s + self.timing.return_s
+        self._gather_until_s: float | None = None
+        self._join_at_s: float | None = None
+        self._actions: list[Action] = []
+        for name, local_size in current:
+            member = self._add(name, "", local_size, now_s)
+            member.ready = set(range(local_size))
+            self._absent |= set(member.ranks)
+            self.current += (name,)
+
+    # --- what happens
+    # --------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        rank: Rank,
+        *,
+        local_size: int,
+        node: str,
+        generation: int,
+        holding: bool,
+        now_s: float,
+    ) -> list[Action]:
+        """A rank has connected. ``generation``: the one that it trains in, 0 for a newcomer;
+        ``holding``: it was in the middle of a change.
+
+        Raises:
+            Refused: it has no place here.
+        """
+        name, local = rank
+        if self.finished:
+            raise Refused("the run has finished")
+        if not 0 <= local < local_size:
+            raise Refused(f"rank {local} of {local_size} on one node does not exist")
+        member = self.members.get(name)
+        if member is not None and member.local_size != local_size:
+            raise Refused(f"{name} has {member.local_size} ranks, and {local_size} are claimed")
+        if member is not None and local in member.present:
+            raise Refused(f"rank {local} of {name} is connected already", again=True)
+        if generation and not self._may_return(name, generation, holding):
+            raise Refused(
+                f"generation {generation} is over, {self.generation} trains: what this rank has "
+                "trained since is not part of the run. Started anew it may join again"
+            )
+        if not generation and name in self.current:
+            if member is not None and rank in self._absent:  # restarted while nobody looked
+                self._lost(rank, now_s)
+            else:
+                raise Refused(f"{name} trains already, with other processes", again=True)
+            member = self.members.get(name)
+        if member is None:
+            member = self._add(name, node, local_size, now_s)
+        member.node = node or member.node
+        member.present.add(local)
+        self._absent.discard(rank)
+        self._heard_s[rank] = now_s
+        self._send(rank, "welcome", generation=self.generation)
+        if generation and (holding or self.change is not None):
+            self._break("the coordinator was replaced during a change", now_s)
+            self._send(rank, "abort", change=self._number, generation=self.generation)
+        return self._settled(now_s)
+
+    def ready(self, rank: Rank, now_s: float) -> list[Action]:
+        """A newcomer has everything but the state of the run."""
+        member = self._heard(rank, now_s)
+        if member is not None and member.id not in self.current:
+            member.ready.add(rank[1])
+            if member.is_ready and self._join_at_s is None:
+                self._join_at_s = now_s + self.timing.join_s
+        return self._settled(now_s)
+
+    def proposed(self, rank: Rank, change: int, step: int, now_s: float) -> list[Action]:
+        """A rank says behind which step it can hold."""
+        self._heard(rank, now_s)
+        if self._is_now(change, Phase.CALLING) and rank[0] in self.current:
+            assert self.change is not None
+            self.change.proposals[rank] = step
+        return self._settled(now_s)
+
+    def arrived(
+        self,
+        rank: Rank,
+        change: int,
+        step: int,
+        now_s: float,
+        *,
+        has_state: bool = True,
+        failed: bool = False,
+        final: bool = False,
+    ) -> list[Action]:
+        """A rank holds. ``has_state``: it is one that has trained, or could; ``final``: it has
+        nothing more to train."""
+        self._heard(rank, now_s)
+        self.step = max(self.step, step)
+        step = step if has_state else -1
+        if rank[0] in self.current:
+            if self.change is None:
+                self._begin(Phase.BREAKING if failed else Phase.HOLDING, "", now_s)
+                if failed:
+                    self._tell_to_break()
+            assert self.change is not None
+            if change in (self.change.number, 0) or final:
+                self.change.arrivals[rank] = Arrival(step, failed, final)
+                if failed and self.change.phase in (Phase.CALLING, Phase.HOLDING):
+                    self._break("a collective failed", now_s)
+        return self._settled(now_s)
+
+    def failed(self, rank: Rank, generation: int, now_s: float) -> list[Action]:
+        """A collective of this generation has failed in a rank."""
+        self._heard(rank, now_s)
+        if generation == self.generation and rank[0] in self.current:
+            self._break("a collective failed", now_s)
+        return self._settled(now_s)
+
+    def saved(self, rank: Rank, change: int, now_s: float) -> list[Action]:
+        """The rank that was asked to save has done so, or cannot."""
+        self._heard(rank, now_s)
+        if self._is_now(change, Phase.SAVING):
+            assert self.change is not None
+            self.change.saved = True
+        return self._settled(now_s)
+
+    def formed(
+        self, rank: Rank, change: int, ok: bool, pause_s: float, now_s: float
+    ) -> list[Action]:
+        """A rank has met the others of the new generation and has the state; or it has not."""
+        self._heard(rank, now_s)
+        if not self._is_now(change, Phase.FORMING):
+            return self._settled(now_s)
+        assert self.change is not None
+        if not ok:
+            self._break("the generation could not meet", now_s)
+        elif rank in self.change.to_form:
+            self.change.to_form[rank] = True
+            if all(self.change.to_form.values()):
+                self._record_generation(pause_s)
+                self.change = None
+        return self._settled(now_s)
+
+    def leave(self, rank: Rank, reason: str, now_s: float) -> list[Action]:
+        """A member announces that it has to go."""
+        member = self._heard(rank, now_s)
+        if member is not None and not member.leaving:
+            member.leaving = reason or "asked to"
+            self._record("leaving", member=member.id, node=member.node, reason=member.leaving)
+        return self._settled(now_s)
+
+    def lost(self, rank: Rank, now_s: float) -> list[Action]:
+        """The connection of a rank has ended."""
+        self._lost(rank, now_s)
+        return self._settled(now_s)
+
+    def beat(self, rank: Rank, step: int, now_s: float) -> list[Action]:
+        """A rank lives."""
+        self._heard(rank, now_s)
+        self.step = max(self.step, step)
+        return []
+
+    def scale(self, size: int, leave: Sequence[str], now_s: float, *, by: str = "") -> list[Action]:
+        """Another number of members is wanted; those in ``leave`` go first, then the newest.
+
+        Raises:
+            ValueError: the size is out of bounds, or there is no such member.
+        """
+        if unknown := [name for name in leave if name not in self.members]:
+            raise ValueError(
+                f"no member {', '.join(unknown)}; there are {', '.join(self.members) or 'none'}"
+            )
+        if not self.size.min <= size <= self.size.max:
+            raise ValueError(
+                f"{size} members are wanted, and this run may have {self.size.min} to "
+                f"{self.size.max} (elastic.min, elastic.max)"
+            )
+        self.size = Size(min=self.size.min, max=self.size.max, wanted=size, spares=self.size.spares)
+        self._record("wanted", size=size, by=by)
+        for name in leave:
+            self.members[name].leaving = self.members[name].leaving or "asked to leave"
+        return self._settled(now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Time has passed."""
+        for rank, heard_s in list(self._heard_s.items()):
+            if now_s - heard_s > self.timing.silent_s:
+                self._actions.append(Close(rank))
+                self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
+        if self._absent and now_s > self._absent_until_s:
+            for rank in sorted(self._absent):
+                self._lost(rank, now_s, why="did not come back to the new coordinator")
+        return self._settled(now_s)
+
+    def due_s(self) -> float:
+        """When :meth:`tick` is due at the latest."""
+        due = [self.timing.silent_s + min(self._heard_s.values(), default=math.inf)]
+        due += [one for one in (self._gather_until_s, self._join_at_s) if one is not None]
+        if self._absent:
+            due.append(self._absent_until_s)
+        return min(due)
+
+    # --- what is seen
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """One word, as ``describe`` shows it."""
+        if self.finished:
+            return "Succeeded"
+        if self.change is not None and self.change.phase is not Phase.SUSPENDED:
+            return "Resizing"
+        if self.current and self.change is None:
+            return "Running"
+        return "Suspended" if self.generation else "Waiting"
+
+    def state_of(self, member: Member) -> str:
+        """One word about a member."""
+        if member.leaving:
+            return "Leaving"
+        if member.id in self.current:
+            return "Running"
+        return "Ready" if member.is_ready else "Starting"
+
+    # --- inside
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def _number(self) -> int:
+        return self.change.number if self.change is not None else 0
+
+    def _is_now(self, change: int, phase: Phase) -> bool:
+        now = self.change
+        return now is not None and now.number == change and now.phase is phase
+
+    def _may_return(self, name: str, generation: int, holding: bool) -> bool:
+        """A rank that stands still may have missed the word of the generation that was forming
+        when the last coordinator ended."""
+        missed = holding and generation == self.generation - 1
+        return name in self.current and (generation == self.generation or missed)
+
+    def _add(self, name: str, node: str, local_size: int, now_s: float) -> Member:
+        self._orders += 1
+        member = Member(name, node, local_size, self._orders, now_s)
+        self.members[name] = member
+        return member
+
+    def _heard(self, rank: Rank, now_s: float) -> Member | None:
+        member = self.members.get(rank[0])
+        if member is not None and rank[1] in member.present:
+            self._heard_s[rank] = now_s
+        return member
+
+    def _lost(self, rank: Rank, now_s: float, *, why: str = "its connection ended") -> None:
+        """One rank is gone, and with it its member: the others of its node leave too."""
+        member = self.members.get(rank[0])
+        self._heard_s.pop(rank, None)
+        if member is None or (rank[1] not in member.present and rank not in self._absent):
+            return
+        del self.members[member.id]
+        self._absent -= set(member.ranks)
+        for other in member.ranks:
+            self._heard_s.pop(other, None)
+            if other != rank and other[1] in member.present:
+                self._send(other, "depart", reason=f"rank {rank[1]} of this node is gone: {why}")
+        if member.id not in self.current or self.finished:
+            return
+        announced = bool(member.leaving)
+        self._record(
+            "left" if announced else "failure",
+            member=member.id,
+            node=member.node,
+            reason=member.leaving or why,
+        )
+        change = self.change
+        if change is not None and change.phase is Phase.SUSPENDED:
+            self._forget(member)
+            return
+        self._break(f"{member.id} is gone ({why})", now_s)
+        self._forget(member)
+
+    def _forget(self, member: Member) -> None:
+        self.current = tuple(name for name in self.current if name != member.id)
+        change = self.change
+        if change is not None:
+            change.lost.append(member.id)
+            for rank in member.ranks:
+                change.arrivals.pop(rank, None)
+                change.to_form.pop(rank, None)
+            if change.saver is not None and change.saver[0] == member.id:
+                change.saver = None
+
+    def _begin(self, phase: Phase, cause: str, now_s: float) -> Change:
+        self._changes += 1
+        self.change = Change(self._changes, phase, now_s, cause)
+        return self.change
+
+    def _break(self, cause: str, now_s: float) -> None:
+        """The generation is broken: its ranks drop the step that they are in, and hold."""
+        change = self.change
+        if change is not None and change.phase is Phase.BREAKING:
+            return
+        held = change is not None and change.phase in (Phase.SAVING, Phase.SUSPENDED)
+        if change is None or change.phase is Phase.FORMING:
+            lost = change.lost if change is not None else []
+            steps_lost = change.steps_lost if change is not None else 0
+            since_s = change.since_s if change is not None else now_s
+            change = self._begin(Phase.BREAKING, cause, since_s)
+            change.lost, change.steps_lost = lost, steps_lost
+        elif not held:
+            change.phase, change.cause = Phase.BREAKING, cause
+        if not held:
+            self._tell_to_break()
+
+    def _tell_to_break(self) -> None:
+        for rank in self._present_ranks():
+            self._send(rank, "abort", change=self._number, generation=self.generation)
+
+    def _present_ranks(self) -> list[Rank]:
+        """Of the generation, in order; those that a new coordinator still waits for included."""
+        return [
+            rank
+            for name in self.current
+            if name in self.members
+            for rank in self.members[name].ranks
+        ]
+
+    def _settled(self, now_s: float) -> list[Action]:
+        """Go on as far as can be; return what is to be done."""
+        while self._advance(now_s):
+            pass
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _advance(self, now_s: float) -> bool:
+        change = self.change
+        if self.finished:
+            return False
+        if change is None:
+            return self._may_begin(now_s)
+        ranks = self._present_ranks()
+        if not ranks and change.phase is not Phase.FORMING:
+            self.change, self.current = None, ()  # nobody is left: whoever is ready begins anew
+            return True
+        if change.phase is Phase.CALLING and all(
+            rank in change.proposals or rank in change.arrivals for rank in ranks
+        ):
+            at = max([*change.proposals.values(), *(a.step for a in change.arrivals.values())])
+            change.phase = Phase.HOLDING
+            for rank in ranks:
+                self._send(rank, "hold_at", change=change.number, step=at)
+            return True
+        if change.phase in (Phase.HOLDING, Phase.BREAKING) and all(
+            rank in change.arrivals for rank in ranks
+        ):
+            return self._all_hold(change, ranks)
+        if change.phase is Phase.SAVING:
+            if change.saved:
+                return self._form(change, now_s)
+            if change.saver is None:
+                return self._all_hold(change, ranks)
+            return False
+        if change.phase is Phase.SUSPENDED:
+            return self._resume(change, now_s)
+        if change.phase is Phase.FORMING and not change.to_form:
+            self.change, self.current = None, ()
+            return True
+        return False
+
+    def _may_begin(self, now_s: float) -> bool:
+        """Whether a change is called for, while the generation trains, or none does."""
+        if not self.current:
+            return self._first(now_s)
+        if self._absent:
+            return False  # a coordinator that has just begun hears everybody first
+        self._mark_surplus()
+        leaving = [name for name in self.current if self.members[name].leaving]
+        if leaving:
+            reasons = ", ".join(f"{name}: {self.members[name].leaving}" for name in leaving)
+            self._call(f"leave ({reasons})", now_s)
+            return True
+        joining = self._newcomers()
+        if joining and self._join_at_s is not None and now_s >= self._join_at_s:
+            self._call(f"join ({', '.join(one.id for one in joining)})", now_s)
+            return True
+        if not joining:
+            self._join_at_s = None
+        return False
+
+    def _mark_surplus(self) -> None:
+        """More train than are wanted: the newest go."""
+        staying = [name for name in self.current if not self.members[name].leaving]
+        for name in reversed(staying[self.size.wanted :]):
+            self.members[name].leaving = f"{self.size.wanted} members are wanted"
+
+    def _newcomers(self) -> list[Member]:
+        """Who can be taken in now, in the order in which they came."""
+        staying = sum(not self.members[name].leaving for name in self.current)
+        ready = [
+            member
+            for member in self.members.values()
+            if member.is_ready and member.id not in self.current and not member.leaving
+        ]
+        ready.sort(key=lambda member: member.order)
+        return ready[: max(0, self.size.wanted - staying)]
+
+    def _first(self, now_s: float) -> bool:
+        """Nobody trains: begin as soon as there are enough, and wait a little for all."""
+        for member in [m for m in self.members.values() if m.leaving]:
+            self._depart(member)
+        joining = self._newcomers()
+        if len(joining) < self.size.min:
+            self._gather_until_s = None
+            return False
+        if len(joining) < self.size.wanted:
+            if self._gather_until_s is None:
+                self._gather_until_s = now_s + self.timing.gather_s
+            if now_s < self._gather_until_s:
+                return False
+        self._gather_until_s = None
+        change = self._begin(Phase.FORMING, "start", now_s)
+        return self._form(change, now_s)
+
+    def _call(self, cause: str, now_s: float) -> None:
+        change = self._begin(Phase.CALLING, cause, now_s)
+        for rank in self._present_ranks():
+            self._send(rank, "hold", change=change.number)
+
+    def _all_hold(self, change: Change, ranks: list[Rank]) -> bool:
+        """Everybody stands still: who goes on?"""
+        arrivals = [change.arrivals[rank] for rank in ranks]
+        steps = {one.step for one in arrivals}
+        if all(one.final for one in arrivals) and len(steps) == 1:
+            self._finish(steps.pop())
+            return False
+        if any(one.failed for one in arrivals) and max(steps) == min(steps):
+            change.steps_lost = 1
+        self._mark_surplus()
+        staying = [name for name in self.current if not self.members[name].leaving]
+        newest = max(steps)
+        goes_below = len(staying) < len(self.current) and len(staying) < self.size.min
+        if goes_below and newest >= 0 and not change.saved:
+            change.phase = Phase.SAVING
+            change.saver = next(r for r in ranks if change.arrivals[r].step == newest)
+            self._send(change.saver, "save", change=change.number)
+            return True
+        return self._form(change, 0.0)
+
+    def _form(self, change: Change, now_s: float) -> bool:
+        """Name the new generation, or wait for more."""
+        del now_s
+        held = {rank: one.step for rank, one in change.arrivals.items() if one.step >= 0}
+        newest = max(held.values(), default=None)
+        staying = [name for name in self.current if not self.members[name].leaving]
+        has_state = [
+            name
+            for name in staying
+            if any(held.get(rank) == newest for rank in self.members[name].ranks)
+        ]
+        if staying and not has_state:  # only who leaves has the newest state: it hands it over
+            staying = list(self.current)
+        else:
+            for name in [one for one in self.current if one not in staying]:
+                change.left.append(name)
+                self._depart(self.members[name])
+            self.current = tuple(staying)
+        joining = self._newcomers()
+        together = [*staying, *(member.id for member in joining)]
+        if len(together) < self.size.min:
+            if change.phase is not Phase.SUSPENDED:
+                change.phase, self.suspended = Phase.SUSPENDED, True
+                self._record("suspended", members=list(staying), min=self.size.min)
+                for rank in self._present_ranks():
+                    self._send(rank, "wait", change=change.number)
+            if not staying:
+                self.change = None
+            return False
+        self._begin_generation(change, together, held, newest)
+        change.joined += [member.id for member in joining]
+        return True
+
+    def _begin_generation(
+        self, change: Change, together: list[str], held: dict[Rank, int], newest: int | None
+    ) -> None:
+        change.phase, self.suspended = Phase.FORMING, False
+        self.generation += 1
+        self.current = tuple(together)
+        self._join_at_s = None
+        ranks = self._present_ranks()
+        source = next((n for n, rank in enumerate(ranks) if held.get(rank) == newest), 0)
+        needs = [n for n, rank in enumerate(ranks) if newest is None or held.get(rank) != newest]
+        change.to_form = dict.fromkeys(ranks, False)
+        self._record(
+            "forming",
+            generation=self.generation,
+            change=change.number,
+            members=[[name, self.members[name].local_size] for name in together],
+        )
+        for number, rank in enumerate(ranks):
+            self._send(
+                rank,
+                "form",
+                change=change.number,
+                generation=self.generation,
+                rank=number,
+                world_size=len(ranks),
+                members=len(together),
+                source=source,
+                needs=[one for one in needs if one != source or newest is not None],
+                fresh=newest is None,
+                cause=change.cause,
+            )
+
+    def _resume(self, change: Change, now_s: float) -> bool:
+        for name in [n for n in self.current if self.members[n].leaving]:
+            change.left.append(name)
+            self._depart(self.members[name])
+            self.current = tuple(one for one in self.current if one != name)
+        if not self.current:
+            self.change = None
+            return True
+        if len(self.current) + len(self._newcomers()) < self.size.min:
+            return False
+        del now_s
+        return self._form(change, 0.0)
+
+    def _depart(self, member: Member) -> None:
+        """Send a member away; nothing more is expected of it."""
+        for rank in member.ranks:
+            self._heard_s.pop(rank, None)
+            if rank[1] in member.present:
+                self._send(rank, "depart", reason=member.leaving)
+        self._record("left", member=member.id, node=member.node, reason=member.leaving)
+        self.members.pop(member.id, None)
+
+    def _finish(self, step: int) -> None:
+        self.finished = True
+        self.change = None
+        self._record("finished", step=step, generation=self.generation)
+        for member in self.members.values():
+            for rank in member.ranks:
+                self._send(rank, "finished", step=step)
+
+    def _record_generation(self, pause_s: float) -> None:
+        change = self.change
+        assert change is not None
+        self._record(
+            "generation",
+            generation=self.generation,
+            step=max((one.step for one in change.arrivals.values()), default=self.step),
+            members=list(self.current),
+            ranks=len(self._present_ranks()),
+            cause=change.cause,
+            joined=change.joined,
+            left=change.left,
+            lost=change.lost,
+            pause_s=round(pause_s, 4),
+            steps_lost=change.steps_lost,
+        )
+
+    def _send(self, rank: Rank, kind: str, /, **fields: Any) -> None:
+        member = self.members.get(rank[0])
+        if member is None or rank[1] in member.present:
+            self._actions.append(Send(rank, {"type": kind, **fields}))
+
+    def _record(self, kind: str, **data: Any) -> None:
+        self._actions.append(Record(kind, data))

@@ -1,0 +1,177 @@
+"""The state of a run from a rank that has it to those that need it, over their process group.
+
+The tree of the state travels as JSON and its tensors as bytes, in pieces; nothing is unpickled.
+What arrived is compared with the digest of what was sent before any of it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hydroslurm.checkpoint.tree import decode, encode
+from hydroslurm.core.files import parse_json
+from hydroslurm.errors import RanksError
+
+PIECE_BYTES = 32 << 20
+"""Of one message: what is lost by waiting for the digest, and host memory beside the state."""
+MOST_HEADER_BYTES = 256 << 20
+
+
+def hand_over(
+    state: Mapping[str, Any] | None, *, source: int, needs: Collection[int], rank: int
+) -> Mapping[str, Any] | None:
+    """Send the state from ``source`` to the ranks in ``needs``; all others return at once.
+
+    With one receiver the source sends to it; with more it is a broadcast, in which all take part.
+
+    Args:
+        state: of the source; not looked at elsewhere.
+        rank: this one.
+
+    Returns:
+        What was sent, on the ranks that need it; its tensors are on the CPU. Else None.
+
+    Raises:
+        RanksError: what arrived is not what was sent.
+        RuntimeError: a rank is gone.
+    """
+    if not needs:
+        return None
+    to_one = next(iter(needs)) if len(needs) == 1 else None
+    if to_one is not None and rank not in (source, to_one):
+        return None
+    link = _Link(source, to_one, rank)
+    if rank == source:
+        _send(state, link)
+        return None
+    return _receive(link, wanted=rank in needs)
+
+
+class _Link:
+    """From the source to one rank, or to all."""
+
+    def __init__(self, source: int, to_one: int | None, rank: int) -> None:
+        self._source = source
+        self._to_one = to_one
+        self._is_source = rank == source
+        kind = "cuda" if "gloo" not in str(dist.get_backend_config()) else "cpu"
+        self._device = torch.device(kind)
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, as the source has it."""
+        there = tensor.to(self._device)
+        if self._to_one is None:
+            dist.broadcast(there, src=self._source)
+        elif self._is_source:
+            dist.send(there, dst=self._to_one)
+        else:
+            dist.recv(there, src=self._source)
+        return there if self._device.type == "cpu" else there.cpu()
+
+
+def _send(state: Mapping[str, Any] | None, link: _Link) -> None:
+    assert state is not None
+    encoded, tensors = encode(dict(state), prefix="state")
+    listed = [(key, tensor.detach().contiguous().cpu()) for key, tensor in tensors.items()]
+    header = json.dumps(
+        {
+            "tree": encoded,
+            "tensors": [
+                [key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in listed
+            ],
+        }
+    ).encode()
+    link.move(torch.tensor([len(header)], dtype=torch.int64))
+    link.move(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    digest = hashlib.blake2b(header, digest_size=32)
+    for piece in _pieces([_bytes(one) for _, one in listed]):
+        link.move(piece)
+        digest.update(piece.numpy().tobytes())
+    link.move(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
+
+
+def _receive(link: _Link, *, wanted: bool) -> Mapping[str, Any] | None:
+    (length,) = link.move(torch.zeros(1, dtype=torch.int64)).tolist()
+    if not 0 < length <= MOST_HEADER_BYTES:
+        raise RanksError(f"the state of the run begins with a length of {length}")
+    header = link.move(torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
+    digest = hashlib.blake2b(header, digest_size=32)
+    document = parse_json(header, max_depth=1000)
+    tensors = {key: _empty(dtype, shape) for key, dtype, shape in document["tensors"]}
+    flat = [_bytes(one) for one in tensors.values()]
+    joined = _Joined(flat)
+    for piece in joined.pieces():
+        arrived = link.move(piece)
+        digest.update(arrived.numpy().tobytes())
+        if wanted:
+            joined.put(arrived)
+    seen = link.move(torch.empty(32, dtype=torch.uint8)).numpy().tobytes()
+    if seen != digest.digest():
+        raise RanksError("the state of the run arrived with other bytes than were sent")
+    return decode(document["tree"], tensors) if wanted else None
+
+
+def _pieces(flat: list[torch.Tensor]) -> Any:
+    """All bytes in their order, in pieces of one size."""
+    piece, filled = torch.empty(PIECE_BYTES, dtype=torch.uint8), 0
+    for one in flat:
+        at = 0
+        while at < one.numel():
+            count = min(PIECE_BYTES - filled, one.numel() - at)
+            piece[filled : filled + count] = one[at : at + count]
+            filled, at = filled + count, at + count
+            if filled == PIECE_BYTES:
+                yield piece
+                filled = 0
+    if filled:
+        yield piece[:filled].clone()
+
+
+class _Joined:
+    """Tensors' bytes as one sequence, to be filled from its beginning."""
+
+    def __init__(self, flat: list[torch.Tensor]) -> None:
+        self._flat = [one for one in flat if one.numel()]
+        self._total = sum(one.numel() for one in self._flat)
+        self._index = self._offset = 0
+
+    def pieces(self) -> Any:
+        """Empty pieces, as many and as long as are sent."""
+        whole, rest = divmod(self._total, PIECE_BYTES)
+        for _ in range(whole):
+            yield torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        if rest:
+            yield torch.empty(rest, dtype=torch.uint8)
+
+    def put(self, data: torch.Tensor) -> None:
+        """Fill what follows with these bytes."""
+        taken = 0
+        while taken < data.numel():
+            one = self._flat[self._index]
+            count = min(one.numel() - self._offset, data.numel() - taken)
+            one[self._offset : self._offset + count] = data[taken : taken + count]
+            taken += count
+            self._offset += count
+            if self._offset == one.numel():
+                self._index, self._offset = self._index + 1, 0
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        tensor.reshape(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.new_empty(0).view(torch.uint8)
+    )
+
+
+def _empty(dtype: str, shape: list[int]) -> torch.Tensor:
+    kind = getattr(torch, str(dtype), None)
+    if not isinstance(kind, torch.dtype):
+        raise RanksError(f"the state of the run names a type {dtype!r}, which torch does not have")
+    return torch.empty(shape, dtype=kind)

@@ -1,0 +1,399 @@
+"""``Run`` in an elastic run: members come and go between two steps, in the same processes.
+
+    model = DistributedDataParallel(model)          # each member builds it alone
+    with hydroslurm.Run(model=model, optimizer=optimizer, loader=loader, elastic=True) as run:
+        for batch in run.batches(epochs=10):
+            ...
+
+Each rank is a run of its own as far as signals, events and saving go; who trains together is the
+coordinator's to say (:mod:`hydroslurm.elastic`). The first rank of a generation saves, for all have
+the same state. A member that is signalled announces that it leaves, and the others train on.
+
+What one step costs besides: a look at two attributes, and the position and random numbers are
+noted, to which a step that could not be completed comes back.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hydroslurm.checkpoint.rng import for_new_rank
+from hydroslurm.checkpoint.store import State
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
+from hydroslurm.elastic.group import GenerationGroup, parallel_modules, rebuild
+from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Member, Save
+from hydroslurm.elastic.reduction import GradientSum, sum_bucket
+from hydroslurm.elastic.transfer import hand_over
+from hydroslurm.errors import HydroslurmError, RanksError, UsageError
+from hydroslurm.runtime import install as installation
+from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.training.reporting import notice
+from hydroslurm.training.run import Run
+
+_SMALL = ("model", "optimizer")
+"""A dropped step has not changed these; all others may have stepped with it."""
+
+
+class ElasticRun(Run):
+    """One rank of an elastic run; see :class:`Run`, which makes it for ``elastic=True``."""
+
+    def __init__(self, **arguments: Any) -> None:
+        environ = arguments.get("environ") or os.environ
+        place = environ.get(ELASTIC_ENV)
+        if not place:
+            raise UsageError(
+                f"Run(elastic=True): this process belongs to no elastic run, for {ELASTIC_ENV} is "
+                "not set. Give the job spec an `elastic:` section and submit it, or run the script "
+                "by `hydroslurm elastic run -- python train.py`"
+            )
+        self._elastic_folder = ElasticFolder(run=ElasticFolder.at(place))
+        self._member_name = member_name(environ, host=os.uname().nodename, pid=os.getpid())
+        self._local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
+        self._local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
+        if arguments.get("directory") is None:
+            arguments["directory"] = self._elastic_folder.run
+        self._generation_rank = -1
+        self._attempt_number = 0
+        self._failed = False
+        self._is_done = False
+        self._kept_own: Mapping[str, Any] = {}
+        self._kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept_small: dict[str, Any] | None = None
+        self._step_began_s = 0.0
+        self._member = Member(
+            self._elastic_folder,
+            name=self._member_name,
+            local_rank=self._local_rank,
+            local_size=self._local_size,
+            node=environ.get("SLURMD_NODENAME", ""),
+            on_abort=self._abort,
+            warn=notice,
+        )
+        super().__init__(**arguments)
+        self._group = GenerationGroup(self._member)
+        self._sum = GradientSum(
+            lambda: self._group.group,
+            may_send=lambda: not (self._failed or self._member.broken),
+            on_error=self._on_error,
+        )
+        self._parallel = parallel_modules([self._model])
+        self._watched: list[DistributedDataParallel] = []
+        for thing in self._objects.by_name().values():
+            if isinstance(thing, Optimizer):
+                thing.register_step_pre_hook(self._before_optimizer)
+
+    # --- what differs at the beginning and the end
+    # --------------------------------------------------------------------------------------------
+
+    def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+        """Signals and events are this rank's alone; it has a folder of its own for these."""
+        if installation.is_installed() and not installation.gives_way():
+            return installation.controller(), False
+        name = self._member_name.replace("/", "_").replace(":", "_")
+        folder = self._elastic_folder.root / "members" / f"{name}-{self._local_rank}"
+        RunDir(folder).claim()
+        return installation.install(run_dir=folder, alone=True, environ=environ), True
+
+    def _begin(self, *, may_load: bool, seen: str) -> bool:
+        self._member.start()
+        directive = self._member.begin(stop=self._stop_seen)
+        self._may_load, self._seen = may_load, seen
+        self._obey(directive)
+        if self._is_done:
+            self._log_here("this run has finished; nothing to do")
+            self.close()
+            raise ExitForRequeue.finished()
+        self._has_begun = True
+        return self._step > 0
+
+    def finish(self) -> None:
+        """Wait until all members have trained to the end; the first of them saves."""
+        if not self._has_begun:
+            self._begin_unasked("the run is to be finished", may_load=False)
+        self._count_step_left_early()
+        while not self._is_done:
+            directive = self._member.safe_point(self._step, final=True, stop=self._stop_seen)
+            assert directive is not None
+            self._obey(directive)
+        if self._is_first:
+            super().finish()
+        else:
+            self._attempt.record(EventKind.RUN_FINISHED)
+            self._leave()
+
+    def close(self) -> None:
+        self._member.close()
+        super().close()
+        self._group.destroy()
+
+    # --- safe points
+    # --------------------------------------------------------------------------------------------
+
+    def _complete_step(self) -> None:
+        failed = self._failed or (self._member.broken and not self._was_summed())
+        self._cursor.count_step()
+        if failed:
+            self._drop_step()
+        else:
+            self._step += 1
+            self._keep()
+        self._look_for_stop()
+        directive = self._member.safe_point(self._step, failed=failed, stop=self._stop_seen)
+        if directive is not None:
+            self._obey(directive)
+        if not failed:
+            super().safe_point()
+
+    def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
+        while True:
+            self._moved = False
+            self._keep()
+            yield from super()._left_of_epoch(accumulate)
+            if not self._moved:
+                return
+
+    def _arrive(self) -> StopRequest | None:
+        self._look_for_stop()
+        return None
+
+    def _look_for_stop(self) -> None:
+        """A stop that was requested is announced: the others are told, and this rank trains on
+        until they hold together."""
+        request = self._controller.stop_request
+        if request is not None:
+            self._member.leave(request.message)
+
+    def _stop_seen(self) -> bool:
+        return self._controller.stop_request is not None
+
+    # --- saving: the first rank does, for all have the same
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def _is_first(self) -> bool:
+        return self._generation_rank == 0
+
+    def _is_due(self) -> bool:
+        return self._is_first and super()._is_due()
+
+    def _save_behind_batches(self, *, since: int) -> None:
+        if self._is_first:
+            super()._save_behind_batches(since=since)
+        self._saves.behind_batches = True
+
+    # --- directives
+    # --------------------------------------------------------------------------------------------
+
+    def _obey(self, directive: Directive) -> None:
+        """Do what the coordinator says, until this rank trains again, or ends."""
+        while True:
+            if isinstance(directive, Form):
+                if self._meet(directive):
+                    return
+            elif isinstance(directive, Save):
+                self._save_for_all()
+                self._member.saved(directive)
+            elif isinstance(directive, Finished):
+                self._is_done = True
+                return
+            else:
+                self._depart(directive)
+            directive = self._member.again(stop=self._stop_seen)
+
+    def _meet(self, form: Form) -> bool:
+        """Form a generation; whether it was formed."""
+        began_step = self._step
+        try:
+            self._group.form(form)
+            self._generation_rank = form.rank
+            if form.fresh and form.rank == form.source and not self._has_begun:
+                super()._begin(may_load=self._may_load, seen=self._seen)
+                self._attempt_number = self._attempt.number or 0
+                self._kept_own = self._own_state()
+            state = self._to_hand_over() if form.rank == form.source else None
+            got = hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
+            if got is not None:
+                self._take(got, form)
+            else:
+                self._cursor.load(self._kept_own)
+            self._take_first(form)
+            self._prepare(form)
+        except (RanksError, RuntimeError) as error:
+            if isinstance(error, HydroslurmError) and not isinstance(error, RanksError):
+                raise
+            self._group.destroy()
+            notice(f"generation {form.generation} is not formed: {error}")
+            self._member.formed(form, ok=False)
+            return False
+        self._member.formed(form, ok=True)
+        self._moved = True
+        self._failed = False
+        self._attempt.record(
+            EventKind.GENERATION,
+            generation=form.generation,
+            of_rank=form.rank,
+            world_size=form.world_size,
+            cause=form.cause,
+            step=self._step,
+            pause_s=time.monotonic() - form.since_s,
+        )
+        if form.rank == 0:
+            steps = "" if self._step == began_step else f", {self._step} steps done"
+            notice(
+                f"generation {form.generation}: {form.members} members, {form.world_size} ranks"
+                f"{steps} ({form.cause})"
+            )
+        return True
+
+    def _prepare(self, form: Form) -> None:
+        """Everything that depends on who trains."""
+        if form.world_size > 1 and not self._parallel:
+            raise UsageError(
+                "several members train together, and no DistributedDataParallel was given to sum "
+                "their gradients: model = DistributedDataParallel(model), before Run(model=model)"
+            )
+        for module in self._parallel:
+            rebuild(module, sum_bucket, self._sum)
+            self._watch_forward(module)
+        self._sum.begin_generation([one for m in self._parallel for one in m.parameters()])
+        self._sum.weight = 1.0 / form.world_size
+        self._step_began_s = time.monotonic()
+
+    def _watch_forward(self, module: DistributedDataParallel) -> None:
+        if module.broadcast_buffers and module not in self._watched:
+            self._watched.append(module)
+            module.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._sum.share_buffers(module)
+
+    def _to_hand_over(self) -> Mapping[str, Any]:
+        return {
+            "shared": self._objects.states(),
+            "own": self._kept_own,
+            "attempt": self._attempt_number,
+        }
+
+    def _take(self, state: Mapping[str, Any], form: Form) -> None:
+        """Become as the source is; random numbers are this rank's own."""
+        own = dict(state["own"])
+        own |= {"rng": for_new_rank(own["rng"], form.rank), "new_rank": form.rank}
+        self._attempt_number = int(state["attempt"])
+        source = f"the state of rank {form.source}"
+        self._apply(State(shared=dict(state["shared"]), own=own), source=source)
+        self._kept_own = own
+
+    def _take_first(self, form: Form) -> None:
+        """The first rank writes the run's folder from here on."""
+        if form.rank == 0 and self._attempt.number is None:
+            self._fence.hold(self._fence.claim())
+            self._durable.revoke_others()
+            self._attempt.number = self._attempt_number
+            self._last_save_s = time.monotonic()
+
+    def _save_for_all(self) -> None:
+        """Too few members are left to go on: save before they go."""
+        try:
+            if not self._is_first:
+                self._fence.hold(self._fence.claim())
+                self._durable.revoke_others()
+            self._cursor.load(self._kept_own)
+            self._saver.save(
+                State(shared=self._objects.states(), own=self._kept_own),
+                step=self._step,
+                epoch=self._epoch,
+                kind="stop",
+                meta=self._made_of(),
+            )
+            notice(f"too few members are left; step {self._step} is saved")
+        except HydroslurmError as error:
+            notice(f"too few members are left, and step {self._step} could not be saved: {error}")
+
+    def _depart(self, depart: Depart) -> NoReturn:
+        """The others go on without this rank."""
+        self._group.destroy()
+        reason = depart.reason or "asked to leave"
+        if self._controller.stop_request is not None:
+            leaving = self._stopping.leave_to_others(
+                f"this member leaves behind step {self._step}, which the others have"
+            )
+        else:
+            notice(f"this member leaves behind step {self._step}: {reason}")
+            leaving = ExitForRequeue(RUN_AGAIN if depart.again else 0)
+        self._member.close()
+        raise leaving
+
+    # --- a step that cannot be completed
+    # --------------------------------------------------------------------------------------------
+
+    def _on_error(self, error: BaseException) -> None:
+        """A collective has failed; in any thread."""
+        if not self._failed:
+            self._failed = True
+            self._error = str(error)
+            self._member.fail()
+
+    def _abort(self) -> None:
+        self._group.abort()
+
+    def _was_summed(self) -> bool:
+        """Whether the step that ends was complete when word came that the generation is broken."""
+        return not self._failed
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer without gradients steps nowhere."""
+        if not self._failed:
+            return
+        if self._kept_small is None:
+            self._kept_small = {
+                name: thing.state_dict()
+                for name, thing in self._objects.by_name().items()
+                if not isinstance(thing, (torch.nn.Module, Optimizer))
+            }
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _keep(self) -> None:
+        """Note where the run is, between two steps."""
+        self._kept_own = self._own_state()
+        if not self._kept_buffers:
+            self._kept_buffers = [
+                (buffer, buffer.detach().clone())
+                for module in self._parallel
+                for buffer in module.module.buffers()
+            ]
+        for buffer, kept in self._kept_buffers:
+            kept.copy_(buffer)
+        now_s = time.monotonic()
+        took_s = now_s - self._step_began_s
+        self._step_began_s = now_s
+        if took_s > 0 and (samples := self._cursor.samples_per_step):
+            self._member.note_pace(took_s, samples / took_s)
+
+    def _drop_step(self) -> None:
+        """Everything is as it was before the step that could not be completed."""
+        with torch.no_grad():
+            for buffer, kept in self._kept_buffers:
+                buffer.copy_(kept)
+        objects = self._objects.by_name()
+        for name, state in (self._kept_small or {}).items():
+            objects[name].load_state_dict(state)
+        self._kept_small = None
+        for thing in objects.values():
+            if isinstance(thing, Optimizer):
+                thing.zero_grad(set_to_none=True)
+
+    def _log_here(self, message: str) -> None:
+        notice(message)

@@ -1,0 +1,182 @@
+"""Elastic runs of real processes on this machine: a real coordinator, members that train with gloo,
+real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from processes import wait_until
+from zygote import ForkedChild
+
+from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder
+
+SAMPLES = 480
+BATCH = 4
+
+TRAIN = """
+    import json, os, sys, time
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+    import hydroslurm
+    from hydroslurm.data import ResumableSampler
+
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(options.get("seed", 0))
+    samples = torch.Generator().manual_seed(7)
+    xs = torch.randn(options["samples"], 8, generator=samples)
+    data = TensorDataset(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))
+    net = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
+    )
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
+    loader = DataLoader(
+        data,
+        batch_size=options["batch"],
+        sampler=ResumableSampler(data),
+        num_workers=options.get("workers", 0),
+    )
+    with hydroslurm.Run(
+        model=model, optimizer=optimizer, scheduler=scheduler, loader=loader,
+        every_s=0, elastic=True,
+    ) as run:
+        for x, y, ids in run.batches(epochs=options["epochs"]):
+            step = run.step
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            print("STEP", json.dumps({
+                "step": step, "epoch": run.epoch, "size": dist.get_world_size(),
+                "ids": ids.tolist(), "loss": loss.item(), "at_s": time.monotonic(),
+            }))
+            time.sleep(options.get("step_s", 0.02))
+    weights = sum(value.detach().double().sum() for value in net.parameters())
+    print("DONE", json.dumps({
+        "step": run.step, "weights": weights.item(), "lr": scheduler.get_last_lr()[0],
+        "trained": int(net[1].num_batches_tracked),
+    }))
+"""
+
+
+class ElasticStory:
+    """One elastic run, in a folder."""
+
+    def __init__(self, folder: Path, *, program: str = TRAIN, **size: float) -> None:
+        self.root = folder
+        self.folder = ElasticFolder(run=folder / "run")
+        self.folder.root.mkdir(parents=True, mode=0o700)
+        (folder / "run").chmod(0o700)
+        options = {"min": 1, "max": 4, "gather_s": 2.0, **size}
+        options.setdefault("wanted", options["max"])
+        self.folder.write(self.folder.options_json, options)
+        self.members: dict[str, ForkedChild] = {}
+        self.coordinator: subprocess.Popen[str] | None = None
+        self._program = program
+        self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        """One more coordinator; waits until it says where it is."""
+        before = self.folder.read(self.folder.coordinator_json)
+        self.coordinator = subprocess.Popen(
+            [sys.executable, "-m", "hydroslurm.elastic.coordinator", str(self.folder.run)],
+            text=True,
+        )
+        wait_until(
+            lambda: self.folder.read(self.folder.coordinator_json) not in (None, before),
+            "the coordinator",
+        )
+
+    def start(self, name: str, *, environ: Mapping[str, str] | None = None, **options: Any) -> Any:
+        """Start a member; its output is ``story.members[name]``."""
+        folder = self.root / f"{name}-{len(list(self.root.glob(f'{name}-*')))}"
+        folder.mkdir()
+        told = {"samples": SAMPLES, "batch": BATCH, "epochs": 2, **options}
+        self.members[name] = ForkedChild(
+            self._program,
+            folder,
+            json.dumps(told),
+            environ={
+                ELASTIC_ENV: str(self.folder.run),
+                MEMBER_ENV: name,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                **(environ or {}),
+            },
+        )
+        return self.members[name]
+
+    def signal(self, name: str, signo: int) -> None:
+        os.kill(self.members[name].pid, signo)
+
+    def kill_coordinator(self) -> None:
+        assert self.coordinator is not None
+        self.coordinator.kill()
+        self.coordinator.wait()
+
+    def entries(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.folder.ledger() if one["kind"] == kind]
+
+    def wait_for(self, kind: str, times: int = 1) -> dict[str, Any]:
+        wait_until(lambda: len(self.entries(kind)) >= times, lambda: f"{times} {kind}\n{self}")
+        return self.entries(kind)[times - 1]
+
+    def wait_for_step(self, name: str, *, size: int, times: int = 3) -> None:
+        """Until a member has trained so many steps in a world of this size."""
+        wait_until(
+            lambda: sum(one["size"] == size for one in self.steps(name)) >= times,
+            lambda: f"{name} to train with {size}\n{self}",
+        )
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        lines = self.members[name].lines
+        return [json.loads(line[5:]) for line in lines if line.startswith("STEP ")]
+
+    def done(self, name: str) -> dict[str, Any]:
+        """Wait for the member's end, which must be a good one; what it has said then."""
+        child = self.members[name]
+        status = child.wait()
+        wait_until(lambda: any(line.startswith("DONE ") for line in child.lines), f"{name}\n{self}")
+        assert status == 0, str(self)
+        return dict(json.loads(child.expect("DONE ")))
+
+    def close(self) -> None:
+        for child in self.members.values():
+            child.close()
+        if self.coordinator is not None:
+            if self.coordinator.poll() is None:
+                self.coordinator.send_signal(signal.SIGKILL)
+            self.coordinator.wait()
+
+    def __str__(self) -> str:
+        said = "\n".join(
+            f"--- {name}\n" + "\n".join(line for line in child.lines if line[:4] != "STEP")[-3000:]
+            for name, child in self.members.items()
+        )
+        ledger = "\n".join(json.dumps(one) for one in self.folder.ledger())
+        return f"{said}\n--- ledger\n{ledger}"
+
+
+def times_seen(*logs: list[dict[str, Any]]) -> dict[int, Counter[int]]:
+    """Epoch -> sample -> how often it was trained on: of a step that was repeated, the last."""
+    seen: dict[int, Counter[int]] = {}
+    for log in logs:
+        mine = {one["step"]: one for one in log}  # of a repeated step, the last one
+        for one in mine.values():
+            seen.setdefault(one["epoch"], Counter()).update(one["ids"])
+    return seen

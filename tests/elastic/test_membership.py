@@ -1,0 +1,313 @@
+"""The state machine of an elastic run: who trains together."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+
+from hydroslurm.elastic.membership import (
+    Close,
+    Membership,
+    Message,
+    Rank,
+    Record,
+    Refused,
+    Send,
+    Size,
+    Timing,
+)
+
+
+@dataclass
+class Process:
+    """A rank, as far as the coordinator can tell."""
+
+    name: str
+    step: int = 0
+    generation: int = 0
+    change: int = 0
+    hold_at: int | None = None
+    waits_behind: int | None = None
+    holding: bool = False
+    trains: bool = False
+    has_state: bool = False
+    gone: bool = False
+    departed: bool = False
+
+
+class World:
+    """A membership and its ranks; messages of one connection stay in order, all else is random."""
+
+    def __init__(self, seed: int, size: Size, *, local_size: int = 1) -> None:
+        self.random = random.Random(seed)
+        self.membership = Membership(size, Timing(gather_s=1.0, join_s=0.0, silent_s=1e9))
+        self.local_size = local_size
+        self.ranks: dict[Rank, Process] = {}
+        self.to_rank: dict[Rank, deque[Message]] = {}
+        self.to_coordinator: dict[Rank, deque[tuple[str, dict[str, object]]]] = {}
+        self.ledger: list[Record] = []
+        self.now_s = 0.0
+        self.born = 0
+
+    def start(self) -> None:
+        """One more member."""
+        self.born += 1
+        for local in range(self.local_size):
+            rank = (f"m{self.born}", local)
+            self.ranks[rank] = Process(rank[0])
+            self.to_rank[rank] = deque()
+            self.to_coordinator[rank] = deque([("join", {}), ("ready", {})])
+
+    def act(self, actions: list[Send | Close | Record]) -> None:
+        for action in actions:
+            if isinstance(action, Record):
+                self.ledger.append(action)
+            elif isinstance(action, Send) and action.to in self.to_rank:
+                self.to_rank[action.to].append(action.message)
+
+    def deliver_up(self, rank: Rank) -> None:
+        kind, fields = self.to_coordinator[rank].popleft()
+        membership, now_s = self.membership, self.now_s
+        try:
+            if kind == "join":
+                self.act(
+                    membership.join(
+                        rank,
+                        local_size=self.local_size,
+                        node="n",
+                        generation=0,
+                        holding=False,
+                        now_s=now_s,
+                    )
+                )
+            elif kind == "lost":
+                del self.to_rank[rank], self.to_coordinator[rank]
+                self.act(membership.lost(rank, now_s))
+            else:
+                self.act(getattr(membership, kind)(rank, **fields, now_s=now_s))
+        except Refused:
+            self.ranks[rank].departed = True
+
+    def deliver_down(self, rank: Rank) -> None:
+        message = self.to_rank[rank].popleft()
+        process, kind = self.ranks[rank], message["type"]
+        if process.gone:
+            return
+        if kind == "hold":
+            process.change, process.hold_at = message["change"], None
+            step = process.waits_behind = process.step + (0 if process.holding else 1)
+            self.say(rank, "proposed", change=message["change"], step=step)
+        elif kind == "hold_at":
+            process.hold_at = message["step"]
+            self.hold(rank)
+        elif kind == "abort":
+            process.change = message["change"]
+            failed = process.trains and self.random.random() < 0.5
+            process.waits_behind = process.hold_at = None
+            process.trains, process.holding = False, True
+            self.arrive(rank, failed=failed)
+        elif kind == "save":
+            self.say(rank, "saved", change=message["change"])
+        elif kind == "form":
+            process.change, process.generation = message["change"], message["generation"]
+            process.waits_behind = process.hold_at = None
+            if message["rank"] in message["needs"] or message["fresh"]:
+                steps = [one.step for one in self.ranks.values() if one.has_state and not one.gone]
+                process.step = max([process.step, *steps])
+            process.has_state = process.trains = True
+            process.holding = False
+            self.say(rank, "formed", change=message["change"], ok=True, pause_s=0.0)
+        elif kind in ("depart", "finished"):
+            process.departed, process.trains = True, False
+            self.say(rank, "lost")
+
+    def arrive(self, rank: Rank, *, failed: bool) -> None:
+        process = self.ranks[rank]
+        self.to_coordinator[rank].append(
+            ("arrived", {"change": process.change, "step": process.step, "failed": failed})
+        )
+
+    def say(self, rank: Rank, kind: str, **fields: object) -> None:
+        self.to_coordinator[rank].append((kind, fields))
+
+    def train(self) -> None:
+        """All ranks of a generation take one step, as the collectives have them do."""
+        ours = [
+            (rank, process)
+            for rank, process in self.ranks.items()
+            if process.generation == self.membership.generation and not process.gone
+        ]
+        if len({process.generation for _, process in ours}) != 1:
+            return
+        if not ours or not all(process.trains and not process.departed for _, process in ours):
+            return
+        if len(ours) < len(self.membership.current) * self.local_size:
+            return
+        if any(process.waits_behind == process.step for _, process in ours):
+            return  # it was asked, and waits for the answer
+        for rank, process in ours:
+            process.step += 1
+            self.hold(rank)
+
+    def hold(self, rank: Rank) -> None:
+        process = self.ranks[rank]
+        if process.hold_at is None:
+            return
+        process.waits_behind = None
+        if process.trains and process.step >= process.hold_at:
+            process.trains, process.holding = False, True
+            self.arrive(rank, failed=False)
+
+    def kill(self, rank: Rank) -> None:
+        process = self.ranks[rank]
+        if process.gone:
+            return
+        process.gone, process.trains = True, False
+        if rank in self.to_coordinator:
+            self.to_coordinator[rank].append(("lost", {}))
+
+    def calm(self) -> None:
+        """Deliver everything, until nothing is under way."""
+        for _ in range(10_000):
+            self.now_s += 2.0
+            self.act(self.membership.tick(self.now_s))
+            busy = [rank for rank, queue in self.to_coordinator.items() if queue]
+            idle = [rank for rank, queue in self.to_rank.items() if queue]
+            if not busy and not idle:
+                if self.membership.change is None:
+                    return
+                self.train()
+                if not any(self.to_coordinator.values()):
+                    self.act(self.membership.tick(self.now_s))
+                    if not any(self.to_rank.values()) and not self.moves():
+                        return
+            for rank in idle:
+                if self.to_rank.get(rank):
+                    self.deliver_down(rank)
+            for rank in busy:
+                if self.to_coordinator.get(rank):
+                    self.deliver_up(rank)
+        raise AssertionError(f"does not come to rest: {self.membership.change}")
+
+    def moves(self) -> bool:
+        return any(process.trains for process in self.ranks.values()) and self.held_back()
+
+    def held_back(self) -> bool:
+        change = self.membership.change
+        return change is not None and change.phase.value in ("calling", "holding")
+
+
+def test_a_generation_begins_once_enough_are_there() -> None:
+    """Fewer than ``min`` do not train."""
+    world = World(1, Size(min=2, max=3, wanted=3))
+    world.start()
+    world.calm()
+    assert world.membership.generation == 0
+    world.start()
+    world.calm()
+    assert world.membership.current == ("m1", "m2")
+
+
+def test_a_newcomer_is_taken_in_at_a_step_that_all_agree_on() -> None:
+    """The others hold behind one step, and the newcomer gets the state from one of them."""
+    world = World(1, Size(min=1, max=3, wanted=3))
+    world.start()
+    world.start()
+    world.calm()
+    for _ in range(5):
+        world.train()
+    world.start()
+    world.calm()
+    assert world.membership.current == ("m1", "m2", "m3")
+    assert len({process.step for process in world.ranks.values()}) == 1
+    (last,) = [one.data for one in world.ledger if one.kind == "generation"][-1:]
+    assert (last["joined"], last["steps_lost"]) == (["m3"], 0)
+
+
+def test_scaling_down_sends_the_newest_away() -> None:
+    """The members that are named go first, then the newest; a size out of bounds is refused."""
+    world = World(1, Size(min=1, max=4, wanted=4))
+    for _ in range(4):
+        world.start()
+    world.calm()
+    world.act(world.membership.scale(2, ["m1"], world.now_s))
+    world.calm()
+    assert world.membership.current == ("m2", "m3")
+    with pytest.raises(ValueError, match=r"may have 1 to 4"):
+        world.membership.scale(5, [], world.now_s)
+    with pytest.raises(ValueError, match="no member m9"):
+        world.membership.scale(2, ["m9"], world.now_s)
+
+
+def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
+    """The last ones that could go on save; then the run waits for more."""
+    world = World(1, Size(min=2, max=2, wanted=2))
+    world.start()
+    world.start()
+    world.calm()
+    world.act(world.membership.leave(("m1", 0), "preempted", world.now_s))
+    told = [message["type"] for rank in world.to_rank for message in world.to_rank[rank]]
+    assert told == ["hold", "hold"]
+    world.calm()
+    assert world.membership.state == "Suspended"
+    world.start()
+    world.calm()
+    assert world.membership.current == ("m2", "m3")
+
+
+def test_one_of_an_older_generation_is_refused() -> None:
+    """What it has trained since is not part of the run."""
+    world = World(1, Size(min=1, max=2, wanted=2))
+    world.start()
+    world.start()
+    world.calm()
+    world.kill(("m2", 0))
+    world.calm()
+    with pytest.raises(Refused, match="generation 1 is over, 2 trains"):
+        world.membership.join(
+            ("m2", 0), local_size=1, node="n", generation=1, holding=False, now_s=world.now_s
+        )
+
+
+@pytest.mark.parametrize("local_size", [1, 2])
+@pytest.mark.parametrize("seed", range(150))
+def test_any_order_of_joins_leaves_and_deaths_ends_well(seed: int, local_size: int) -> None:
+    """However messages are delayed, what is left trains together at one step, in one generation."""
+    world = World(seed, Size(min=1, max=6, wanted=6), local_size=local_size)
+    for _ in range(3):
+        world.start()
+    for _ in range(120):
+        world.now_s += world.random.random()
+        act = world.random.random()
+        alive = [rank for rank, one in world.ranks.items() if not (one.gone or one.departed)]
+        up = [rank for rank, queue in world.to_coordinator.items() if queue]
+        down = [rank for rank, queue in world.to_rank.items() if queue]
+        if act < 0.03 and len(alive) < 6 * local_size:
+            world.start()
+        elif act < 0.05 and len(alive) > local_size:
+            world.kill(world.random.choice(alive))
+        elif act < 0.07 and len(alive) > local_size:
+            rank = world.random.choice(alive)
+            if not world.to_coordinator[rank]:
+                world.act(world.membership.leave(rank, "preempted", world.now_s))
+        elif act < 0.45 and up:
+            world.deliver_up(world.random.choice(up))
+        elif act < 0.85 and down:
+            world.deliver_down(world.random.choice(down))
+        else:
+            world.train()
+            world.act(world.membership.tick(world.now_s))
+    world.start()
+    world.calm()
+    membership = world.membership
+    assert membership.change is None, membership.change
+    members = [process for rank, process in world.ranks.items() if rank[0] in membership.current]
+    assert members
+    assert {process.generation for process in members} == {membership.generation}
+    assert len({process.step for process in members}) == 1
+    assert all(process.trains and not process.gone for process in members)
+    others = [process for rank, process in world.ranks.items() if rank[0] not in membership.current]
+    assert not any(process.trains for process in others if not process.gone)
