@@ -192,10 +192,14 @@ class RankStatus:
                 f"this one reads {SCHEMA})"
             )
         get = row.get
+        status = object.__new__(cls)
         try:
-            return cls(**{name: read(get(name)) for name, read in _READERS.items()})
+            # a frozen dataclass sets its fields one by one, through object.__setattr__: a fifth of
+            # the time of a look at thousands of ranks. Every field has a reader, so none is missing
+            vars(status).update({name: read(get(name)) for name, read in _READERS.items()})
         except ValueError as error:
             raise ValueError(f"this is no status of a rank: {error}") from None
+        return status
 
 
 _MOMENTS = ("since", "started", "as_of", "all_parked", "step_since", "attempt_began", "committed")

@@ -62,6 +62,7 @@ class FollowedRun:
         self.run = run
         self._seen: dict[int, tuple[tuple[int, int, int], RankStatus | None]] = {}
         self._next = 0
+        self._facts: tuple[int, RunFacts] | None = None
 
     def read(self, *, most: int) -> int:
         """Read the statuses that are new, at most so many; returns how many that were."""
@@ -84,11 +85,17 @@ class FollowedRun:
                 self._next = rank
                 break
             self._seen[rank] = version, read_status(path, known=now)
+            self._facts = None
             count += 1
         return count
 
     def facts(self, restart_count: int) -> RunFacts:
         """Return the facts of the attempt with that restart count."""
+        if self._facts is None or self._facts[0] != restart_count:
+            self._facts = restart_count, self._fold(restart_count)
+        return self._facts[1]
+
+    def _fold(self, restart_count: int) -> RunFacts:
         known = [one for _, (_, one) in sorted(self._seen.items()) if one is not None]
         if not known:
             return RunFacts()
