@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
 from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, RunMode
 from hydroslurm.jobs.spec.sections import (
@@ -79,11 +80,23 @@ class TrainingJob(Part):
         description="What to do when another job needs the nodes. Default: park or requeue, as "
         "Slurm asks.",
     )
+    elastic: Elastic | None = Field(
+        default=None,
+        description="Train on while nodes come and go, each of them a job of its own. Default: one "
+        "job of a fixed size.",
+    )
 
     @property
     def replicas(self) -> int:
         """The number of replicas of all types."""
         return sum(spec.replicas for spec in self.replica_specs)
+
+    @property
+    def members(self) -> int:
+        """How many members an elastic job begins with."""
+        assert self.elastic is not None
+        asked = self.replicas if self.replicas > 1 else self.elastic.max
+        return self.elastic.size or asked
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainingJob:
@@ -126,7 +139,8 @@ def complaints(job: TrainingJob) -> tuple[Complaint, ...]:
     found = [*_types(job), *_size(job)]
     for number, spec in enumerate(job.replica_specs):
         found += _of_replicas(job, spec, ("replicaSpecs", number))
-    return (*found, *_min_nodes(job), *_meeting(job), *_debug(job), *_warning(job))
+    found += [*_min_nodes(job), *_meeting(job), *_debug(job), *_warning(job)]
+    return (*found, *(_elastic(job, job.elastic) if job.elastic is not None else ()))
 
 
 def unused(job: TrainingJob) -> Iterator[Complaint]:
@@ -230,3 +244,37 @@ def _warning(job: TrainingJob) -> Iterator[Complaint]:
         )
         path = ("preemption", "warningSeconds")
         yield Complaint(path, message, (("scheduler", "timeLimitMinutes"),))
+
+
+def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
+    own = ("elastic",)
+    if elastic.min > elastic.max:
+        message = f"{elastic.min} is more than max, {elastic.max}; lower it, or raise max"
+        yield Complaint((*own, "min"), message, ((*own, "max"),))
+    elif not elastic.min <= job.members <= elastic.max:
+        named = elastic.size is not None
+        at: KeyPath = (*own, "size") if named else ("replicaSpecs", 0, "replicas")
+        message = (
+            f"{job.members} members to begin with, and elastic allows {elastic.min} to "
+            f"{elastic.max}; wanted min <= {'size' if named else 'replicas'} <= max"
+        )
+        yield Complaint(at, message, (own,))
+    if len(job.replica_specs) > 1:
+        message = (
+            f"{len(job.replica_specs)} types of replicas; the members of an elastic job are alike: "
+            "leave one, or leave elastic out"
+        )
+        yield Complaint(("replicaSpecs",), message, (own,))
+    resources = job.replica_specs[0].template.resources
+    if resources.nodes is not None:
+        where = ("replicaSpecs", 0, "template", "resources", "nodes")
+        yield Complaint(where, "each member of an elastic job is one node; omit it", (own,))
+    if job.torchrun_config.enable:
+        message = (
+            "true, and srun starts the ranks of an elastic job's members: leave it out, and give "
+            "their number per member as resources.tasks"
+        )
+        yield Complaint(_ENABLE, message, (own,))
+    if job.run_mode.debug.enable:
+        message = "true, and an elastic job has nothing to hold; leave elastic out while debugging"
+        yield Complaint(("runMode", "debug", "enable"), message, (own,))

@@ -241,3 +241,13 @@ def test_torchruns_options_are_a_list(options: str) -> None:
     """A mapping is none."""
     with pytest.raises(SpecError, match="wanted a list"):
         loads(f"{MINIMAL}torchrunConfig: {{extraOptions: {options}}}\n")
+
+
+def test_an_elastic_job_begins_with_the_replicas_or_with_the_most() -> None:
+    """`size`, else more replicas than one, else `max`."""
+    assert loads(MINIMAL + "elastic: {min: 2, max: 8}").job.members == 4
+    assert loads(MINIMAL + "elastic: {min: 2, max: 8, size: 6}").job.members == 6
+    one = MINIMAL.replace("replicas: 4", "replicas: 1")
+    assert loads(one + "elastic: {min: 2, max: 8}").job.members == 8
+    with pytest.raises(SpecError, match=r"replicas: 4 members to begin with, and elastic allows 5"):
+        loads(MINIMAL + "elastic: {min: 5, max: 8}")

@@ -1,0 +1,78 @@
+"""The section ``elastic`` of a job spec: a training whose nodes come and go while it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hydroslurm.jobs.spec.fields import Count, Part, SlurmWord, Whole, unit
+
+MOST_MEMBERS = 4096
+Members = Annotated[int, Field(ge=1, le=MOST_MEMBERS)]
+
+
+class ElasticBase(Part):
+    """Where the first ``min`` members and the coordinator run, if not where the others do."""
+
+    partition: SlurmWord | None = Field(
+        default=None,
+        description="A partition whose jobs are not preempted, or less. Default: scheduler's.",
+    )
+    qos: SlurmWord | None = Field(
+        default=None,
+        description="A quality of service whose jobs are not preempted, or less. Default: "
+        "scheduler's.",
+    )
+
+
+class Elastic(Part):
+    """Members, each a node of its own job in Slurm, that may come and go while the others train."""
+
+    min: Members = Field(
+        default=1,
+        description="Fewer members do not train: the run is suspended until there are enough. "
+        "Default: 1.",
+        json_schema_extra=unit("members"),
+    )
+    max: Members = Field(
+        description="More members are not taken in. Required.", json_schema_extra=unit("members")
+    )
+    size: Members | None = Field(
+        default=None,
+        description="How many members are wanted to begin with. "
+        "Default: replicas where that is more than 1, else max.",
+        json_schema_extra=unit("members"),
+    )
+    spares: Whole = Field(
+        default=0,
+        description="How many members more are kept ready to take the place of one that leaves. "
+        "Default: 0.",
+        json_schema_extra=unit("members"),
+    )
+    batch: Literal["keep_global", "scale_lr", "per_rank"] = Field(
+        default="keep_global",
+        description="What a change of size does to the batches. keep_global: the global batch "
+        "stays, its shares change. scale_lr: the batch of a rank stays, and the learning rate "
+        "follows the global one. per_rank: the batch of a rank stays, and nothing else changes. "
+        "Default: keep_global.",
+    )
+    engine: Literal["auto", "in_place"] = Field(
+        default="auto",
+        description="How the ranks form a new generation. in_place: the same processes make new "
+        "process groups. auto: what fits the script, which is in_place so far. Default: auto.",
+    )
+    summation: Literal["fast", "fixed_order"] = Field(
+        default="fast",
+        description="fixed_order: gradients are summed in one order whatever the size, so that "
+        "losses are those of a run of another size bit for bit. Default: fast.",
+    )
+    base: ElasticBase = Field(
+        default_factory=ElasticBase,
+        description="Where the first min members and the coordinator run. Default: as the others.",
+    )
+    exclude_after_failures: Count = Field(
+        default=2,
+        description="A node on which so many members have failed gets no more of them. Default: 2.",
+        json_schema_extra=unit("failures"),
+    )
