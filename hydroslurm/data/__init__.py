@@ -3,6 +3,7 @@ files of records."""
 
 from __future__ import annotations
 
+from hydroslurm.data.global_batches import GlobalBatchSampler
 from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.data.record_files import RecordFile, RecordWriter
 from hydroslurm.data.records import RecordDataset, RecordLoader
@@ -11,6 +12,7 @@ from hydroslurm.data.seeding import SeededDataset
 from hydroslurm.runtime.child_signals import shielded
 
 __all__ = [
+    "GlobalBatchSampler",
     "LoaderPosition",
     "RecordDataset",
     "RecordFile",

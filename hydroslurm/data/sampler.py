@@ -187,6 +187,16 @@ class ResumableSampler(Sampler[int]):
         self._latest = _Pass(self.epoch, self._start, self.share)
         return self._indexes(self._latest)
 
+    def begin_pass(self) -> tuple[Any, int]:
+        """For who takes the order itself, for all ranks together: the permutation of this epoch
+        (None: the order of the data set), and how many of its samples are used already."""
+        return self._order(self.epoch), self._start
+
+    def end_pass(self, epoch: int) -> None:
+        """The order of this epoch was taken to its end: the next pass begins at the beginning."""
+        if self.epoch == epoch:
+            self._start = 0
+
     def _indexes(self, this: _Pass) -> Iterator[SampleIndex]:
         order = self._order(this.epoch)
         world_size = this.share.world_size
@@ -201,8 +211,7 @@ class ResumableSampler(Sampler[int]):
             for index, position in zip(indexes.tolist(), positions.tolist(), strict=True):
                 this.yielded += 1
                 yield SampleIndex(index, this.epoch, position)
-        if self.epoch == this.epoch:
-            self._start = 0
+        self.end_pass(this.epoch)
 
     def _left(self, consumed: int, world_size: int) -> int:
         left = max(0, self.length - consumed)

@@ -19,6 +19,7 @@ from hydroslurm.data.generators import (
     warn_of_samplers_begun_anew,
     warn_of_unseeded_workers,
 )
+from hydroslurm.data.global_batches import GlobalBatchSampler
 from hydroslurm.data.sampler import ResumableSampler, Share, world_size_now
 from hydroslurm.errors import StateMismatch
 from hydroslurm.runtime.child_signals import iterate
@@ -108,10 +109,15 @@ class StatefulPosition:
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """How a loader makes batches of a sampler's indexes; ``batch_size`` in samples of this rank."""
+    """How a loader makes batches of a sampler's indexes.
+
+    Attributes:
+        batch_size: in samples of this rank; or of all ranks, where ``is_global``.
+    """
 
     sampler: ResumableSampler
     batch_size: int
+    is_global: bool = False
 
 
 def index_plan(loader: Any) -> IndexPlan | None:
@@ -125,6 +131,8 @@ def index_plan(loader: Any) -> IndexPlan | None:
     indexes = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(indexes, ResumableSampler):
         return IndexPlan(indexes, 1)
+    if isinstance(indexes, GlobalBatchSampler):
+        return IndexPlan(indexes.sampler, indexes.batch_size, is_global=True)
     if (
         isinstance(indexes, BatchSampler)
         and type(indexes).__iter__ is BatchSampler.__iter__
@@ -194,6 +202,12 @@ class SamplerPosition:
         state["generators"] = generator_states(self._loader)
         return state
 
+    def share_of_batch(self) -> tuple[int, int]:
+        """Of the batch that was handed out last: this rank's samples, and those of all ranks."""
+        if isinstance(batches := self._loader.batch_sampler, GlobalBatchSampler):
+            return batches.share(self._consumed() - self._samples_per_batch)
+        return self._plan.batch_size, self._samples_per_batch
+
     def _consumed(self) -> int:
         batches = self._progress.batches - self._resumed_batches
         return self._resumed_consumed + batches * self._samples_per_batch
@@ -203,7 +217,8 @@ class SamplerPosition:
         the sampler may follow, can be gone before the last save."""
         share = self._plan.sampler.share
         self._progress.world_size = (self._share or share).world_size
-        self._samples_per_batch = self._plan.batch_size * share.world_size
+        per_rank = 1 if self._plan.is_global else share.world_size
+        self._samples_per_batch = self._plan.batch_size * per_rank
 
     def _iterate(self) -> Iterator[Any]:
         if not self._warned:

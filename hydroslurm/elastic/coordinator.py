@@ -373,13 +373,7 @@ def start(folder: ElasticFolder) -> Coordinator:
         RunFolderError, UntrustedFile: the folder cannot be used.
         OSError: nothing can be listened at.
     """
-    document = folder.read(folder.options_json)
-    if document is None:
-        raise UsageError(
-            f"{folder.options_json} is not there: `hydroslurm submit` writes it for a spec with "
-            "`elastic:`, and hydroslurm.elastic.folder.CoordinatorOptions by hand"
-        )
-    options = CoordinatorOptions.from_json(document)
+    options = folder.options()
     folder.make_key()
     fence = Fence(
         folder.claim_json,

@@ -34,6 +34,7 @@ ELASTIC_ENV = "HYDROSLURM_ELASTIC"
 """The run folder of the elastic run that this process is to train in."""
 MEMBER_ENV = "HYDROSLURM_MEMBER"
 """The name of this process's member; default: the array element, the job, or the process."""
+BATCHES = ("keep_global", "per_rank")
 _FILE_BYTES = 1 << 20
 _LEDGER_BYTES = 256 << 20
 
@@ -136,6 +137,20 @@ class ElasticFolder:
             return None
         return document if isinstance(document, dict) else None
 
+    def options(self) -> CoordinatorOptions:
+        """What the run was submitted with.
+
+        Raises:
+            UsageError: there is nothing, or it is wrong.
+        """
+        document = self.read(self.options_json)
+        if document is None:
+            raise UsageError(
+                f"{self.options_json} is not there: `hydroslurm submit` writes it for a spec with "
+                "`elastic:`"
+            )
+        return CoordinatorOptions.from_json(document)
+
     # --- the ledger
 
     def record(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -169,30 +184,41 @@ class CoordinatorOptions:
 
     Attributes:
         host: the address to listen at, "" for the one by which this node is known.
+        batch: ``keep_global``: a step has as many samples as with all members, whatever the size;
+            ``per_rank``: each rank has its batch size, and the step follows the size.
         size, timing: see there.
     """
 
     host: str = ""
+    batch: str = "keep_global"
     size: Size = field(default_factory=Size)
     timing: Timing = field(default_factory=Timing)
+
+    def __post_init__(self) -> None:
+        if self.batch not in BATCHES:
+            raise ValueError(f"batch={self.batch!r}: one of {', '.join(BATCHES)} is wanted")
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CoordinatorOptions:
         """Raises UsageError for what is no such document."""
         try:
             flat = dict(document)
-            parts: dict[str, Any] = {"host": str(flat.pop("host", ""))}
+            parts: dict[str, Any] = {
+                "host": str(flat.pop("host", "")),
+                "batch": str(flat.pop("batch", "keep_global")),
+            }
             for name, kind in (("size", Size), ("timing", Timing)):
                 known = {one.name for one in fields(kind)}
                 parts[name] = kind(**{key: flat.pop(key) for key in sorted(known & flat.keys())})
+            made = cls(**parts)
         except (TypeError, ValueError) as error:
             raise UsageError(f"the options of an elastic run: {error}") from error
         if flat:
             raise UsageError(f"options of an elastic run that do not exist: {', '.join(flat)}")
-        return cls(**parts)
+        return made
 
     def to_json(self) -> dict[str, Any]:
-        return {"host": self.host, **asdict(self.size), **asdict(self.timing)}
+        return {"host": self.host, "batch": self.batch, **asdict(self.size), **asdict(self.timing)}
 
 
 def member_name(environ: Mapping[str, str], *, host: str, pid: int) -> str:

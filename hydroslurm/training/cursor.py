@@ -8,6 +8,7 @@ from typing import Any
 from hydroslurm.checkpoint import rng
 from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.data.position import LoaderPosition, position_of
+from hydroslurm.data.strategies import SamplerPosition
 from hydroslurm.errors import UsageError
 from hydroslurm.training.composition import Loading
 from hydroslurm.training.per_rank import PerRank
@@ -117,6 +118,11 @@ class Cursor:
         """Of all ranks together, in a step of full batches; None where the loader does not say."""
         known = self._samples_per_batch
         return None if known is None else known * self._accumulate
+
+    def share_of_batch(self) -> tuple[int, int]:
+        """Of the batch at hand: this rank's samples, and those of all ranks."""
+        assert isinstance(self.position, SamplerPosition)
+        return self.position.share_of_batch()
 
     @property
     def step_is_full(self) -> bool:

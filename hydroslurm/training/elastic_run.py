@@ -29,6 +29,7 @@ from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.data.global_batches import share_batches
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.group import GenerationGroup, parallel_modules, rebuild
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Member, Save
@@ -70,6 +71,7 @@ class ElasticRun(Run):
         self._kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept_small: dict[str, Any] | None = None
         self._step_began_s = 0.0
+        self._samples = 0
         self._member = Member(
             self._elastic_folder,
             name=self._member_name,
@@ -136,6 +138,11 @@ class ElasticRun(Run):
         super().close()
         self._group.destroy()
 
+    def _use(self, loader: Any) -> None:
+        options = self._elastic_folder.options()
+        share_batches(loader, ranks=self._local_size * options.size.max, batch=options.batch)
+        super()._use(loader)
+
     # --- safe points
     # --------------------------------------------------------------------------------------------
 
@@ -158,7 +165,11 @@ class ElasticRun(Run):
         while True:
             self._moved = False
             self._keep()
-            yield from super()._left_of_epoch(accumulate)
+            for batch in super()._left_of_epoch(accumulate):
+                mine, total = self._cursor.share_of_batch()
+                self._sum.weight = mine / total
+                self._samples = total
+                yield batch
             if not self._moved:
                 return
 
@@ -266,7 +277,6 @@ class ElasticRun(Run):
             rebuild(module, sum_bucket, self._sum)
             self._watch_forward(module)
         self._sum.begin_generation([one for m in self._parallel for one in m.parameters()])
-        self._sum.weight = 1.0 / form.world_size
         self._step_began_s = time.monotonic()
 
     def _watch_forward(self, module: DistributedDataParallel) -> None:
@@ -379,8 +389,8 @@ class ElasticRun(Run):
         now_s = time.monotonic()
         took_s = now_s - self._step_began_s
         self._step_began_s = now_s
-        if took_s > 0 and (samples := self._cursor.samples_per_step):
-            self._member.note_pace(took_s, samples / took_s)
+        if took_s > 0 and self._samples:
+            self._member.note_pace(took_s, self._samples / took_s)
 
     def _drop_step(self) -> None:
         """Everything is as it was before the step that could not be completed."""

@@ -106,6 +106,8 @@ class ElasticStory:
         """Start a member; its output is ``story.members[name]``."""
         folder = self.root / f"{name}-{len(list(self.root.glob(f'{name}-*')))}"
         folder.mkdir()
+        if (before := self.members.get(name)) is not None:
+            before.close()
         told = {"samples": SAMPLES, "batch": BATCH, "epochs": 2, **options}
         self.members[name] = ForkedChild(
             self._program,

@@ -1,0 +1,202 @@
+"""What a change of size costs those who go on training, beside torchrun's elastic restart.
+
+Three members, each a process of this machine that trains a small network with gloo, steps of 0.2 s.
+A *stall* is the longest time between two steps of a survivor around the change, less the median
+step. ``announced_leave_stall_s``: one gets SIGTERM; ``sigkill_stall_s``: SIGKILL, from the signal to
+the survivors' next step, less a step; ``join_stall_steps``: one joins, in steps. ``join_s``: from
+the start of a process that has torch loaded to its first step. ``torchrun_shrink_s``: the same three
+under torchrun with the rendezvous tuned (``last_call_timeout=1, keep_alive_interval=1,
+keep_alive_max_attempt=3``), SIGKILL of one agent and its worker; from the signal to the first step
+of the survivors, which restart and read a checkpoint of each step.
+
+``steps_lost_*`` are those of the ledger; ``samples_wrong``: samples of an epoch that were trained
+on more than once, or never. All times are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from elasticstory import SAMPLES, ElasticStory, times_seen
+from harness import PROFILING, finish, parser, scratch
+from processes import wait_until
+
+STEP_S = 0.2
+
+
+def gaps(steps: list[dict[str, Any]]) -> list[float]:
+    """The seconds between one step's end and the next one's."""
+    return [two["at_s"] - one["at_s"] for one, two in zip(steps, steps[1:], strict=False)]
+
+
+def stall_s(steps: list[dict[str, Any]]) -> float:
+    """The longest gap less the median one."""
+    all_gaps = gaps(steps)
+    return max(all_gaps) - statistics.median(all_gaps)
+
+
+def wrong(story: ElasticStory, *logs: list[dict[str, Any]]) -> int:
+    """Samples of an epoch that did not come once."""
+    del story
+    return sum(
+        sum(1 for one in range(SAMPLES) if seen[one] != 1) for seen in times_seen(*logs).values()
+    )
+
+
+def members(folder: Path) -> ElasticStory:
+    story = ElasticStory(folder, max=3)
+    for name in "abc":
+        story.start(name, step_s=STEP_S)
+    story.wait_for_step("a", size=3, times=4)
+    return story
+
+
+def leave(folder: Path, signo: int) -> dict[str, float]:
+    """One of three goes."""
+    story = members(folder)
+    try:
+        asked_s = time.monotonic()
+        story.signal("b", signo)
+        for name in "ac":
+            story.done(name)
+        logs = [story.steps(name) for name in "abc"]
+        change = story.entries("generation")[1]
+        found = {"steps_lost": change["steps_lost"], "pause_s": change["pause_s"]}
+        if signo == signal.SIGKILL:
+            median_s = statistics.median(gaps(logs[0]))
+            first_s = min(
+                one["at_s"] for log in (logs[0], logs[2]) for one in log if one["size"] == 2
+            )
+            found["stall_s"] = first_s - asked_s - median_s
+            found["wrong"] = wrong(story, logs[0], logs[2]) if change["steps_lost"] == 0 else 0
+        else:
+            found["stall_s"] = max(stall_s(logs[0]), stall_s(logs[2]))
+            found["wrong"] = wrong(story, *logs)
+        return found
+    finally:
+        story.close()
+
+
+def join(folder: Path) -> dict[str, float]:
+    """A third one comes."""
+    story = ElasticStory(folder, max=3)
+    try:
+        for name in "ab":
+            story.start(name, step_s=STEP_S)
+        story.wait_for_step("a", size=2, times=4)
+        began_s = time.monotonic()
+        story.start("c", step_s=STEP_S)
+        for name in "abc":
+            story.done(name)
+        logs = [story.steps(name) for name in "abc"]
+        median_s = statistics.median(gaps(logs[0]))
+        return {
+            "stall_steps": max(stall_s(logs[0]), stall_s(logs[1])) / median_s,
+            "join_s": logs[2][0]["at_s"] - began_s,
+            "wrong": wrong(story, *logs),
+        }
+    finally:
+        story.close()
+
+
+def torchrun(folder: Path) -> float:
+    """torchrun's three agents, of which one is killed."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    agents = []
+    environ = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "STEP_S": str(STEP_S),
+    }
+    log = folder / "steps"
+    log.touch()
+    for number in range(3):
+        conf = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=profile"),
+            *("--local-addr=127.0.0.1", "--max-restarts=9", "--monitor-interval=0.1"),
+            f"--rdzv-conf={conf},keep_alive_max_attempt=3",
+            *(str(PROFILING / "elastic_torchrun.py"), str(folder)),
+        ]
+        with (folder / f"agent-{number}").open("w") as said:
+            agents.append(
+                subprocess.Popen(
+                    command, env=environ, stdout=said, stderr=said, start_new_session=True
+                )
+            )
+
+    def steps(size: int) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        return [one for one in lines if one["size"] == size]
+
+    def said() -> str:
+        return "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("agent-*")))
+
+    try:
+        wait_until(lambda: len(steps(3)) > 12, said)
+        asked_s = time.monotonic()
+        os.killpg(agents[2].pid, signal.SIGKILL)
+        for path in folder.glob("worker-*"):
+            if path.read_text() == str(agents[2].pid):
+                os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
+        wait_until(lambda: steps(2), said)
+        return float(min(one["at_s"] for one in steps(2)) - asked_s - STEP_S)
+    finally:
+        for agent in agents:
+            agent.send_signal(signal.SIGTERM)
+        for agent in agents:
+            agent.wait(60)
+
+
+def main() -> None:
+    chosen = parser(__doc__).parse_args()
+    rounds = 1 if chosen.quick else 5
+    found: dict[str, list[dict[str, float]]] = {"leave": [], "kill": [], "join": []}
+    shrinks: list[float] = []
+    with scratch("elastic", chosen) as folder:
+        for number in range(rounds):
+            places = [folder / f"{what}-{number}" for what in (*found, "torchrun")]
+            for place in places:
+                place.mkdir()
+            found["leave"].append(leave(places[0], signal.SIGTERM))
+            found["kill"].append(leave(places[1], signal.SIGKILL))
+            found["join"].append(join(places[2]))
+            shrinks.append(torchrun(places[3]))
+
+    def median(what: str, key: str) -> float:
+        return round(statistics.median(one[key] for one in found[what]), 4)
+
+    finish(
+        chosen,
+        "a change of size",
+        {
+            "rounds": rounds,
+            "step_s": STEP_S,
+            "announced_leave_stall_s": median("leave", "stall_s"),
+            "sigkill_stall_s": median("kill", "stall_s"),
+            "join_stall_steps": median("join", "stall_steps"),
+            "join_s": median("join", "join_s"),
+            "steps_lost_announced": sum(int(one["steps_lost"]) for one in found["leave"]),
+            "steps_lost_unannounced": max(int(one["steps_lost"]) for one in found["kill"]),
+            "samples_wrong": sum(int(one["wrong"]) for what in found for one in found[what]),
+            "torchrun_shrink_s": round(statistics.median(shrinks), 3),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
