@@ -1,13 +1,14 @@
 """What a change of size costs those who go on training, beside torchrun's elastic restart.
 
-Three members, each a process of this machine that trains a small network with gloo, steps of 0.2 s.
-A *stall* is the longest time between two steps of a survivor around the change, less the median
-step. ``announced_leave_stall_s``: one gets SIGTERM; ``sigkill_stall_s``: SIGKILL, from the signal to
-the survivors' next step, less a step; ``join_stall_steps``: one joins, in steps. ``join_s``: from
-the start of a process that has torch loaded to its first step. ``torchrun_shrink_s``: the same three
-under torchrun with the rendezvous tuned (``last_call_timeout=1, keep_alive_interval=1,
-keep_alive_max_attempt=3``), SIGKILL of one agent and its worker; from the signal to the first step
-of the survivors, which restart and read a checkpoint of each step.
+Three members, each a process of this machine that trains a small network with gloo, steps of
+0.2 s. A *stall* is the longest time between two steps of a survivor around the change, less the
+median step. ``announced_leave_stall_s``: one gets SIGTERM; ``sigkill_stall_s``: SIGKILL, from the
+signal to the survivors' next step, less a step; ``join_stall_steps``: one joins, in steps;
+``join_s``: from the start of a process that has torch loaded to its first step.
+``torchrun_shrink_s``: the same three under torchrun with the rendezvous tuned
+(``last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3``), SIGKILL of one agent and
+its worker; from the signal to the first step of the survivors, which restart and read a checkpoint
+that is made at each step.
 
 ``steps_lost_*`` are those of the ledger; ``samples_wrong``: samples of an epoch that were trained
 on more than once, or never. All times are medians over the rounds.
@@ -15,6 +16,7 @@ on more than once, or never. All times are medians over the rounds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -26,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness  # noqa: F401 - puts the tests on the path
 from elasticstory import SAMPLES, ElasticStory, times_seen
 from harness import PROFILING, finish, parser, scratch
 from processes import wait_until
@@ -35,7 +38,7 @@ STEP_S = 0.2
 
 def gaps(steps: list[dict[str, Any]]) -> list[float]:
     """The seconds between one step's end and the next one's."""
-    return [two["at_s"] - one["at_s"] for one, two in zip(steps, steps[1:], strict=False)]
+    return [two["at_s"] - one["at_s"] for one, two in itertools.pairwise(steps)]
 
 
 def stall_s(steps: list[dict[str, Any]]) -> float:
@@ -44,9 +47,8 @@ def stall_s(steps: list[dict[str, Any]]) -> float:
     return max(all_gaps) - statistics.median(all_gaps)
 
 
-def wrong(story: ElasticStory, *logs: list[dict[str, Any]]) -> int:
+def wrong(*logs: list[dict[str, Any]]) -> int:
     """Samples of an epoch that did not come once."""
-    del story
     return sum(
         sum(1 for one in range(SAMPLES) if seen[one] != 1) for seen in times_seen(*logs).values()
     )
@@ -77,11 +79,11 @@ def leave(folder: Path, signo: int) -> dict[str, float]:
                 one["at_s"] for log in (logs[0], logs[2]) for one in log if one["size"] == 2
             )
             found["stall_s"] = first_s - asked_s - median_s
-            found["wrong"] = wrong(story, logs[0], logs[2]) if change["steps_lost"] == 0 else 0
         else:
             found["stall_s"] = max(stall_s(logs[0]), stall_s(logs[2]))
-            found["wrong"] = wrong(story, *logs)
-        return found
+        # what the one that is gone has begun, and the others have dropped, does not count
+        logs[1] = [one for one in logs[1] if one["step"] < change["step"]]
+        return {**found, "wrong": wrong(*logs)}
     finally:
         story.close()
 
@@ -102,7 +104,7 @@ def join(folder: Path) -> dict[str, float]:
         return {
             "stall_steps": max(stall_s(logs[0]), stall_s(logs[1])) / median_s,
             "join_s": logs[2][0]["at_s"] - began_s,
-            "wrong": wrong(story, *logs),
+            "wrong": wrong(*logs),
         }
     finally:
         story.close()
