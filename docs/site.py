@@ -42,6 +42,11 @@ API = {
         "parallel.DistributedDataParallel",
         "parallel.host_reduce_hook",
     ],
+    "Fused modules and optimizers": [
+        "optimize_modules",
+        "optimize_optimizer",
+        "register_rewriter",
+    ],
     "Launching": ["Executor", "preemptible"],
     "HFAI's two calls": ["receive_suspend_command", "go_suspend"],
     "Caffe2's Job": [

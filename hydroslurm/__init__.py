@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from hydroslurm.coordination.rendezvous import set_torch_environment
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.gate.signals import SignalPlan
+    from hydroslurm.integrations.fused.modules import optimize_modules
+    from hydroslurm.integrations.fused.optimizers import optimize_optimizer
+    from hydroslurm.integrations.fused.rewriters import register_rewriter
     from hydroslurm.jobs.launch.executor import Executor
     from hydroslurm.jobs.launch.rank import preemptible
     from hydroslurm.runtime.client import send_signal
@@ -69,8 +72,11 @@ __all__ = [
     "installed",
     "is_installed",
     "od_execution_wrapper",
+    "optimize_modules",
+    "optimize_optimizer",
     "preemptible",
     "receive_suspend_command",
+    "register_rewriter",
     "send_signal",
     "set_step",
     "set_torch_environment",
@@ -83,6 +89,9 @@ _HOME = {
     "HydroslurmError": "hydroslurm.errors",
     "UsageError": "hydroslurm.errors",
     "Executor": "hydroslurm.jobs.launch.executor",
+    "optimize_modules": "hydroslurm.integrations.fused.modules",
+    "optimize_optimizer": "hydroslurm.integrations.fused.optimizers",
+    "register_rewriter": "hydroslurm.integrations.fused.rewriters",
     "preemptible": "hydroslurm.jobs.launch.rank",
     "Controller": "hydroslurm.runtime.controller",
     "Engine": "hydroslurm.runtime.engine",

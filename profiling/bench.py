@@ -41,6 +41,7 @@ SCRIPTS = (
     "storm",
     "frameworks",
     "host_reduce",
+    "fused_modules",
     "compare",
     "gpu_check",
 )

@@ -1,16 +1,16 @@
 """HFAI's names for what its integration with PyTorch Lightning offers.
 
-    from hydroslurm.compat.hfai import HFAIEnvironment, ModelCheckpointHF
+    from hydroslurm.compat.hfai import HFAIEnvironment, ModelCheckpointHF, nn_to_hfai
 
     checkpoint = ModelCheckpointHF(dirpath="checkpoints")
     environment = HFAIEnvironment()
     trainer = Trainer(strategy="ddp_bind_numa", plugins=[environment], callbacks=[checkpoint])
     suspended = Path("checkpoints", f"{checkpoint.CHECKPOINT_NAME_SUSPEND}.ckpt")
-    trainer.fit(model, data, ckpt_path=suspended if suspended.exists() else None)
+    trainer.fit(nn_to_hfai(model), data, ckpt_path=suspended if suspended.exists() else None)
 
 The environment is :class:`hydroslurm.integrations.lightning_strategies.HydroslurmEnvironment`, the
-checkpoint a :class:`PreemptionCheckpoint`, and importing this registers the strategies. There is no
-``nn_to_hfai``: take that line out, or give the model to ``torch.compile``.
+checkpoint a :class:`PreemptionCheckpoint`, and importing this registers the strategies.
+``model = nn_to_hfai(model)`` is :func:`hydroslurm.optimize_modules` without a batch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,28 @@ from typing import Any
 
 from hydroslurm.compat.suspend import go_suspend, receive_suspend_command
 from hydroslurm.integrations import lightning_strategies
+from hydroslurm.integrations.fused.modules import optimize_modules
 from hydroslurm.integrations.lightning import _Preemptible
 from hydroslurm.integrations.lightning_known import signals_stand_down
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def nn_to_hfai(model: Any) -> Any:
+    """Have modules of the model replaced by what PyTorch has fused, where it is equal and faster:
+    they are compared on the first batch that is trained, and replaced behind the first step.
+
+    Args:
+        model: before it is wrapped.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: as :func:`hydroslurm.optimize_modules`.
+    """
+    optimize_modules(model)
+    return model
 
 
 class _PreemptionCheckpoint:
@@ -124,6 +142,6 @@ def __getattr__(name: str) -> Any:
     if name in ("PreemptionCheckpoint", "ModelCheckpointHF"):
         return _class_for(next((one for one in _PACKAGES if one in sys.modules), _PACKAGES[0]))
     raise AttributeError(
-        f"hydroslurm.compat.hfai has no {name!r}; it has HFAIEnvironment, ModelCheckpointHF and "
-        "PreemptionCheckpoint"
+        f"hydroslurm.compat.hfai has no {name!r}; it has HFAIEnvironment, ModelCheckpointHF, "
+        "PreemptionCheckpoint and nn_to_hfai"
     )

@@ -19,6 +19,7 @@
   claim.json                   the newest attempt: no older one writes here any more
   attempts.jsonl               one line when an attempt begins, one when it ends, and why
   finished.json                the training is done, and its process ended well: a restart leaves
+  fused/rank-00000.json        which modules this rank replaced by fused ones
   logs/                        submitit's files and stdout/stderr per task, appended over requeues
   profile/                     nsys reports: rank-0-restart-0.nsys-rep
   report/                      figures.json, timeline.png, histograms.png, report.html, trace.json
@@ -141,6 +142,10 @@ class RunDir:
     @property
     def finished_json(self) -> Path:
         return self.root / "finished.json"
+
+    def fused(self, rank: int) -> Path:
+        """What optimize_modules() has chosen on this rank."""
+        return self.root / "fused" / f"rank-{rank:05d}.json"
 
     @property
     def logs(self) -> Path:

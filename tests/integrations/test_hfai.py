@@ -39,6 +39,7 @@ def test_the_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "suspended.ckpt").exists()
     assert start(tmp_path).wait(120) == 0, out.read_text()
     said = out.read_text()
+    assert said.count("F.layer_norm(1e-05)") == 2  # what nn_to_hfai has found, in each attempt
     steps = [int(line.split()[1]) for line in said.splitlines() if line.startswith("step ")]
     assert steps == list(range(STEPS))
     assert f"done at {STEPS} False" in said

@@ -56,6 +56,16 @@ def test_report_speed() -> None:
         assert result[key] > 0
 
 
+def test_fused_modules() -> None:
+    """Norms, attention and GELU are all found, and equal."""
+    result, _ = run_script("fused_modules.py", "--json")
+    assert result["modules"] == 17
+    assert 0 < result["modules_replaced"] <= 17
+    assert result["largest_difference"] < 1e-5
+    for key in ("step_ratio", "again_ratio", "model_ratio", "step_ms", "speedup_newgelu"):
+        assert result[key] > 0
+
+
 def test_built_runs() -> None:
     """Every rank of the made-up jobs is seen, also where each call takes a millisecond."""
     result, _ = run_script("built_runs.py", "--json")

@@ -1,5 +1,4 @@
-"""HFAI's published shape of a training with Lightning, with its imports changed and
-without nn_to_hfai."""
+"""HFAI's published shape of a training with Lightning, with its imports changed."""
 
 import os
 from pathlib import Path
@@ -8,13 +7,24 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydroslurm.compat.hfai import HFAIEnvironment, ModelCheckpointHF
+from hydroslurm.compat.hfai import HFAIEnvironment, ModelCheckpointHF, nn_to_hfai
+
+
+class Norm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(512))
+
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).square().mean(-1, keepdim=True)
+        return self.weight * (x - mean) / torch.sqrt(variance + 1e-5)
 
 
 class ToyNetModule(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU())
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 512), Norm(), torch.nn.ReLU())
 
     def training_step(self, batch, index):
         loss = self.net(batch[0]).square().mean()
@@ -42,7 +52,8 @@ def main() -> None:
     suspended = Path("checkpoints", f"{checkpoint.CHECKPOINT_NAME_SUSPEND}.ckpt")
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(400, 16)), batch_size=4)
-    trainer.fit(ToyNetModule(), data, ckpt_path=suspended if suspended.exists() else None)
+    model = nn_to_hfai(ToyNetModule())
+    trainer.fit(model, data, ckpt_path=suspended if suspended.exists() else None)
     print("done at", trainer.global_step, suspended.exists(), os.getpid())
 
 
