@@ -121,7 +121,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "numa", "parallel"):  # rooms, as the messages name them
+    if name in ("data", "elastic", "numa", "parallel"):  # rooms, as the messages name them
         return importlib.import_module(f"hydroslurm.{name}")
     home = _HOME.get(name)
     if home is None:

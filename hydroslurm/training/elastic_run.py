@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hydroslurm.checkpoint.rng import for_new_rank
@@ -30,19 +29,14 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.data.global_batches import share_batches
-from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
-from hydroslurm.elastic.group import GenerationGroup, parallel_modules, rebuild
-from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Member, Save
-from hydroslurm.elastic.reduction import GradientSum, sum_bucket
+from hydroslurm.elastic.engine import InPlaceEngine, folder_of
+from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
-from hydroslurm.errors import HydroslurmError, RanksError, UsageError
+from hydroslurm.errors import HydroslurmError, RanksError
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.training.reporting import notice
 from hydroslurm.training.run import Run
-
-_SMALL = ("model", "optimizer")
-"""A dropped step has not changed these; all others may have stepped with it."""
 
 
 class ElasticRun(Run):
@@ -50,46 +44,20 @@ class ElasticRun(Run):
 
     def __init__(self, **arguments: Any) -> None:
         environ = arguments.get("environ") or os.environ
-        place = environ.get(ELASTIC_ENV)
-        if not place:
-            raise UsageError(
-                f"Run(elastic=True): this process belongs to no elastic run, for {ELASTIC_ENV} is "
-                "not set. Give the job spec an `elastic:` section and submit it, or run the script "
-                "by `hydroslurm elastic run -- python train.py`"
-            )
-        self._elastic_folder = ElasticFolder(run=ElasticFolder.at(place))
-        self._member_name = member_name(environ, host=os.uname().nodename, pid=os.getpid())
-        self._local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
-        self._local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
+        self._elastic_folder = folder_of(environ)
+        self._engine = InPlaceEngine(environ, things=[arguments.get("model")], warn=notice)
+        self._member = self._engine.member
         if arguments.get("directory") is None:
             arguments["directory"] = self._elastic_folder.run
         self._generation_rank = -1
         self._attempt_number = 0
-        self._failed = False
         self._is_done = False
         self._kept_own: Mapping[str, Any] = {}
         self._kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept_small: dict[str, Any] | None = None
         self._step_began_s = 0.0
         self._samples = 0
-        self._member = Member(
-            self._elastic_folder,
-            name=self._member_name,
-            local_rank=self._local_rank,
-            local_size=self._local_size,
-            node=environ.get("SLURMD_NODENAME", ""),
-            on_abort=self._abort,
-            warn=notice,
-        )
         super().__init__(**arguments)
-        self._group = GenerationGroup(self._member)
-        self._sum = GradientSum(
-            lambda: self._group.group,
-            may_send=lambda: not (self._failed or self._member.broken),
-            on_error=self._on_error,
-        )
-        self._parallel = parallel_modules([self._model])
-        self._watched: list[DistributedDataParallel] = []
         for thing in self._objects.by_name().values():
             if isinstance(thing, Optimizer):
                 thing.register_step_pre_hook(self._before_optimizer)
@@ -101,8 +69,8 @@ class ElasticRun(Run):
         """Signals and events are this rank's alone; it has a folder of its own for these."""
         if installation.is_installed() and not installation.gives_way():
             return installation.controller(), False
-        name = self._member_name.replace("/", "_").replace(":", "_")
-        folder = self._elastic_folder.root / "members" / f"{name}-{self._local_rank}"
+        name = self._engine.name.replace("/", "_").replace(":", "_")
+        folder = self._elastic_folder.root / "members" / f"{name}-{self._engine.local_rank}"
         RunDir(folder).claim()
         return installation.install(run_dir=folder, alone=True, environ=environ), True
 
@@ -112,7 +80,7 @@ class ElasticRun(Run):
         self._may_load, self._seen = may_load, seen
         self._obey(directive)
         if self._is_done:
-            self._log_here("this run has finished; nothing to do")
+            notice("this run has finished; nothing to do")
             self.close()
             raise ExitForRequeue.finished()
         self._has_begun = True
@@ -134,20 +102,19 @@ class ElasticRun(Run):
             self._leave()
 
     def close(self) -> None:
-        self._member.close()
         super().close()
-        self._group.destroy()
+        self._engine.close()
 
     def _use(self, loader: Any) -> None:
         options = self._elastic_folder.options()
-        share_batches(loader, ranks=self._local_size * options.size.max, batch=options.batch)
+        share_batches(loader, ranks=self._engine.local_size * options.size.max, batch=options.batch)
         super()._use(loader)
 
     # --- safe points
     # --------------------------------------------------------------------------------------------
 
     def _complete_step(self) -> None:
-        failed = self._failed or (self._member.broken and not self._was_summed())
+        failed = self._engine.failed
         self._cursor.count_step()
         if failed:
             self._drop_step()
@@ -167,7 +134,7 @@ class ElasticRun(Run):
             self._keep()
             for batch in super()._left_of_epoch(accumulate):
                 mine, total = self._cursor.share_of_batch()
-                self._sum.weight = mine / total
+                self._engine.sum.weight = mine / total
                 self._samples = total
                 yield batch
             if not self._moved:
@@ -225,7 +192,7 @@ class ElasticRun(Run):
         """Form a generation; whether it was formed."""
         began_step = self._step
         try:
-            self._group.form(form)
+            self._engine.group.form(form)
             self._generation_rank = form.rank
             if form.fresh and form.rank == form.source and not self._has_begun:
                 super()._begin(may_load=self._may_load, seen=self._seen)
@@ -238,17 +205,17 @@ class ElasticRun(Run):
             else:
                 self._cursor.load(self._kept_own)
             self._take_first(form)
-            self._prepare(form)
+            self._engine.prepare(form)
+            self._step_began_s = time.monotonic()
         except (RanksError, RuntimeError) as error:
             if isinstance(error, HydroslurmError) and not isinstance(error, RanksError):
                 raise
-            self._group.destroy()
+            self._engine.group.destroy()
             notice(f"generation {form.generation} is not formed: {error}")
             self._member.formed(form, ok=False)
             return False
         self._member.formed(form, ok=True)
         self._moved = True
-        self._failed = False
         self._attempt.record(
             EventKind.GENERATION,
             generation=form.generation,
@@ -265,28 +232,6 @@ class ElasticRun(Run):
                 f"{steps} ({form.cause})"
             )
         return True
-
-    def _prepare(self, form: Form) -> None:
-        """Everything that depends on who trains."""
-        if form.world_size > 1 and not self._parallel:
-            raise UsageError(
-                "several members train together, and no DistributedDataParallel was given to sum "
-                "their gradients: model = DistributedDataParallel(model), before Run(model=model)"
-            )
-        for module in self._parallel:
-            rebuild(module, sum_bucket, self._sum)
-            self._watch_forward(module)
-        self._sum.begin_generation([one for m in self._parallel for one in m.parameters()])
-        self._step_began_s = time.monotonic()
-
-    def _watch_forward(self, module: DistributedDataParallel) -> None:
-        if module.broadcast_buffers and module not in self._watched:
-            self._watched.append(module)
-            module.register_forward_pre_hook(self._before_forward)
-
-    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._sum.share_buffers(module)
 
     def _to_hand_over(self) -> Mapping[str, Any]:
         return {
@@ -332,7 +277,7 @@ class ElasticRun(Run):
 
     def _depart(self, depart: Depart) -> NoReturn:
         """The others go on without this rank."""
-        self._group.destroy()
+        self._engine.group.destroy()
         reason = depart.reason or "asked to leave"
         if self._controller.stop_request is not None:
             leaving = self._stopping.leave_to_others(
@@ -347,23 +292,9 @@ class ElasticRun(Run):
     # --- a step that cannot be completed
     # --------------------------------------------------------------------------------------------
 
-    def _on_error(self, error: BaseException) -> None:
-        """A collective has failed; in any thread."""
-        if not self._failed:
-            self._failed = True
-            self._error = str(error)
-            self._member.fail()
-
-    def _abort(self) -> None:
-        self._group.abort()
-
-    def _was_summed(self) -> bool:
-        """Whether the step that ends was complete when word came that the generation is broken."""
-        return not self._failed
-
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer without gradients steps nowhere."""
-        if not self._failed:
+        if not self._engine.failed:
             return
         if self._kept_small is None:
             self._kept_small = {
@@ -381,7 +312,7 @@ class ElasticRun(Run):
         if not self._kept_buffers:
             self._kept_buffers = [
                 (buffer, buffer.detach().clone())
-                for module in self._parallel
+                for module in self._engine.modules
                 for buffer in module.module.buffers()
             ]
         for buffer, kept in self._kept_buffers:
@@ -404,6 +335,3 @@ class ElasticRun(Run):
         for thing in objects.values():
             if isinstance(thing, Optimizer):
                 thing.zero_grad(set_to_none=True)
-
-    def _log_here(self, message: str) -> None:
-        notice(message)

@@ -1,0 +1,110 @@
+"""What trains in place: one rank's member, process group and gradient sum, kept together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
+from hydroslurm.elastic.group import GenerationGroup, parallel_modules, rebuild
+from hydroslurm.elastic.member import Form, Member
+from hydroslurm.elastic.reduction import GradientSum, sum_bucket
+from hydroslurm.errors import UsageError
+
+
+class InPlaceEngine:
+    """Changes the size between two steps, in the same process.
+
+    Attributes:
+        failed: a collective of the step that is under way has failed; its gradients are nothing.
+    """
+
+    def __init__(
+        self, environ: Mapping[str, str], *, things: Iterable[Any], warn: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            things: objects with DistributedDataParallel in or around them.
+
+        Raises:
+            UsageError: this process belongs to no elastic run, or its model is sharded.
+        """
+        self.folder = folder_of(environ)
+        self.name = member_name(environ, host=os.uname().nodename, pid=os.getpid())
+        self.local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
+        self.local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
+        self.failed = False
+        self.modules = parallel_modules(things)
+        self.member = Member(
+            self.folder,
+            name=self.name,
+            local_rank=self.local_rank,
+            local_size=self.local_size,
+            node=environ.get("SLURMD_NODENAME", ""),
+            on_abort=self._abort,
+            warn=warn,
+        )
+        self.group = GenerationGroup(self.member)
+        self.sum = GradientSum(
+            lambda: self.group.group,
+            may_send=lambda: not (self.failed or self.member.broken),
+            on_error=self._on_error,
+        )
+        self._watched: list[DistributedDataParallel] = []
+
+    def prepare(self, form: Form) -> None:
+        """The generation has met: everything that depends on who trains.
+
+        Raises:
+            UsageError: several ranks train, and nothing sums their gradients.
+        """
+        if form.world_size > 1 and not self.modules:
+            raise UsageError(
+                "several ranks train together, and no DistributedDataParallel was given to sum "
+                "their gradients: model = DistributedDataParallel(model), and give that"
+            )
+        for module in self.modules:
+            rebuild(module, sum_bucket, self.sum)
+            if module.broadcast_buffers and module not in self._watched:
+                self._watched.append(module)
+                module.register_forward_pre_hook(self._before_forward)
+        self.sum.begin_generation([one for each in self.modules for one in each.parameters()])
+        self.failed = False
+
+    def close(self) -> None:
+        """End the connection and the group."""
+        self.member.close()
+        self.group.destroy()
+
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.sum.share_buffers(module)
+
+    def _on_error(self, error: BaseException) -> None:
+        """A collective has failed; in any thread."""
+        del error  # of a peer that is gone it says only that; what happened is in the ledger
+        if not self.failed:
+            self.failed = True
+            self.member.fail()
+
+    def _abort(self) -> None:
+        self.group.abort()
+
+
+def folder_of(environ: Mapping[str, str]) -> ElasticFolder:
+    """The folder of the elastic run of this process.
+
+    Raises:
+        UsageError: it belongs to none.
+    """
+    place = environ.get(ELASTIC_ENV)
+    if not place:
+        raise UsageError(
+            f"this process belongs to no elastic run, for {ELASTIC_ENV} is not set. Give the job "
+            "spec an `elastic:` section and submit it"
+        )
+    return ElasticFolder(run=ElasticFolder.at(place))

@@ -1,0 +1,244 @@
+"""Horovod's shape of an elastic training, for those who know it.
+
+    state = hydroslurm.elastic.State(model=model, optimizer=optimizer, epoch=0, batch=0)
+
+    @hydroslurm.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, 10):
+            ...
+            state.commit()
+
+    train(state)
+
+``commit`` keeps a copy of the state in memory and is where the members may change; the function is
+called again after each change, and goes on from what the state says. After a death the work since
+the last commit is lost and done again: commit as often as a copy costs little. What is in memory
+only is gone when the last member goes: :class:`hydroslurm.Run` with ``elastic=True`` saves, loses
+no step, and keeps the position in the data.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
+from hydroslurm.elastic.engine import InPlaceEngine
+from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
+from hydroslurm.elastic.transfer import hand_over
+from hydroslurm.errors import RanksError, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NEWS_S = 3.0
+"""How long after an error of a collective the word is waited for that a rank is gone."""
+
+
+class Resized(Exception):
+    """The members have changed; :func:`run` catches it and calls the function again."""
+
+
+class State:
+    """What a training is, apart from its code: objects, and plain values as attributes.
+
+    Args:
+        objects: by name: those with ``state_dict`` and ``load_state_dict`` are saved and loaded
+            with these; all others have to be plain values (numbers, text, lists, dicts, tensors).
+            Each is an attribute of the state.
+
+    Raises:
+        UsageError: this process belongs to no elastic run; a name that is taken.
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        if taken := sorted(name for name in objects if hasattr(type(self), name)):
+            raise UsageError(f"State({taken[0]}=...): the name is taken by a method of the state")
+        self._objects = {
+            name: one for name, one in objects.items() if hasattr(one, "load_state_dict")
+        }
+        self._names = [name for name in objects if name not in self._objects]
+        for name, value in objects.items():
+            setattr(self, name, value)
+        self._engine = InPlaceEngine(
+            os.environ,
+            things=self._objects.values(),
+            warn=lambda text: warnings.warn(text, stacklevel=2),
+        )
+        self._commits = 0
+        self._is_done = False
+        self._kept: Mapping[str, Any] = {}
+        self._on_reset: list[Callable[[], None]] = []
+        self._stop = threading.Event()
+
+    def commit(self) -> None:
+        """Keep the state as it is now, and let members come and go here.
+
+        Raises:
+            Resized: they did; :func:`run` handles it.
+        """
+        if not self._engine.failed:
+            self.save()
+            self._commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Let members come and go here, without a copy; all ranks call it equally often.
+
+        Raises:
+            Resized: they did.
+        """
+        if self._stop.is_set():
+            self._engine.member.leave("SIGTERM received")
+        failed = self._engine.failed
+        directive = self._engine.member.safe_point(
+            self._commits, failed=failed, stop=self._stop.is_set
+        )
+        if directive is not None:
+            if failed:
+                self.restore()
+            self._obey(directive)
+            raise Resized
+
+    def save(self) -> None:
+        """Keep a copy of the state in this process."""
+        self._kept = copy.deepcopy(self._now())
+
+    def restore(self) -> None:
+        """Go back to the last copy."""
+        if self._kept:
+            self._apply(copy.deepcopy(self._kept))
+
+    def sync(self) -> None:
+        """For Horovod's scripts; members that come get the state when they do."""
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Have these called after each change of the members, in all processes: to set a learning
+        rate by ``dist.get_world_size()``, or to make a sampler anew."""
+        self._on_reset += callbacks
+
+    # --- inside
+    # --------------------------------------------------------------------------------------------
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            "objects": {name: one.state_dict() for name, one in self._objects.items()},
+            "values": {name: getattr(self, name) for name in self._names},
+        }
+
+    def _apply(self, state: Mapping[str, Any]) -> None:
+        for name, one in self._objects.items():
+            one.load_state_dict(state["objects"][name])
+        for name in self._names:
+            setattr(self, name, state["values"][name])
+
+    def _begin(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        self._engine.member.start()
+        self._obey(self._engine.member.begin(stop=self._stop.is_set))
+
+    def _obey(self, directive: Directive) -> None:
+        member = self._engine.member
+        while True:
+            if isinstance(directive, Form):
+                if self._meet(directive):
+                    return
+            elif isinstance(directive, Finished):
+                self._is_done = True
+                return
+            elif isinstance(directive, Save):
+                warnings.warn(
+                    "too few members are left, and an elastic State is in memory only: what was "
+                    "trained is lost if no member stays. hydroslurm.Run(elastic=True) saves",
+                    stacklevel=2,
+                )
+                member.saved(directive)
+            else:
+                self._depart(directive)
+            directive = member.again(stop=self._stop.is_set)
+
+    def _meet(self, form: Form) -> bool:
+        engine = self._engine
+        try:
+            engine.group.form(form)
+            mine = {**self._now(), "commits": self._commits} if form.rank == form.source else None
+            got = hand_over(mine, source=form.source, needs=form.needs, rank=form.rank)
+            if got is not None:
+                self._apply(got)
+                self._commits = int(got["commits"])
+            engine.prepare(form)
+            engine.sum.weight = 1.0 / form.world_size
+        except (RanksError, RuntimeError):
+            engine.group.destroy()
+            engine.member.formed(form, ok=False)
+            return False
+        engine.member.formed(form, ok=True)
+        self.save()
+        for callback in self._on_reset:
+            callback()
+        return True
+
+    def _depart(self, depart: Depart) -> None:
+        self._engine.close()
+        raise ExitForRequeue(RUN_AGAIN if depart.again or self._stop.is_set() else 0)
+
+    def _recover(self, error: RuntimeError) -> None:
+        """After an error in the function: go on if a member was lost, else raise it again."""
+        engine = self._engine
+        waited = threading.Event()
+        for _ in range(int(NEWS_S / 0.1)):
+            if engine.failed or engine.member.broken:
+                break
+            if isinstance(error, dist.DistError):
+                engine.member.fail()
+                break
+            waited.wait(0.1)
+        else:
+            raise error
+        self.restore()
+        directive = engine.member.safe_point(self._commits, failed=True, stop=self._stop.is_set)
+        assert directive is not None
+        self._obey(directive)
+
+    def _finish(self) -> bool:
+        """The function has returned; whether all have come to their end."""
+        directive = self._engine.member.safe_point(
+            self._commits, final=True, failed=False, stop=self._stop.is_set
+        )
+        assert directive is not None
+        self._obey(directive)
+        return self._is_done
+
+
+def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R | None]:
+    """Make a function train elastically: it is called again after each change of the members.
+
+    It returns what the function has returned; None where the run had finished without this member.
+    """
+
+    @functools.wraps(train)
+    def elastic(state: State, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        result: R | None = None
+        state._begin()
+        try:
+            while not state._is_done:
+                try:
+                    result = train(state, *args, **kwargs)
+                    state._finish()
+                except Resized:
+                    continue
+                except RuntimeError as error:
+                    state._recover(error)
+        finally:
+            state._engine.close()
+        return result
+
+    return elastic
