@@ -3,6 +3,8 @@
 The kernel clears a page the first time that it is touched, and one of 2 MiB takes it a fifth of the
 time of 512 of 4 KiB. It has to be told before anything in those 2 MiB was touched: an allocator's
 own bytes in between are enough to get small pages.
+
+Not so in a guest that reports its free memory to its host: see :func:`is_reported`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import functools
 import math
 import mmap
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -25,6 +28,9 @@ them is. What an optimizer keeps of a loaded state while it copies the rest to a
 number of its steps, is smaller: it must not keep a group."""
 
 _ALIGN_BYTES = 64
+_BALLOONS = Path("/sys/bus/virtio/drivers/virtio_balloon")
+_REPORTING_BIT = 5
+"""VIRTIO_BALLOON_F_REPORTING; linux/include/uapi/linux/virtio_balloon.h."""
 
 
 def map_pages(wanted_bytes: int, *, inherited: bool) -> mmap.mmap:
@@ -35,7 +41,8 @@ def map_pages(wanted_bytes: int, *, inherited: bool) -> mmap.mmap:
             a fork on.
     """
     pages = mmap.mmap(-1, wanted_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", *(() if inherited else ("MADV_DONTFORK",))):
+    huge = () if is_reported() else ("MADV_HUGEPAGE",)
+    for advice in (*huge, *(() if inherited else ("MADV_DONTFORK",))):
         with suppress(AttributeError, OSError):
             # advice only: a kernel without it gives plain pages
             pages.madvise(getattr(mmap, advice))
@@ -70,12 +77,27 @@ class TensorMemory:
 def advise_huge_pages(tensor: torch.Tensor) -> None:
     """For a large tensor on the CPU that nothing was written to yet."""
     size_bytes = tensor.nbytes
-    if size_bytes < _HUGE_BYTES:
+    if size_bytes < _HUGE_BYTES or is_reported():
         return
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (tensor.data_ptr() + size_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     with suppress(AttributeError, OSError, ValueError):
         _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+
+
+@functools.cache
+def is_reported(balloons: Path = _BALLOONS) -> bool:
+    """Whether the host takes free memory back (virtio-balloon's free page reporting).
+
+    It takes blocks of at least 2 MiB, which are what huge pages are made of, and has to find and
+    clear each of them anew: loading then took 2.5 times as much of the processor as with small
+    pages, which come from blocks that the guest has kept.
+    """
+    for features in balloons.glob("virtio*/features"):
+        with suppress(OSError):
+            if features.read_bytes()[_REPORTING_BIT : _REPORTING_BIT + 1] == b"1":
+                return True
+    return False
 
 
 @functools.cache

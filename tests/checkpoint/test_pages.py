@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydroslurm.checkpoint.pages import TensorMemory
+from hydroslurm.checkpoint import pages
+from hydroslurm.checkpoint.pages import TensorMemory, is_reported
 
 MIB = 1 << 20
 SIZES = [(), (0,), (3, 0), (1,), (5, 7), (16 << 10,), (40_001,), (3, MIB), (17, MIB), (2, 100_003)]
@@ -56,3 +57,41 @@ def _mapped(address: int) -> bool:
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = (line.split()[0].split("-") for line in lines)
     return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+@pytest.mark.parametrize(
+    ("bits", "reported"), [("01100101", True), ("01100001", False), ("", False), (None, False)]
+)
+def test_a_guest_that_reports_its_free_memory(
+    tmp_path: Path, bits: str | None, reported: bool
+) -> None:
+    """It is known by the sixth feature of its balloon, as the kernel lists them."""
+    if bits is not None:
+        (tmp_path / "virtio0").mkdir()
+        (tmp_path / "virtio0/features").write_text(bits + "0" * 56 + "\n" if bits else "")
+    assert is_reported(tmp_path) is reported
+
+
+def test_only_memory_that_is_not_reported_is_asked_for_in_huge_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a group, and of a tensor that is large enough to be one of its own."""
+    for reported in (True, False):
+        monkeypatch.setattr(pages, "is_reported", lambda reported=reported: reported)
+        memory = TensorMemory(100 * MIB)
+        for size_bytes in (MIB, 64 * MIB):
+            made = memory.empty((size_bytes,), torch.uint8)
+            assert _is_advised(made.data_ptr() + size_bytes // 2) is not reported
+
+
+def _is_advised(address: int) -> bool:
+    """Whether the mapping with this address has been given MADV_HUGEPAGE."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            begin, _, end = first.partition("-")
+            inside = int(begin, 16) <= address < int(end, 16)
+        elif inside and first == "VmFlags:":
+            return "hg" in line.split()
+    raise AssertionError(f"{address:x} is not mapped")
