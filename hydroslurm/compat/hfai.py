@@ -57,8 +57,9 @@ class _PreemptionCheckpoint:
     :class:`hydroslurm.integrations.lightning.Preemptible` it does not. With one of those in the
     same Trainer, this is a ModelCheckpoint and no more.
 
-    A stop is obeyed behind a training batch that completed an optimizer step, and not within a
-    validation. The module's own ``on_train_batch_end`` is not called for that batch any more.
+    A stop is obeyed behind a training batch that completed an optimizer step, after the module's
+    own ``on_train_batch_end``, and at each batch of a validation, which the next attempt begins
+    anew (with Lightning 2.6; an older one leaves it out).
 
     Args:
         dirpath: where the checkpoints go; on a file system that all nodes share.
@@ -71,6 +72,9 @@ class _PreemptionCheckpoint:
 
     CHECKPOINT_NAME_SUSPEND = "suspended"
     dirpath: str | None
+    _package = ""
+    _validates_next = False
+    """What is being saved is the file of a stop with a validation still to be done."""
 
     def __init__(self, dirpath: str | os.PathLike[str], **options: Any) -> None:
         super().__init__(dirpath=dirpath, **options)  # type: ignore[call-arg]
@@ -97,16 +101,42 @@ class _PreemptionCheckpoint:
         if self._give_back is None or trainer.fit_loop._should_accumulate():
             return
         if receive_suspend_command():
-            self._save(trainer)
+            # Lightning would call it after its callbacks, of which this one does not return
+            hooks = importlib.import_module(f"{self._package}.trainer.call")
+            hooks._call_lightning_module_hook(
+                trainer, "on_train_batch_end", outputs, batch, batch_idx
+            )
+            fit = trainer.fit_loop
+            self._save(trainer, validates=fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
             go_suspend()
 
-    def _save(self, trainer: Any) -> None:
+    def on_validation_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Within a validation nothing changes, unless a callback has put other weights in place."""
+        if self._give_back is None or any(_averages(one) for one in trainer.callbacks):
+            return
+        if (
+            trainer.sanity_checking or not trainer.fit_loop._should_accumulate()
+        ) and receive_suspend_command():
+            if not trainer.sanity_checking:  # before which nothing was trained
+                self._save(trainer, validates=True)
+            go_suspend()
+
+    def _save(self, trainer: Any, *, validates: bool) -> None:
         """Under its name the file is whole: Lightning may copy it there from another file system,
         and be killed at the end of the grace meanwhile."""
-        new = self.suspended.with_name(f"{self.CHECKPOINT_NAME_SUSPEND}.new.ckpt")
-        trainer.save_checkpoint(new)  # all ranks; it ends with a barrier
+        self._validates_next = validates
+        trainer.save_checkpoint(self._new)  # all ranks; it ends with a barrier
         if trainer.is_global_zero:
-            new.replace(self.suspended)
+            self._new.replace(self.suspended)
+
+    @property
+    def _new(self) -> Path:
+        return self.suspended.with_name(f"{self.CHECKPOINT_NAME_SUSPEND}.new.ckpt")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)  # type: ignore[misc]
+        if self._validates_next:
+            _begin_with_validation(checkpoint["loops"]["fit_loop"])
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._leave_fit()
@@ -124,14 +154,35 @@ class _PreemptionCheckpoint:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)  # type: ignore[misc]
         if trainer.is_global_zero:
-            self.suspended.unlink(missing_ok=True)
+            for path in (self.suspended, self._new):
+                path.unlink(missing_ok=True)
+
+
+def _averages(callback: Any) -> bool:
+    return any("WeightAveraging" in kind.__name__ for kind in type(callback).__mro__)
+
+
+def _begin_with_validation(fit_loop: dict[str, Any]) -> None:
+    """Have Lightning take the file for one that was made in the first batch of a validation: it
+    does the validation then, and would leave it out of one that was made before."""
+    trained = fit_loop["epoch_loop.batch_progress"]
+    validated = fit_loop["epoch_loop.val_loop.batch_progress"]
+    for part in ("total", "current"):
+        trained[part]["completed"] = trained[part]["processed"]
+        done = validated[part]["completed"] if part == "total" else 0
+        began = {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
+        validated[part].update(began)
 
 
 @functools.cache
 def _class_for(package: str) -> Any:
     """The callback for one of the two packages, whose classes differ."""
     base = importlib.import_module(f"{package}.callbacks").ModelCheckpoint
-    within = {"__doc__": _PreemptionCheckpoint.__doc__, "__module__": __name__}
+    within = {
+        "__doc__": _PreemptionCheckpoint.__doc__,
+        "__module__": __name__,
+        "_package": package,
+    }
     return type("PreemptionCheckpoint", (_PreemptionCheckpoint, base), within)
 
 

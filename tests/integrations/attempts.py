@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ def attempts(
     exits: list[int] = []
     for stop in stops:
         exits.append(_forked(functools.partial(attempt, name, place, stop)))
-        if exits[-1] != STOPPED:
+        if exits[-1] not in (STOPPED, -signal.SIGKILL):
             break
     return exits, (place / "notes").read_text().splitlines()
 
