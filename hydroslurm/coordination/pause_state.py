@@ -57,7 +57,8 @@ class PauseState:
         self._stalled_rounds = 0
         self._counts: dict[int, Mapping[str, Any]] = {}
         self._groups: dict[int, Mapping[str, int]] = {}
-        self._last_counts: dict[int, Any] = {}
+        self._last_counts: dict[int, Mapping[str, int]] = {}
+        self._behind: dict[int, int] = {}
         self._all_parked = False
         self._members: dict[str, Runs] = {}
         self._asked: dict[int, list[str]] = {}
@@ -132,7 +133,14 @@ class PauseState:
         if not self._active or self._all_parked or missing:
             return []
         reports = {rank: self._groups[rank] for rank in present}
-        return self._ask_for_members(reports) or self._decide(reports, present)
+        if reports == self._last_counts:  # members are known, and who is behind
+            self._stalled_rounds += 1
+            return self._decide(present)
+        if asked := self._ask_for_members(reports):
+            return asked
+        self._stalled_rounds, self._last_counts = 0, reports
+        self._behind = behind_by(reports, self._members)
+        return self._decide(present)
 
     def _ask_for_members(self, reports: Mapping[int, Mapping[str, int]]) -> Outbox:
         """Have the first rank that names an unknown group say who is in it; forget the groups that
@@ -148,10 +156,8 @@ class PauseState:
             for rank, keys in sorted(self._asked.items())
         ]
 
-    def _decide(self, reports: dict[int, Any], present: Collection[int]) -> Outbox:
-        self._stalled_rounds = self._stalled_rounds + 1 if reports == self._last_counts else 0
-        self._last_counts = reports
-        behind = behind_by(reports, self._members)
+    def _decide(self, present: Collection[int]) -> Outbox:
+        behind = self._behind
         if any(behind.values()) and self._round < MAX_ROUNDS:
             self._equal_rounds = 0
             self._next_round()

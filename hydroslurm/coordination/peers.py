@@ -110,6 +110,9 @@ class PeerConnection:
 
     def _sent(self, count: int) -> None:
         self._unsent_bytes -= count
+        if not self._unsent_bytes:
+            self._unsent.clear()
+            return
         while count:
             first = self._unsent.popleft()
             if count < len(first):

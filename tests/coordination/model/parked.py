@@ -70,7 +70,7 @@ def tidy(coordinator: CoordinatorState) -> None:
     """
     pause = coordinator._pause
     pause._round = ROUND if pause._round else 0
-    pause._stalled_rounds, pause._last_counts = 0, {}
+    pause._stalled_rounds, pause._last_counts, pause._behind = 0, {}, {}
     if not pause._active:
         pause._equal_rounds, pause._counts, pause._all_parked = 0, {}, False
         pause._groups = {}
