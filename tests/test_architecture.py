@@ -34,9 +34,9 @@ MAY_IMPORT = {
     "training": TRAINING,
     "compat": TRAINING | {"training", "integrations"},
     "integrations": TRAINING | {"training", "numa", "parallel"},
-    "jobs": COORDINATION | {"runtime"},
+    "jobs": ELASTIC | {"runtime"},
     "report": BASE | {"slurm"},
-    "observe": BASE | {"slurm", "checkpoint", "training.attempts", "jobs"},
+    "observe": BASE | {"elastic.folder", "slurm", "checkpoint", "training.attempts", "jobs"},
     "devcluster": {"errors", "core.files", "core.trust", "slurm.spank.build"},
     "cli": {""},  # everything
     "__init__": {""},
@@ -80,6 +80,7 @@ JOBS_ORDER = (
     ("submission", "images"),
     ("task",),
     ("supervisor",),
+    ("elastic",),
     ("launch",),
     ("control",),
 )

@@ -14,6 +14,7 @@ import hydroslurm.cli.checkpoint as checkpoint
 import hydroslurm.cli.cluster as cluster
 import hydroslurm.cli.describe as describe
 import hydroslurm.cli.doctor as doctor
+import hydroslurm.cli.elastic as elastic
 import hydroslurm.cli.gate as gate
 import hydroslurm.cli.job as job
 import hydroslurm.cli.metrics as metrics
@@ -76,6 +77,7 @@ app.command(
 app.command("pause", short_help="Park a process or a job between two operators.")(job.pause)
 app.command("resume", short_help="Resume a paused process or job in place.")(job.resume)
 app.command("requeue", short_help="Make a job save and requeue.")(job.requeue)
+app.command("scale", short_help="Change how many members an elastic job has.")(elastic.scale)
 app.command("status", short_help="Show a job's state, from Slurm and from its ranks.")(
     status.status
 )

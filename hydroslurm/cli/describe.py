@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hydroslurm.cli.elastic import elastic_lines
 from hydroslurm.cli.job import Which
 from hydroslurm.cli.status import echo, rank_line
 from hydroslurm.core.files import clean
@@ -81,6 +82,10 @@ def training_job_lines(found: Overview) -> list[str]:
     job, policy = found.job, found.job.run_policy
     lines = of_slurm(found, job.name)
     lines += [f"Label:        {clean(f'{key}={text}')}" for key, text in job.labels.items()]
+    if job.elastic is not None:
+        lines.append(f"Command:      {_command(found, job.replica_specs[0])}")
+        lines += [*elastic_lines(found.run), *condition_lines(found)]
+        return [line.rstrip() for line in lines]
     lines += _replica_lines(found)
     lines.append(f"Restarts:     {found.restarts} of backoffLimit {policy.backoff_limit}")
     most = (

@@ -99,6 +99,10 @@ class Coordinator(Server):
         self._write_status()
         self.close()
 
+    def end_within(self, seconds: float) -> None:
+        """Serve no longer than that, and no longer than there are members."""
+        self._end_s = time.monotonic() + seconds
+
     def timeout_s(self) -> float:
         now_s = time.monotonic()
         due_s = min(self.membership.due_s(), self._status_due_s)

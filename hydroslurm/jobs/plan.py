@@ -68,6 +68,21 @@ class TensorBoardPlan:
 
 
 @dataclass(frozen=True)
+class ElasticPlan:
+    """Of a job whose members come and go; its tasks are those of one member.
+
+    Attributes:
+        job_name: of the members' jobs, and of no others.
+        base: how many members belong into the base array; 0: there is none.
+        exclude_after: so many failures exclude a node.
+    """
+
+    job_name: str
+    base: int
+    exclude_after: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """A job as it is requested from Slurm.
 
@@ -82,6 +97,7 @@ class Plan:
         tensorboard: what is to run beside the ranks, or None.
         is_debug: whether the training is not started.
         runtime: what runs the tasks' images: pyxis, apptainer, or None.
+        elastic: None for a job of a fixed size.
     """
 
     nodes: int
@@ -96,6 +112,7 @@ class Plan:
     tensorboard: TensorBoardPlan | None = None
     is_debug: bool = False
     runtime: str | None = None
+    elastic: ElasticPlan | None = None
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -138,13 +155,14 @@ class Plan:
         value: dict[str, Any] = json.loads(text)
         tasks = tuple(_task(one) for one in value.pop("tasks"))
         policies = tuple((str(kind), str(policy)) for kind, policy in value.pop("policies"))
-        board = value.pop("tensorboard")
+        board, elastic = value.pop("tensorboard"), value.pop("elastic", None)
         return cls(
             tasks=tasks,
             policies=policies,
             rank_env=tuple((str(name), str(text)) for name, text in value.pop("rank_env")),
             limits=RunLimits(**value.pop("limits")),
             tensorboard=None if board is None else TensorBoardPlan(**board),
+            elastic=None if elastic is None else ElasticPlan(**elastic),
             **value,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
@@ -21,9 +22,10 @@ from hydroslurm.slurm import listings, refusals, scontrol_text
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.programs import Programs, checked_job_id
 from hydroslurm.slurm.refusals import RetryPolicy
-from hydroslurm.slurm.values import Job, JobState, Partition, Qos
+from hydroslurm.slurm.values import Element, Job, JobState, Partition, Qos
 
 Result = TypeVar("Result")
+_ELEMENT = re.compile(r"[1-9][0-9]*_[0-9]+")
 
 
 class SlurmClient:
@@ -87,6 +89,23 @@ class SlurmClient:
             if (user is None or job.user == user)
             and (wanted is None or job.job_id in wanted or job.array_job_id in wanted)
         )
+
+    def elements(self, *, user: str, name: str) -> tuple[Element, ...]:
+        """The elements of this user's job arrays of that name, those included that slurmctld still
+        remembers after their end, in one request."""
+        options = ("--array", "--noheader", "--states=all", f"--user={user}", f"--name={name}")
+        return listings.read_elements(
+            self._ask("squeue", *options, f"--format={listings.ELEMENT_FORMAT}")
+        )
+
+    def cancel_elements(self, names: Collection[str]) -> None:
+        """Cancel elements of arrays; success for those that have ended already."""
+        for name in names:
+            if not _ELEMENT.fullmatch(name):
+                raise UsageError(f"not an element of an array: {name!r}; wanted 123_4")
+        if names:
+            timeout_s = self._retry_policy.call_timeout_s
+            self._programs.run("scancel", "--quiet", *sorted(names), timeout_s=timeout_s)
 
     def history(self, job_id: int) -> tuple[Job, ...]:
         """Every start of a job according to accounting, oldest first; a requeue adds one.

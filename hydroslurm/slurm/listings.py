@@ -11,7 +11,7 @@ from typing import Any
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
 from hydroslurm.slurm.job_fields import job_of_fields, number
-from hydroslurm.slurm.values import Job, Qos
+from hydroslurm.slurm.values import Element, Job, Qos
 
 SACCT_FIELDS = (
     "JobIDRaw",
@@ -62,6 +62,29 @@ def read_attempts(output: str) -> tuple[Job, ...]:
         nth = attempts[job.job_id] = attempts.get(job.job_id, -1) + 1
         counted.append(replace(job, restart_count=nth))
     return tuple(counted)
+
+
+ELEMENT_FORMAT = "%F|%K|%T|%N|%r"
+"""What ``read_elements`` reads: neither a node nor a reason holds a ``|``."""
+
+
+def read_elements(output: str) -> tuple[Element, ...]:
+    """Read ``squeue --array --noheader --format=ELEMENT_FORMAT``.
+
+    Raises:
+        UnreadableOutput: a line with another number of columns.
+    """
+    found = []
+    for line in filter(None, output.splitlines()):
+        cells = line.split("|")
+        if len(cells) != 5:
+            raise UnreadableOutput(f"squeue printed a line without 5 columns: {line[:200]!r}")
+        array, task, state, node, reason = cells
+        if array.isdecimal() and task.isdecimal():  # else it is no array's
+            parsed, _ = text.parse_state(state)
+            name = f"{array}_{task}"
+            found.append(Element(name=name, state=parsed, node=node, reason=reason))
+    return tuple(found)
 
 
 def read_qoses(output: str) -> tuple[Qos, ...]:

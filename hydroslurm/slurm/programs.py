@@ -88,9 +88,15 @@ class Programs:
 SBATCH_TIMEOUT_S = 120.0
 
 
-def sbatch(script: Path) -> subprocess.CompletedProcess[str]:
+def sbatch(
+    script: Path, *options: str, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Submit a batch script with the environment of this process, unlike :meth:`Programs.run`: the
     job gets it. The exit status is the caller's to check.
+
+    Args:
+        options: before the script; they win over its own.
+        environ: another environment.
 
     Raises:
         SlurmMissing: there is no sbatch.
@@ -98,7 +104,8 @@ def sbatch(script: Path) -> subprocess.CompletedProcess[str]:
     """
     try:
         return subprocess.run(
-            ["sbatch", str(script)],
+            ["sbatch", *options, str(script)],
+            env=None if environ is None else dict(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

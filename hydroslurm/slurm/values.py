@@ -153,6 +153,21 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Element:
+    """One element of a job array, as a line of squeue tells it.
+
+    Attributes:
+        name: as squeue shows it, ``123_4``.
+        node: where it runs or ran; "" while it waits.
+    """
+
+    name: str
+    state: JobState
+    node: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Partition:
     """One partition.
 

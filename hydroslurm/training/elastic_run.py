@@ -27,7 +27,7 @@ from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
-from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
 from hydroslurm.data.global_batches import share_batches
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
@@ -47,6 +47,7 @@ class ElasticRun(Run):
         self._elastic_folder = folder_of(environ)
         self._engine = InPlaceEngine(environ, things=[arguments.get("model")], warn=notice)
         self._member = self._engine.member
+        self._is_replaced = bool(environ.get(SUPERVISED_ENV))
         if arguments.get("directory") is None:
             arguments["directory"] = self._elastic_folder.run
         self._generation_rank = -1
@@ -281,7 +282,8 @@ class ElasticRun(Run):
         reason = depart.reason or "asked to leave"
         if self._controller.stop_request is not None:
             leaving = self._stopping.leave_to_others(
-                f"this member leaves behind step {self._step}, which the others have"
+                f"this member leaves behind step {self._step}, which the others have",
+                is_replaced=self._is_replaced,
             )
         else:
             notice(f"this member leaves behind step {self._step}: {reason}")

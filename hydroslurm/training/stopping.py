@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hydroslurm.checkpoint.deadline import SAFETY
@@ -104,9 +104,15 @@ class Stopping:
             self._saver.close()
         return leaving
 
-    def leave_to_others(self, reason: str) -> ExitForRequeue:
-        """Leave an elastic run, whose other members have the state; return the exit."""
+    def leave_to_others(self, reason: str, *, is_replaced: bool) -> ExitForRequeue:
+        """Leave an elastic run, whose other members have the state; return the exit.
+
+        Args:
+            is_replaced: the coordinator submits another member; this one's job is not requeued.
+        """
         plan = agree_on_plan(self._rank_group, self._stop_handler)
+        if is_replaced:
+            plan = replace(plan, requeue=False)
         notice(f"{plan.message}; {reason}")
         self._saver.give_up()
         return exit_together(self._rank_group, self._stop_handler, plan)

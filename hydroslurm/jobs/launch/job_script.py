@@ -12,6 +12,7 @@ from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
 from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.supervisor import CLEAN
 
@@ -24,59 +25,77 @@ JANITOR_MIN = 10
 
 def job_script(job: TrainingJob, plan: Plan, run: RunDir) -> str:
     """The batch script that runs the supervisor, again and again while it is killed."""
-    options: dict[str, Any] = {
-        **_where(job),
-        **job.scheduler.options,
+    options = {
+        **what_it_needs(job, plan),
         "job-name": in_option_line(job.name),
         "comment": rundir.comment_for(run),
-        "time": job.scheduler.time_limit_minutes,
-        "nodes": plan.nodes,
-        "ntasks-per-node": max(plan.tasks_per_node),
-        "cpus-per-task": plan.cpus_per_task,
-        "mem": None if plan.memory_mib_per_node is None else f"{plan.memory_mib_per_node}M",
-        "gpus-per-node": plan.gpus_per_node or None,
         "requeue": True,
-        "output": _output(run),
+        "output": log_of_shell(run),
         "open-mode": "append",
     }
-    if job.preemption.mode != "pause":  # otherwise nobody would save
-        options["signal"] = f"{WARNING_SIGNAL}@{job.preemption.warning_seconds}"
+    if job.preemption.mode == "pause":  # nobody would save
+        del options["signal"]
     lines = [
         "# the ranks get these signals, too; this shell must outlive them",
         "trap : TERM URG USR1 USR2",
         f"for start in {' '.join(str(n + 1) for n in range(SUPERVISOR_STARTS))}; do",
-        f"    {_python('-u', '-m', 'hydroslurm.jobs.supervisor.main', str(run.root))}",
+        f"    {python_line('-u', '-m', 'hydroslurm.jobs.supervisor.main', str(run.root))}",
         "    status=$?",
         "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
         '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
         "done",
         *requeue_lines(),
     ]
-    return _script(options, lines)
+    return script_of(options, lines)
+
+
+def what_it_needs(job: TrainingJob, plan: Plan) -> dict[str, Any]:
+    """The options of a job that runs the tasks of a plan: where, what for, how long."""
+    return {
+        **where_of(job),
+        **job.scheduler.options,
+        "time": job.scheduler.time_limit_minutes,
+        "nodes": plan.nodes,
+        "ntasks-per-node": max(plan.tasks_per_node),
+        "cpus-per-task": plan.cpus_per_task,
+        "mem": None if plan.memory_mib_per_node is None else f"{plan.memory_mib_per_node}M",
+        "gpus-per-node": plan.gpus_per_node or None,
+        "signal": f"{WARNING_SIGNAL}@{job.preemption.warning_seconds}",
+    }
 
 
 def janitor_script(job: TrainingJob, run: RunDir, job_id: int) -> str:
     """The batch script of the job that cleans up after ``job_id``. It has none of the spec's own
     options: it would be held, start late, or ask for what the job needs."""
+    elastic = job.elastic
+    module = "supervisor" if elastic is None else "elastic"
     options = {
-        **_where(job),
+        **where_of(job),
+        **(base_of(elastic) if elastic is not None else {}),
         "job-name": in_option_line(f"{job.name[:180]}-janitor"),
         "time": JANITOR_MIN,
         "dependency": f"afterany:{job_id}",
         "nodes": 1,
-        "output": _output(run),
+        "output": log_of_shell(run),
         "open-mode": "append",
     }
-    command = _python("-u", "-m", "hydroslurm.jobs.supervisor.main", CLEAN, str(run.root))
-    return _script(options, [command])
+    command = python_line("-u", "-m", f"hydroslurm.jobs.{module}.main", CLEAN, str(run.root))
+    return script_of(options, [command])
 
 
-def _output(run: RunDir) -> str:
+def log_of_shell(run: RunDir) -> str:
     """The log of the batch script, named like those that submitit writes for a script's ranks."""
     return f"{run.logs}/%j_0_log.out"
 
 
-def _where(job: TrainingJob) -> dict[str, Any]:
+def base_of(elastic: Elastic) -> dict[str, Any]:
+    """Where the first members of an elastic job run, and what has to outlive the others."""
+    base = {"partition": elastic.base.partition, "qos": elastic.base.qos}
+    return {name: value for name, value in base.items() if value is not None}
+
+
+def where_of(job: TrainingJob) -> dict[str, Any]:
+    """Where a job runs in Slurm."""
     where = job.scheduler
     return {
         "partition": where.partition,
@@ -87,12 +106,17 @@ def _where(job: TrainingJob) -> dict[str, Any]:
     }
 
 
-def _python(*words: str) -> str:
+def python_line(*words: str) -> str:
+    """A line of a shell that runs this Python."""
     return shlex.join([sys.executable, *words])
 
 
-def _script(options: Mapping[str, Any], lines: Sequence[str]) -> str:
-    """``options``: by sbatch's long names; None leaves one out, True is one without a value."""
+def script_of(options: Mapping[str, Any], lines: Sequence[str]) -> str:
+    """A whole batch script.
+
+    Args:
+        options: by sbatch's long names; None leaves one out, True is one without a value.
+    """
     given = [
         f"#SBATCH --{name.replace('_', '-')}"
         + ("" if value is True else f"={shlex.quote(str(value))}")

@@ -23,6 +23,12 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
+from hydroslurm.jobs.launch.elastic_job import (
+    check_site,
+    coordinator_script,
+    of_one_member,
+    prepare,
+)
 from hydroslurm.jobs.launch.job_script import janitor_script, job_script
 from hydroslurm.jobs.launch.sbatch import new_run, removing_on_refusal, submit_script
 from hydroslurm.jobs.layout import plan_job
@@ -36,6 +42,7 @@ from hydroslurm.jobs.supervisor.conditions import (
     final_condition,
     read_conditions,
 )
+from hydroslurm.slurm.client import open_client
 
 
 @dataclass(frozen=True)
@@ -95,17 +102,24 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     Raises:
         LaunchError: sbatch refused it, or an image cannot be run; the run folder holds the request.
         RunFolderError: the run folder cannot be created.
+        UsageError: members of an elastic job could not come and go here.
     """
+    spec = of_one_member(spec)
     plan, notes = plan_for(spec, environ=environ)
+    if spec.job.elastic is not None:
+        notes = (*notes, *check_site(spec.job, open_client(environ=environ)))
     with removing_on_refusal(folder.absolute()):
         run = new_run(folder.absolute(), spec.job.name)
+        if spec.job.elastic is not None:
+            plan = prepare(spec.job, plan, run)
         _write(run.job_yaml, dumps(_resolved(spec)))
         _write(run.plan_json, plan.dumps())
         intent = Submission(
             spec.job.name,
-            f"TrainingJob of {len(plan.tasks)} tasks",
+            f"TrainingJob of {len(plan.tasks)} tasks"
+            + ("" if spec.job.elastic is None else " a member"),
             time.time_ns(),
-            replicas=spec.job.replicas,
+            replicas=spec.job.replicas if spec.job.elastic is None else spec.job.members,
             backoff_limit=spec.job.run_policy.backoff_limit,
         )
         submission.write(run, intent)
@@ -113,7 +127,8 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         if spec.job.preemption.checkpoint_directory is not None:
             _link_checkpoints(run, spec.folder / spec.job.preemption.checkpoint_directory)
         try:
-            job_id = _submit(job_script(spec.job, plan, run), run.job_sbatch, run, is_new=True)
+            script = job_script if spec.job.elastic is None else coordinator_script
+            job_id = _submit(script(spec.job, plan, run), run.job_sbatch, run, is_new=True)
         except LaunchError as error:
             if run.root.exists():  # Slurm may have it all the same
                 add_condition(

@@ -40,7 +40,7 @@ class Elastic(Part):
     )
     size: Members | None = Field(
         default=None,
-        description="How many members are wanted to begin with. "
+        description="How many members are wanted to begin with; `hydroslurm scale` changes it. "
         "Default: replicas where that is more than 1, else max.",
         json_schema_extra=unit("members"),
     )
@@ -50,22 +50,16 @@ class Elastic(Part):
         "Default: 0.",
         json_schema_extra=unit("members"),
     )
-    batch: Literal["keep_global", "scale_lr", "per_rank"] = Field(
+    batch: Literal["keep_global", "per_rank"] = Field(
         default="keep_global",
-        description="What a change of size does to the batches. keep_global: the global batch "
-        "stays, its shares change. scale_lr: the batch of a rank stays, and the learning rate "
-        "follows the global one. per_rank: the batch of a rank stays, and nothing else changes. "
-        "Default: keep_global.",
+        description="What a change of size does to the batches. keep_global: a step has as many "
+        "samples as with max members, in other shares. per_rank: each rank keeps its batch size, "
+        "and a step has more samples or fewer. Default: keep_global.",
     )
     engine: Literal["auto", "in_place"] = Field(
         default="auto",
         description="How the ranks form a new generation. in_place: the same processes make new "
         "process groups. auto: what fits the script, which is in_place so far. Default: auto.",
-    )
-    summation: Literal["fast", "fixed_order"] = Field(
-        default="fast",
-        description="fixed_order: gradients are summed in one order whatever the size, so that "
-        "losses are those of a run of another size bit for bit. Default: fast.",
     )
     base: ElasticBase = Field(
         default_factory=ElasticBase,

@@ -1,6 +1,6 @@
 """The conditions of a job: what became true of it, when and why. One line each, appended.
 
-    Created, Queued, Running, Paused, Preempted, Restarting, Succeeded, Failed
+    Created, Queued, Running, Paused, Preempted, Restarting, Suspended, Succeeded, Failed
 
 The names are those of Kubernetes jobs. The newest line says what the job is now, except for Paused:
 a supervisor that is suspended with its ranks can write nothing, so that is read from their events.
@@ -20,7 +20,15 @@ from hydroslurm.core.files import open_regular, parse_json, read_end
 from hydroslurm.errors import RunFolderError
 
 ConditionType = Literal[
-    "Created", "Queued", "Running", "Paused", "Preempted", "Restarting", "Succeeded", "Failed"
+    "Created",
+    "Queued",
+    "Running",
+    "Paused",
+    "Preempted",
+    "Restarting",
+    "Suspended",
+    "Succeeded",
+    "Failed",
 ]
 FINAL = frozenset({"Succeeded", "Failed"})
 FORMAT = 1

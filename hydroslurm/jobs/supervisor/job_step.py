@@ -104,7 +104,7 @@ def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> lis
         "--unbuffered",
         "--open-mode=append",
         f"--output={str(logs).replace('%', '%%')}/task-%t.log",
-        *_container(plan, plan_file.parent),
+        *container_options(plan, plan_file.parent),
         "python3" if plan.runtime == Runtime.PYXIS else python,
         "-m",
         "hydroslurm.jobs.task",
@@ -112,8 +112,8 @@ def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> lis
     ]
 
 
-def _container(plan: Plan, root: Path) -> list[str]:
-    """pyxis's options; it runs all tasks of a job step in the same image."""
+def container_options(plan: Plan, root: Path) -> list[str]:
+    """srun's options for the image of a plan: pyxis's, which runs all tasks of a step in one."""
     task = next((task for task in plan.tasks if task.image), None)
     if task is None or task.image is None or plan.runtime != Runtime.PYXIS:
         return []

@@ -42,7 +42,7 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
         raise LaunchError("a supervisor runs in the batch script of its job; submit the job")
     try:
         check_trusted(run.plan_json, what="the job's plan", shared=True)
-        plan = _read_plan(run)
+        plan = read_plan(run)
     except OSError as error:
         raise LaunchError(f"{root} is not the run folder of a TrainingJob: {error}") from error
     supervisor = Supervisor(
@@ -51,9 +51,9 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
         client=open_client(environ=environ),
         allocation=allocation,
         environ=environ,
-        log=_log,
+        log=log,
     )
-    with tensorboard(plan.tensorboard, run, log=_log):
+    with tensorboard(plan.tensorboard, run, log=log):
         return supervisor.supervise()
 
 
@@ -64,7 +64,7 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
     The job's processes need no cleaning: they ended with it.
     """
     run = RunDir(root)
-    plan = _read_plan(run)
+    plan = read_plan(run)
     done = []
     if final_condition(read_conditions(run.conditions_jsonl)) is None:
         last = _last_record(run, environ)
@@ -85,7 +85,7 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
     return "; ".join(done) or "nothing was left to do"
 
 
-def _read_plan(run: RunDir) -> Plan:
+def read_plan(run: RunDir) -> Plan:
     """What was laid out at the submission.
 
     Raises:
@@ -114,7 +114,8 @@ def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:
             return None
 
 
-def _log(message: str) -> None:
+def log(message: str) -> None:
+    """A line of the batch script's output."""
     print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} hydroslurm: {message}", flush=True)
 
 
@@ -122,10 +123,10 @@ def main(arguments: list[str]) -> int:
     """``python -m hydroslurm.jobs.supervisor.main [--clean] RUN_FOLDER``: the supervisor, or the
     janitor."""
     if arguments[0] == CLEAN:
-        _log(f"cleaned up: {clean(Path(arguments[1]), environ=os.environ)}")
+        log(f"cleaned up: {clean(Path(arguments[1]), environ=os.environ)}")
         return 0
     outcome = supervise(Path(arguments[0]), environ=os.environ)
-    _log(outcome.message)
+    log(outcome.message)
     return outcome.status
 
 

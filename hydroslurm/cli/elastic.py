@@ -1,0 +1,144 @@
+"""``hydroslurm scale``: how many members an elastic job has; and its part of ``describe``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hydroslurm.cli.job import Which
+from hydroslurm.cli.status import echo
+from hydroslurm.core.files import clean
+
+if TYPE_CHECKING:
+    from hydroslurm.core.rundir import RunDir
+
+_CHANGES = 12
+"""So many changes are listed; the rest is counted."""
+
+
+def scale(
+    which: Which,
+    size: Annotated[int, typer.Argument(help="How many members are wanted.")],
+    leave: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MEMBER",
+            help="This member leaves first, as describe names it; may be repeated. Default: the "
+            "newest.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")
+    ] = False,
+) -> None:
+    """Change how many members an elastic job has; those that train go on meanwhile."""
+    from hydroslurm.elastic import control
+    from hydroslurm.elastic.folder import ElasticFolder
+    from hydroslurm.errors import UsageError
+    from hydroslurm.jobs.control.overview import locate
+    from hydroslurm.slurm.client import open_client
+
+    run, _ = locate(open_client(), which)
+    folder = ElasticFolder(run=run.root)
+    if not folder.root.is_dir():
+        raise UsageError(
+            f"{which} is no elastic job, so its size is fixed: give its spec an `elastic:` section "
+            "and submit it again"
+        )
+    if dry_run:
+        _check(control.status(folder).status, size, leave or [])
+        return
+    answer = control.scale(folder, size, leave=leave or ())
+    echo(f"{which}: {answer.message}; {_sizes(answer.status)}")
+
+
+def _check(status: dict[str, Any], size: int, leave: list[str]) -> None:
+    """What the coordinator would do, in its words."""
+    from hydroslurm.errors import UsageError
+
+    names = [one["id"] for one in status["members"] if one["state"] != "leaving"]
+    if unknown := [name for name in leave if name not in names]:
+        raise UsageError(f"no member {', '.join(unknown)}; there are {', '.join(names) or 'none'}")
+    if not status["min"] <= size <= status["max"]:
+        raise UsageError(
+            f"{size} members are wanted, and this run may have {status['min']} to {status['max']} "
+            "(elastic.min, elastic.max)"
+        )
+    stay = [name for name in names if name not in leave]
+    gone = [*leave, *reversed(stay[size:])]
+    more = max(0, size - len(names) + len(leave))
+    echo(f"now {_sizes(status)}")
+    echo(f"would leave: {', '.join(gone) or 'none'}")
+    echo(f"would be submitted: {more} member{'' if more == 1 else 's'}")
+
+
+def _sizes(status: dict[str, Any]) -> str:
+    return (
+        f"{status['size']} train, {status['wanted']} are wanted, {status['min']} to "
+        f"{status['max']} are allowed"
+    )
+
+
+def elastic_lines(run: RunDir) -> list[str]:
+    """What describe prints about the members of an elastic job, and their changes."""
+    from hydroslurm.elastic.folder import ElasticFolder
+
+    folder = ElasticFolder(run=run.root)
+    status = folder.read(folder.status_json)
+    entries = list(folder.ledger())
+    if status is None:
+        lines = ["Members:      its coordinator has not begun yet"]
+    else:
+        pace = f", {status['samples_per_s']:.1f} samples/s" if status["samples_per_s"] else ""
+        lines = [
+            f"Members:      {_sizes(status)}",
+            f"Generation:   {status['generation']}, {status['state']}, step {status['step']}{pace}",
+            *(f"  {clean(_member_line(one))}" for one in status["members"]),
+        ]
+    lines += _taken_lines(entries)
+    changes = [one for one in entries if one["kind"] in ("generation", "suspended", "wanted")]
+    more = f"; {len(changes) - _CHANGES} before these" if len(changes) > _CHANGES else ""
+    lines.append(f"Changes:      {len(changes) or 'none yet'}{more}")
+    return lines + [f"  {clean(_change_line(one))}" for one in changes[-_CHANGES:]]
+
+
+def _member_line(member: dict[str, Any]) -> str:
+    ranks = f"{member['ranks']} rank{'' if member['ranks'] == 1 else 's'}"
+    reason = f" ({member['reason']})" if member.get("reason") else ""
+    return f"{member['id']}  {member['state']} on {member['node'] or '?'}, {ranks}{reason}"
+
+
+def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:
+    ended = [one for one in entries if one["kind"] == "ended"]
+    counts = {how: sum(one["how"] == how for one in ended) for how in ("failure", "preemption")}
+    lines = [f"Ended:        {counts['preemption']} preempted, {counts['failure']} failed"]
+    for one in [one for one in ended if one["how"] == "failure"][-3:]:
+        text = f"{one['member']} on {one['node'] or '?'}: {one['reason']}"
+        lines.append(f"  {clean(text)}")
+    for one in entries:
+        if one["kind"] == "excluded":
+            lines.append(f"Excluded:     node {clean(one['node'])}: {clean(one['reason'])}")
+    refused = [one for one in entries if one["kind"] in ("refused", "submitted")]
+    if refused and refused[-1]["kind"] == "refused":
+        lines.append(f"Waits:        {clean(refused[-1]['reason'])}")
+    return lines
+
+
+def _change_line(one: dict[str, Any]) -> str:
+    from hydroslurm.cli.describe import moment
+
+    at = moment(one["epoch_ns"])
+    if one["kind"] == "wanted":
+        by = f" by {one['by']}" if one.get("by") else ""
+        return f"{at}  {one['size']} members are wanted{by}"
+    if one["kind"] == "suspended":
+        return f"{at}  suspended: {len(one['members'])} members are left of at least {one['min']}"
+    parts = [f"generation {one['generation']} of {len(one['members'])} at step {one['step']}"]
+    parts += [
+        f"{word} {', '.join(one[name])}"
+        for name, word in (("joined", "joined:"), ("left", "left:"), ("lost", "lost:"))
+        if one.get(name)
+    ]
+    parts.append(f"paused {one['pause_s']:.2f} s, {one['steps_lost']} steps lost")
+    return f"{at}  {'; '.join(parts)} ({one['cause']})"

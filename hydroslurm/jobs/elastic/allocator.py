@@ -1,0 +1,200 @@
+"""Keeps an elastic run's elements in Slurm, in a thread of its own beside the coordinator.
+
+Slurm may need seconds for an answer, and the coordinator hears from its members several times a
+second. It asks Slurm for a list at most every ten seconds, while something is under way; word of
+members that go comes from the coordinator at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.errors import HydroslurmError, LaunchError
+from hydroslurm.jobs.elastic.elements import Action, Cancel, Elements, Record, Submit
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.programs import sbatch
+
+POLL_S = 10.0
+"""Between two lists from Slurm: sites dislike more."""
+QUIET_POLL_S = 60.0
+"""The same while nothing is under way."""
+AGAIN_S = 30.0
+"""After a refused submission."""
+MOST_ELEMENTS = 1000
+"""Of one array: MaxArraySize is 1001 by default."""
+_SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
+_KEPT = ("SLURM_CONF",)
+"""All other variables of Slurm are about the coordinator's own job."""
+
+
+@dataclass(frozen=True)
+class Scripts:
+    """The batch scripts of elements.
+
+    Attributes:
+        base: None where no member runs elsewhere than the others.
+    """
+
+    extra: Path
+    base: Path | None
+
+
+class Allocator:
+    """Submits and cancels elements; :meth:`observe` and :meth:`want` return at once."""
+
+    def __init__(
+        self,
+        folder: ElasticFolder,
+        elements: Elements,
+        *,
+        client: SlurmClient,
+        user: str,
+        name: str,
+        scripts: Scripts,
+        environ: Mapping[str, str],
+        log: Callable[[str], None],
+    ) -> None:
+        """``name``: of the elements' jobs, and of no others."""
+        self.elements = elements
+        self._folder = folder
+        self._client = client
+        self._user, self._name, self._scripts = user, name, scripts
+        self._environ = {
+            key: text
+            for key, text in environ.items()
+            if key in _KEPT or not key.startswith(("SLURM_", "SLURMD_"))
+        }
+        self._log = log
+        self._news: queue.SimpleQueue[Callable[[float], None] | None] = queue.SimpleQueue()
+        self._count: int | None = None
+        self._training: tuple[str, ...] = ()
+        self._polled_s = -POLL_S
+        self._submit_s = 0.0
+        self._said = ""
+        self._thread = threading.Thread(target=self._run, name="hydroslurm-allocator", daemon=True)
+        for entry in folder.ledger():
+            self.elements.note(entry["kind"], entry, time.monotonic())
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Do nothing more; return when that is so."""
+        self._news.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def observe(self, kind: str, data: Mapping[str, Any]) -> None:
+        """A line that the coordinator has written into the ledger."""
+        self._news.put(lambda now_s: self._act(self.elements.note(kind, data, now_s)))
+
+    def want(self, count: int, training: tuple[str, ...]) -> None:
+        """So many members are to be there, of which these train."""
+        self._news.put(lambda _: self._wanted(count, training))
+
+    def cancel_all(self) -> None:
+        """Cancel whatever Slurm has of this run; called when the thread has stopped."""
+        listed = self._client.elements(user=self._user, name=self._name)
+        left = [one.name for one in listed if not one.state.has_ended]
+        self._client.cancel_elements(left)
+        if left:
+            self._log(f"cancelled {', '.join(left)}")
+
+    def wait_until_all_ended(self, *, stop: Callable[[], bool]) -> None:
+        """After the end of the training: elements that have not begun are cancelled, the others
+        end by themselves."""
+        self._client.cancel_elements(self.elements.unstarted())
+        poll_s = 2.0  # most have ended by then
+        while not stop():
+            time.sleep(poll_s)
+            poll_s = POLL_S
+            listed = self._client.elements(user=self._user, name=self._name)
+            if all(one.state.has_ended for one in listed):
+                return
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                news = self._news.get(timeout=1.0)
+            except queue.Empty:
+                news = self._nothing
+            if news is None:
+                return
+            try:
+                now_s = time.monotonic()
+                news(now_s)
+                if self._news.empty():
+                    self._look(now_s)
+                    self._adjust(now_s)
+                self._say("")
+            except HydroslurmError as error:
+                self._say(str(error))
+
+    def _nothing(self, _: float) -> None:
+        """Time has passed."""
+
+    def _wanted(self, count: int, training: tuple[str, ...]) -> None:
+        self._count, self._training = count, training
+
+    def _look(self, now_s: float) -> None:
+        every_s = POLL_S if self.elements.is_unsettled else QUIET_POLL_S
+        if now_s - self._polled_s < every_s:
+            return
+        self._polled_s = now_s
+        listed = self._client.elements(user=self._user, name=self._name)
+        self._act(self.elements.seen(listed, now_s))
+
+    def _adjust(self, now_s: float) -> None:
+        if self._count is None or self.elements.verdict() is not None or now_s < self._submit_s:
+            return
+        self._act(self.elements.wanted(self._count, training=self._training))
+
+    def _act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Record):
+                self._folder.record(action.kind, action.data)
+                self._log(f"{action.kind}: {action.data}")
+            elif isinstance(action, Cancel):
+                self._client.cancel_elements(action.names)
+                self._log(f"cancelled {', '.join(action.names)}")
+            else:
+                self._submit(action)
+
+    def _submit(self, wanted: Submit) -> None:
+        """Raises LaunchError: sbatch refused it; it is tried again later."""
+        count = min(wanted.count, MOST_ELEMENTS)
+        script = self._scripts.base if wanted.is_base and self._scripts.base else None
+        options = [f"--array=0-{count - 1}"]
+        if self.elements.excluded:
+            options.append(f"--exclude={','.join(sorted(self.elements.excluded))}")
+        self._submit_s = time.monotonic() + AGAIN_S
+        done = sbatch(script or self._scripts.extra, *options, environ=self._environ)
+        found = _SUBMITTED.search(done.stdout)
+        if done.returncode or found is None:
+            raise LaunchError(
+                f"members cannot be submitted: {(done.stderr or done.stdout).strip()}"
+            )
+        self._submit_s = 0.0
+        members = [f"{found[1]}_{number}" for number in range(count)]
+        data = {"members": members, "job_id": int(found[1]), "base": wanted.is_base}
+        self._folder.record("submitted", data)
+        self.elements.note("submitted", data, time.monotonic())
+        self._log(f"submitted {', '.join(members)}")
+
+    def _say(self, problem: str) -> None:
+        """What keeps members from coming is in the ledger once, for `describe`."""
+        if problem != self._said:
+            self._said = problem
+            if problem:
+                self._folder.record("refused", {"reason": problem})
+                self._log(problem)

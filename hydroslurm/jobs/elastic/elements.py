@@ -1,0 +1,276 @@
+"""The elements of job arrays that an elastic run has in Slurm, and those that it should have. Pure.
+
+Each member is one element. It is never requeued: Slurm would let it wait (121 s by default), and it
+could come back beside its replacement. One that is taken away is replaced by a fresh element at
+once. What is known comes from the run's ledger and from a list of Slurm's, in any order and any
+number of times; what is to be done follows from what is known, so that nothing depends on an event
+that somebody has missed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hydroslurm.slurm import values
+from hydroslurm.slurm.values import JobState
+
+HANGS_S = 3.0
+"""An element whose member is lost, and that still runs so much later, is cancelled."""
+UNSEEN_S = 30.0
+"""A new element may be missing from Slurm's list for so long."""
+
+How = Literal["failure", "preemption", "left"]
+_TAKEN = frozenset(
+    {
+        JobState.PREEMPTED,
+        JobState.CANCELLED,
+        JobState.NODE_FAIL,
+        JobState.TIMEOUT,
+        JobState.DEADLINE,
+        JobState.REVOKED,
+    }
+)
+"""Ends that say nothing against the training: counted as preemptions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """How much may go wrong.
+
+    Attributes:
+        failures, preemptions: of members; one more ends the run. None: any number.
+        exclude_after: a node on which so many members have failed gets no more.
+    """
+
+    failures: int = 3
+    preemptions: int | None = None
+    exclude_after: int = 2
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Submit so many elements, of the base array or of another one."""
+
+    count: int
+    is_base: bool
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Cancel elements."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line for the ledger."""
+
+    kind: str
+    data: dict[str, Any]
+
+
+Action = Submit | Cancel | Record
+
+
+@dataclass
+class Element:
+    """One element.
+
+    Attributes:
+        state: ``waiting``, ``running``; ``leaving``: it has said that it goes; ``lost``: its
+            member is gone without a word; ``left``: the others go on without it.
+        reason: why it goes.
+    """
+
+    name: str
+    is_base: bool
+    since_s: float
+    state: Literal["waiting", "running", "leaving", "lost", "left"] = "waiting"
+    node: str = ""
+    reason: str = ""
+    has_joined: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is one of those that are wanted. A lost one is until it is known why."""
+        return self.state in ("waiting", "running", "lost")
+
+
+class Elements:
+    """All elements of one run.
+
+    Attributes:
+        elements: those that have not ended, by name, the oldest first.
+        failures, preemptions: so far.
+        excluded: node -> why nothing more is submitted to it.
+    """
+
+    def __init__(self, budgets: Budgets, *, base: int) -> None:
+        """``base``: how many of the elements belong into the base array."""
+        self.elements: dict[str, Element] = {}
+        self.failures = 0
+        self.preemptions = 0
+        self.excluded: dict[str, str] = {}
+        self._budgets = budgets
+        self._base = base
+        self._failed_on: Counter[str] = Counter()
+        self._last_failure = ""
+        self._finished = False
+
+    # --- what is known
+    # --------------------------------------------------------------------------------------------
+
+    def note(self, kind: str, data: Mapping[str, Any], now_s: float) -> list[Action]:
+        """A line of the ledger, by the coordinator or by :class:`Record`; those of an earlier
+        coordinator first."""
+        if kind == "submitted":
+            for name in data["members"]:
+                self.elements[name] = Element(name, bool(data.get("base")), now_s)
+        elif kind == "ended":
+            self._count(data)
+        elif kind == "excluded":
+            self.excluded[str(data["node"])] = str(data["reason"])
+        elif kind == "finished":
+            self._finished = True
+        elif kind == "forming":
+            for name, _ in data["members"]:
+                if (one := self.elements.get(name)) is not None:
+                    one.has_joined, one.state = True, "running"
+        elif (one := self.elements.get(str(data.get("member", "")))) is not None:
+            return self._note_member(one, kind, data, now_s)
+        return []
+
+    def _note_member(
+        self, one: Element, kind: str, data: Mapping[str, Any], now_s: float
+    ) -> list[Action]:
+        one.node = str(data.get("node") or one.node)
+        reason = str(data.get("reason", ""))
+        if kind == "leaving":
+            one.state, one.reason = "leaving", reason
+        elif kind == "left" and one.state == "leaving":
+            return self._end(one, "preemption", one.reason)
+        elif kind == "left":
+            one.state, one.reason, one.since_s = "left", reason, now_s
+        elif kind == "failure":
+            if one.state == "leaving":  # it had said so, and was killed before it could go
+                return self._end(one, "preemption", one.reason)
+            one.state, one.reason, one.since_s = "lost", reason, now_s
+        return []
+
+    def seen(self, listed: Iterable[values.Element], now_s: float) -> list[Action]:
+        """All that Slurm knows of this run's elements."""
+        rows = {row.name: row for row in listed}
+        actions: list[Action] = []
+        for row in rows.values():
+            if row.name not in self.elements and not row.state.has_ended and not self._finished:
+                # submitted by a coordinator that was killed before it could write that down
+                self.elements[row.name] = Element(row.name, False, now_s)
+        for one in list(self.elements.values()):
+            found = rows.get(one.name)
+            if found is None:
+                if now_s - one.since_s > UNSEEN_S:
+                    actions += self._end(one, "left", "Slurm does not know it any more")
+            elif found.state.has_ended:
+                one.node = found.node or one.node
+                actions += self._end(one, *self._why(one, found))
+            elif one.state == "waiting" and not found.state.is_waiting:
+                one.state, one.node = "running", found.node
+            elif one.state in ("lost", "left") and now_s - one.since_s > HANGS_S:
+                if one.state == "lost":
+                    actions += self._end(one, "failure", one.reason)
+                    actions.append(Cancel((one.name,)))
+                elif now_s - one.since_s > 10 * HANGS_S:
+                    actions += self._end(one, "left", one.reason)
+                    actions.append(Cancel((one.name,)))
+        return actions
+
+    def _why(self, one: Element, found: values.Element) -> tuple[How, str]:
+        state = found.state
+        if one.state == "left" or self._finished:
+            return "left", one.reason
+        if one.state == "leaving":
+            return "preemption", one.reason
+        if state in _TAKEN:
+            return "preemption", f"Slurm ended it: {state.value}"
+        if state is JobState.COMPLETED and not one.has_joined:
+            return "failure", (
+                "its script ended without having joined the run: it needs a hydroslurm.Run, which "
+                "this job makes elastic"
+            )
+        lost = f" ({one.reason})" if one.reason else ""
+        return "failure", f"it ended {state.value}{lost}"
+
+    def _end(self, one: Element, how: How, reason: str) -> list[Action]:
+        data = {"member": one.name, "node": one.node, "how": how, "reason": reason}
+        self._count(data)
+        actions: list[Action] = [Record("ended", data)]
+        failed = self._failed_on[one.node]
+        enough = failed >= self._budgets.exclude_after
+        if how == "failure" and one.node and enough and one.node not in self.excluded:
+            why = f"{failed} members failed there, the last: {reason}"
+            self.excluded[one.node] = why
+            actions.append(Record("excluded", {"node": one.node, "reason": why}))
+            # they could start there
+            waiting = tuple(e.name for e in self.elements.values() if e.state == "waiting")
+            for name in waiting:
+                del self.elements[name]
+            actions += [Cancel(waiting)] if waiting else []
+        return actions
+
+    def _count(self, data: Mapping[str, Any]) -> None:
+        self.elements.pop(str(data["member"]), None)
+        if data["how"] == "failure":
+            self.failures += 1
+            self._failed_on[str(data["node"])] += 1
+            where = f" on {data['node']}" if data["node"] else ""
+            self._last_failure = f"{data['member']}{where}: {data['reason']}"
+        elif data["how"] == "preemption":
+            self.preemptions += 1
+
+    # --- what follows
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether Slurm may soon have news."""
+        return any(one.state != "running" or not one.has_joined for one in self.elements.values())
+
+    def verdict(self) -> tuple[str, str] | None:
+        """Why the run cannot go on: one word for programs and a sentence, or None."""
+        budgets = self._budgets
+        if self.failures > budgets.failures:
+            return "BackoffLimitExceeded", (
+                f"{self.failures} members have failed, and runPolicy.backoffLimit is "
+                f"{budgets.failures}; the last, {self._last_failure}"
+            )
+        if budgets.preemptions is not None and self.preemptions > budgets.preemptions:
+            return "PreemptionLimitExceeded", (
+                f"{self.preemptions} members were preempted, and runPolicy.preemptionLimit is "
+                f"{budgets.preemptions}"
+            )
+        return None
+
+    def wanted(self, count: int, *, training: Collection[str]) -> list[Action]:
+        """What brings the number of elements to ``count``; ``training`` are never cancelled: the
+        coordinator has them leave."""
+        counted = [one for one in self.elements.values() if one.counts]
+        missing = count - len(counted)
+        if missing >= 0:
+            base = min(missing, self._base - sum(one.is_base for one in counted))
+            wanted = [Submit(max(0, base), True), Submit(missing - max(0, base), False)]
+            return [one for one in wanted if one.count]
+        free = [one for one in reversed(counted) if one.name not in training]
+        free.sort(key=lambda one: (one.is_base, one.state != "waiting"))
+        surplus = tuple(one.name for one in free[:-missing])
+        for name in surplus:
+            self.elements[name].state = "left"
+            self.elements[name].reason = "fewer members are wanted"
+        return [Cancel(surplus)] if surplus else []
+
+    def unstarted(self) -> tuple[str, ...]:
+        """Those that never had a part in the run."""
+        return tuple(one.name for one in self.elements.values() if not one.has_joined)

@@ -1,0 +1,214 @@
+"""``python -m hydroslurm.jobs.elastic.main [--clean] RUN_FOLDER``: the program of an elastic job's
+batch script, and of the job that cleans up after it.
+
+The coordinator serves the members; beside it members are submitted and replaced. Whatever ends
+this process leaves the members as they are, unless the run has ended or was cancelled: the next
+one goes on from the ledger.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import check_trusted
+from hydroslurm.elastic import coordinator as elastic_coordinator
+from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.errors import HydroslurmError, LaunchError, SlurmError, StaleAttempt
+from hydroslurm.jobs.elastic.allocator import Allocator, Scripts
+from hydroslurm.jobs.elastic.elements import Budgets, Elements
+from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.supervisor import CLEAN
+from hydroslurm.jobs.supervisor.conditions import (
+    ConditionType,
+    add_condition,
+    final_condition,
+    read_conditions,
+)
+from hydroslurm.jobs.supervisor.main import clean, log, read_plan
+from hydroslurm.jobs.supervisor.tensorboard import tensorboard
+from hydroslurm.slurm.client import open_client
+from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
+
+LEAVE_S = 60.0
+"""So long members of a run that has failed may take to save and go; a cancelled job's coordinator
+is killed before."""
+
+
+class ElasticJob:
+    """One start of an elastic job's coordinator."""
+
+    def __init__(self, root: Path, *, environ: Mapping[str, str]) -> None:
+        """
+        Raises:
+            LaunchError: this is not the folder of an elastic job, or not its batch script.
+            RunFolderError: others may have written what is to run.
+        """
+        self._run = RunDir(root)
+        self._run.check()
+        if not environ.get("SLURM_JOB_ID"):
+            raise LaunchError("the coordinator runs in the batch script of its job; submit the job")
+        self._environ = environ
+        try:
+            check_trusted(self._run.plan_json, what="the job's plan", shared=True)
+        except OSError as error:
+            raise LaunchError(f"{root} is not the run folder of a job: {error}") from error
+        self._plan = read_plan(self._run)
+        self._folder = ElasticFolder(run=root)
+        self._allocator = allocator_of(self._run, self._plan, environ=environ)
+        self._signal: int | None = None
+        self._coordinator: elastic_coordinator.Coordinator | None = None
+        self._status = 0
+
+    def coordinate(self) -> int:
+        """Serve until the run has ended, or this process has to go; return the exit status."""
+        for number in (signal.SIGTERM, signal.SIGURG, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        if self._verdict() is None:
+            with tensorboard(self._plan.tensorboard, self._run, log=log):
+                self._serve()
+        verdict = self._verdict()
+        if self._status == RUN_AGAIN or verdict is None:
+            return self._status or RUN_AGAIN
+        self._allocator.cancel_all()
+        return CANCELLED if verdict == "Cancelled" else FAILED if verdict else 0
+
+    def _serve(self) -> None:
+        served = elastic_coordinator.start(self._folder)
+        self._coordinator = served
+        served.observers += [self._observe, self._allocator.observe]
+        served.on_tick.append(self._on_tick)
+        self._allocator.start()
+        if not served.membership.finished:
+            served.run()
+        self._allocator.stop()
+        if served.membership.finished and self._status == 0:
+            self._allocator.wait_until_all_ended(stop=lambda: self._signal is not None)
+            if self._signal is not None:
+                self._status = RUN_AGAIN
+                return
+            self._end("Succeeded", "Finished", "the training is complete")
+
+    def _observe(self, kind: str, data: Mapping[str, Any]) -> None:
+        if self._status:
+            return  # it has been said how this run ends
+        if kind == "suspended":
+            fewest = f"{len(data['members'])} members are left, and {data['min']} are needed"
+            self._add("Suspended", "TooFewMembers", f"{fewest}; it goes on when they are there")
+        elif kind == "generation":
+            now = next(reversed(read_conditions(self._run.conditions_jsonl)), None)
+            if now is None or now.type != "Running":
+                self._add("Running", "GenerationFormed", f"{len(data['members'])} members train")
+
+    def _on_tick(self, _: float) -> None:
+        served = self._coordinator
+        assert served is not None
+        size = served.membership.size
+        if self._signal is not None and self._status == 0:
+            self._leave(served)
+        elif self._status == 0 and (verdict := self._allocator.elements.verdict()) is not None:
+            self._give_up(served, *verdict)
+        elif self._status == 0 and not served.membership.finished:
+            self._allocator.want(size.wanted + size.spares, served.membership.current)
+
+    def _leave(self, served: elastic_coordinator.Coordinator) -> None:
+        """Slurm ends this process: for another one, or because nobody wants the run any more."""
+        stop = ask_why(
+            open_client(environ=self._environ, retry_policy=IN_GRACE),
+            int(self._environ["SLURM_JOB_ID"]),
+        )
+        log(f"{signal.Signals(self._signal or signal.SIGTERM).name}: {stop.message}")
+        if stop.reason is StopReason.CANCELLED:
+            self._give_up(served, "Cancelled", stop.message)
+        else:
+            self._status = RUN_AGAIN
+            served.end_within(0.0)
+
+    def _give_up(self, served: elastic_coordinator.Coordinator, reason: str, message: str) -> None:
+        """The members are told to go, and may save before."""
+        self._status = CANCELLED if reason == "Cancelled" else FAILED
+        self._end("Failed", reason, message)
+        self._allocator.stop()
+        self._allocator.cancel_all()
+        served.end_within(LEAVE_S)
+
+    def _end(self, kind: ConditionType, reason: str, message: str) -> None:
+        if final_condition(read_conditions(self._run.conditions_jsonl)) is None:
+            self._add(kind, reason, message)
+        log(f"{kind}: {message}")
+
+    def _add(self, kind: ConditionType, reason: str, message: str) -> None:
+        count = int(self._environ.get("SLURM_RESTART_COUNT", 0) or 0)
+        path = self._run.conditions_jsonl
+        add_condition(path, kind, reason=reason, message=message, restart_count=count)
+
+    def _verdict(self) -> str | None:
+        """None while there is none, "" after success, else the reason of the failure."""
+        found = final_condition(read_conditions(self._run.conditions_jsonl))
+        if found is None:
+            return None
+        return found.reason if found.is_failure else ""
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signal = number
+
+
+def allocator_of(run: RunDir, plan: Plan, *, environ: Mapping[str, str]) -> Allocator:
+    """The allocator of an elastic job."""
+    elastic = plan.elastic
+    if elastic is None:
+        raise LaunchError(f"{run.root} is the folder of a job without elastic")
+    folder = ElasticFolder(run=run.root)
+    base = folder.root / "base.sbatch"
+    budgets = Budgets(
+        failures=plan.limits.backoff_limit,
+        preemptions=plan.limits.preemption_limit,
+        exclude_after=elastic.exclude_after,
+    )
+    return Allocator(
+        folder,
+        Elements(budgets, base=elastic.base),
+        client=open_client(environ=environ),
+        user=pwd.getpwuid(os.getuid()).pw_name,
+        name=elastic.job_name,
+        scripts=Scripts(folder.root / "members.sbatch", base if elastic.base else None),
+        environ=environ,
+        log=log,
+    )
+
+
+def clean_up(root: Path, *, environ: Mapping[str, str]) -> str:
+    """After the end of the coordinator's job: no member is left behind."""
+    run = RunDir(root)
+    done = clean(root, environ=environ)
+    allocator_of(run, read_plan(run), environ=environ).cancel_all()
+    return done
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        if arguments[0] == CLEAN:
+            log(f"cleaned up: {clean_up(Path(arguments[1]), environ=os.environ)}")
+            return 0
+        return ElasticJob(Path(arguments[0]), environ=os.environ).coordinate()
+    except StaleAttempt as error:
+        log(str(error))
+        return 0
+    except SlurmError as error:
+        log(f"{error}; this job goes back into the queue")
+        return RUN_AGAIN
+    except HydroslurmError as error:
+        log(str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,217 @@
+"""What an elastic job is on Slurm: a small job for its coordinator, and arrays of one-node elements
+that the coordinator submits.
+
+    run folder/elastic/
+      members.sbatch, base.sbatch   of an element: anywhere, and where the spec's base says
+      options.json, key             for the coordinator, see hydroslurm.elastic.folder
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from typing import Any
+
+from hydroslurm.core import rundir
+from hydroslurm.core.files import write_atomically
+from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
+from hydroslurm.elastic.membership import Size
+from hydroslurm.errors import RunFolderError, UsageError
+from hydroslurm.jobs.images import Runtime
+from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
+from hydroslurm.jobs.launch.job_script import (
+    SUPERVISOR_STARTS,
+    base_of,
+    log_of_shell,
+    python_line,
+    script_of,
+    what_it_needs,
+    where_of,
+)
+from hydroslurm.jobs.plan import ElasticPlan, Plan
+from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.reading import JobSpec
+from hydroslurm.jobs.supervisor.job_step import container_options
+from hydroslurm.runtime.autoload import PREEMPT_ENV
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.config import PreemptAction
+from hydroslurm.slurm.policy import find_partition, site_policy
+from hydroslurm.slurm.values import Job, JobState
+
+COORDINATOR_WARNING_S = 60
+"""Before its time limit the coordinator has itself requeued; the members train on meanwhile."""
+
+
+def of_one_member(spec: JobSpec) -> JobSpec:
+    """The spec whose plan is that of one member; any other spec as it is."""
+    if spec.job.elastic is None:
+        return spec
+    elastic = spec.job.elastic.model_copy(update={"size": spec.job.members})
+    one = spec.job.replica_specs[0].model_copy(update={"replicas": 1})
+    job = spec.job.model_copy(update={"replica_specs": (one,), "elastic": elastic})
+    return replace(spec, job=job)
+
+
+def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
+    """Check that members could come and go here, before anything is submitted; returns what the
+    user should know.
+
+    Raises:
+        UsageError: they could not; the message says what to change.
+        SlurmError: Slurm cannot be asked.
+    """
+    assert job.elastic is not None
+    config, partitions = client.config(), client.partitions()
+    most = int(config.get("MaxArraySize", "1001") or 0) - 1
+    if job.members > most:
+        raise UsageError(
+            f"elastic: {job.members} members to begin with, and an array has {most} elements at "
+            "most here (MaxArraySize): lower size, and `hydroslurm scale` the job later"
+        )
+    notes = []
+    for name in _partitions_of(job):
+        where = (
+            find_partition(partitions, name)
+            if name
+            else next((one for one in partitions if one.is_default), None)
+        )
+        if where is None:
+            continue
+        planned = Job(job_id=0, state=JobState.PENDING, partition=where.name, is_batch=True)
+        policy = site_policy(config, where, partitions=partitions, qoses=None, job=planned)
+        if policy.action is PreemptAction.PAUSE:
+            raise UsageError(
+                f"elastic: partition {where.name} suspends preempted jobs ({policy.action_why}). "
+                "A member that is suspended holds all others up, and cannot be replaced. Name a "
+                "partition that requeues or cancels them as scheduler.partition, or leave elastic "
+                "out: a rigid job is paused in place"
+            )
+        if len(where.nodes) < job.elastic.min:
+            raise UsageError(
+                f"elastic.min: {job.elastic.min} members of one node each, and partition "
+                f"{where.name} has {len(where.nodes)} nodes; lower min, or name another partition"
+            )
+        wanted = job.members + job.elastic.spares
+        if len(where.nodes) < wanted:
+            notes.append(
+                f"partition {where.name} has {len(where.nodes)} nodes: not all of {wanted} members "
+                f"({job.elastic.spares} of them spares) can run there at once"
+            )
+    return tuple(notes)
+
+
+def _partitions_of(job: TrainingJob) -> list[str]:
+    """By name, "" for the default one."""
+    assert job.elastic is not None
+    named = [job.scheduler.partition or "", job.elastic.base.partition or ""]
+    return list(dict.fromkeys(one for text in filter(None, named) for one in text.split(","))) or [
+        ""
+    ]
+
+
+def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
+    """Write what the coordinator needs; return the plan that it reads.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    elastic = job.elastic
+    assert elastic is not None
+    folder = ElasticFolder(run=run.root)
+    size = Size(min=elastic.min, max=elastic.max, wanted=job.members, spares=elastic.spares)
+    has_base = bool(base_of(elastic))
+    try:
+        folder.make_key()
+        folder.write(
+            folder.options_json, CoordinatorOptions(batch=elastic.batch, size=size).to_json()
+        )
+        for name, where in (("members", {}), ("base", base_of(elastic))):
+            if name == "members" or has_base:
+                script = member_script(job, plan, run, where)
+                write_atomically(folder.root / f"{name}.sbatch", script, durable=True)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {folder.root}: {error.strerror}") from error
+    made = ElasticPlan(
+        run.root.name, elastic.min if has_base else 0, elastic.exclude_after_failures
+    )
+    return replace(plan, elastic=made)
+
+
+def coordinator_script(job: TrainingJob, plan: Plan, run: RunDir) -> str:
+    """The batch script of the coordinator: one CPU, started anew when it is killed."""
+    del plan
+    assert job.elastic is not None
+    options: dict[str, Any] = {
+        **where_of(job),
+        **base_of(job.elastic),
+        "job-name": in_option_line(job.name),
+        "comment": rundir.comment_for(run),
+        "nodes": 1,
+        "ntasks-per-node": 1,
+        "cpus-per-task": 1,
+        "requeue": True,
+        "signal": f"B:URG@{COORDINATOR_WARNING_S}",
+        "output": log_of_shell(run),
+        "open-mode": "append",
+    }
+    lines = [
+        "# Slurm signals this shell alone where it tracks processes by cgroups",
+        """trap 'kill -TERM "$coordinator" 2>/dev/null' TERM""",
+        """trap 'kill -URG "$coordinator" 2>/dev/null' URG""",
+        "trap : USR1 USR2",
+        f"for start in {' '.join(str(n + 1) for n in range(SUPERVISOR_STARTS))}; do",
+        f"    {python_line('-u', '-m', 'hydroslurm.jobs.elastic.main', str(run.root))} &",
+        "    coordinator=$!",
+        "    while :; do",
+        '        wait "$coordinator"',
+        "        status=$?",
+        "        # above 128: a signal interrupted `wait`, or ended the coordinator",
+        '        [ "$status" -gt 128 ] && kill -0 "$coordinator" 2>/dev/null || break',
+        "    done",
+        "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
+        '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
+        "done",
+        *requeue_lines(),
+    ]
+    return script_of(options, lines)
+
+
+def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, Any]) -> str:
+    """The batch script of one element. It is not requeued: the coordinator submits another one,
+    which need not wait."""
+    options = {
+        **what_it_needs(job, plan),
+        **where,
+        "job-name": run.root.name,
+        "no-requeue": True,
+        "output": f"{run.logs}/member-%A_%a.log",
+        "open-mode": "append",
+    }
+    # a member pauses for nobody: the others would wait for it
+    variables = {name: text for name, text in plan.rank_env if name != PREEMPT_ENV}
+    member = '"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID"'
+    root = shlex.quote(str(run.root))
+    python = "python3" if plan.runtime == Runtime.PYXIS else sys.executable
+    task = [python, "-m", "hydroslurm.jobs.task", str(run.plan_json)]
+    lines = [
+        "# the ranks get these signals, too; this shell must outlive them",
+        "trap : TERM URG USR1 USR2",
+        *(f"export {name}={shlex.quote(text)}" for name, text in variables.items()),
+        f"export {ELASTIC_ENV}={root}",
+        "export HYDROSLURM_ALONE=1 MASTER_ADDR=127.0.0.1  # its ranks meet on the node, alone",
+        f"export {RUN_DIR_ENV}={root}/elastic/members/{member}",
+        f"srun --nodes=1 --ntasks={len(plan.tasks)} --cpus-per-task={plan.cpus_per_task} \\",
+        "    --kill-on-bad-exit=0 --wait=0 --export=ALL --unbuffered --open-mode=append \\",
+        f"    --output={shlex.quote(str(run.logs))}/member-{member}-%t.log \\",
+        f"    {shlex.join([*container_options(plan, run.root), *task])} &",
+        "ranks=$!",
+        "while :; do",
+        '    wait "$ranks"',
+        "    status=$?",
+        '    [ "$status" -gt 128 ] && kill -0 "$ranks" 2>/dev/null || break',
+        "done",
+        'exit "$status"',
+    ]
+    return script_of(options, lines)
