@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Variables: see setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test frameworks faults lint docs bench clean
+.PHONY: help setup demo test frameworks elastic faults lint docs bench clean
 PY := .venv/bin/python
 
 help:
 	@echo 'make demo    two acts on a private Slurm: paused in place; stopped, requeued, resumed. Tables and pictures'
 	@echo 'make test    run every test, those on a real Slurm included'
+	@echo 'make elastic     every case of runs whose size changes, of which make test runs a third'
 	@echo 'make frameworks  every combination with Lightning and Hugging Face, of which make test runs a third'
 	@echo 'make faults  200 randomised fault rounds of runs of 2 to 4 ranks (about ten minutes)'
 	@echo 'make lint    format, lint and type checks'
@@ -21,6 +22,9 @@ demo: setup
 
 test: setup
 	@$(PY) -m pytest -n 2 $(ARGS)
+
+elastic: setup
+	@$(PY) -m pytest -m 'elastic or not elastic' tests/elastic $(ARGS)
 
 frameworks: setup
 	@$(PY) -m pytest -n 2 -m 'frameworks or not frameworks' tests/integrations $(ARGS)

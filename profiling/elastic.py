@@ -81,8 +81,6 @@ def leave(folder: Path, signo: int) -> dict[str, float]:
             found["stall_s"] = first_s - asked_s - median_s
         else:
             found["stall_s"] = max(stall_s(logs[0]), stall_s(logs[2]))
-        # what the one that is gone has begun, and the others have dropped, does not count
-        logs[1] = [one for one in logs[1] if one["step"] < change["step"]]
         return {**found, "wrong": wrong(*logs)}
     finally:
         story.close()

@@ -62,7 +62,8 @@ TRAIN = """
             optimizer.step()
             scheduler.step()
             print("STEP", json.dumps({
-                "step": step, "epoch": run.epoch, "size": dist.get_world_size(),
+                "step": step, "epoch": run.epoch,
+                "generation": run.generation, "size": dist.get_world_size(),
                 "ids": ids.tolist(), "loss": loss.item(), "at_s": time.monotonic(),
             }))
             time.sleep(options.get("step_s", 0.02))
@@ -86,6 +87,8 @@ class ElasticStory:
         options.setdefault("wanted", options["max"])
         self.folder.write(self.folder.options_json, options)
         self.members: dict[str, ForkedChild] = {}
+        self.former: list[ForkedChild] = []
+        """Of a name that was started again."""
         self.coordinator: subprocess.Popen[str] | None = None
         self._program = program
         self.start_coordinator()
@@ -108,6 +111,7 @@ class ElasticStory:
         folder.mkdir()
         if (before := self.members.get(name)) is not None:
             before.close()
+            self.former.append(before)
         told = {"samples": SAMPLES, "batch": BATCH, "epochs": 2, **options}
         self.members[name] = ForkedChild(
             self._program,
@@ -146,8 +150,11 @@ class ElasticStory:
         )
 
     def steps(self, name: str) -> list[dict[str, Any]]:
-        lines = self.members[name].lines
-        return [json.loads(line[5:]) for line in lines if line.startswith("STEP ")]
+        return steps_of(self.members[name])
+
+    def all_steps(self) -> list[list[dict[str, Any]]]:
+        """Of all members that ever were."""
+        return [steps_of(child) for child in (*self.members.values(), *self.former)]
 
     def done(self, name: str) -> dict[str, Any]:
         """Wait for the member's end, which must be a good one; what it has said then."""
@@ -174,11 +181,21 @@ class ElasticStory:
         return f"{said}\n--- ledger\n{ledger}"
 
 
+def steps_of(child: ForkedChild) -> list[dict[str, Any]]:
+    """The steps that it has said it trains."""
+    return [json.loads(line[5:]) for line in child.lines if line.startswith("STEP ")]
+
+
 def times_seen(*logs: list[dict[str, Any]]) -> dict[int, Counter[int]]:
-    """Epoch -> sample -> how often it was trained on: of a step that was repeated, the last."""
+    """Epoch -> sample -> how often it was trained on; of a step that was dropped and repeated, the
+    ranks of the generation that has completed it count."""
+    newest: dict[int, int] = {}
+    for log in logs:
+        for one in log:
+            newest[one["step"]] = max(newest.get(one["step"], 0), one["generation"])
     seen: dict[int, Counter[int]] = {}
     for log in logs:
-        mine = {one["step"]: one for one in log}  # of a repeated step, the last one
-        for one in mine.values():
-            seen.setdefault(one["epoch"], Counter()).update(one["ids"])
+        for one in log:
+            if one["generation"] == newest[one["step"]]:
+                seen.setdefault(one["epoch"], Counter()).update(one["ids"])
     return seen

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
+import math
 import socket
 import threading
 import time
@@ -31,6 +32,7 @@ from hydroslurm.errors import CoordinatorLost, HydroslurmError
 
 BEAT_S = 1.0
 RETRY_S = 0.5
+TOLD_AFTER_S = 60.0
 WELCOME_S = 20.0
 STORE_S = 120.0
 """As long as the ranks of a generation take at most to say where they listen."""
@@ -137,6 +139,7 @@ class Member:
         self._channel: CoordinatorChannel | None = None
         self._closed = False
         self._lost = ""
+        self._alone_since_s = time.monotonic()
         self._beat_due_s = 0.0
         self._thread = threading.Thread(target=self._run, name="hydroslurm-elastic", daemon=True)
 
@@ -330,7 +333,22 @@ class Member:
             with self._cond:
                 self._channel = None
                 self._cond.notify_all()
+            self._look_for_end()
             time.sleep(RETRY_S)
+
+    def _look_for_end(self) -> None:
+        """Nobody may be left who could say that the run has finished, or where it is."""
+        status = self._folder.read(self._folder.status_json) or {}
+        if status.get("state") == "Succeeded":
+            self._put(Finished(int(status.get("step", 0))))
+            self._closed = True
+        elif time.monotonic() - self._alone_since_s > TOLD_AFTER_S:
+            self._alone_since_s = math.inf
+            self._warn(
+                f"the coordinator of this run has not answered for {TOLD_AFTER_S:g} s "
+                f"({self._lost or 'nobody listens'}); this member trains on, and changes nothing "
+                "until it is back. Is its job running?"
+            )
 
     def _serve(self) -> None:
         connection = self._connect()
@@ -353,7 +371,10 @@ class Member:
             self._arrive()  # nothing more is trained, and nobody may ask
         if self._closed:
             channel.close()
-        channel.run()
+        try:
+            channel.run()
+        finally:
+            self._alone_since_s = time.monotonic()
 
     def _connect(self) -> Connection | None:
         place = self._folder.read(self._folder.coordinator_json)

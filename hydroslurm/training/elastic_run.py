@@ -63,6 +63,11 @@ class ElasticRun(Run):
             if isinstance(thing, Optimizer):
                 thing.register_step_pre_hook(self._before_optimizer)
 
+    @property
+    def generation(self) -> int:
+        """How often the members of this run have changed, from 1."""
+        return self._member.generation
+
     # --- what differs at the beginning and the end
     # --------------------------------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ def test_a_newcomer_gets_the_state_from_a_peer(story: ElasticStory) -> None:
     story.start("c", seed=11, epochs=4)
     story.wait_for_step("c", size=3)
     ends = [story.done(name) for name in "abc"]
+    story.start("late")
+    assert story.members["late"].wait() == 0  # nobody answers any more
     assert ends[0]["weights"] == ends[1]["weights"] == ends[2]["weights"], story
     assert {one["lr"] for one in ends} == {ends[0]["lr"]}
     assert story.entries("generation")[1]["joined"] == ["c"]

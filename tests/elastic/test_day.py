@@ -1,0 +1,79 @@
+"""A day of a preemptible partition in a few minutes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from elasticstory import SAMPLES, ElasticStory, times_seen
+from processes import wait_until
+
+EVENTS = int(os.environ.get("HYDROSLURM_TEST_EVENTS", "40"))
+
+
+@pytest.mark.elastic
+@pytest.mark.timeout(1800)
+def test_a_day_of_random_changes(tmp_path: Path) -> None:
+    """Members join, leave, die and hang, and the coordinator dies, in any order: every sample of
+    every epoch comes once, and those who finish have the same weights."""
+    chance = random.Random(int(os.environ.get("HYDROSLURM_TEST_SEED", "1")))
+    story = ElasticStory(tmp_path, min=1, max=4, gather_s=0.5)
+    epochs = 2 + EVENTS
+    number = 0
+
+    def start() -> None:
+        nonlocal number
+        number += 1
+        story.start(f"m{number}", epochs=epochs, step_s=0.01)
+
+    def alive() -> list[str]:
+        return [name for name, one in story.members.items() if one.process.poll() is None]
+
+    def trains() -> bool:
+        status = story.folder.read(story.folder.status_json) or {}
+        return status.get("state") == "Running" and status.get("size", 0) >= 1
+
+    try:
+        for _ in range(3):
+            start()
+        wait_until(trains, lambda: str(story))
+        for _ in range(EVENTS):
+            if story.entries("finished"):
+                break
+            time.sleep(chance.uniform(0.1, 1.0))
+            here, act = alive(), chance.random()
+            if len(here) < 2 or (act < 0.35 and len(here) < 5):
+                start()
+            elif act < 0.6:
+                story.signal(chance.choice(here), signal.SIGTERM)
+            elif act < 0.85:
+                story.signal(chance.choice(here), signal.SIGKILL)
+            elif act < 0.92:
+                name = chance.choice(here)
+                story.signal(name, signal.SIGSTOP)
+                time.sleep(chance.choice((0.3, 7.0)))
+                story.signal(name, signal.SIGCONT)
+            else:
+                story.kill_coordinator()
+                time.sleep(chance.uniform(0.0, 1.0))
+                story.start_coordinator()
+        while len(alive()) < 2:
+            start()
+        ends = []
+        for name in alive():
+            status = story.members[name].wait()
+            if status == 0 and not any("nothing to do" in one for one in story.members[name].lines):
+                ends.append(story.done(name))
+        assert ends, story
+        assert len({one["weights"] for one in ends}) == 1, story
+        seen = times_seen(*story.all_steps())
+        last = max(seen)
+        assert last == epochs - 1
+        for epoch, samples in seen.items():
+            assert samples == dict.fromkeys(range(SAMPLES), 1), (epoch, str(story))
+    finally:
+        story.close()
