@@ -42,6 +42,7 @@ SCRIPTS = (
     "frameworks",
     "host_reduce",
     "fused_modules",
+    "elastic",
     "compare",
     "gpu_check",
 )
