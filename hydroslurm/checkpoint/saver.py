@@ -13,7 +13,6 @@ from typing import Any, Literal
 from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
 from hydroslurm.checkpoint.deadline_save import DeadlineSave
 from hydroslurm.checkpoint.estimate import Estimate
-from hydroslurm.checkpoint.memory import Room, room
 from hydroslurm.checkpoint.outcome import (
     Saved,
     SaveEvent,
@@ -26,6 +25,7 @@ from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
 from hydroslurm.checkpoint.write_plan import WritePlan, divide, without_gc
+from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (
     CheckpointError,
     SaveAbandoned,

@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 import torch
 
-from hydroslurm.checkpoint.memory import Room, room
 from hydroslurm.checkpoint.pages import map_pages
 from hydroslurm.checkpoint.write_plan import Shard, WritePlan
+from hydroslurm.core.memory import Room, room
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one piece of staging memory. A power of two: torch rounds pinned memory up to the next

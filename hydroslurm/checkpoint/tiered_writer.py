@@ -12,11 +12,11 @@ from typing import Any
 
 from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED, FAST_ASSUMED, Estimate, Pace
-from hydroslurm.checkpoint.memory import Room, is_kept_in_memory, room
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.checkpoint.tiers import FAST_AT_MOST, FAST_KEEP, Tier
 from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.core.memory import Room, is_kept_in_memory, room
 from hydroslurm.errors import CheckpointError, SaveAbandoned, SaveFailed, UsageError
 
 

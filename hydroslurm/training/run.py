@@ -20,10 +20,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from hydroslurm.checkpoint import memory
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.coordination.world import World
+from hydroslurm.core import memory
 from hydroslurm.elastic.folder import ELASTIC_ENV
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller

@@ -33,13 +33,13 @@ from checkpoint.states import revoked_from_anybody, same
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint import save as save_module
 from hydroslurm.checkpoint.deadline import Action
-from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.core.fence import Fence
+from hydroslurm.core.memory import Room
 from hydroslurm.errors import (
     CheckpointCorrupt,
     CheckpointError,

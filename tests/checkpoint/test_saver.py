@@ -17,12 +17,12 @@ from checkpoint.disks import BrokenDisk, HeldDisk
 from checkpoint.states import state_bytes
 from processes import child
 
-from hydroslurm.checkpoint.memory import Room
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tiers import FAST_AT_MOST, Tier
+from hydroslurm.core.memory import Room
 from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
 
 

@@ -9,7 +9,7 @@ REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)
 PATIENT_WAIT_S = 10
 """A shorter wait before a restart is not worth mentioning."""
 MEMORY_USED = 0.9
-"""The share of a memory limit that a run uses, copies included (see ``checkpoint.memory``)."""
+"""The share of a memory limit that a run uses, copies included (see ``core.memory``)."""
 
 
 def short_grace(facts: Facts) -> Finding | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.checkpoint import memory
+from hydroslurm.core import memory
 
 MB = 10**6
 V1_MOUNT = "36 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
