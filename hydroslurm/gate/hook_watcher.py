@@ -109,12 +109,13 @@ class Watcher:
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._requested_ns = 0
         self._stop_wanted = False
+        self._stopping = False
         self._ending = False
         self._thread: threading.Thread | None = None
 
     def start(self, pipe: SignalPipe, rules: Mapping[int, SignalRule]) -> None:
         """Watch the pipe, through which the signals of these rules arrive."""
-        self._ending, self.state = False, GateState.RUNNING
+        self._ending, self._stopping, self.state = False, False, GateState.RUNNING
         self._thread = threading.Thread(
             target=self._watch, args=(pipe, rules), name="hydroslurm-gate", daemon=True
         )
@@ -183,12 +184,16 @@ class Watcher:
         if self.state is GateState.STOPPING:
             return
         if request.action is Action.STOP:
-            self._set_causes(Cause(0))
+            self._stopping = True
+            self._set_causes(self.causes & Cause.VACATED)
             self._events.emit(
                 EventKind.STOP_REQUESTED, signo=request.signo, value_ns=request.mono_ns
             )
-            self._open(request.mono_ns)
-            self.state = GateState.STOPPING
+            self._stop_unless_vacated(request.mono_ns)
+            return
+        if self._stopping:
+            self._set_causes(self.causes & ~request.causes)
+            self._stop_unless_vacated(request.mono_ns)
             return
         before = self.causes
         if request.action is Action.PAUSE:
@@ -202,6 +207,11 @@ class Watcher:
             self._open(request.mono_ns)
         else:  # also when nothing changed: whoever asked waits for an answer
             self._events.emit(EventKind.CAUSES_CHANGED)
+
+    def _stop_unless_vacated(self, requested_ns: int) -> None:
+        if not self.causes:
+            self._open(requested_ns)
+            self.state = GateState.STOPPING
 
     def _set_causes(self, causes: Cause) -> None:
         self.causes = self._events.causes = causes

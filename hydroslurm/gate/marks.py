@@ -75,6 +75,8 @@ class Range(IntEnum):
     COMMITTING = 5
     REQUEUEING = 6
     STEP = 7
+    VACATING = 8
+    RESTORING = 9
 
 
 class Marks:

@@ -37,6 +37,9 @@ class Cause(IntFlag):
     TERMINAL = 8
     PEERS = 16
     """Another rank of the job is paused. Only requests set it."""
+    VACATED = 32
+    """Device memory is away. Only requests set it, while the gate is closed; it keeps the gate
+    closed even when a stop comes, for the next operator would read what is not there."""
 
     def names(self) -> list[str]:
         """The causes in the set, lower case, in order of their number."""

@@ -11,7 +11,7 @@ TEST(bad_arguments) {
     const std::vector<hs_signal> bad = {
         line(SIGUSR1, 0, HS_CAUSE_USER),  line(SIGUSR1, 4, HS_CAUSE_USER), line(SIGKILL, HS_ACTION_PAUSE, HS_CAUSE_USER),
         line(SIGSTOP, HS_ACTION_PAUSE, HS_CAUSE_USER), line(0, HS_ACTION_PAUSE, HS_CAUSE_USER), line(65, HS_ACTION_PAUSE, HS_CAUSE_USER),
-        line(SIGUSR1, HS_ACTION_PAUSE, 0), line(SIGUSR1, HS_ACTION_RESUME, 32), line(-1, HS_ACTION_STOP, 0)};
+        line(SIGUSR1, HS_ACTION_PAUSE, 0), line(SIGUSR1, HS_ACTION_RESUME, 64), line(-1, HS_ACTION_STOP, 0)};
     for (const hs_signal &one : bad) {
         std::vector<hs_signal> table = {line(SIGUSR2, HS_ACTION_RESUME, HS_CAUSE_USER), one};
         CHECK_EQ(start(table), -EINVAL);
@@ -50,7 +50,7 @@ TEST(bad_requests) {
     CHECK_EQ(hs_gate_request(0, HS_CAUSE_API), -EINVAL);
     CHECK_EQ(hs_gate_request(4, HS_CAUSE_API), -EINVAL);
     CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, 0), -EINVAL);
-    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, 32), -EINVAL);
+    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, 64), -EINVAL);
     CHECK_EQ(hs_gate_let_through(-1), -EINVAL);
     CHECK_EQ(hs_gate_let_through(int64_t{INT32_MAX} + 1), -EINVAL);
     CHECK_EQ(hs_gate_let_through(0), 0);
@@ -231,6 +231,33 @@ TEST(stop_wins) {
     start_usual();
     raise(SIGUSR1);
     until_event(HS_EVENT_GATE_CLOSED, 2);
+    hs_gate_stop();
+}
+
+/* A gate that is closed for a vacated device opens for no stop and no resume before that is over, and one that is open
+ * does not close for it once a stop has come. */
+TEST(stop_waits_for_vacated) {
+    start_usual();
+    raise(SIGUSR1);
+    until_event(HS_EVENT_GATE_CLOSED);
+    CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_VACATED), 0);
+    until([] { return status().causes == (HS_CAUSE_USER | HS_CAUSE_VACATED); });
+    raise(SIGUSR2);
+    until([] { return status().causes == HS_CAUSE_VACATED; });
+    CHECK(status().closed_mono_ns != 0);
+    raise(SIGTERM);
+    until_event(HS_EVENT_STOP_REQUESTED);
+    raise(SIGUSR2);
+    until([] { return status().causes == HS_CAUSE_VACATED; });
+    CHECK(status().closed_mono_ns != 0);
+    CHECK_EQ(count_of(HS_EVENT_RESUMED), 0);
+    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_VACATED), 0);
+    until_event(HS_EVENT_RESUMED);
+    until([] { return status().state == HS_STATE_STOPPING; });
+    CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_VACATED), 0);
+    until([] { return status().causes == HS_CAUSE_VACATED; });
+    CHECK_EQ(status().closed_mono_ns, 0);
+    fake_operator();
     hs_gate_stop();
 }
 

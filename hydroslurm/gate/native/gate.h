@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-#define HS_GATE_ABI 5
+#define HS_GATE_ABI 6
 
 /* What a signal asks for. */
 enum hs_action {
@@ -55,6 +55,8 @@ enum hs_cause {
     HS_CAUSE_API = 4,      /* hs_gate_request() */
     HS_CAUSE_TERMINAL = 8, /* SIGTSTP from the terminal's driver: Ctrl-Z */
     HS_CAUSE_PEERS = 16,   /* hs_gate_request(): another rank of the job is paused */
+    HS_CAUSE_VACATED = 32, /* hs_gate_request(), while the gate is closed: device memory is away. A gate that is closed
+                              stays closed for it even when a stop comes: the next operator would read what is not there */
 };
 
 /* One line of the signal table given to hs_gate_start(). */

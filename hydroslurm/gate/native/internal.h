@@ -72,7 +72,7 @@ void futex_wake(Word &word, int n) noexcept;                             /* [sig
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "handlers need lock-free 64-bit atomics");
 
-constexpr int kCauses = 5;
+constexpr int kCauses = 6;
 constexpr uint32_t kAllCauses = (1u << kCauses) - 1;
 
 /* How often something was asked for, and the last time. */

@@ -25,7 +25,7 @@ nvtxStringHandle_t request_names[4];
 nvtxStringHandle_t moment_names[3];
 nvtxStringHandle_t clock_name;
 
-constexpr const char *kRanges[HS_RANGES] = {"pausing", "parked", "resuming", "draining", "saving", "committing", "requeueing", "step"};
+constexpr const char *kRanges[HS_RANGES] = {"pausing", "parked", "resuming", "draining", "saving", "committing", "requeueing", "step", "vacating", "restoring"};
 constexpr const char *kRequests[4] = {"", "pause_request", "resume_request", "stop_request"}; /* by enum hs_action */
 constexpr const char *kMoments[3] = {"gate_closed", "at_rest", "gate_opened"}; /* by enum Moment */
 

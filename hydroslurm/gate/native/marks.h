@@ -42,8 +42,10 @@ enum hs_range {
     HS_RANGE_COMMITTING = 5,
     HS_RANGE_REQUEUEING = 6,
     HS_RANGE_STEP = 7,
+    HS_RANGE_VACATING = 8,
+    HS_RANGE_RESTORING = 9,
 };
-#define HS_RANGES 8
+#define HS_RANGES 10
 
 #define HS_NO_RANGE UINT64_MAX
 

@@ -16,10 +16,15 @@ std::atomic<int64_t> last_stamp_ns{0};
 std::atomic<uint8_t> line_of[NSIG]; /* signal -> index of its line + 1 */
 
 /* A pause that comes in this very moment is not lost: the watcher closes again. */
+bool is_in_force(int bit) noexcept { return signals.pause[bit].load() > signals.resume[bit].load(); }
+
 bool may_open() noexcept {
-    if (signals.stop.load() != 0) return true;
+    constexpr int vacated_bit = 5;
+    static_assert(HS_CAUSE_VACATED == 1 << vacated_bit, "bit of HS_CAUSE_VACATED");
+    /* a stop wins over every cause but this: only a closed gate may be kept so, an open one never closes for it */
+    if (signals.stop.load() != 0) return !is_in_force(vacated_bit) || gate.closed.load() == 0;
     for (int bit = 0; bit < kCauses; ++bit)
-        if (signals.pause[bit].load() > signals.resume[bit].load()) return false;
+        if (is_in_force(bit)) return false;
     return true;
 }
 

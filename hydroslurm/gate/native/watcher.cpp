@@ -232,7 +232,8 @@ void Watcher::move(uint32_t last_closing) noexcept {
     causes_ = causes_now();
     gate.causes.store(causes_);
     held_for_ |= causes_;
-    const bool want_closed = causes_ != 0 && !stopping_ && !gate.quit.load();
+    const bool vacated = closed_ && (causes_ & HS_CAUSE_VACATED) != 0; /* keeps a gate closed, and never closes one after a stop */
+    const bool want_closed = causes_ != 0 && (!stopping_ || vacated) && !gate.quit.load();
     bool moved = !closed_ && last_closing != closing_; /* a handler has closed it */
     if (moved) take_over(before);
     const bool refused = moved && refused_;
@@ -254,7 +255,7 @@ void Watcher::move(uint32_t last_closing) noexcept {
     /* also when a request changed nothing: whoever asked waits for an answer */
     if (!moved && (causes_ != before || n_collected_ != 0)) event_push(event_with(HS_EVENT_CAUSES_CHANGED, 0));
     if (!want_closed) refused_ = false;
-    if (stopping_) gate.state.store(HS_STATE_STOPPING);
+    if (stopping_ && !closed_) gate.state.store(HS_STATE_STOPPING);
 }
 
 int64_t Watcher::oldest_request_ns() const noexcept {

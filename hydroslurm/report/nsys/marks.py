@@ -17,7 +17,17 @@ DOMAIN = "hydroslurm"
 CLOCK = "clock"
 REQUESTS = ("pause_request", "resume_request", "stop_request")
 MOMENTS = ("gate_closed", "at_rest", "gate_opened")
-RANGES = ("pausing", "parked", "resuming", "draining", "saving", "committing", "requeueing")
+RANGES = (
+    "pausing",
+    "parked",
+    "resuming",
+    "draining",
+    "saving",
+    "committing",
+    "requeueing",
+    "vacating",
+    "restoring",
+)
 
 _MARK, _PUSH_POP, _START_END, _DOMAIN_CREATE = 34, 59, 60, 75
 
