@@ -9,6 +9,7 @@
     |   |-- NotInstalled           pause(), resume() ... before install()
     |   `-- TorchMissing           torch cannot be imported
     |-- AckTimeout                 a signal was sent, the rank did not answer in time
+    |-- VacateError                device memory could not be moved, or not in time
     |-- TargetError                the process to signal is gone, or would die of the signal
     |-- SlurmError                 Slurm refused, or could not be asked
     |   |-- SlurmMissing           no Slurm programs or no slurm.conf on this machine
@@ -92,6 +93,10 @@ class TorchMissing(InstallError):
 
 class AckTimeout(HydroslurmError):
     """A rank was signalled and did not answer in time."""
+
+
+class VacateError(HydroslurmError):
+    """Device memory could not be moved, or not in time."""
 
 
 class TargetError(HydroslurmError):

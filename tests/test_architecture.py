@@ -26,7 +26,9 @@ MAY_IMPORT = {
     "coordination": COORDINATION,
     "numa": BASE | {"coordination.world"},
     "prove": BASE | {"slurm"},
-    "runtime": COORDINATION | {"numa", "prove.recorder"},  # the last as torch is, when asked for
+    "vacate": BASE,
+    "runtime": COORDINATION
+    | {"numa", "vacate", "prove.recorder"},  # the last as torch is, when asked for
     "checkpoint": BASE,
     "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
     "parallel": COORDINATION,
@@ -34,9 +36,10 @@ MAY_IMPORT = {
     "training": TRAINING,
     "compat": TRAINING | {"training", "integrations"},
     "integrations": TRAINING | {"training", "numa", "parallel"},
-    "jobs": ELASTIC | {"runtime"},
+    "jobs": ELASTIC | {"runtime", "vacate"},
     "report": BASE | {"slurm"},
-    "observe": BASE | {"elastic.folder", "slurm", "checkpoint", "training.attempts", "jobs"},
+    "observe": BASE
+    | {"elastic.folder", "slurm", "checkpoint", "training.attempts", "jobs", "vacate"},
     "devcluster": {"errors", "core.files", "core.trust", "slurm.spank.build"},
     "cli": {""},  # everything
     "__init__": {""},

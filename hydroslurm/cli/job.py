@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -33,13 +34,29 @@ ASK_EVERY_S = 10.0
 """How often Slurm is asked whether a job has ended: sites dislike more."""
 
 
-def pause(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
+def pause(
+    pid: Pid = None,
+    job: JobId = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            help="How long to wait for the answer, seconds. Default: 10, with --vacate 120.",
+        ),
+    ] = None,
+    vacate: Annotated[
+        bool, typer.Option("--vacate", help="Move the device memory to the host as well.")
+    ] = False,
+) -> None:
     """Park a process or a job between two operators, wait for the acknowledgement, print the
     latency per rank."""
     from hydroslurm.jobs.control.requests import pause_job
     from hydroslurm.runtime import client
 
-    _ask(client.pause, pause_job, pid, job, timeout_s)
+    if timeout_s is None:
+        timeout_s = 120.0 if vacate else 10.0
+    process_verb = functools.partial(client.pause, vacate=vacate)
+    _ask(process_verb, functools.partial(pause_job, vacate=vacate), pid, job, timeout_s)
 
 
 def resume(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:

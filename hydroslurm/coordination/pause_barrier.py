@@ -91,7 +91,7 @@ class PauseBarrier:
         self._report_causes(self._gate.status().causes)
 
     def _report_causes(self, causes: Cause) -> None:
-        own = bool(causes & ~Cause.PEERS)
+        own = bool(causes & ~(Cause.PEERS | Cause.VACATED))
         with self._lock:
             if own == self._has_own_cause:
                 return
@@ -229,6 +229,7 @@ class PauseBarrier:
         self._emit(
             EventKind.ALL_PARKED,
             {
+                "parking": f"{message['pause']}-{message['round']}",
                 "of_ranks": message["of_ranks"],
                 "in_flight": message["in_flight"],
                 "rounds": message["rounds"],

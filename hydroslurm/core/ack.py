@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +26,8 @@ _POLL_SPARE_S = 0.05
 has room."""
 _MOST_BYTES = 4 << 20
 """That are read of one rank at a time."""
-_PEERS = ["peers"]
+_NOT_OWN = {"peers", "vacated"}
+"""Causes that go by themselves, once the others are resumed and the device memory is back."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Answer:
         message: for people.
         all_parked_us: signal's arrival in the rank -> all ranks parked at the same collectives;
             None for a rank that is alone, and where that was not reached.
+        vacated_bytes: device memory that it has moved to the host; None where that was not asked.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class Answer:
     latency_us: float | None
     message: str
     all_parked_us: float | None = None
+    vacated_bytes: int | None = None
 
 
 class EventTail:
@@ -172,13 +175,56 @@ class JudgePause:
         return Answer(event.rank, True, None, message)
 
 
+class JudgeVacate:
+    """The answers to a pause that is to move the device's memory away: parked, and then where the
+    memory is."""
+
+    def __init__(self, path: Path) -> None:
+        self._pause = JudgePause(path)
+        self._parked: Answer | None = None
+        self._moved: Event | None = None
+
+    def __call__(self, event: Event) -> Answer | None:
+        if event.kind in (EventKind.VACATED, EventKind.NOT_VACATED):
+            self._moved = event
+        elif self._parked is None:
+            self._parked = self._pause(event)
+            if self._parked is not None and not self._parked.done:
+                return self._parked
+        elif (ending := _judge_ending(event)) is not None:
+            return ending
+        if self._parked is None or self._moved is None:
+            return None
+        return _moved(self._parked, self._moved)
+
+    def when_late(self) -> Answer | None:
+        """A rank that is parked, and at work on its memory, or that does not do it."""
+        parked = self._parked or self._pause.when_late()
+        if parked is None:
+            return None
+        told = "its device memory has not been moved yet"
+        return replace(parked, done=False, message=f"{parked.message}; {told}")
+
+
+def _moved(parked: Answer, event: Event) -> Answer:
+    data = event.data
+    if event.kind is EventKind.NOT_VACATED:
+        told = f"not vacated: {data.get('reason')}"
+        return replace(parked, done=False, message=f"{parked.message}; {told}")
+    moved_bytes, took_s = data.get("moved_bytes", 0), data.get("vacate_s", 0.0)
+    told = f"{moved_bytes / 1e9:.2f} GB vacated in {took_s:.2f} s"
+    if data.get("reason"):
+        told += f" ({data['reason']})"
+    return replace(parked, message=f"{parked.message}; {told}", vacated_bytes=moved_bytes)
+
+
 class JudgeResume:
     """The answers to a resume: opened, and then the first operator that runs again, when one was
     held. A rank that is held for its peers only waits for the last of them to be resumed."""
 
     def __init__(self, path: Path) -> None:  # noqa: ARG002 - as the other judges
         """``path`` is not read: the events say it all."""
-        self._held_for_peers: Event | None = None
+        self._held: Event | None = None
 
     def __call__(self, event: Event) -> Answer | None:
         if event.kind is EventKind.FIRST_OPERATOR_RELEASED:
@@ -189,20 +235,25 @@ class JudgeResume:
             return Answer(event.rank, True, None, "running again; no thread was held")
         if event.kind is EventKind.CAUSES_CHANGED:
             causes = event.data.get("causes")
-            if causes == _PEERS:
-                self._held_for_peers = event
+            if causes and _NOT_OWN.issuperset(causes):
+                self._held = event
                 return None
             if causes:
                 return Answer(event.rank, False, None, f"still held for: {', '.join(causes)}")
             return Answer(event.rank, True, None, "was running already")
+        if event.kind is EventKind.RESTORE_FAILED:
+            reason = f"its device memory is lost: {event.data.get('reason')}"
+            return Answer(event.rank, False, None, reason)
         return _judge_ending(event)
 
     def when_late(self) -> Answer | None:
-        """A rank that another one keeps."""
-        if self._held_for_peers is None:
+        """A rank that another one keeps, or whose memory is on its way."""
+        if self._held is None:
             return None
         message = "still held, because another rank of the job is paused"
-        return Answer(self._held_for_peers.rank, False, None, message)
+        if "vacated" in self._held.data.get("causes", ()):
+            message = "still held, until its device memory is back"
+        return Answer(self._held.rank, False, None, message)
 
 
 class JudgeStop:

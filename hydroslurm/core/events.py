@@ -56,6 +56,11 @@ class EventKind(str, Enum):
     PARKED = "parked"
     DRAINED = "drained"
     NOT_DRAINED = "not_drained"
+    VACATED = "vacated"
+    NOT_VACATED = "not_vacated"
+    RESTORED = "restored"
+    RESTORE_WAITS = "restore_waits"
+    RESTORE_FAILED = "restore_failed"
     RESUMED = "resumed"
     FIRST_OPERATOR_RELEASED = "first_operator_released"
     LATE_OPERATOR_HELD = "late_operator_held"
@@ -240,6 +245,9 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "deaf": _are_texts,
     "held_for": _are_texts,
     "meaning": _is_text,
+    "lost": lambda value: isinstance(value, bool),
+    "moved_bytes": _is_count,
+    "moved_s": _is_duration,
     "node_name": _is_text_or_none,
     "park_us": _is_duration,
     "parked_pids": _are_pids,
@@ -247,6 +255,7 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "pids": _are_counts,
     "reason": _is_text_or_none,
     "requested_mono_ns": _is_count_or_none,
+    "restore_s": _is_duration,
     "resume_us": _is_duration,
     "running_pids": _are_pids,
     "seconds": lambda value: value is None or _is_duration(value),
@@ -256,6 +265,7 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "task": _is_count,
     "status": lambda value: value is None or type(value) is int,
     "tier": _is_text_or_none,
+    "vacate_s": _is_duration,
     "what": _is_text,
     "message": _is_text_or_none,
     "world_size": lambda value: type(value) is int and 1 <= value <= MOST_RANK,

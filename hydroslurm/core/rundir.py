@@ -10,6 +10,7 @@
   scratch/worker-2/            a replica's own, removed by cleanPolicy All
   events/rank-00000.jsonl      everything that happened, both clocks, in order
   events/rank-00000.json       where it is now: replaced at changes and every few seconds
+  events/rank-00000.vacate       that a pause is to free the device: see vacate/request.py
   events/rank-00000.spare      room for what could not be appended to it on a full disk
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
   events/told-123              job 123 was told that nobody saves for it

@@ -72,6 +72,10 @@ class RankStatus:
             not.
         children_parked: processes that it started and that are parked with it.
         children_running: those that go on while it is parked.
+        vacated_bytes: device memory that is on the host now; 0 while it is not.
+        vacate_s, restore_s: how long the latest move took, there and back; None before the first.
+        not_vacated: why the memory of the present pause, or of the latest, is where it is.
+        is_lost: its device memory could not be given back: it cannot train on.
         step: training step, None when the rank never told.
         step_since: when the step was first seen to be this one; late by one heartbeat at the most.
         steps_per_s: over the latest interval in which the step changed; None before.
@@ -112,6 +116,11 @@ class RankStatus:
     all_parked: Moment | None = None
     children_parked: tuple[int, ...] = ()
     children_running: tuple[int, ...] = ()
+    vacated_bytes: int = 0
+    vacate_s: float | None = None
+    restore_s: float | None = None
+    not_vacated: str | None = None
+    is_lost: bool = False
     step: int | None = None
     step_since: Moment | None = None
     steps_per_s: float | None = None
@@ -136,6 +145,17 @@ class RankStatus:
         if self.children_running:
             return f"main process {self.state}"
         return f"{self.state} together" if self.parked_together else self.state
+
+    @property
+    def vacated_message(self) -> str:
+        """Where its device memory is; empty where that is nothing to tell."""
+        if self.is_lost:
+            return f"device memory lost: {self.not_vacated}"
+        if self.vacated_bytes:
+            return f"{self.vacated_bytes / 1e9:.2f} GB of device memory are on the host"
+        if self.not_vacated and self.state == "parked":
+            return f"not vacated: {self.not_vacated}"
+        return ""
 
     @property
     def children_message(self) -> str:
@@ -239,7 +259,8 @@ def after(status: RankStatus | None, event: Event) -> RankStatus:
         causes=tuple(event.data.get("causes", status.causes)),
         pauses=event.data.get("pause", status.pauses),
     )
-    status = _with_training(_with_ranks(_with_pause(status, event), event), event)
+    status = _with_vacated(_with_pause(status, event), event)
+    status = _with_training(_with_ranks(status, event), event)
     entered = _ENTERS.get(event.kind)
     # a stop opens the gate: what follows it is the way out, not a return to running
     if entered in (None, status.state) or (status.state == "stopping" and entered == "running"):
@@ -314,6 +335,22 @@ def _with_pause(status: RankStatus, event: Event) -> RankStatus:
     if kind in (EventKind.GATE_CLOSED, EventKind.RESUMED):
         return replace(status, children_parked=(), children_running=())
     return status
+
+
+def _with_vacated(status: RankStatus, event: Event) -> RankStatus:
+    """Where the device's memory is."""
+    kind, data = event.kind, event.data
+    reason = str(data.get("reason") or "")[:_MOST_TEXT] or None
+    if kind is EventKind.VACATED:
+        took_s = data.get("vacate_s")
+        moved_bytes = data.get("moved_bytes", 0)
+        return replace(status, vacated_bytes=moved_bytes, vacate_s=took_s, not_vacated=None)
+    if kind in (EventKind.NOT_VACATED, EventKind.RESTORE_FAILED):
+        lost = bool(data.get("lost"))
+        return replace(status, vacated_bytes=0, not_vacated=reason, is_lost=status.is_lost or lost)
+    if kind is EventKind.RESTORED:
+        return replace(status, vacated_bytes=0, restore_s=data.get("restore_s"))
+    return replace(status, not_vacated=None) if kind is EventKind.GATE_CLOSED else status
 
 
 def _with_ranks(status: RankStatus, event: Event) -> RankStatus:
@@ -500,6 +537,11 @@ _READERS: Mapping[str, _Reader] = {
     "all_parked": _moment_or_none,
     "children_parked": _many(_nanoseconds),
     "children_running": _many(_nanoseconds),
+    "vacated_bytes": lambda value: 0 if value is None else _nanoseconds(value),
+    "vacate_s": _or_none(_number),
+    "restore_s": _or_none(_number),
+    "not_vacated": _or_none(_text),
+    "is_lost": lambda value: False if value is None else _flag(value),
     "step": _integer_or_none,
     "step_since": _moment_or_none,
     "steps_per_s": _or_none(_number),

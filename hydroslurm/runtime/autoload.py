@@ -21,10 +21,11 @@ a process that does not use torch. Processes that are not ranks are left alone:
 - launchers, which start ranks: torchrun, ``hydroslurm agent`` ... Their workers have a rank of
   their own, and are installed.
 
-Both modes install the same. ``pause`` is all that a script without a ``hydroslurm.Run`` can do.
-``requeue`` says that the job may be stopped, and is for scripts with a ``Run``, which takes over
-SIGTERM when it is made; until then, and in a script without one, SIGTERM does what it did before:
-nothing that could not save is kept from ending.
+All modes install the same. ``pause`` is all that a script without a ``hydroslurm.Run`` can do.
+``vacate`` is the same, and each pause also moves the device's memory to the host
+(:mod:`hydroslurm.vacate`). ``requeue`` says that the job may be stopped, and is for scripts with a
+``Run``, which takes over SIGTERM when it is made; until then, and in a script without one, SIGTERM
+does what it did before: nothing that could not save is kept from ending.
 
 From here to the end of the process SIGUSR1 and SIGUSR2 do not kill it, see :func:`keep_alive`.
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # a Python that never comes to torch is to start no later for
     from types import FrameType, ModuleType
 
 PREEMPT_ENV = "HYDROSLURM_PREEMPT"
-"""Environment variable: ``pause`` or ``requeue`` asks for it; ``off`` and 0 do not."""
+"""Environment variable: ``pause``, ``vacate`` or ``requeue`` asks for it; ``off`` and 0 do not."""
 TAKEN_ENV = "HYDROSLURM_RANK_TAKEN"
 """Environment variable, set by a process that becomes a rank: ``PID:RANK``, for its children."""
 BELOW_ENV = "HYDROSLURM_BELOW"
@@ -57,7 +58,7 @@ BELOW_ENV = "HYDROSLURM_BELOW"
 when it started, in clock ticks, and the numbers of the signals that nothing below it dies of."""
 BIND_ENV = "HYDROSLURM_BIND_NUMA"
 """Environment variable: 1 has each rank bound to its NUMA node when it imports torch."""
-MODES = ("pause", "requeue")
+MODES = ("pause", "vacate", "requeue")
 _OFF = frozenset({"", "0", "off", "no", "none", "false"})
 _SLURM_TASK = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
 _TORCHRUN_WORKER = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")
@@ -86,7 +87,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
         return
     if mode not in MODES:
         say(
-            f"{PREEMPT_ENV}={mode[:60]!r} is not known; wanted {' or '.join(MODES)}, or off. This "
+            f"{PREEMPT_ENV}={mode[:60]!r} is not known; wanted {', '.join(MODES)} or off. This "
             "process is not preemptible"
         )
         return

@@ -11,17 +11,26 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from hydroslurm.core import registry
-from hydroslurm.core.ack import Answer, EventTail, JudgePause, JudgeResume, wait_for_answers
+from hydroslurm.core.ack import (
+    Answer,
+    EventTail,
+    JudgePause,
+    JudgeResume,
+    JudgeVacate,
+    wait_for_answers,
+)
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.files import clean
 from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
 from hydroslurm.gate.signals import SignalPlan, is_ours_alone
+from hydroslurm.vacate.request import ask_to_vacate
 
 Verb = Literal["pause", "resume"]
 
@@ -43,15 +52,24 @@ def send_signal(pid: int, action: str, *, environ: Mapping[str, str] | None = No
     _send(pid, _signal_for(action, entry), entry)
 
 
-def pause(pid: int, *, timeout_s: float = 10.0, environ: Mapping[str, str] | None = None) -> Answer:
+def pause(
+    pid: int,
+    *,
+    timeout_s: float = 10.0,
+    vacate: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> Answer:
     """Pause a process and wait until it reports that it is parked.
+
+    Args:
+        vacate: have it move its device memory to the host as well, and wait for that.
 
     Raises:
         TargetError: as :func:`send_signal`; or the process keeps no events, so it could not answer
             (it was not signalled).
         AckTimeout: it was signalled and did not answer in time.
     """
-    return _ask(pid, "pause", timeout_s, environ)
+    return _ask(pid, "pause", timeout_s, environ, vacate=vacate)
 
 
 def resume(
@@ -79,7 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if answer.done else 1
 
 
-def _ask(pid: int, verb: Verb, timeout_s: float, environ: Mapping[str, str] | None) -> Answer:
+def _ask(
+    pid: int,
+    verb: Verb,
+    timeout_s: float,
+    environ: Mapping[str, str] | None,
+    *,
+    vacate: bool = False,
+) -> Answer:
     entry = _entry(pid, environ)
     if entry is None:
         _caught(pid)
@@ -89,10 +114,12 @@ def _ask(pid: int, verb: Verb, timeout_s: float, environ: Mapping[str, str] | No
             "or on another machine. It was not signalled. For a Slurm job use --job"
         )
     tail = EventTail(Path(entry.events))
+    if vacate:
+        _ask_to_vacate(Path(entry.events))
     _send(pid, _signal_for(verb, entry), entry)
     answers = wait_for_answers(
         {entry.rank: tail},
-        JudgePause if verb == "pause" else JudgeResume,
+        JudgeResume if verb == "resume" else JudgeVacate if vacate else JudgePause,
         timeout_s=timeout_s,
     )
     if entry.rank not in answers:
@@ -102,6 +129,15 @@ def _ask(pid: int, verb: Verb, timeout_s: float, environ: Mapping[str, str] | No
             f"(it parks when that ends), stopped, or unable to write {entry.events}"
         )
     return answers[entry.rank]
+
+
+def _ask_to_vacate(log: Path) -> None:
+    try:
+        ask_to_vacate(log, number=time.time_ns())
+    except OSError as error:
+        raise TargetError(
+            f"the process was left alone: it cannot be asked to vacate: {error}"
+        ) from error
 
 
 def _entry(pid: int, environ: Mapping[str, str] | None) -> registry.Entry | None:

@@ -45,6 +45,8 @@ from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.leader import Children
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.status_writer import StatusWriter
+from hydroslurm.runtime.vacating import Vacating
+from hydroslurm.vacate.policy import VacatePolicy
 
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
@@ -100,6 +102,7 @@ class Controller:
         guarding: whether signals that others take are taken back.
         ranks: the other ranks of the job, None for a rank that is alone.
         marks: the NVTX marks of this process.
+        vacating: what moves the device's memory away in a pause, and back.
     """
 
     def __init__(
@@ -111,8 +114,17 @@ class Controller:
         identity: Identity,
         status: StatusWriter,
         emit: Emit = Emit.EVENTS,
+        vacate: VacatePolicy = VacatePolicy.WHEN_ASKED,
+        grace_s: float | None = None,
+        ranks_here: int = 1,
     ) -> None:
-        """``emit``: which NVTX marks and ranges a profiler gets, where one listens."""
+        """
+        Args:
+            emit: which NVTX marks and ranges a profiler gets, where one listens.
+            vacate: which pauses move the device's memory away.
+            grace_s: between Slurm's SIGTSTP and its SIGSTOP; None: as :class:`Vacating`.
+            ranks_here: on this node.
+        """
         self.gate = gate
         self.marks = gate.marks
         self.plan = plan
@@ -127,6 +139,18 @@ class Controller:
         self._emit = emit
         self._recorder = Recorder()
         self._children = Children(gate.wake)
+        self.vacating = Vacating(
+            gate,
+            emit=self._write,
+            on_idle=self._look_again,
+            log=log.path,
+            policy=vacate,
+            grace_s=grace_s,
+            ranks_here=ranks_here,
+            drain_s=DRAIN_LIMIT_S,
+        )
+        self._all_parked = ""
+        self._may_vacate = False
         self._drains: queue.SimpleQueue[tuple[int, Drain]] = queue.SimpleQueue()
         self._parked = threading.Event()
         self._running = threading.Event()
@@ -213,6 +237,7 @@ class Controller:
                 "this process was forked from the one that was installed; nothing is installed here"
             )
         self.guarding = False
+        self.vacating.end()
         if self.ranks is not None:
             self.ranks.leave()
         self.causes_at_stop = self.gate.status().causes
@@ -350,6 +375,9 @@ class Controller:
                 self._guard.check()
                 self._report_drains()
                 self._report_children()
+                if self._may_vacate:
+                    self._may_vacate = False
+                    self._vacate()
                 self._status.write(self.step)
 
     def _handle(self, events: list[GateEvent]) -> None:
@@ -374,6 +402,7 @@ class Controller:
             if seen.kind is EventKind.STOP_REQUESTED:
                 self._note_stop(seen)
             self._follow(record.kind)
+            self._follow_vacating(seen)
 
     def _listen(self, on_stop: Callable[[StopRequest], None]) -> None:
         with self._stop_lock:
@@ -425,6 +454,32 @@ class Controller:
             self._parked.clear()
             self._running.set()
             self._children.release()
+
+    def _follow_vacating(self, seen: GateEvent) -> None:
+        kind = seen.kind
+        if kind is EventKind.GATE_CLOSED:
+            self._all_parked = ""
+        elif kind in (EventKind.PARKED, EventKind.CAUSES_CHANGED):
+            self._vacate()
+        if kind is EventKind.CAUSES_CHANGED or kind is EventKind.STOP_REQUESTED:
+            self.vacating.on_causes(seen.causes, stops=kind is EventKind.STOP_REQUESTED)
+
+    def _look_again(self) -> None:
+        self._may_vacate = True
+        self.gate.wake()
+
+    def _vacate(self) -> None:
+        """Once nobody moves: a rank that has others waits until all are parked."""
+        ranks, pause = self.ranks, self._recorder.pause
+        status = self.gate.status()
+        if status.state is not GateState.PARKED or self.stop_request is not None:
+            return
+        if not status.causes & ~Cause.VACATED:
+            return
+        if ranks is None or ranks.lost is not None or not ranks.have_joined:
+            self.vacating.begin(pause)
+        elif self._all_parked:
+            self.vacating.begin(pause, ranks, self._all_parked)
 
     def _drain(self) -> None:
         pause = self._recorder.pause
@@ -484,5 +539,7 @@ class Controller:
         )
         self._log.append(event)  # first: this line is what others wait for
         self._status.note(event)
+        if kind is EventKind.ALL_PARKED and not data.get("in_flight"):
+            self._all_parked, self._may_vacate = str(data["parking"]), True
         if threading.current_thread() is not self._thread:
             self.gate.wake()

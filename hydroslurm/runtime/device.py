@@ -8,6 +8,7 @@ never becomes idle, and is reported as such.
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
@@ -41,6 +42,23 @@ def used_devices() -> tuple[int, ...]:
     if has_context is None:
         return (torch.cuda.current_device(),)
     return tuple(index for index in range(torch.cuda.device_count()) if has_context(index))
+
+
+def reserved_bytes() -> int:
+    """What torch's allocator holds of the used devices; other libraries' memory comes on top."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return 0
+    return sum(int(torch.cuda.memory_reserved(index)) for index in used_devices())
+
+
+def drain(*, limit_s: float, exempt: Callable[[], object]) -> Drain | None:
+    """Drain all used devices and wait for it; None where there is none. As
+    :func:`drain_in_background`."""
+    results: queue.SimpleQueue[Drain] = queue.SimpleQueue()
+    if not drain_in_background(results.put, limit_s=limit_s, exempt=exempt):
+        return None
+    return results.get()
 
 
 def drain_in_background(

@@ -38,6 +38,7 @@ from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.runtime.unsaved_warning import UnsavedWarning
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.vacate.policy import VacatePolicy, grace_from
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +103,7 @@ def install(
         TorchMissing: torch cannot be imported.
         GateError: ``gate="native"`` and it cannot be built or trusted.
         InstallError: a handler could not be installed.
-        UsageError: bad signals, or a bad ``HYDROSLURM_NVTX``.
+        UsageError: bad signals, or a bad ``HYDROSLURM_NVTX`` or ``HYDROSLURM_VACATE``.
     """
     global _installed
     environ = os.environ if environ is None else environ
@@ -173,7 +174,15 @@ def _set_up(
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
         opened = open_gate(gate, model=model)
         controller = Controller(
-            gate=opened, plan=plan, log=log, identity=identity, status=status, emit=emit
+            gate=opened,
+            plan=plan,
+            log=log,
+            identity=identity,
+            status=status,
+            emit=emit,
+            vacate=VacatePolicy.from_environ(environ),
+            grace_s=grace_from(environ),
+            ranks_here=World.from_environ(environ).local_world_size,
         )
         for shield in (
             SpawnShield(plan.pausing(), killing=plan.killing()),
@@ -184,6 +193,7 @@ def _set_up(
         follower.prepare()
         controller.start()
         undo.callback(controller.stop)
+        controller.vacating.get_ready(environ, identity.job_id)
         _announce(base, identity, log, plan)
         if folder is not None and identity.rank == 0 and identity.job_id is not None:
             warning = UnsavedWarning(controller, folder, identity.job_id, environ)

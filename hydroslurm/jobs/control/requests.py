@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hydroslurm.core.ack import (
     JudgePause,
     JudgeResume,
     JudgeStop,
+    JudgeVacate,
     wait_for_answers,
 )
 from hydroslurm.core.agentstate import AgentState
@@ -25,6 +27,7 @@ from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, 
 from hydroslurm.jobs.control.listeners import Verb, listeners
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
+from hydroslurm.vacate.request import ask_to_vacate
 
 _SUBMITTED = re.compile(r"sbatch (/.+)/(?:logs/\.?submission_file_\w+\.sh|job\.sbatch)", re.DOTALL)
 """How submitit and we call sbatch: with a file in the run folder and nothing else."""
@@ -131,9 +134,14 @@ def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:
     return tuple(one for one in found if one and one.restart_count == job.restart_count)
 
 
-def pause_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
+def pause_job(
+    client: SlurmClient, job_id: int, *, timeout_s: float = 10.0, vacate: bool = False
+) -> JobAnswer:
     """Suspend a job where that is permitted, else signal its ranks; wait until every rank is
     parked. Only job steps are signalled whose ranks take it, and in which nobody dies of it.
+
+    Args:
+        vacate: have the ranks move their device memory to the host as well, and wait for that.
 
     Raises:
         NoSuchJob, ControllerUnreachable ...: as the client.
@@ -155,7 +163,20 @@ def pause_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> J
                 "Slurm goes on counting the job as running",
             )
 
-    return _ask(job, act, JudgePause, timeout_s)
+    if not vacate:
+        return _ask(job, act, JudgePause, timeout_s)
+    grace_s = client.config().suspend_grace_time_s
+    number = time.time_ns()
+
+    def prepare(log: Path) -> None:
+        try:
+            ask_to_vacate(log, number=number, grace_s=grace_s)
+        except OSError as error:
+            raise TargetError(
+                f"job {job_id} was left alone: a rank cannot be asked to vacate: {error}"
+            ) from error
+
+    return _ask(job, act, JudgeVacate, timeout_s, prepare=prepare)
 
 
 def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
@@ -259,7 +280,12 @@ def _event_files(job: Job, run: RunDir) -> dict[int, Path]:
 
 
 def _ask(
-    job: Job, act: Callable[[], _Act], judge: Callable[[Path], Judge], timeout_s: float
+    job: Job,
+    act: Callable[[], _Act],
+    judge: Callable[[Path], Judge],
+    timeout_s: float,
+    *,
+    prepare: Callable[[Path], None] | None = None,
 ) -> JobAnswer:
     run = run_dir_of(job)
     alive = {
@@ -273,6 +299,9 @@ def _ask(
             "starting, or hydroslurm is not "
             "installed in it (start it with `hydroslurm submit`). It was left alone"
         )
+    if prepare is not None:
+        for tail in alive.values():
+            prepare(tail.path)
     done = act()
     if done.ranks is not None:
         alive = {rank: tail for rank, tail in alive.items() if rank in done.ranks}

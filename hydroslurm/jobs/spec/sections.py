@@ -23,6 +23,7 @@ from hydroslurm.jobs.spec.fields import (
 
 CleanPolicy = Literal["None", "All", "Unfinished"]
 PreemptionMode = Literal["pause", "requeue", "both"]
+VacateMode = Literal["always", "when_asked", "never"]
 
 
 class RunPolicy(Part):
@@ -67,6 +68,11 @@ class Preemption(Part):
         description="How long before the time limit the ranks are told to save; Slurm may warn up "
         "to 60 s earlier. Default: 120.",
         json_schema_extra=unit("seconds"),
+    )
+    vacate: VacateMode = Field(
+        default="when_asked",
+        description="Whether a pause also moves the device memory to the host, so that another job "
+        "can have it. when_asked: hydroslurm pause --vacate does. Default: when_asked.",
     )
     checkpoint_directory: Text | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-/* hydroslurm_spank.c: the option --preempt[=pause|requeue] of srun, sbatch and salloc.
+/* hydroslurm_spank.c: the option --preempt[=pause|vacate|requeue] of srun, sbatch and salloc.
  *
  * What it does, and all that it does: the option becomes the variable HYDROSLURM_PREEMPT in every
  * process of the job. The Python package reads it (hydroslurm/runtime/autoload.py). Nothing here
@@ -40,7 +40,7 @@ SPANK_PLUGIN(hydroslurm, 1);
 /* SLURM_MAX_NORMAL_STEP_ID of slurm/slurm.h, which spank.h does without. */
 #define MAX_NORMAL_STEP 0xfffffff0u
 
-static const char *const modes[] = {"pause", "requeue"};
+static const char *const modes[] = {"pause", "vacate", "requeue"};
 #define MODES (sizeof(modes) / sizeof(modes[0]))
 
 /* Points into modes; NULL when the option was not given to this process. */
@@ -76,8 +76,9 @@ static int option_take(int value, const char *argument, int remote)
     if (mode == NULL && remote)
         return ESPANK_SUCCESS; /* checked before it came here; a job that runs is left alone */
     if (mode == NULL) {
-        slurm_error("--preempt=%.60s: wanted \"pause\" (park in place, go on in place) or "
-                    "\"requeue\" (save, leave, be requeued); --preempt alone means pause",
+        slurm_error("--preempt=%.60s: wanted \"pause\" (park in place, go on in place), "
+                    "\"vacate\" (the same, and free the GPU meanwhile) or \"requeue\" (save, leave, be "
+                    "requeued); --preempt alone means pause",
                     argument);
         return ESPANK_BAD_ARG;
     }
@@ -87,9 +88,9 @@ static int option_take(int value, const char *argument, int remote)
 
 static struct spank_option preempt_option = {
     "preempt",
-    "[pause|requeue]",
+    "[pause|vacate|requeue]",
     "make PyTorch ranks preemptible with hydroslurm: pause (the default) parks them "
-    "between two operators; requeue is for scripts with a hydroslurm.Run, which save, "
+    "between two operators; vacate also moves their device memory to the host; requeue is for scripts with a hydroslurm.Run, which save, "
     "leave and go on later",
     2, /* has an argument, which may be left out */
     0,

@@ -1,0 +1,328 @@
+"""A pause that also moves the device's memory away: when it begins, and what ends it.
+
+One thread per vacated pause. It adds the cause ``vacated`` to the gate's, so that nothing opens the
+gate before the memory is back: neither the resume, nor a stop. It is never held at the gate, takes
+no lock of the training's and imports nothing, for the thread that holds the lock may be parked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.memory import room
+from hydroslurm.errors import HydroslurmError, InstallError, UsageError
+from hydroslurm.gate.marks import Range
+from hydroslurm.gate.protocol import Action, Cause, Gate, GateState
+from hydroslurm.runtime import device
+from hydroslurm.vacate.backend import Backend
+from hydroslurm.vacate.communicators import Communicators
+from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint, why_not_here
+from hydroslurm.vacate.policy import (
+    DEFAULT_GRACE_S,
+    VacatePolicy,
+    grace_from,
+    why_no_memory,
+    why_no_time,
+)
+from hydroslurm.vacate.request import read_request
+from hydroslurm.vacate.round import Agree, Limits, Outcome, VacateRound, alone
+
+if TYPE_CHECKING:
+    from hydroslurm.coordination.client import CoordinatorClient
+
+_POLL_S = 0.5
+_LOOK_S = 2.0
+"""How often to look whether the script has come to use a device."""
+_LATCH_S = 5.0
+
+Emit = Callable[[EventKind, Mapping[str, object]], None]
+
+
+class Vacating:
+    """Of one installation.
+
+    Attributes:
+        policy: which pauses vacate.
+        grace_s: between Slurm's SIGTSTP and its SIGSTOP.
+        is_at_work: memory is away, or on its way there or back.
+        open_backend: makes the backend at the first vacate; None: there is nothing to move.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        *,
+        emit: Emit,
+        on_idle: Callable[[], None],
+        log: Path | None,
+        policy: VacatePolicy = VacatePolicy.WHEN_ASKED,
+        grace_s: float | None = None,
+        ranks_here: int = 1,
+        drain_s: float = 10.0,
+        limits: Limits | None = None,
+    ) -> None:
+        """
+        Args:
+            on_idle: called when a vacate is over, in its thread: another may be wanted by now.
+            log: where this rank's events go, beside which a request is looked for.
+        """
+        self.policy = policy
+        self.grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
+        self.open_backend: Callable[[], Backend | None] = open_device
+        self.is_at_work = False
+        self._gate = gate
+        self._emit = emit
+        self._on_idle = on_idle
+        self._log = log
+        self._ranks_here = ranks_here
+        self._drain_s = drain_s
+        self._limits = limits or Limits()
+        self._backend: Backend | None = None
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._ended = threading.Event()
+        self._began = (0, "", 0)
+        self._warn = _say
+
+    # --- called by the controller
+
+    def get_ready(self, environ: Mapping[str, str], job_id: int | None) -> None:
+        """Where each pause vacates, the first must not wait for a helper to start, nor for
+        slurmctld; returns at once."""
+        if self.policy is VacatePolicy.ALWAYS:
+            threading.Thread(
+                target=self._get_ready,
+                args=(dict(environ), job_id),
+                name="hydroslurm-vacate-ready",
+                daemon=True,
+            ).start()
+
+    def _get_ready(self, environ: Mapping[str, str], job_id: int | None) -> None:
+        if job_id is not None and grace_from(environ) is None:
+            with contextlib.suppress(HydroslurmError, UsageError, OSError):
+                self.grace_s = _grace_of_site(environ, job_id)
+        while self._backend is None and not self._ended.wait(_LOOK_S):
+            if not self.is_at_work and (found := self.open_backend()) is not None:
+                found.refusal()
+                self._backend = found
+
+    def begin(self, pause: int, ranks: CoordinatorClient | None = None, topic: str = "") -> None:
+        """All ranks are parked: vacate, if this pause is to; returns at once.
+
+        Args:
+            ranks: the others; None for a rank that is alone.
+            topic: names this parking of theirs, the same for all of them.
+        """
+        if self.policy is VacatePolicy.NEVER or self.is_at_work:
+            return
+        asked = None if self._log is None else read_request(self._log)
+        if asked is not None and (asked.pid, asked.pause) != (os.getpid(), pause):
+            asked = None
+        if asked is None and self.policy is not VacatePolicy.ALWAYS:
+            return
+        number = 0 if asked is None else asked.number
+        if self._began == (pause, topic, number):
+            return
+        if asked is not None and asked.grace_s is not None:
+            self.grace_s = float(asked.grace_s)
+        self._began = (pause, topic, number)
+        self._over.clear()
+        self.is_at_work = True
+        agree: Agree = alone if ranks is None else ranks.agree
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(pause, self._gate.status().closes, f"vacate/{topic}.{number}", agree),
+            name="hydroslurm-vacate",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def on_causes(self, causes: Cause, *, stops: bool = False) -> None:
+        """The gate's causes have changed: the last but ours has gone, or a stop has come."""
+        if stops or not causes & ~Cause.VACATED:
+            self._over.set()
+
+    def end(self) -> None:
+        """Give everything back, before the gate is stopped; waits for it."""
+        self._over.set()
+        self._ended.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+
+    # --- the thread
+
+    def _run(self, pause: int, closing: int, topic: str, agree: Agree) -> None:
+        with self._gate.exempt():
+            try:
+                if self._hold_closed(closing):
+                    self._vacate(pause, topic, agree)
+            except Exception as error:  # a fault of ours must not leave the gate closed for good
+                self._emit(EventKind.NOT_VACATED, {"pause": pause, "reason": _named(error)})
+            finally:
+                # in this order: the next thread's cause must not be taken back by this one
+                self._let_open()
+                self.is_at_work = False
+                self._on_idle()  # a pause that has come meanwhile may vacate again
+
+    def _hold_closed(self, closing: int) -> bool:
+        """Add our cause; False where the pause was over before."""
+        self._gate.request(Action.PAUSE, Cause.VACATED)
+        until_s = time.monotonic() + _LATCH_S
+        while Cause.VACATED not in self._gate.status().causes:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(0.001)
+        status = self._gate.status()
+        # another number: the gate had opened, and was closed again by our own request
+        return status.closes == closing and status.state is GateState.PARKED
+
+    def _let_open(self) -> None:
+        try:
+            self._gate.request(Action.RESUME, Cause.VACATED)
+        except InstallError:  # this rank has left
+            return
+
+    def _vacate(self, pause: int, topic: str, agree: Agree) -> None:
+        marks = self._gate.marks
+        began_s = time.monotonic()
+        mark = marks.begin(Range.VACATING, pause)
+        refusal, backend = self._prepare()
+        one = VacateRound(
+            backend or _NOTHING,
+            topic=topic,
+            agree=agree,
+            limits=self._limits,
+            cancel=self._over,
+        )
+        away = one.vacate(refusal)
+        marks.end(mark)
+        data = {"pause": pause, "vacate_s": time.monotonic() - began_s, **_told(away)}
+        if backend is not None:
+            data["backend"] = backend.name
+        if not away.done:
+            self._emit(EventKind.NOT_VACATED, data)
+            if away.lost:
+                self._warn(_lost_message(away))
+            return
+        self._emit(EventKind.VACATED, data)
+        while not self._over.wait(_POLL_S) and self._is_paused():
+            pass
+        mark = marks.begin(Range.RESTORING, pause)
+        began_s = time.monotonic()
+        back = one.restore(lambda reason: self._wait_told(pause, reason))
+        marks.end(mark)
+        data = {"pause": pause, "restore_s": time.monotonic() - began_s, **_told(back)}
+        self._emit(EventKind.RESTORED if back.done else EventKind.RESTORE_FAILED, data)
+        if not back.done:
+            self._warn(_lost_message(back))
+        elif self._is_paused():
+            self._began = (0, "", 0)
+
+    def _is_paused(self) -> bool:
+        return bool(self._gate.status().causes & ~Cause.VACATED)
+
+    def _wait_told(self, pause: int, reason: str) -> None:
+        self._emit(EventKind.RESTORE_WAITS, {"pause": pause, "reason": reason})
+        self._warn(
+            f"device memory cannot be given back yet, because somebody else has it ({reason}); "
+            "the rank stays parked and tries again"
+        )
+
+    def _prepare(self) -> tuple[str, Backend | None]:
+        """Why this rank cannot, empty if it can; and what would do it."""
+        if self._backend is None:
+            self._backend = self.open_backend()
+        backend = self._backend
+        if backend is None:
+            return f"there is no device memory to give back: {_why_none()}", None
+        status = self._gate.status()
+        if status.capturing:
+            return "a CUDA graph is being captured", backend
+        drained = device.drain(limit_s=self._drain_s, exempt=self._gate.exempt)
+        if drained is not None and not drained.drained:
+            return f"the device is not idle: {drained.reason}", backend
+        if reason := backend.refusal():
+            return reason, backend
+        if reason := why_no_memory(backend.host_bytes(), room(ranks_here=self._ranks_here)):
+            return reason, backend
+        if Cause.SLURM in status.causes:
+            passed_s = (time.monotonic_ns() - status.closed_mono_ns) / 1e9
+            size_bytes = backend.device_bytes()
+            reason = why_no_time(
+                size_bytes, backend.bytes_per_s, grace_s=self.grace_s, passed_s=passed_s
+            )
+            return reason, backend
+        return "", backend
+
+
+def _grace_of_site(environ: Mapping[str, str], job_id: int) -> float:
+    from hydroslurm.slurm.client import open_client  # every start would pay for it
+    from hydroslurm.slurm.policies import shared_policies
+
+    client = open_client(environ=environ)
+    policy = shared_policies(client, environ).of(client.job(job_id))
+    return DEFAULT_GRACE_S if policy is None else float(policy.suspend_grace_s)
+
+
+def open_device() -> Backend | None:
+    """CUDA's checkpoint API, where this process has a device and the node can."""
+    devices = device.used_devices()
+    if not devices:
+        return None
+    if why_not_here():
+        return None
+    return CudaCheckpoint(
+        used_bytes=device.reserved_bytes, devices=len(devices), communicators=Communicators()
+    )
+
+
+def _why_none() -> str:
+    return why_not_here() or "this process has not used a device"
+
+
+class _Nothing:
+    """The backend of a rank that has none, and takes part to say so."""
+
+    def device_bytes(self) -> int:
+        return 0
+
+
+_NOTHING: Any = _Nothing()
+
+
+def _told(outcome: Outcome) -> dict[str, Any]:
+    data: dict[str, Any] = {"moved_bytes": outcome.moved_bytes, "moved_s": outcome.took_s}
+    if outcome.reason:
+        data["reason"] = outcome.reason
+    if outcome.lost:
+        data["lost"] = True
+    return data
+
+
+def _lost_message(outcome: Outcome) -> str:
+    return (
+        f"the device memory of this rank is lost ({outcome.reason}). It cannot train on: its next "
+        "operator on the device fails, or waits for ever. End it; the run resumes from its last "
+        "checkpoint"
+    )
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"hydroslurm: {message}\n")
+    sys.stderr.flush()

@@ -1,0 +1,214 @@
+"""The backend that needs no change to the training: CUDA's own checkpoint API (driver 570 and
+newer). All of the process's device memory goes, its context included.
+
+The calls are made by a process of their own, see :mod:`hydroslurm.vacate.helper`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hydroslurm.errors import VacateError
+from hydroslurm.vacate.backend import DeviceState
+from hydroslurm.vacate.communicators import Communicators
+
+HELPER = (sys.executable, "-m", "hydroslurm.vacate.helper")
+START_S = 30.0
+"""Attaching to the driver takes seconds, on a node of eight devices ten."""
+USUAL_BYTES_PER_S = 4e9
+"""As reported for this API on PCIe 5; what is measured here replaces it."""
+CONTEXT_BYTES = 700_000_000
+"""Of one device's context, which torch does not count."""
+_SLICE_S = 0.25
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def why_not_here(*, driver: Path = _DRIVER) -> str:
+    """Why this node cannot checkpoint devices, as far as can be told without CUDA; empty if it
+    may."""
+    try:
+        text = driver.read_text(errors="replace")
+    except OSError:
+        return "this node has no NVIDIA driver"
+    number = next((word for word in text.split() if word[:3].isdecimal() and "." in word), "")
+    if number and int(number.partition(".")[0]) < 570:
+        return f"the NVIDIA driver is {number}; CUDA's checkpoint API needs 570 or newer"
+    return ""
+
+
+class CudaCheckpoint:
+    """CUDA's checkpoint API, for this process.
+
+    Args:
+        used_bytes: how much device memory this process uses.
+        devices: how many devices.
+        communicators: NCCL's of this process.
+        command: the helper.
+    """
+
+    name = "cuda-checkpoint"
+
+    def __init__(
+        self,
+        *,
+        used_bytes: Callable[[], int],
+        devices: int,
+        communicators: Communicators,
+        command: Sequence[str] = HELPER,
+    ) -> None:
+        self._used_bytes = used_bytes
+        self._devices = devices
+        self._communicators = communicators
+        self._command = tuple(command)
+        self._pid = os.getpid()
+        self._helper: _Helper | None = None
+        self.bytes_per_s = USUAL_BYTES_PER_S
+
+    def device_bytes(self) -> int:
+        return self._used_bytes() + CONTEXT_BYTES * self._devices
+
+    def host_bytes(self) -> int:
+        return self.device_bytes()
+
+    def refusal(self) -> str:
+        if reason := self._communicators.refusal():
+            return reason
+        try:
+            self._ask("state", START_S)
+        except VacateError as error:
+            return str(error)
+        return ""
+
+    def lock(self, timeout_s: float) -> None:
+        self._communicators.suspend()
+        # the driver's own time-out leaves the process RUNNING; ours only ends the wait for it
+        try:
+            self._ask("lock", timeout_s + 1.0, int(timeout_s * 1000))
+        except VacateError:
+            if self.state(timeout_s) is DeviceState.RUNNING:  # else unlock() does it
+                self._communicators.resume()
+            raise
+
+    def checkpoint(self, timeout_s: float) -> int:
+        moved_bytes = self.device_bytes()
+        began_s = time.monotonic()
+        self._ask("checkpoint", timeout_s)
+        self.bytes_per_s = moved_bytes / max(time.monotonic() - began_s, 1e-3)
+        return moved_bytes
+
+    def restore(self, timeout_s: float) -> None:
+        self._ask("restore", timeout_s)
+
+    def unlock(self, timeout_s: float) -> None:
+        self._ask("unlock", timeout_s)
+        self._communicators.resume()
+
+    def state(self, timeout_s: float) -> DeviceState:
+        """A helper that hangs is replaced by another, which asks anew."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                word = self._ask("state", timeout_s)
+            except VacateError:
+                return DeviceState.UNKNOWN
+            if word not in ("checkpointing", "restoring"):  # at work still, for the one before
+                known = {one.value for one in DeviceState}
+                return DeviceState(word) if word in known else DeviceState.UNKNOWN
+            if time.monotonic() >= until_s:
+                return DeviceState.UNKNOWN
+            time.sleep(_SLICE_S)
+
+    def close(self) -> None:
+        if self._helper is not None:
+            self._helper.end()
+            self._helper = None
+
+    def _ask(self, verb: str, timeout_s: float, *more: int) -> str:
+        if self._helper is None:
+            self._helper = _Helper(self._command)
+        try:
+            return self._helper.ask([verb, self._pid, *more], timeout_s=timeout_s)
+        except _Silent as error:
+            self.close()  # the next call has a helper that answers
+            raise VacateError(f"CUDA's {verb} {error}") from error
+
+
+class _Silent(VacateError):
+    """The helper did not answer, or is gone."""
+
+
+class _Helper:
+    """One helper process."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        environ = {**os.environ, "HYDROSLURM_PREEMPT": "off"}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environ,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise VacateError(f"the helper cannot be started: {error}") from error
+        self._rest = b""
+        self._ready = False
+
+    def ask(self, question: Sequence[object], *, timeout_s: float) -> str:
+        if not self._ready:
+            self._expect("ready", timeout_s=START_S)
+            self._ready = True
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+        except OSError as error:
+            raise _Silent(f"found no helper any more: {error}") from error
+        return self._expect("ok", timeout_s=timeout_s)
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel, at work for a device
+            self._process.wait(timeout=5.0)
+
+    def _expect(self, wanted: str, *, timeout_s: float) -> str:
+        line = self._line(timeout_s)
+        try:
+            word, text = json.loads(line)
+        except ValueError as error:
+            raise _Silent(f"was answered {line[:80]!r}") from error
+        if word == "unable":
+            raise _Silent(f"cannot be called here ({text}); pip install 'hydroslurm[gpu]'")
+        if word != wanted:
+            raise VacateError(f"CUDA refused: {text}")
+        return str(text)
+
+    def _line(self, timeout_s: float) -> bytes:
+        """The next line. Time in which this process was itself stopped does not count."""
+        assert self._process.stdout is not None
+        waited_s = 0.0
+        while b"\n" not in self._rest:
+            began_s = time.monotonic()
+            ready, _, _ = select.select([self._process.stdout], [], [], _SLICE_S)
+            waited_s += min(time.monotonic() - began_s, 2 * _SLICE_S)
+            if ready:
+                data = os.read(self._process.stdout.fileno(), 65536)
+                if not data:
+                    raise _Silent("ended the helper: it died, or could not be started")
+                self._rest += data
+            elif waited_s >= timeout_s:
+                raise _Silent(f"did not answer within {timeout_s:g} s")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
