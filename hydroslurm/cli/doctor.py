@@ -56,6 +56,7 @@ def doctor(
     from hydroslurm.observe.doctor import findings
     from hydroslurm.observe.doctor.gather import gather, read_file, why_no_munge
     from hydroslurm.slurm.client import open_client
+    from hydroslurm.vacate.cuda_checkpoint import why_not_here
 
     try:
         save = _save(run, save_s, state_bytes)
@@ -69,6 +70,7 @@ def doctor(
             suspend_s=suspend_s,
             run=run,
             no_munge=why_no_munge(os.environ),
+            no_vacate=why_not_here(),
         )
     except (HydroslurmError, UsageError) as error:
         # not the usual 1, which means that work would be lost

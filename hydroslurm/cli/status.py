@@ -119,6 +119,8 @@ def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
     parts = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.message}{causes} {since}"]
     if rank.children_message:
         parts.append(rank.children_message)
+    if rank.vacated_message:
+        parts.append(rank.vacated_message)
     if rank.step is not None:
         parts.append(f"step {rank.step}")
     if rank.committed_step is not None:
@@ -174,6 +176,11 @@ _RANK_FIELDS = (
     "children_parked",
     "children_running",
     "parked_together",
+    "vacated_bytes",
+    "vacate_s",
+    "restore_s",
+    "not_vacated",
+    "is_lost",
 )
 
 

@@ -51,6 +51,11 @@ class RunFacts:
         return sum(rank.state == "parked" for rank in self.ranks)
 
     @property
+    def vacated_bytes(self) -> int:
+        """Device memory of all ranks that is on their hosts."""
+        return sum(rank.vacated_bytes for rank in self.ranks)
+
+    @property
     def stopping(self) -> bool:
         return any(rank.state == "stopping" for rank in self.ranks)
 

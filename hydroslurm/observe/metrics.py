@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -40,6 +40,15 @@ class _Families:
         self.rate = gauge("job_steps_per_second", "Training steps per second, as last measured.")
         self.ranks = gauge("job_ranks", "Ranks that have announced themselves.")
         self.parked = gauge("job_parked_ranks", "Ranks that are held between two operators.")
+        self.vacated = gauge(
+            "job_vacated_bytes", "Device memory of its ranks that is on their hosts."
+        )
+        self.vacate_s = gauge(
+            "job_vacate_seconds", "How long its slowest rank took to vacate last."
+        )
+        self.restore_s = gauge(
+            "job_restore_seconds", "How long its slowest rank took to get that back last."
+        )
         self.commit_step = gauge("job_last_commit_step", "Step of the newest durable checkpoint.")
         self.commit = gauge(
             "job_last_commit_timestamp_seconds", "When the newest durable checkpoint was committed."
@@ -132,6 +141,9 @@ def _add_job(
         (made.rate, row.steps_per_s),
         (made.ranks, row.ranks),
         (made.parked, row.parked),
+        (made.vacated, row.vacated_bytes if row.ranks else None),
+        (made.vacate_s, _slowest(rank.vacate_s for rank in facts.ranks)),
+        (made.restore_s, _slowest(rank.restore_s for rank in facts.ranks)),
         (made.commit_step, row.commit_step),
         (made.commit, facts.commit[1] / 1e9 if facts.commit else None),
         (made.unsaved, unsaved_steps(facts, now_epoch_s=now_epoch_s) if row.ranks else None),
@@ -143,6 +155,10 @@ def _add_job(
     made.preemptions.add_metric(labels, job.restart_count)
     if row.pauses is not None:
         made.pauses.add_metric(labels, row.pauses)
+
+
+def _slowest(times_s: Iterable[float | None]) -> float | None:
+    return max((time_s for time_s in times_s if time_s is not None), default=None)
 
 
 def _buckets(facts: RunFacts) -> list[tuple[str, float]]:

@@ -63,6 +63,7 @@ class Row:
     commit_age_s: float | None = None
     preemptions: int = 0
     pauses: int | None = None
+    vacated_bytes: int = 0
     left_s: float | None = None
     loss: WorkAtRisk | None = None
     stuck: bool = False
@@ -109,6 +110,7 @@ class Row:
             "commit_age_s": self.commit_age_s,
             "preemptions": self.preemptions,
             "pauses": self.pauses,
+            "vacated_bytes": self.vacated_bytes,
             "left_s": self.left_s,
             "lost_steps": loss.steps if loss else None,
             "lost_s": loss.seconds if loss else None,
@@ -147,6 +149,7 @@ def row_of(
         commit_age_s=max(0.0, now_epoch_s - commit[1] / 1e9) if commit else None,
         preemptions=job.restart_count,
         pauses=max(rank.pauses for rank in facts.ranks) if has_ranks else None,
+        vacated_bytes=facts.vacated_bytes if has_ranks else 0,
         left_s=max(0.0, job.end_epoch_s - now_epoch_s) if alive and job.end_epoch_s else None,
         loss=loss_now(job, facts, policy, now_epoch_s=now_epoch_s) if alive else None,
         stuck=alive and job.state is JobState.RUNNING and _is_stuck(facts, now_epoch_s=now_epoch_s),
@@ -172,7 +175,7 @@ def _state(job: Job, facts: RunFacts) -> str:
             return "STOPPING"
         runs_on = any(rank.children_running for rank in facts.ranks)
         if facts.parked == len(facts.ranks) and not runs_on:
-            return "PARKED"
+            return "VACATED" if facts.vacated_bytes else "PARKED"
     return job.state.value
 
 

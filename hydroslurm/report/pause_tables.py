@@ -52,8 +52,11 @@ def pause_chains(history: History, rows: Sequence[PauseRow], *, most: int) -> Ta
             optional=True,
         ),
         Column("drained (µs)", lambda row: number(row.pause.drain_us, ",.0f"), optional=True),
+        Column("vacated (GB)", _vacated_gb, optional=True),
+        Column("vacate (s)", lambda row: number(row.pause.vacate_s, ",.2f"), optional=True),
         Column("SIGSTOP (s)", lambda row: _about_s(row.stopped_us), optional=True),
         Column("resume (s)", _resume, optional=True),
+        Column("restore (s)", lambda row: number(row.pause.restore_s, ",.2f"), optional=True),
         Column("opened (µs)", _opened, optional=True),
         Column("runs (µs)", lambda row: number(row.pause.resume_us, ",.0f")),
     ]
@@ -136,6 +139,14 @@ def _since(end_ns: int | None, row: PauseRow) -> str | None:
 def _resume(row: PauseRow) -> str | None:
     pause = row.pause
     return _between(pause.requested_mono_ns, pause.resume_requested_mono_ns, ",.3f", 1e9)
+
+
+def _vacated_gb(row: PauseRow) -> str | None:
+    """Of device memory; a dash where the pause was to vacate and did not."""
+    moved_bytes = row.pause.vacated_bytes
+    if moved_bytes is None:
+        return UNKNOWN if row.pause.not_vacated else None
+    return f"{moved_bytes / 1e9:,.2f}"
 
 
 def _opened(row: PauseRow) -> str | None:

@@ -8,7 +8,7 @@ CLOCK_MONOTONIC nanoseconds of the machine the process ran on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
@@ -62,6 +62,11 @@ class Pause:
         drain_us: how long the devices took to finish what was launched.
         undrained_s: how long they were waited for in vain; None when they drained or there are
             none.
+        vacated_mono_ns, restored_mono_ns: device memory was on the host, and back; None where it
+            was not moved.
+        vacated_bytes: how much.
+        vacate_s, restore_s: how long that took, in the rank's own words.
+        not_vacated: why a pause that was to vacate did not.
         parked_s: from parked to the opening of the gate.
         resume_us: from the request to the first thread that runs; when no thread was held, to the
             open gate.
@@ -91,6 +96,12 @@ class Pause:
     let_through: int = 0
     drain_us: float | None = None
     undrained_s: float | None = None
+    vacated_mono_ns: int | None = None
+    restored_mono_ns: int | None = None
+    vacated_bytes: int | None = None
+    vacate_s: float | None = None
+    restore_s: float | None = None
+    not_vacated: str | None = None
     parked_s: float | None = None
     resume_us: float | None = None
     operator: str | None = None
@@ -155,6 +166,9 @@ OF_PAUSES = frozenset(
         EventKind.AGREEMENT_FAILED,
         EventKind.DRAINED,
         EventKind.NOT_DRAINED,
+        EventKind.VACATED,
+        EventKind.NOT_VACATED,
+        EventKind.RESTORED,
         EventKind.RESUMED,
         EventKind.FIRST_OPERATOR_RELEASED,
     }
@@ -290,6 +304,7 @@ def _pause(draft: _PauseBuilder) -> Pause:
         let_through=integer(data_of(all_parked), "let_through") or 0,
         drain_us=_measured(drained, "drain_us", stamp_of(parked), stamp_of(drained)),
         undrained_s=number(data_of(seen.get(EventKind.NOT_DRAINED)), "waited_s"),
+        **_vacated(seen),
         parked_s=_measured(resumed, "parked_s", stamp_of(parked), stamp_of(resumed))
         if parked
         else None,
@@ -298,6 +313,18 @@ def _pause(draft: _PauseBuilder) -> Pause:
         phase=_shared(text(data_of(held), "phase")),
         missing=_missing(draft),
     )
+
+
+def _vacated(seen: Mapping[EventKind, Line]) -> dict[str, Any]:
+    there, back = seen.get(EventKind.VACATED), seen.get(EventKind.RESTORED)
+    return {
+        "vacated_mono_ns": stamp_of(there),
+        "restored_mono_ns": stamp_of(back),
+        "vacated_bytes": integer(data_of(there), "moved_bytes"),
+        "vacate_s": number(data_of(there), "vacate_s"),
+        "restore_s": number(data_of(back), "restore_s"),
+        "not_vacated": _shared(text(data_of(seen.get(EventKind.NOT_VACATED)), "reason")),
+    }
 
 
 _Value = TypeVar("_Value")

@@ -155,6 +155,12 @@ def _pause(write: _Writer, attempt: Attempt, pause: Pause) -> Iterator[Entry]:
     opened = pause.resumed_mono_ns or attempt.last_mono_ns
     if drained is not None and drained <= opened:
         yield from write.slice(_PAUSING, "draining", parked, drained)
+    for name, end, took_s in (
+        ("vacating", pause.vacated_mono_ns, pause.vacate_s),
+        ("restoring", pause.restored_mono_ns, pause.restore_s),
+    ):
+        began = None if end is None or took_s is None else end - int(took_s * 1e9)
+        yield from write.slice(_PAUSING, name, began, end, bytes=pause.vacated_bytes)
     yield from write.instant(_PAUSING, "all_parked", pause.all_parked_mono_ns)
     yield from write.instant(_PAUSING, "resume_request", pause.resume_requested_mono_ns)
     yield from write.slice(

@@ -25,6 +25,20 @@ class SaveFacts:
     source: str = "--save-s"
 
 
+@dataclass(frozen=True, kw_only=True)
+class VacateFacts:
+    """The slowest vacate of a run.
+
+    Attributes:
+        device_bytes: that a rank has moved.
+        source: where the figures come from, in words.
+    """
+
+    device_bytes: int
+    bytes_per_s: float
+    source: str
+
+
 class Saver(str, Enum):
     """What would save this job at a stop, according to its run folder."""
 
@@ -52,6 +66,8 @@ class Facts:
         untrusted: why jobs would not trust the run folder; empty if they do.
         shared: who besides its user could swap the run folder; empty for nobody.
         saver: what would save at a stop.
+        vacate: how quickly its ranks have vacated; None if none has.
+        no_vacate: why this node cannot vacate; empty if it can, or if it was not asked.
         no_munge: why MUNGE gives ranks no key on this machine; empty if it does, None if it was
             not asked.
     """
@@ -68,6 +84,8 @@ class Facts:
     shared: str = ""
     no_munge: str | None = None
     saver: Saver = Saver.UNKNOWN
+    vacate: VacateFacts | None = None
+    no_vacate: str = ""
 
     @property
     def tasks(self) -> int:

@@ -11,7 +11,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import UntrustedFile, UsageError
 from hydroslurm.jobs.control.requests import run_dir_of
-from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver
+from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
@@ -30,6 +30,7 @@ def gather(
     suspend_s: float | None = None,
     run: Path | None = None,
     no_munge: str | None = None,
+    no_vacate: str = "",
 ) -> Facts:
     """Collect the facts about one job, or about a partition for a planned one.
 
@@ -38,6 +39,7 @@ def gather(
         script: of a planned job; that of an existing one comes from Slurm, if it may be read.
         run: the run folder; None if unknown.
         no_munge: the result of :func:`why_no_munge`; None if it was not called.
+        no_vacate: why this node cannot give device memory back.
 
     Raises:
         SlurmError: Slurm did not answer.
@@ -68,6 +70,29 @@ def gather(
         shared=why_untrusted(run, shared=False),
         no_munge=no_munge,
         saver=Saver.UNKNOWN if job is None else saver_of(job, run),
+        vacate=slowest_vacate(run if job is None or run is not None else run_dir_of(job).root),
+        no_vacate=no_vacate,
+    )
+
+
+def slowest_vacate(run: Path | None) -> VacateFacts | None:
+    """How quickly the ranks of a run have vacated, the slowest of them; None if none has."""
+    moves: list[tuple[float, int]] = []
+    try:
+        for path in RunDir(run).rank_event_files().values() if run is not None else ():
+            for event in read_events(path, kinds=(EventKind.VACATED,)):
+                moved_bytes, took_s = event.data.get("moved_bytes"), event.data.get("moved_s")
+                if moved_bytes and took_s:
+                    moves.append((moved_bytes / took_s, moved_bytes))
+    except OSError:
+        return None
+    if not moves:
+        return None
+    rate = min(moves)[0]
+    return VacateFacts(
+        device_bytes=max(size_bytes for _, size_bytes in moves),
+        bytes_per_s=rate,
+        source=f"the slowest of {len(moves)} in its events",
     )
 
 

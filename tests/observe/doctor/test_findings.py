@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Saver, Severity
+from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Saver, Severity, VacateFacts
 from hydroslurm.observe.doctor.findings import as_json, diagnose, work_would_be_lost
 from hydroslurm.observe.doctor.gather import last_save, why_untrusted
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
@@ -239,6 +239,33 @@ def test_what_is_risky(facts: Facts, key: str, severity: Severity, fix: str) -> 
 def test_what_is_not_said(facts: Facts, key: str) -> None:
     """Where a thing does no harm, nothing is said of it."""
     assert key not in _found(facts)
+
+
+@pytest.mark.parametrize(
+    ("moved", "grace_s", "severity", "said"),
+    [
+        (None, 2, Severity.NOTE, "7.0 GB fit"),
+        ((10**9, 2e9), 2, Severity.NOTE, "3.5 GB"),
+        ((4 * 10**9, 2e9), 2, Severity.RISK, "4.0 GB"),
+        ((4 * 10**9, 2e9), 9, Severity.NOTE, "17.5 GB"),
+    ],
+)
+def test_how_much_fits_into_a_suspend(
+    moved: tuple[int, float] | None, grace_s: int, severity: Severity, said: str
+) -> None:
+    """What a run has measured, else the usual rate, times the grace; too little names the setting
+    that would be enough. A job without devices hears nothing of it."""
+    parameters = f"suspend_grace_time={grace_s}"
+    facts = _facts(job=_job(gres="gpu:1"), PreemptParameters=parameters)
+    measured = None
+    if moved is not None:
+        measured = VacateFacts(device_bytes=moved[0], bytes_per_s=moved[1], source="measured")
+    finding = _found(replace(facts, vacate=measured, no_vacate="no driver"))["vacate"]
+    assert finding.severity is severity
+    assert said in finding.title
+    assert "no driver" in finding.explanation
+    assert ("suspend_grace_time=4" in finding.fix) == (severity is Severity.RISK)
+    assert "vacate" not in _found(_facts(job=_job()))
 
 
 def test_paused_in_place() -> None:

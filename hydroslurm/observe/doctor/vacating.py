@@ -1,0 +1,34 @@
+"""Can a pause here give the device memory back, and is there time for it? Pure."""
+
+from __future__ import annotations
+
+from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
+from hydroslurm.vacate.backend import gb
+from hydroslurm.vacate.cuda_checkpoint import USUAL_BYTES_PER_S
+from hydroslurm.vacate.policy import fitting_bytes
+
+
+def vacates_in_time(facts: Facts) -> Finding | None:
+    """How much device memory fits between SIGTSTP and SIGSTOP: for jobs that have devices, or whose
+    run has vacated."""
+    job, measured = facts.job, facts.vacate
+    if measured is None and (job is None or not job.gres):
+        return None
+    grace_s = facts.policy.suspend_grace_s
+    rate = measured.bytes_per_s if measured else USUAL_BYTES_PER_S
+    source = measured.source if measured else "as usual for CUDA's checkpoint API; not measured"
+    fits_bytes = fitting_bytes(rate, grace_s=grace_s)
+    text = (
+        f"A pause with --preempt=vacate, or of hydroslurm pause --vacate, moves the device memory "
+        f"to the host. Slurm stops a suspended process {grace_s} s after its SIGTSTP: at "
+        f"{gb(rate)}/s ({source}) {gb(fits_bytes)} per rank fit into that. A rank with more parks "
+        "only, and says so."
+    )
+    if facts.no_vacate:
+        text += f" This very node cannot vacate: {facts.no_vacate}."
+    if measured is None or measured.device_bytes <= fits_bytes:
+        return Finding("vacate", Severity.NOTE, f"{gb(fits_bytes)} fit into a suspend", text)
+    wanted_s = int(measured.device_bytes / rate) + 2
+    fix = f"slurm.conf: PreemptParameters=suspend_grace_time={wanted_s} (Slurm 23.11 and newer)"
+    title = f"{gb(measured.device_bytes)} do not fit into a suspend"
+    return Finding("vacate", Severity.RISK, title, text, fix)
