@@ -157,6 +157,7 @@ class Change:
     """The change that is under way.
 
     Attributes:
+        order: the members when it began: one that takes another's place takes its ranks, too.
         proposals: rank -> the next step behind which it can hold.
         arrivals: the ranks that hold.
         to_form: the ranks of the generation that is forming -> whether they have it.
@@ -166,6 +167,7 @@ class Change:
     phase: Phase
     since_s: float
     cause: str
+    order: tuple[str, ...] = ()
     proposals: dict[Rank, int] = field(default_factory=dict)
     arrivals: dict[Rank, Arrival] = field(default_factory=dict)
     to_form: dict[Rank, bool] = field(default_factory=dict)
@@ -514,7 +516,7 @@ class Membership:
 
     def _begin(self, phase: Phase, cause: str, now_s: float) -> Change:
         self._changes += 1
-        self.change = Change(self._changes, phase, now_s, cause)
+        self.change = Change(self._changes, phase, now_s, cause, self.current)
         return self.change
 
     def _break(self, cause: str, now_s: float) -> None:
@@ -687,7 +689,7 @@ class Membership:
                 self._depart(self.members[name])
             self.current = tuple(staying)
         joining = self._newcomers()
-        together = [*staying, *(member.id for member in joining)]
+        together = _in_order(change.order, staying, [member.id for member in joining])
         if len(together) < self.size.min:
             if change.phase is not Phase.SUSPENDED:
                 change.phase, self.suspended = Phase.SUSPENDED, True
@@ -787,3 +789,16 @@ class Membership:
 
     def _record(self, kind: str, **data: Any) -> None:
         self._actions.append(Record(kind, data))
+
+
+def _in_order(order: Sequence[str], staying: Sequence[str], joining: Sequence[str]) -> list[str]:
+    """Who comes takes the place of who went, so that the ranks of the others stay what they are;
+    the rest is appended."""
+    waiting = list(joining)
+    together = []
+    for name in order:
+        if name in staying:
+            together.append(name)
+        elif waiting:
+            together.append(waiting.pop(0))
+    return together + waiting

@@ -242,6 +242,23 @@ def test_scaling_down_sends_the_newest_away() -> None:
         world.membership.scale(2, ["m9"], world.now_s)
 
 
+def test_a_spare_takes_the_place_of_one_that_goes() -> None:
+    """A member that waits, because no more are wanted, gets the ranks of one that leaves or dies in
+    the same change; those of the others stay."""
+    world = World(1, Size(min=1, max=4, wanted=3))
+    for _ in range(5):
+        world.start()
+    world.calm()
+    assert world.membership.current == ("m1", "m2", "m3")
+    world.act(world.membership.leave(("m2", 0), "preempted", world.now_s))
+    world.calm()
+    assert world.membership.current == ("m1", "m4", "m3")
+    world.kill(("m1", 0))
+    world.calm()
+    assert world.membership.current == ("m5", "m4", "m3")
+    assert world.membership.generation == 3
+
+
 def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
     """The last ones that could go on save; then the run waits for more."""
     world = World(1, Size(min=2, max=2, wanted=2))
@@ -255,7 +272,7 @@ def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
     assert world.membership.state == "Suspended"
     world.start()
     world.calm()
-    assert world.membership.current == ("m2", "m3")
+    assert world.membership.current == ("m3", "m2")
 
 
 def test_one_of_an_older_generation_is_refused() -> None:
