@@ -36,8 +36,9 @@ class _Preemptible:
             ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
 
     Raises:
-        UsageError: at ``fit()``: a strategy that starts its ranks by spawn; tasks of Slurm that
-            train alone each; a Lightning that is not known; no folder to save into.
+        UsageError: at ``fit()``: a strategy that starts its ranks by spawn, or shards the state;
+            tasks of Slurm that train alone each; a Lightning that is not known; no folder to save
+            into.
     """
 
     _is_asked = True

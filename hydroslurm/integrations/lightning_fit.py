@@ -225,10 +225,8 @@ class Fit:
             self.run.end_evaluation()
 
     def _is_exact_here(self) -> bool:
-        """Not while gradients are being accumulated, which are not saved; and a state that the
-        ranks have to gather is not asked for at every validation."""
-        complete = self.run.trains and not self._trainer.fit_loop._should_accumulate()
-        return complete and not hasattr(self._trainer.strategy, "sharding_strategy")
+        """Not while gradients are being accumulated, which are not saved."""
+        return self.run.trains and not self._trainer.fit_loop._should_accumulate()
 
     def _on_run_end(self, own: Callable[..., Any]) -> None:
         """All that belongs to the training is done."""

@@ -15,26 +15,43 @@ from hydroslurm.devcluster import DevCluster
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 BATCH = """#!/bin/bash
 export MASTER_ADDR=127.0.0.1 OMP_NUM_THREADS=1
-srun --preempt=requeue {python} {script} {arguments}
+srun {srun} {script} {arguments}
 """
+ALONE = f"--preempt=requeue {sys.executable}"
+"""One task for each rank."""
+AGENT = (
+    f"--preempt=requeue --ntasks-per-node=1 --kill-on-bad-exit=1 {sys.executable} "
+    "-m hydroslurm.cli agent -- --nproc-per-node=2"
+)
+"""``hydroslurm agent``, as the pages have it."""
+TORCHRUN = (
+    '--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 '
+    f"{sys.executable} -m torch.distributed.run "
+    '--nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=1 --rdzv-backend=c10d '
+    '--rdzv-endpoint="127.0.0.1:$((29400 + SLURM_JOB_ID % 500))" --rdzv-id="$SLURM_JOB_ID"'
+)
+"""As docs/own-loop.md has it, but for the host: all nodes are this one."""
 
 
 class StockJob:
     """One job: ``sbatch`` with ``srun --preempt=requeue python SCRIPT``, in a folder of its own.
 
+    Args:
+        srun: what comes between ``srun`` and the script.
+
     Attributes:
         folder: where it runs. job_id: Slurm's.
     """
 
-    def __init__(self, cluster: DevCluster, folder: Path, script: str, *arguments: str) -> None:
+    def __init__(
+        self, cluster: DevCluster, folder: Path, script: str, *arguments: str, srun: str = ALONE
+    ) -> None:
         self._cluster = cluster
         self.folder = folder
         folder.mkdir(parents=True)
         batch = folder / "job.sh"
         batch.write_text(
-            BATCH.format(
-                python=sys.executable, script=SCRIPTS / script, arguments=" ".join(arguments)
-            )
+            BATCH.format(srun=srun, script=SCRIPTS / script, arguments=" ".join(arguments))
         )
         self.job_id = ""
 
@@ -60,9 +77,9 @@ class StockJob:
     def wait_for(self, condition: Callable[[], bool]) -> None:
         wait_until(condition, lambda: f"{self.output()[-2000:]}", limit_s=300)
 
-    def pid_of(self, rank: int) -> int:
-        """The process of one rank, by the environment that Slurm gave it."""
-        wanted = (f"SLURM_JOB_ID={self.job_id}", f"SLURM_PROCID={rank}", "SLURM_STEP_ID=0")
+    def pid_of(self, rank: int, *, variable: str = "SLURM_PROCID") -> int:
+        """The process of one rank, by what Slurm has set, or torchrun (``RANK``)."""
+        wanted = (f"SLURM_JOB_ID={self.job_id}", f"{variable}={rank}", "SLURM_STEP_ID=0")
         found: list[int] = []
 
         def look() -> bool:

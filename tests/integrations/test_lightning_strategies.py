@@ -15,9 +15,11 @@ from hydroslurm.errors import UsageError
 
 pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 
 from hydroslurm.integrations import lightning_strategies
+from hydroslurm.integrations.lightning_known import require_known
 from hydroslurm.integrations.lightning_strategies import register_strategies, strategy_class
 
 SCRIPT = Path(__file__).with_name("lightning_named.py")
@@ -68,6 +70,15 @@ def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match=r"no task of srun's and no rank of torchrun's"):
         lightning_strategies.HydroslurmEnvironment()
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command")
+def test_a_strategy_that_shards_is_refused() -> None:
+    """By name, with what does work."""
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    require_known(Trainer(**options))
+    with pytest.raises(UsageError, match=r'ModelParallelStrategy shards .* strategy="ddp"'):
+        require_known(Trainer(**options, strategy=ModelParallelStrategy()))
 
 
 def test_a_fit_by_name(tmp_path: Path) -> None:
