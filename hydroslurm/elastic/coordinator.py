@@ -26,6 +26,7 @@ from hydroslurm.coordination.network import allow_descriptors, listen
 from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
 from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
 from hydroslurm.core.fence import Fence
+from hydroslurm.elastic.autoscaler import Autoscaler
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.membership import (
     Action,
@@ -58,6 +59,7 @@ class Coordinator(Server):
         membership: who trains together.
         observers: called with the kind and the data of each line of the ledger, once it is there.
         on_tick: called about once a second.
+        uses: what each rank last said of the use of its node and device, as parts of 1.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Coordinator(Server):
         self._peers: dict[Rank, PeerConnection] = {}
         self._ranks: dict[PeerConnection, Rank] = {}
         self._paces: dict[Rank, tuple[float, float]] = {}
+        self.uses: dict[Rank, dict[str, float]] = {}
         self._store: dict[str, str] = {}
         self._waiting: list[tuple[PeerConnection, int, list[str]]] = []
         self._status_due_s = 0.0
@@ -141,6 +144,7 @@ class Coordinator(Server):
             self._join(peer, message, now_s)
         elif kind == "beat":
             self._paces[rank] = (message["step_s"], message["samples_per_s"])
+            self.uses[rank] = message["use"]
             self.act(self.membership.beat(rank, message["step"], now_s))
         elif kind in ("set", "get", "add"):
             self._serve_store(peer, message)
@@ -222,6 +226,7 @@ class Coordinator(Server):
         if rank is not None and self._peers.get(rank) is peer:
             del self._peers[rank]
             self._paces.pop(rank, None)
+            self.uses.pop(rank, None)
             self.act(self.membership.lost(rank, time.monotonic()))
 
     # --- the store by which process groups meet
@@ -390,6 +395,8 @@ def start(folder: ElasticFolder) -> Coordinator:
     membership, epoch = restored(folder, options, time.monotonic())
     listener = listen(options.host or _own_address(), [0])
     coordinator = Coordinator(listener, folder, membership, fence=fence, epoch=epoch)
+    if options.autoscale is not None:
+        coordinator.on_tick.append(Autoscaler(folder, options.autoscale, coordinator).tick)
     coordinator.act([Record("coordinator", {"epoch": epoch, "pid": os.getpid()})])
     coordinator.announce()
     return coordinator

@@ -6,6 +6,7 @@ it, and how it stands.
     elastic/claim.json        which coordinator is the newest; an older one ends when it sees it
     elastic/coordinator.json  where it listens
     elastic/ledger.jsonl      every change, appended; all that a new coordinator needs
+    elastic/observations.jsonl  what autoscaling decides by, one line every half a minute
     elastic/status.json       how the run stands, for ``describe`` and ``top``
 
 Whoever reads the key may stop the run and change its weights, so it is the owner's alone. It is a
@@ -27,6 +28,7 @@ from typing import Any
 from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
+from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.membership import Size, Timing
 from hydroslurm.errors import RunFolderError, UsageError
 
@@ -73,6 +75,10 @@ class ElasticFolder:
     @property
     def ledger_jsonl(self) -> Path:
         return self.root / "ledger.jsonl"
+
+    @property
+    def observations_jsonl(self) -> Path:
+        return self.root / "observations.jsonl"
 
     @property
     def status_json(self) -> Path:
@@ -187,12 +193,14 @@ class CoordinatorOptions:
         batch: ``keep_global``: a step has as many samples as with all members, whatever the size;
             ``per_rank``: each rank has its batch size, and the step follows the size.
         size, timing: see there.
+        autoscale: the rules by which the size is chosen; None: by people only.
     """
 
     host: str = ""
     batch: str = "keep_global"
     size: Size = field(default_factory=Size)
     timing: Timing = field(default_factory=Timing)
+    autoscale: AutoscalePolicy | None = None
 
     def __post_init__(self) -> None:
         if self.batch not in BATCHES:
@@ -210,6 +218,9 @@ class CoordinatorOptions:
             for name, kind in (("size", Size), ("timing", Timing)):
                 known = {one.name for one in fields(kind)}
                 parts[name] = kind(**{key: flat.pop(key) for key in sorted(known & flat.keys())})
+            if rules := flat.pop("autoscale", None):
+                size = parts["size"]
+                parts["autoscale"] = AutoscalePolicy.from_json(rules, least=size.min, most=size.max)
             made = cls(**parts)
         except (TypeError, ValueError) as error:
             raise UsageError(f"the options of an elastic run: {error}") from error
@@ -218,7 +229,10 @@ class CoordinatorOptions:
         return made
 
     def to_json(self) -> dict[str, Any]:
-        return {"host": self.host, "batch": self.batch, **asdict(self.size), **asdict(self.timing)}
+        document: dict[str, Any] = {"host": self.host, "batch": self.batch}
+        if self.autoscale is not None:
+            document["autoscale"] = self.autoscale.to_json()
+        return {**document, **asdict(self.size), **asdict(self.timing)}
 
 
 def member_name(environ: Mapping[str, str], *, host: str, pid: int) -> str:

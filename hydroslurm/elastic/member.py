@@ -28,6 +28,7 @@ from hydroslurm.coordination.world import World
 from hydroslurm.elastic.coordinator import attempt_of
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
+from hydroslurm.elastic.usage import Usage
 from hydroslurm.errors import CoordinatorLost, HydroslurmError
 
 BEAT_S = 1.0
@@ -141,6 +142,7 @@ class Member:
         self._lost = ""
         self._alone_since_s = time.monotonic()
         self._beat_due_s = 0.0
+        self._usage = Usage()
         self._thread = threading.Thread(target=self._run, name="hydroslurm-elastic", daemon=True)
 
     def start(self) -> None:
@@ -429,6 +431,7 @@ class Member:
                 "step": self._step,
                 "step_s": step_s,
                 "samples_per_s": samples_per_s,
+                "use": self._usage.read(),
             }
         )
 

@@ -15,6 +15,7 @@ from hydroslurm.coordination.messages import (
     is_text,
     list_of,
 )
+from hydroslurm.elastic.autoscale import UTILIZATIONS
 
 MAX_STORE_BYTES = 1 << 20
 """Of one value in the store that process groups meet by; addresses and ids have a few hundred."""
@@ -22,6 +23,12 @@ MAX_STORE_BYTES = 1 << 20
 
 def _is_value(value: Any) -> bool:
     return type(value) is str and len(value) <= 2 * MAX_STORE_BYTES
+
+
+def _is_use(value: Any) -> bool:
+    return type(value) is dict and all(
+        name in UTILIZATIONS and is_number(one) for name, one in value.items()
+    )
 
 
 FROM_RANK: Mapping[str, Mapping[str, Check]] = {
@@ -34,7 +41,7 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
         "holding": is_bool,
     },
     "ready": {},
-    "beat": {"step": is_count, "step_s": is_number, "samples_per_s": is_number},
+    "beat": {"step": is_count, "step_s": is_number, "samples_per_s": is_number, "use": _is_use},
     "propose": {"change": is_count, "step": is_count},
     "arrived": {
         "change": is_count,

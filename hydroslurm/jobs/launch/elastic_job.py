@@ -16,6 +16,7 @@ from typing import Any
 from hydroslurm.core import rundir
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.membership import Size
 from hydroslurm.errors import RunFolderError, UsageError
@@ -31,6 +32,7 @@ from hydroslurm.jobs.launch.job_script import (
     where_of,
 )
 from hydroslurm.jobs.plan import ElasticPlan, Plan
+from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import JobSpec
 from hydroslurm.jobs.supervisor.job_step import container_options
@@ -102,6 +104,14 @@ def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def autoscale_of(job: TrainingJob, elastic: Elastic) -> AutoscalePolicy | None:
+    """The rules of autoscaling; None: people choose the size."""
+    if elastic.autoscale is None:
+        return None
+    rules = elastic.autoscale.rules(partition=job.scheduler.partition or "")
+    return AutoscalePolicy.from_json(rules, least=elastic.min, most=elastic.max)
+
+
 def _partitions_of(job: TrainingJob) -> list[str]:
     """By name, "" for the default one."""
     assert job.elastic is not None
@@ -124,9 +134,10 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
     has_base = bool(base_of(elastic))
     try:
         folder.make_key()
-        folder.write(
-            folder.options_json, CoordinatorOptions(batch=elastic.batch, size=size).to_json()
+        options = CoordinatorOptions(
+            batch=elastic.batch, size=size, autoscale=autoscale_of(job, elastic)
         )
+        folder.write(folder.options_json, options.to_json())
         for name, where in (("members", {}), ("base", base_of(elastic))):
             if name == "members" or has_base:
                 script = member_script(job, plan, run, where)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hydroslurm.jobs.spec.autoscale import Autoscale
 from hydroslurm.jobs.spec.fields import Count, Part, SlurmWord, Whole, unit
 
 MOST_MEMBERS = 4096
@@ -64,6 +65,11 @@ class Elastic(Part):
     base: ElasticBase = Field(
         default_factory=ElasticBase,
         description="Where the first min members and the coordinator run. Default: as the others.",
+    )
+    autoscale: Autoscale | None = Field(
+        default=None,
+        description="Rules by which the run chooses its size. Default: it has the size that people "
+        "ask for.",
     )
     exclude_after_failures: Count = Field(
         default=2,

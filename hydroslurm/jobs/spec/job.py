@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from hydroslurm.elastic.autoscale import AutoscalePolicy
+from hydroslurm.errors import UsageError
 from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
 from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, RunMode
@@ -259,6 +261,14 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
             f"{elastic.max}; wanted min <= {'size' if named else 'replicas'} <= max"
         )
         yield Complaint(at, message, (own,))
+    if elastic.autoscale is not None and elastic.min <= elastic.max:
+        try:
+            AutoscalePolicy.from_json(
+                elastic.autoscale.rules(), least=elastic.min, most=elastic.max
+            )
+        except UsageError as error:
+            message = str(error).removeprefix("autoscale: ")
+            yield Complaint((*own, "autoscale"), message, (own,))
     if len(job.replica_specs) > 1:
         message = (
             f"{len(job.replica_specs)} types of replicas; the members of an elastic job are alike: "

@@ -1,0 +1,76 @@
+"""How much of its node a rank's processes could use is used: CPUs, memory, GPU. Parts of 1."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+GPU_EVERY_S = 5.0
+"""NVML takes milliseconds, and a beat is sent each second."""
+
+
+class Usage:
+    """The use since the last reading. What cannot be read is left out."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._ticks: tuple[int, int] | None = None
+        self._gpu_due_s = 0.0
+        self._gpu: float | None = None
+
+    def read(self) -> dict[str, float]:
+        """``cpu`` of the CPUs that this process may run on, ``memory`` of the cgroup's limit or the
+        node, ``gpu`` of the device that torch uses here."""
+        found = {"cpu": self._cpu(), "memory": self._memory(), "gpu": self._device()}
+        return {name: round(value, 4) for name, value in found.items() if value is not None}
+
+    def _cpu(self) -> float | None:
+        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        busy = total = 0
+        try:
+            lines = (self._root / "proc/stat").read_text().splitlines()
+            for name, *counts in (line.split() for line in lines if line.startswith("cpu")):
+                if name in allowed:
+                    ticks = [int(count) for count in counts[:8]]  # guest time is in user's already
+                    total += sum(ticks)
+                    busy += sum(ticks) - ticks[3] - ticks[4]  # idle, iowait
+        except (OSError, ValueError, IndexError):
+            return None
+        before, self._ticks = self._ticks, (busy, total)
+        if before is None or total <= before[1]:
+            return None
+        return min(1.0, max(0.0, (busy - before[0]) / (total - before[1])))
+
+    def _memory(self) -> float | None:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return self._of_cgroup()
+        try:
+            lines = (self._root / "proc/meminfo").read_text().splitlines()
+            split = (line.partition(":") for line in lines)
+            kib = {name: int(rest.split()[0]) for name, _, rest in split}
+            return 1 - kib["MemAvailable"] / kib["MemTotal"]
+        except (OSError, ValueError, IndexError, KeyError, ZeroDivisionError):
+            return None
+
+    def _of_cgroup(self) -> float:
+        """Of version 2; raises where there is none, or no limit."""
+        lines = (self._root / "proc/self/cgroup").read_text().splitlines()
+        place = next(line[3:] for line in [*lines, "0::"] if line.startswith("0::"))
+        folder = self._root / "sys/fs/cgroup" / place.lstrip("/")
+        limit = int((folder / "memory.max").read_text())  # "max": a ValueError
+        return int((folder / "memory.current").read_text()) / limit
+
+    def _device(self) -> float | None:
+        torch = sys.modules.get("torch")  # not imported for this
+        if torch is None or time.monotonic() < self._gpu_due_s:
+            return self._gpu
+        self._gpu_due_s = time.monotonic() + GPU_EVERY_S
+        try:
+            ours = torch.cuda.is_initialized()  # to ask a device that is not used would start it
+            self._gpu = torch.cuda.utilization() / 100 if ours else None
+        except Exception:  # no NVML, no right to ask it, a device that is gone: all kinds of errors
+            self._gpu, self._gpu_due_s = None, float("inf")
+        return self._gpu
