@@ -206,6 +206,19 @@ def test_a_setting_that_is_changed_later(monkeypatch: pytest.MonkeyPatch) -> Non
         inner.eps = 1e-6
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_in_bfloat16(always: None, autocast: bool) -> None:
+    """The same modules are equal to what is fused, to the precision that they have."""
+    model, tokens = models.GPT(), torch.randint(65, (2, 33))
+    given = tokens[:, :-1], tokens[:, 1:]
+    if not autocast:
+        model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        table = hydroslurm.optimize_modules(model, given)
+        assert [len(row.names) for row in table.applied] == [5, 2, 2, 1], str(table)
+        model(*given).backward()
+
+
 def test_a_dry_run_changes_nothing(always: None) -> None:
     """And says what would be done."""
     model = Holder(models.Swish())

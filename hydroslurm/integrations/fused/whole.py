@@ -72,10 +72,7 @@ def try_together(whole: Whole, switch: Switch, *, names: str, least: float) -> C
     switch(True)
     new = whole.run()
     difference = own.difference(new)
-    allowed = max(
-        (torch.finfo(one.dtype).eps ** 0.5 for one in own.outputs if one.is_floating_point()),
-        default=0.0,
-    )
+    allowed = max((torch.finfo(one).eps ** 0.5 for one in _precisions(own)), default=0.0)
 
     def step(on: bool) -> Callable[[], object]:
         def run() -> None:
@@ -91,6 +88,13 @@ def try_together(whole: Whole, switch: Switch, *, names: str, least: float) -> C
     switch(not reason)
     kind = type(whole.model).__name__
     return Choice(("",), kind, names, speedup, difference, applied=not reason, reason=reason)
+
+
+def _precisions(result: Result) -> list[torch.dtype]:
+    """Of the outputs, and of what autocast computes in."""
+    used = [one.dtype for one in result.outputs if one.is_floating_point()]
+    devices = {one.device.type for one in result.outputs}
+    return [*used, *(torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d))]
 
 
 def channels_last(model: nn.Module) -> Switch | None:
