@@ -2,11 +2,12 @@
 
 Act 1, paused in place: an unmodified training is suspended and resumed, and parked by gang
 scheduling for an urgent job. Act 2, saved and requeued: a training is stopped by an urgent job, by
-`hydroslurm requeue` and by an operator's, and goes on each time where it was. Each act starts a
-private Slurm on this machine, and shows that what was interrupted ends with the very bits of what
-was left alone.
+`hydroslurm requeue` and by an operator's, and goes on each time where it was. Act 3, elastic: a
+training loses a node to an urgent job, trains on without it, and gets another. Each act starts a
+private Slurm on this machine. Acts 1 and 2 show that what was interrupted ends with the very bits
+of what was left alone, act 3 that every sample was trained on once.
 
-    --act 1   only one of the two
+    --act 1   only one of the three
     --local   without Slurm: the same trainings as plain processes, paused and stopped by their pid
     --site    on the Slurm of this site instead of a private one; asks you for the act, because a
               partition either suspends its jobs (1) or requeues them (2), and for two partitions
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import demo_elastic
 import demo_pause
 import demo_stop
 from demo_stage import console, say
@@ -29,7 +31,11 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 from hydroslurm.devcluster.programs import missing, search_path
 from hydroslurm.errors import HydroslurmError, UsageError
 
-ACTS = {1: "act 1: paused in place", 2: "act 2: saved and requeued"}
+ACTS = {
+    1: "act 1: paused in place",
+    2: "act 2: saved and requeued",
+    3: "act 3: elastic, nodes come and go",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (chosen.local or chosen.site) and missing(search_path(os.environ.get("PATH"))):
         say("[yellow]Slurm is not installed here: the demo goes on as local processes[/]")
         chosen.local = True
-    acts = [chosen.act] if chosen.act else list(ACTS)
+    acts = [chosen.act] if chosen.act else [act for act in ACTS if act < 3 or not chosen.local]
     try:
         kept = [play(act, chosen, folder / f"act-{act}") for act in acts]
     except (HydroslurmError, UsageError, UncompletedJobError, FailedJobError) as error:
@@ -69,6 +75,12 @@ def scene(act: int, chosen: argparse.Namespace, folder: Path) -> Callable[[], bo
             )
         return lambda: demo_pause.private_act(folder, **size)
     size = {"epochs": chosen.epochs}
+    if act == 3:
+        if chosen.site:
+            return lambda: demo_elastic.slurm_act(
+                folder, low=chosen.low, urgent=chosen.urgent, **size
+            )
+        return lambda: demo_elastic.private_act(folder, **size)
     if chosen.local:
         return lambda: demo_stop.local_act(folder, **size)
     if chosen.site:
@@ -93,11 +105,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--iterations", type=int, default=3000, help="steps of act 1, default %(default)s"
     )
     parser.add_argument(
-        "--epochs", type=int, default=30, help="of act 2, 23 steps each, default %(default)s"
+        "--epochs", type=int, default=30, help="of acts 2 and 3, default %(default)s"
     )
     chosen = parser.parse_args(arguments)
+    if chosen.local and chosen.act == 3:
+        parser.error("--act 3 needs Slurm, whose jobs its members are")
     if chosen.site and not (chosen.act and chosen.low and chosen.urgent):
-        parser.error("--site needs --act 1 or 2, --low PARTITION and --urgent PARTITION")
+        parser.error("--site needs --act 1, 2 or 3, --low PARTITION and --urgent PARTITION")
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from hydroslurm.core.rundir import RunDir
     from hydroslurm.report.external_sources import Accounting
     from hydroslurm.report.history import History
     from hydroslurm.report.nsys.profile import Profile
@@ -105,6 +107,8 @@ def _report_run(
     from hydroslurm.report.writing import start_pictures, write_all
 
     run = RunDir(folder)
+    if not no_picture:
+        _draw_sizes(run, as_json=as_json)
     history = read_history(folder)
     # drawing takes longest: it starts before anything else is even imported
     pictures = None if no_picture else start_pictures(history, run)
@@ -124,6 +128,22 @@ def _report_run(
     # after printing: the report of another user's folder can be read, but not written
     for path in write_all(history, sources, figures, rows, run, pictures=pictures):
         _print(f"written: {path}", err=as_json)
+
+
+def _draw_sizes(run: RunDir, *, as_json: bool) -> None:
+    """Of an elastic run, whose members come and go."""
+    from hydroslurm.elastic.folder import ElasticFolder
+    from hydroslurm.report.sizes import draw_sizes
+
+    elastic = ElasticFolder(run=run.root)
+    if not elastic.ledger_jsonl.is_file():
+        return
+    place = run.root / "report" / "sizes.png"
+    with contextlib.suppress(OSError):  # another user's folder can be read, but not written
+        place.parent.mkdir(exist_ok=True)
+        title = f"{run.root.name}: members over time, and what each change cost"
+        if draw_sizes(elastic.ledger(), place, title=title) is not None:
+            _print(f"written: {place}", err=as_json)
 
 
 def _rendered(view: RenderableType) -> str:

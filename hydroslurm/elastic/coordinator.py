@@ -90,6 +90,7 @@ class Coordinator(Server):
         self._waiting: list[tuple[PeerConnection, int, list[str]]] = []
         self._status_due_s = 0.0
         self._end_s: float | None = None
+        self._is_ending = False
 
     def run(self) -> None:
         """Serve until the run has finished and its ranks have gone.
@@ -100,6 +101,7 @@ class Coordinator(Server):
         while self._end_s is None or (self._peers and time.monotonic() < self._end_s):
             self.serve_once()
         self._write_status()
+        self._is_ending = True  # the members go on, and look for the next coordinator
         self.close()
 
     def end_within(self, seconds: float) -> None:
@@ -223,7 +225,7 @@ class Coordinator(Server):
     def on_drop(self, peer: PeerConnection) -> None:
         self._waiting = [one for one in self._waiting if one[0] is not peer]
         rank = self._ranks.pop(peer, None)
-        if rank is not None and self._peers.get(rank) is peer:
+        if rank is not None and self._peers.get(rank) is peer and not self._is_ending:
             del self._peers[rank]
             self._paces.pop(rank, None)
             self.uses.pop(rank, None)

@@ -190,6 +190,11 @@ class Run(Looping, Ending):
             undo.pop_all()
         oversights.opened(self, self._controller)
 
+    @property
+    def generation(self) -> int:
+        """How often the members of an elastic run have changed, from 1; 0 for all others."""
+        return 0
+
     def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
         """The controller of this process, and whether it was installed for this run."""
         return controller_for(self.dir, environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from elasticstory import SAMPLES, ElasticStory, times_seen
 from processes import wait_until
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
+from hydroslurm.elastic import coordinator
+from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.elastic.member import Member
 
 
 @pytest.fixture
@@ -104,6 +108,26 @@ def test_the_coordinator_may_be_killed(story: ElasticStory) -> None:
     assert ends[0] == ends[1] == ends[2], story
     assert not story.entries("failure")
     assert [one["epoch"] for one in story.entries("coordinator")] == [1, 2]
+
+
+def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) -> None:
+    """At its time limit it goes, and the members wait for the next one."""
+    folder = ElasticFolder(run=tmp_path)
+    folder.root.mkdir(mode=0o700)
+    folder.write(folder.options_json, {"min": 1, "max": 1, "wanted": 1})
+    served = coordinator.start(folder)
+    member = Member(folder, name="a")
+    member.start()
+    begun: list[object] = []
+    thread = threading.Thread(target=lambda: begun.append(member.begin(stop=lambda: False)))
+    thread.start()
+    while not begun:
+        served.serve_once()
+    served.end_within(0.0)
+    served.run()
+    member.close()
+    thread.join()
+    assert [one["kind"] for one in folder.ledger()] == ["coordinator", "forming"]
 
 
 def test_two_that_leave_at_once_are_one_change(story: ElasticStory) -> None:
