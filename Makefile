@@ -4,7 +4,7 @@
 PY := .venv/bin/python
 
 help:
-	@echo 'make demo    two acts on a private Slurm: paused in place; stopped, requeued, resumed. Tables and pictures'
+	@echo 'make demo    three acts on a private Slurm: paused in place; stopped and requeued; elastic. Tables and pictures'
 	@echo 'make test    run every test, those on a real Slurm included'
 	@echo 'make elastic     every case of runs whose size changes, of which make test runs a third'
 	@echo 'make frameworks  every combination with Lightning and Hugging Face, of which make test runs a third'

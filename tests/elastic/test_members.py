@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elasticstory import SAMPLES, ElasticStory, times_seen
+from elasticstory import BATCH, SAMPLES, ElasticStory, times_seen
 from processes import wait_until
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
@@ -108,6 +108,29 @@ def test_the_coordinator_may_be_killed(story: ElasticStory) -> None:
     assert ends[0] == ends[1] == ends[2], story
     assert not story.entries("failure")
     assert [one["epoch"] for one in story.entries("coordinator")] == [1, 2]
+
+
+def test_the_training_is_that_of_a_fixed_size(story: ElasticStory, tmp_path: Path) -> None:
+    """With keep_global a step has the same samples with one member and with three that come and go:
+    the weights at the end differ by the order of sums only."""
+    (tmp_path / "alone").mkdir()
+    alone = ElasticStory(tmp_path / "alone", max=4, wanted=1)
+    try:
+        alone.start("x", plain=True, step_s=0.0)
+        for name in "abc":
+            story.start(name, plain=True)
+        story.wait_for_step("a", size=3)
+        story.signal("b", signal.SIGKILL)
+        story.wait_for_step("a", size=2)
+        story.start("d", plain=True, seed=5)
+        story.wait_for_step("d", size=3)
+        ends = [story.done(name) for name in "acd"]
+        fixed = alone.done("x")
+    finally:
+        alone.close()
+    assert ends[0] == ends[1] == ends[2], story
+    assert ends[0]["step"] == fixed["step"] == 2 * SAMPLES // (4 * BATCH)
+    assert ends[0]["weights"] == pytest.approx(fixed["weights"], rel=1e-5)
 
 
 def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) -> None:
