@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,7 +161,7 @@ class Change:
         order: the members when it began: one that takes another's place takes its ranks, too.
         proposals: rank -> the next step behind which it can hold.
         arrivals: the ranks that hold.
-        to_form: the ranks of the generation that is forming -> whether they have it.
+        to_form: the ranks of the generation that is forming that do not have it yet.
     """
 
     number: int
@@ -170,13 +171,16 @@ class Change:
     order: tuple[str, ...] = ()
     proposals: dict[Rank, int] = field(default_factory=dict)
     arrivals: dict[Rank, Arrival] = field(default_factory=dict)
-    to_form: dict[Rank, bool] = field(default_factory=dict)
+    to_form: set[Rank] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
     steps_lost: int = 0
     joined: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     saver: Rank | None = None
     saved: bool = False
+
+
+_GATHERING = (Phase.CALLING, Phase.HOLDING, Phase.BREAKING)
 
 
 class Refused(ValueError):
@@ -217,14 +221,16 @@ class Membership:
         self.timing = timing or Timing()
         self.generation = generation
         self.members: dict[str, Member] = {}
-        self.current: tuple[str, ...] = ()
+        self.current = ()
         self.change: Change | None = None
         self.finished = False
         self.suspended = False
         self.step = 0
         self._changes = change
         self._orders = 0
-        self._heard_s: dict[Rank, float] = {}
+        self._heard_s: OrderedDict[Rank, float] = OrderedDict()  # the most silent first
+        self._ready: set[str] = set()  # members that could be taken in
+        self._may_leave = False  # False: nobody does
         self._absent: set[Rank] = set()
         self._absent_until_s = now_s + self.timing.return_s
         self._gather_until_s: float | None = None
@@ -235,6 +241,16 @@ class Membership:
             member.ready = set(range(local_size))
             self._absent |= set(member.ranks)
             self.current += (name,)
+
+    @property
+    def current(self) -> tuple[str, ...]:
+        return self._current
+
+    @current.setter
+    def current(self, names: tuple[str, ...]) -> None:
+        # each of 10,000 members asks whether it trains, several times in one change
+        self._current, self._training = names, frozenset(names)
+        self._rank_count: int | None = None
 
     # --- what happens
     # --------------------------------------------------------------------------------------------
@@ -270,7 +286,7 @@ class Membership:
                 f"generation {generation} is over, {self.generation} trains: what this rank has "
                 "trained since is not part of the run. Started anew it may join again"
             )
-        if not generation and name in self.current:
+        if not generation and name in self._training:
             if member is not None and rank in self._absent:  # restarted while nobody looked
                 self._lost(rank, now_s)
             else:
@@ -291,16 +307,16 @@ class Membership:
     def ready(self, rank: Rank, now_s: float) -> list[Action]:
         """A newcomer has everything but the state of the run."""
         member = self._heard(rank, now_s)
-        if member is not None and member.id not in self.current:
+        if member is not None and member.id not in self._training:
             member.ready.add(rank[1])
-            if member.is_ready and self._join_at_s is None:
-                self._join_at_s = now_s + self.timing.join_s
+            if member.is_ready:
+                self._ready.add(member.id)
         return self._settled(now_s)
 
     def proposed(self, rank: Rank, change: int, step: int, now_s: float) -> list[Action]:
         """A rank says behind which step it can hold."""
         self._heard(rank, now_s)
-        if self._is_now(change, Phase.CALLING) and rank[0] in self.current:
+        if self._is_now(change, Phase.CALLING) and rank[0] in self._training:
             assert self.change is not None
             self.change.proposals[rank] = step
         return self._settled(now_s)
@@ -321,7 +337,7 @@ class Membership:
         self._heard(rank, now_s)
         self.step = max(self.step, step)
         step = step if has_state else -1
-        if rank[0] in self.current:
+        if rank[0] in self._training:
             if self.change is None:
                 self._begin(Phase.BREAKING if failed else Phase.HOLDING, "", now_s)
                 if failed:
@@ -336,7 +352,7 @@ class Membership:
     def failed(self, rank: Rank, generation: int, now_s: float) -> list[Action]:
         """A collective of this generation has failed in a rank."""
         self._heard(rank, now_s)
-        if generation == self.generation and rank[0] in self.current:
+        if generation == self.generation and rank[0] in self._training:
             self._break("a collective failed", now_s)
         return self._settled(now_s)
 
@@ -359,8 +375,8 @@ class Membership:
         if not ok:
             self._break("the generation could not meet", now_s)
         elif rank in self.change.to_form:
-            self.change.to_form[rank] = True
-            if all(self.change.to_form.values()):
+            self.change.to_form.remove(rank)
+            if not self.change.to_form:
                 self._record_generation(pause_s)
                 self.change = None
         return self._settled(now_s)
@@ -369,7 +385,7 @@ class Membership:
         """A member announces that it has to go."""
         member = self._heard(rank, now_s)
         if member is not None and not member.leaving:
-            member.leaving = reason or "asked to"
+            member.leaving, self._may_leave = reason or "asked to", True
             self._record("leaving", member=member.id, node=member.node, reason=member.leaving)
         return self._settled(now_s)
 
@@ -402,15 +418,19 @@ class Membership:
         self.size = Size(min=self.size.min, max=self.size.max, wanted=size, spares=self.size.spares)
         self._record("wanted", size=size, by=by)
         for name in leave:
+            self._may_leave = True
             self.members[name].leaving = self.members[name].leaving or "asked to leave"
         return self._settled(now_s)
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed."""
-        for rank, heard_s in list(self._heard_s.items()):
-            if now_s - heard_s > self.timing.silent_s:
-                self._actions.append(Close(rank))
-                self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
+        while self._heard_s:
+            rank, heard_s = next(iter(self._heard_s.items()))
+            if now_s - heard_s <= self.timing.silent_s:
+                break
+            self._actions.append(Close(rank))
+            self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
+            self._heard_s.pop(rank, None)
         if self._absent and now_s > self._absent_until_s:
             for rank in sorted(self._absent):
                 self._lost(rank, now_s, why="did not come back to the new coordinator")
@@ -418,7 +438,7 @@ class Membership:
 
     def due_s(self) -> float:
         """When :meth:`tick` is due at the latest."""
-        due = [self.timing.silent_s + min(self._heard_s.values(), default=math.inf)]
+        due = [self.timing.silent_s + next(iter(self._heard_s.values()), math.inf)]
         due += [one for one in (self._gather_until_s, self._join_at_s) if one is not None]
         if self._absent:
             due.append(self._absent_until_s)
@@ -473,6 +493,7 @@ class Membership:
         member = self.members.get(rank[0])
         if member is not None and rank[1] in member.present:
             self._heard_s[rank] = now_s
+            self._heard_s.move_to_end(rank)
         return member
 
     def _lost(self, rank: Rank, now_s: float, *, why: str = "its connection ended") -> None:
@@ -482,6 +503,7 @@ class Membership:
         if member is None or (rank[1] not in member.present and rank not in self._absent):
             return
         del self.members[member.id]
+        self._ready.discard(member.id)
         self._absent -= set(member.ranks)
         for other in member.ranks:
             self._heard_s.pop(other, None)
@@ -510,7 +532,7 @@ class Membership:
             change.lost.append(member.id)
             for rank in member.ranks:
                 change.arrivals.pop(rank, None)
-                change.to_form.pop(rank, None)
+                change.to_form.discard(rank)
             if change.saver is not None and change.saver[0] == member.id:
                 change.saver = None
 
@@ -549,6 +571,13 @@ class Membership:
             for rank in self.members[name].ranks
         ]
 
+    def _count_ranks(self) -> int:
+        """Of the generation; members only go together with ``current``."""
+        if self._rank_count is None:
+            sizes = (self.members[name].local_size for name in self.current if name in self.members)
+            self._rank_count = sum(sizes)
+        return self._rank_count
+
     def _settled(self, now_s: float) -> list[Action]:
         """Go on as far as can be; return what is to be done."""
         while self._advance(now_s):
@@ -562,10 +591,15 @@ class Membership:
             return False
         if change is None:
             return self._may_begin(now_s)
-        ranks = self._present_ranks()
-        if not ranks and change.phase is not Phase.FORMING:
+        if not self._count_ranks() and change.phase is not Phase.FORMING:
             self.change, self.current = None, ()  # nobody is left: whoever is ready begins anew
             return True
+        answered = len(change.arrivals)
+        if change.phase is Phase.CALLING:
+            answered += len(change.proposals)
+        if change.phase in _GATHERING and answered < self._count_ranks():
+            return False  # counted first: to look at each, for each message, is n² of a change
+        ranks = self._present_ranks() if change.phase in (*_GATHERING, Phase.SAVING) else []
         if change.phase is Phase.CALLING and all(
             rank in change.proposals or rank in change.arrivals for rank in ranks
         ):
@@ -598,45 +632,55 @@ class Membership:
         if self._absent:
             return False  # a coordinator that has just begun hears everybody first
         self._mark_surplus()
-        leaving = [name for name in self.current if self.members[name].leaving]
+        leaving = [one.id for one in self._leavers() if one.id in self._training]
         if leaving:
             reasons = ", ".join(f"{name}: {self.members[name].leaving}" for name in leaving)
             self._call(f"leave ({reasons})", now_s)
             return True
-        joining = self._newcomers()
-        if joining and self._join_at_s is not None and now_s >= self._join_at_s:
-            self._call(f"join ({', '.join(one.id for one in joining)})", now_s)
-            return True
-        if not joining:
+        if not self._ready or len(self.current) >= self.size.wanted:
             self._join_at_s = None
-        return False
+            return False
+        if self._join_at_s is None:
+            self._join_at_s = now_s + self.timing.join_s
+        if now_s < self._join_at_s:
+            return False
+        self._join_at_s = None
+        joining = self._newcomers()
+        if joining:
+            self._call(f"join ({', '.join(one.id for one in joining)})", now_s)
+        return bool(joining)
+
+    def _leavers(self) -> list[Member]:
+        if not self._may_leave:
+            return []
+        found = [member for member in self.members.values() if member.leaving]
+        self._may_leave = bool(found)
+        return found
 
     def _mark_surplus(self) -> None:
         """More train than are wanted: the newest go."""
+        if len(self.current) <= self.size.wanted:
+            return
         staying = [name for name in self.current if not self.members[name].leaving]
         for name in reversed(staying[self.size.wanted :]):
             self.members[name].leaving = f"{self.size.wanted} members are wanted"
+            self._may_leave = True
 
     def _newcomers(self) -> list[Member]:
         """Who can be taken in now, in the order in which they came."""
         staying = sum(not self.members[name].leaving for name in self.current)
-        ready = [
-            member
-            for member in self.members.values()
-            if member.is_ready and member.id not in self.current and not member.leaving
-        ]
+        ready = [self.members[name] for name in self._ready if not self.members[name].leaving]
         ready.sort(key=lambda member: member.order)
         return ready[: max(0, self.size.wanted - staying)]
 
     def _first(self, now_s: float) -> bool:
         """Nobody trains: begin as soon as there are enough, and wait a little for all."""
-        for member in [m for m in self.members.values() if m.leaving]:
+        for member in self._leavers():
             self._depart(member)
-        joining = self._newcomers()
-        if len(joining) < self.size.min:
+        if len(self._ready) < self.size.min:
             self._gather_until_s = None
             return False
-        if len(joining) < self.size.wanted:
+        if len(self._ready) < self.size.wanted:
             if self._gather_until_s is None:
                 self._gather_until_s = now_s + self.timing.gather_s
             if now_s < self._gather_until_s:
@@ -684,7 +728,7 @@ class Membership:
         if staying and not has_state:  # only who leaves has the newest state: it hands it over
             staying = list(self.current)
         else:
-            for name in [one for one in self.current if one not in staying]:
+            for name in [one for one in self.current if self.members[one].leaving]:
                 change.left.append(name)
                 self._depart(self.members[name])
             self.current = tuple(staying)
@@ -709,11 +753,12 @@ class Membership:
         change.phase, self.suspended = Phase.FORMING, False
         self.generation += 1
         self.current = tuple(together)
+        self._ready -= self._training
         self._join_at_s = None
         ranks = self._present_ranks()
         source = next((n for n, rank in enumerate(ranks) if held.get(rank) == newest), 0)
         needs = [n for n, rank in enumerate(ranks) if newest is None or held.get(rank) != newest]
-        change.to_form = dict.fromkeys(ranks, False)
+        change.to_form = set(ranks)
         self._record(
             "forming",
             generation=self.generation,
@@ -756,6 +801,7 @@ class Membership:
                 self._send(rank, "depart", reason=member.leaving)
         self._record("left", member=member.id, node=member.node, reason=member.leaving)
         self.members.pop(member.id, None)
+        self._ready.discard(member.id)
 
     def _finish(self, step: int) -> None:
         self.finished = True
@@ -794,11 +840,11 @@ class Membership:
 def _in_order(order: Sequence[str], staying: Sequence[str], joining: Sequence[str]) -> list[str]:
     """Who comes takes the place of who went, so that the ranks of the others stay what they are;
     the rest is appended."""
-    waiting = list(joining)
+    waiting, stays = deque(joining), frozenset(staying)
     together = []
     for name in order:
-        if name in staying:
+        if name in stays:
             together.append(name)
         elif waiting:
-            together.append(waiting.pop(0))
-    return together + waiting
+            together.append(waiting.popleft())
+    return [*together, *waiting]
