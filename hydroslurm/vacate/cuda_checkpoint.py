@@ -81,8 +81,11 @@ class CudaCheckpoint:
     def refusal(self) -> str:
         if reason := self._communicators.refusal():
             return reason
+        known = self._helper is not None
         try:
             self._ask("state", START_S)
+        except _Silent as error:  # one that has died since the last pause is replaced
+            return self.refusal() if known else str(error)
         except VacateError as error:
             return str(error)
         return ""
@@ -138,7 +141,7 @@ class CudaCheckpoint:
             return self._helper.ask([verb, self._pid, *more], timeout_s=timeout_s)
         except _Silent as error:
             self.close()  # the next call has a helper that answers
-            raise VacateError(f"CUDA's {verb} {error}") from error
+            raise _Silent(f"CUDA's {verb} {error}") from error
 
 
 class _Silent(VacateError):

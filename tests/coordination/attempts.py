@@ -67,7 +67,7 @@ class Story:
             directory=directory,
             out=str(self.out),
             meet=str(self.folder / f"meet-{next(_numbers)}"),
-            environ={"HYDROSLURM_RUN_DIR": directory},
+            environ={"HYDROSLURM_RUN_DIR": directory, **options.pop("environ", {})},
             **options,
         )
         return Attempt(self.crew, world, pids, _begin=begin)

@@ -6,7 +6,8 @@ hold: {"rank": r, "at": place} - that rank waits there until there is a file ``g
     in the run folder; a place is "step 7" or "end".
 die: the same, and it ends there without a word.
 kind: "run", "job", or "own" for a loop that saves by itself.
-model: "ddp" or "fsdp". every_steps, every_s: of the Run. timeout_s: of collectives.
+model: "ddp" or "fsdp". vacate: tests/vacate/model.py and its folder, for a kind "run".
+every_steps, every_s: of the Run. timeout_s: of collectives.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import datetime
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,19 @@ def distributed(model: nn.Module, kind: str, world: int) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
 
 
+def use_model(command: list[str]) -> None:
+    """Each rank has a device: that of tests/vacate/model.py."""
+    from hydroslurm.vacate.communicators import Communicators
+    from hydroslurm.vacate.cuda_checkpoint import CONTEXT_BYTES, CudaCheckpoint
+
+    hydroslurm.controller().vacating.open_backend = lambda: CudaCheckpoint(
+        used_bytes=lambda: 10**9 - CONTEXT_BYTES,
+        devices=1,
+        communicators=Communicators(),
+        command=[sys.executable, *command],
+    )
+
+
 def with_run(parts: Parts) -> None:
     """The loop over a Run."""
     options = parts.options
@@ -108,6 +123,8 @@ def with_run(parts: Parts) -> None:
     )
     with run:
         run.resume()
+        if "vacate" in options:
+            use_model(options["vacate"])
         for inputs, samples in run.batches(epochs=options.get("epochs", 3)):
             parts.step(run.step, inputs, samples)
         parts.tell(run.step)

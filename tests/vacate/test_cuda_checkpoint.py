@@ -115,6 +115,14 @@ def test_a_device_that_is_full_is_waited_for(backend: Make, tmp_path: Path) -> N
     assert _here(tmp_path) == "running"
 
 
+def test_a_helper_that_died_between_two_pauses(backend: Make, tmp_path: Path) -> None:
+    """It is replaced by the next question, and is no reason to refuse."""
+    one = backend(("state", 2, "die"))
+    assert one.refusal() == ""
+    assert one.refusal() == ""
+    assert VacateRound(one, topic="t", limits=SHORT).vacate().done
+
+
 def test_a_refusal_moves_nothing(backend: Make, tmp_path: Path) -> None:
     """A rank that cannot says why, and the API is not called."""
     away = VacateRound(backend(), topic="t", limits=SHORT).vacate("no memory")

@@ -1,0 +1,77 @@
+"""Several ranks with a device each, a model of CUDA's: one pause vacates all of them or none."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from coordination.attempts import Attempt, Story
+from processes import wait_until
+
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
+
+WORLD = 3
+MODEL = Path(__file__).parent.parent / "vacate" / "model.py"
+
+
+def _began(story: Story, folder: Path) -> Attempt:
+    (folder / "faults.json").write_text("[]")
+    attempt = story.begin(
+        WORLD,
+        epochs=400,
+        settle=False,
+        vacate=[str(MODEL), str(folder)],
+        environ={"HYDROSLURM_VACATE": "always"},
+    )
+    wait_until(lambda: all(story.steps(rank) for rank in range(WORLD)), "the first steps")
+    story.wait_for(EventKind.RANKS_JOINED, world=WORLD)
+    return attempt
+
+
+def _wait_for(story: Story, kind: EventKind, number: int) -> None:
+    wait_until(
+        lambda: all(len(story.events(rank, kind)) == number for rank in range(WORLD)),
+        f"{kind.value} {number} of all ranks",
+    )
+
+
+def _calls(folder: Path) -> list[str]:
+    lines = (folder / "calls").read_text().splitlines()
+    return [line.split()[0] for line in lines if not line.startswith("state")]
+
+
+def test_one_signal_vacates_all(story: Story, tmp_path: Path) -> None:
+    """SIGUSR1 to one rank: all are locked before one is checkpointed, and all restored before one
+    is unlocked; they train on, and a later pause in which one cannot be locked moves nobody."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    attempt = _began(story, folder)
+    attempt.signal(1, signal.SIGUSR1)
+    _wait_for(story, EventKind.VACATED, 1)
+    assert _calls(folder) == ["lock"] * WORLD + ["checkpoint"] * WORLD
+    before = len(story.steps(0))
+    attempt.signal(1, signal.SIGUSR2)
+    _wait_for(story, EventKind.RESTORED, 1)
+    wait_until(lambda: len(story.steps(0)) > before + 2, "the training to go on")
+    assert _calls(folder)[2 * WORLD :] == ["restore"] * WORLD + ["unlock"] * WORLD
+
+    (folder / "calls").unlink()
+    (folder / "faults.json").write_text(json.dumps([["lock", 2, "refuse"]]))
+    attempt.signal(2, signal.SIGUSR1)
+    _wait_for(story, EventKind.NOT_VACATED, 1)
+    assert "checkpoint" not in _calls(folder)
+    told = {story.events(rank, EventKind.NOT_VACATED)[0].data["reason"] for rank in range(WORLD)}
+    assert len(told) == 1
+    assert "CUDA_ERROR_UNKNOWN" in told.pop()
+    before = len(story.steps(0))
+    attempt.signal(2, signal.SIGUSR2)
+    wait_until(lambda: len(story.steps(0)) > before + 2, "the training to go on")
+
+    (folder / "faults.json").write_text("[]")
+    attempt.signal(0, signal.SIGUSR1)
+    _wait_for(story, EventKind.VACATED, 2)
+    attempt.signal(0)  # a stop, while all are away
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
+    assert _calls(folder)[-2 * WORLD :] == ["restore"] * WORLD + ["unlock"] * WORLD
