@@ -2,9 +2,9 @@
 
 The gate is built and self-tested against this machine's torch. Then, on a bf16 transformer of
 hundreds of millions of parameters (scaled to the memory that is free): overhead while nothing is
-paused, latencies of pause, drain and resume from another process's kill(), the bits of the
-weights with and without pauses, memory before and after. Without a GPU it says so and ends with
-exit status 0.
+paused, latencies of pause, drain and resume from another process's kill(), the seconds that it
+takes to vacate the device and to fill it again, the bits of the weights with and without pauses,
+memory before and after. Without a GPU it says so and ends with exit status 0.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from harness import (
 from torch import nn
 
 import hydroslurm
-from hydroslurm.core.events import EventKind
+from hydroslurm.core.ack import Answer
+from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.runtime import client
 
 LIMIT_S = 60.0
 PAUSING_S = 75.0
@@ -237,6 +239,39 @@ def latencies(training: Training, run_dir: Path, *, count: int) -> dict[str, Any
     return result
 
 
+def vacates(training: Training, run_dir: Path, *, count: int) -> dict[str, Any]:
+    """Free the device and fill it again, while the steps run as they do in training. A device that
+    cannot be vacated is no failure here: the reason is part of the result."""
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(count):
+                answers.append(client.pause(os.getpid(), vacate=True, timeout_s=LIMIT_S))
+                client.resume(os.getpid(), timeout_s=LIMIT_S)
+        except Exception as error:  # told in the main thread
+            errors.append(error)
+
+    with installed(run_dir):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while asking.is_alive():
+            training.step()
+        torch.cuda.synchronize()
+    if errors:
+        raise errors[0]
+    refused = next((one.message for one in answers if not one.done), None)
+    result: dict[str, Any] = {"vacates": len(answers), "vacate_refused": refused}
+    for kind, name in ((EventKind.VACATED, "vacate_s"), (EventKind.RESTORED, "restore_s")):
+        seen = [one.data for one in read_events(RunDir(run_dir).rank_events(0), kinds=[kind])]
+        if seen:
+            result[name] = statistics.median(one[name] for one in seen)
+            rates = [one["moved_bytes"] / one["moved_s"] / 1e9 for one in seen]
+            result[name.replace("_s", "_gb_per_s")] = statistics.median(rates)
+    return result
+
+
 def same_bits(size: Size, run_dir: Path, *, steps: int, pauses: int) -> dict[str, Any]:
     """Train twice from the same seed, once with pauses; are the weights the same?
 
@@ -312,6 +347,7 @@ def check(folder: Path, *, quick: bool) -> dict[str, Any]:
         "gate_points_per_step": trace.count,
         **overhead(training, folder / "overhead", rounds=3 if quick else 30),
         **latencies(training, folder / "latency", count=3 if quick else 100),
+        **vacates(training, folder / "vacates", count=1 if quick else 5),
     }
     after = memory()
     del training
