@@ -119,6 +119,7 @@ class Coordinator(Server):
             self.act(self.membership.tick(now_s))
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S
+            self.act(self.membership.tick(now_s))
             self._fence.check("the status of this run")
             for call in self.on_tick:
                 call(now_s)
@@ -147,7 +148,7 @@ class Coordinator(Server):
         elif kind == "beat":
             self._paces[rank] = (message["step_s"], message["samples_per_s"])
             self.uses[rank] = message["use"]
-            self.act(self.membership.beat(rank, message["step"], now_s))
+            self.act(self.membership.beat(rank, message["step"], now_s, waits=message["waits"]))
         elif kind in ("set", "get", "add"):
             self._serve_store(peer, message)
         else:

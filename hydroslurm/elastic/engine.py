@@ -20,6 +20,7 @@ class InPlaceEngine:
     """Changes the size between two steps, in the same process.
 
     Attributes:
+        is_paused: whether this rank is held on purpose; others are not to give it up.
         failed: a collective of the step that is under way has failed; its gradients are nothing.
     """
 
@@ -38,6 +39,7 @@ class InPlaceEngine:
         self.local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
         self.local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
         self.failed = False
+        self.is_paused: Callable[[], bool] = lambda: False
         self.modules = parallel_modules(things)
         self.member = Member(
             self.folder,
@@ -46,6 +48,7 @@ class InPlaceEngine:
             local_size=self.local_size,
             node=environ.get("SLURMD_NODENAME", ""),
             on_abort=self._abort,
+            waits=lambda: self.sum.is_sending or self.is_paused(),
             warn=warn,
         )
         self.group = GenerationGroup(self.member)

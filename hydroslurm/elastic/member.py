@@ -106,12 +106,14 @@ class Member:
         local_size: int = 1,
         node: str = "",
         on_abort: Callable[[], None] = lambda: None,
+        waits: Callable[[], bool] = lambda: False,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
             on_abort: makes collectives that wait for a rank that is gone fail; called in the thread
                 of this object.
+            waits: whether this rank has done its part of the step that is under way.
             warn: tells a person.
         """
         self.name = name
@@ -123,6 +125,7 @@ class Member:
         self._folder = folder
         self._node = node or socket.gethostname()
         self._on_abort = on_abort
+        self._waits = waits
         self._warn = warn
         self._cond = threading.Condition()
         self._step = 0
@@ -429,6 +432,7 @@ class Member:
             {
                 "type": "beat",
                 "step": self._step,
+                "waits": self._waits() or self._holding is not None,
                 "step_s": step_s,
                 "samples_per_s": samples_per_s,
                 "use": self._usage.read(),

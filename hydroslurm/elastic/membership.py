@@ -80,12 +80,15 @@ class Timing:
         gather_s: a generation that could begin waits so long for members that are still missing.
         join_s: as long newcomers are waited for that may come together with one that is ready.
         silent_s: a rank that says nothing for so long is taken for dead.
+        stuck_s: a rank that lives, and for which the others of its generation wait so long in one
+            step, is taken for dead: half of the time-out of their collectives.
         return_s: ranks that a new coordinator has not heard of yet may take so long to come back.
     """
 
     gather_s: float = 3.0
     join_s: float = 0.2
     silent_s: float = 5.0
+    stuck_s: float = 900.0
     return_s: float = 15.0
 
 
@@ -231,6 +234,7 @@ class Membership:
         self._heard_s: OrderedDict[Rank, float] = OrderedDict()  # the most silent first
         self._ready: set[str] = set()  # members that could be taken in
         self._may_leave = False  # False: nobody does
+        self._doing: dict[Rank, tuple[int, bool, float]] = {}
         self._absent: set[Rank] = set()
         self._absent_until_s = now_s + self.timing.return_s
         self._gather_until_s: float | None = None
@@ -394,10 +398,13 @@ class Membership:
         self._lost(rank, now_s)
         return self._settled(now_s)
 
-    def beat(self, rank: Rank, step: int, now_s: float) -> list[Action]:
-        """A rank lives."""
+    def beat(self, rank: Rank, step: int, now_s: float, *, waits: bool = False) -> list[Action]:
+        """A rank lives. ``waits``: it has done its part of the step, or is paused."""
         self._heard(rank, now_s)
         self.step = max(self.step, step)
+        before = self._doing.get(rank)
+        if before is None or before[:2] != (step, waits):
+            self._doing[rank] = (step, waits, now_s)
         return []
 
     def scale(self, size: int, leave: Sequence[str], now_s: float, *, by: str = "") -> list[Action]:
@@ -431,6 +438,9 @@ class Membership:
             self._actions.append(Close(rank))
             self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
             self._heard_s.pop(rank, None)
+        for rank in self._stuck(now_s):
+            self._lost(rank, now_s, why=f"hangs in a step: the others wait for {rank[0]}")
+            self._actions.append(Close(rank))
         if self._absent and now_s > self._absent_until_s:
             for rank in sorted(self._absent):
                 self._lost(rank, now_s, why="did not come back to the new coordinator")
@@ -496,10 +506,27 @@ class Membership:
             self._heard_s.move_to_end(rank)
         return member
 
+    def _stuck(self, now_s: float) -> list[Rank]:
+        """Ranks that some others of their step have waited for too long."""
+        if self.change is not None:
+            return []
+        ranks = [rank for rank in self._present_ranks() if rank in self._doing]
+        waiting_s = [
+            now_s - since_s for _, waits, since_s in map(self._doing.__getitem__, ranks) if waits
+        ]
+        if not waiting_s or max(waiting_s) <= self.timing.stuck_s:
+            return []
+        return [
+            rank
+            for rank in ranks
+            if not self._doing[rank][1] and now_s - self._doing[rank][2] > self.timing.stuck_s
+        ]
+
     def _lost(self, rank: Rank, now_s: float, *, why: str = "its connection ended") -> None:
         """One rank is gone, and with it its member: the others of its node leave too."""
         member = self.members.get(rank[0])
         self._heard_s.pop(rank, None)
+        self._doing.pop(rank, None)
         if member is None or (rank[1] not in member.present and rank not in self._absent):
             return
         del self.members[member.id]

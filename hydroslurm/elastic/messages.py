@@ -41,7 +41,13 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
         "holding": is_bool,
     },
     "ready": {},
-    "beat": {"step": is_count, "step_s": is_number, "samples_per_s": is_number, "use": _is_use},
+    "beat": {
+        "step": is_count,
+        "waits": is_bool,
+        "step_s": is_number,
+        "samples_per_s": is_number,
+        "use": _is_use,
+    },
     "propose": {"change": is_count, "step": is_count},
     "arrived": {
         "change": is_count,

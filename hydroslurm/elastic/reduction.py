@@ -27,8 +27,8 @@ class GradientSum:
     Attributes:
         weight: this rank's part of the samples of the step that is under way, from 0 to 1; the
             parts of all ranks add up to 1.
-        is_first: the step is the first or second since the buckets were built, in which the ranks
-            compare what is in them.
+        is_sending: gradients of the step have been sent, so that whoever is late is another one.
+            Whoever counts the steps sets it back.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class GradientSum:
             on_error: a collective has failed; in any thread.
         """
         self.weight = 1.0
+        self.is_sending = False
         self._group = group
         self._may_send = may_send
         self._on_error = on_error
@@ -64,6 +65,7 @@ class GradientSum:
             if not self._may_send():
                 self._fail(RanksError("the generation is broken"))
             return _done(buffer)
+        self.is_sending = True
         try:
             self._compare(bucket, group)
             if self.weight != 1.0:

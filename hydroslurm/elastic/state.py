@@ -98,6 +98,7 @@ class State:
         if self._stop.is_set():
             self._engine.member.leave("SIGTERM received")
         failed = self._engine.failed
+        self._engine.sum.is_sending = False
         directive = self._engine.member.safe_point(
             self._commits, failed=failed, stop=self._stop.is_set
         )

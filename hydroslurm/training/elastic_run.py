@@ -33,6 +33,7 @@ from hydroslurm.elastic.engine import InPlaceEngine, folder_of
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import HydroslurmError, RanksError
+from hydroslurm.gate.protocol import GateState
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.training.reporting import notice
@@ -59,6 +60,7 @@ class ElasticRun(Run):
         self._step_began_s = 0.0
         self._samples = 0
         super().__init__(**arguments)
+        self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
         for thing in self._objects.by_name().values():
             if isinstance(thing, Optimizer):
                 thing.register_step_pre_hook(self._before_optimizer)
@@ -121,6 +123,7 @@ class ElasticRun(Run):
 
     def _complete_step(self) -> None:
         failed = self._engine.failed
+        self._engine.sum.is_sending = False
         self._cursor.count_step()
         if failed:
             self._drop_step()

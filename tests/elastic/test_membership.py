@@ -259,6 +259,26 @@ def test_a_spare_takes_the_place_of_one_that_goes() -> None:
     assert world.membership.generation == 3
 
 
+def test_a_rank_that_lives_and_hangs_is_given_up() -> None:
+    """Not one that all are slow with, and not one that is paused."""
+    world = World(1, Size(min=1, max=3, wanted=3))
+    for _ in range(3):
+        world.start()
+    world.calm()
+    membership, now_s = world.membership, world.now_s
+    for after_s in range(0, 2000, 10):
+        for number in (1, 2, 3):
+            membership.beat((f"m{number}", 0), 7, now_s + after_s, waits=False)
+        assert membership.tick(now_s + after_s) == []
+    now_s += 2000
+    for number in (1, 2):
+        membership.beat((f"m{number}", 0), 7, now_s, waits=True)
+    assert membership.tick(now_s + 800) == []
+    told = membership.tick(now_s + 901)
+    assert Close(("m3", 0)) in told
+    assert any(isinstance(one, Record) and one.kind == "failure" for one in told)
+
+
 def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
     """The last ones that could go on save; then the run waits for more."""
     world = World(1, Size(min=2, max=2, wanted=2))
