@@ -169,9 +169,9 @@ def run(
     mode: Annotated[
         str,
         typer.Option(
-            metavar="pause|requeue",
-            help="requeue is for scripts with a hydroslurm.Run: a stop makes them save and exit. "
-            "SIGTERM ends any other script in both modes.",
+            metavar="pause|vacate|requeue",
+            help="vacate: each pause also frees the GPU. requeue is for scripts with a "
+            "hydroslurm.Run: a stop makes them save and exit. SIGTERM ends any other script.",
         ),
     ] = "pause",
     bind_numa: Annotated[
@@ -206,7 +206,7 @@ def run(
     )
 
     if mode not in MODES:
-        raise UsageError(f"unknown --mode {mode!r}; wanted {' or '.join(MODES)}")
+        raise UsageError(f"unknown --mode {mode!r}; wanted one of {', '.join(MODES)}")
     program = shutil.which(command[0])
     if program is None:
         raise UsageError(f"there is no program {command[0]!r} on the PATH")

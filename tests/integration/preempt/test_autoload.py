@@ -82,7 +82,7 @@ def test_an_unknown_word_is_said_once_and_does_no_harm() -> None:
     done = python("-c", f"import sys; {WAITS}", HYDROSLURM_PREEMPT="pausee")
     assert done.stdout == "False False\n"
     assert done.stderr.count("\n") == 1
-    assert "'pausee' is not known; wanted pause or requeue, or off" in done.stderr
+    assert "'pausee' is not known; wanted pause, vacate, requeue or off" in done.stderr
     closed = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], close_fds=True)"
     assert python("-c", closed, HYDROSLURM_PREEMPT="x" * 5000).returncode == 0
 

@@ -203,7 +203,10 @@ def test_run_gets_the_signals_of_its_command() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--mode", "other", "--", "true"], "unknown --mode 'other'; wanted pause or requeue"),
+        (
+            ["--mode", "other", "--", "true"],
+            "unknown --mode 'other'; wanted one of pause, vacate, requeue",
+        ),
         (["--", "no-such-program-7"], "there is no program 'no-such-program-7' on the PATH"),
     ],
 )

@@ -52,7 +52,7 @@ def test_everybody_knows_it(slurm, tmp_path: Path, program: str) -> None:
     script = tmp_path / "job.sh"
     script.write_text(BATCH)
     script.chmod(0o755)
-    assert "--preempt=[pause|requeue]" in slurm(program, "--help").stdout
+    assert "--preempt=[pause|vacate|requeue]" in slurm(program, "--help").stdout
     refused = slurm(program, "--preempt=nonsense", str(script))
     assert refused.returncode != 0
     assert f'{program}: error: --preempt=nonsense: wanted "pause"' in refused.stderr

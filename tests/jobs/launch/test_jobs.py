@@ -145,6 +145,10 @@ def test_two_ranks_on_two_nodes_answer_each(
     assert [rank.state for rank in status.ranks] == ["parked", "parked"]
     assert len({rank.pid for rank in status.ranks}) == 2
     assert resume_job(slurm, int(job.job_id)).answers[1].done
+    vacated = pause_job(slurm, int(job.job_id), vacate=True)  # asked, and without a device
+    assert [answer.done for answer in vacated.answers] == [False, False]
+    assert all("no device memory" in answer.message for answer in vacated.answers)
+    assert resume_job(slurm, int(job.job_id)).answers[1].done
     (folder / "stop").touch()
     job.results()
 
