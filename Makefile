@@ -24,7 +24,7 @@ test: setup
 	@$(PY) -m pytest -n 2 $(ARGS)
 
 elastic: setup
-	@$(PY) -m pytest -m 'elastic or not elastic' tests/elastic $(ARGS)
+	@$(PY) -m pytest -m 'elastic or not elastic' tests/elastic tests/integration/elastic $(ARGS)
 
 frameworks: setup
 	@$(PY) -m pytest -n 2 -m 'frameworks or not frameworks' tests/integrations $(ARGS)

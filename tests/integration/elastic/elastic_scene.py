@@ -1,0 +1,100 @@
+"""An elastic job on a real Slurm, submitted as a user would, and what is done to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+from integration.trainingjob.scene import Scene
+
+from hydroslurm.elastic.folder import ElasticFolder
+
+HERE = Path(__file__).parent
+SPEC = """
+replicaSpecs:
+- template:
+    command: [python, member.py{fails}]
+    env: {{HYDROSLURM_SAFE_DIRECTORY: {folder}}}
+scheduler: {{partition: low, timeLimitMinutes: 10}}
+elastic: {{min: {min}, max: {max}, size: {size}, base: {{partition: urgent}}}}
+{more}
+"""
+
+
+class ElasticScene(Scene):
+    """One elastic job whose members train nothing, see member.py."""
+
+    def submit_elastic(
+        self, *, min: int = 1, max: int = 3, size: int = 2, fails: str = "", more: str = ""
+    ) -> ElasticScene:
+        self.folder.mkdir(parents=True)
+        shutil.copy(HERE / "member.py", self.folder)
+        text = SPEC.format(
+            folder=self.folder, min=min, max=max, size=size, more=more,
+            fails=f", {fails}" if fails else "",
+        )  # fmt: skip
+        (self.folder / "job.yaml").write_text(text)
+        self.submit_file(self.folder / "job.yaml")
+        return self
+
+    @property
+    def elastic(self) -> ElasticFolder:
+        return ElasticFolder(run=self.run.root)
+
+    def entries(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.elastic.ledger() if one["kind"] == kind]
+
+    @property
+    def members(self) -> list[str]:
+        """Of the newest generation."""
+        found = self.entries("generation")
+        return [] if not found else list(found[-1]["members"])
+
+    def wait_for_size(self, size: int) -> list[str]:
+        """Until a generation of so many trains; its members."""
+        self.wait(lambda: len(self.members) == size, f"generation of {size}")
+        return self.members
+
+    def wait_for(self, kind: str, times: int = 1) -> dict[str, Any]:
+        self.wait(lambda: len(self.entries(kind)) >= times, f"{times} {kind}")
+        return self.entries(kind)[times - 1]
+
+    def finish(self) -> None:
+        """Let the training end a little later."""
+        status = self.elastic.read(self.elastic.status_json)
+        assert status is not None
+        made = self.folder / "until.new"
+        made.write_text(str(status["step"] + 60))
+        made.rename(self.folder / "until")
+
+    def kill_coordinator(self, *, signo: signal.Signals = signal.SIGKILL) -> None:
+        (pid,) = self.processes("-u -m hydroslurm.jobs.elastic.main")
+        os.kill(pid, signo)
+
+    def nodes(self) -> dict[str, str]:
+        """Member -> its node."""
+        status = self.elastic.read(self.elastic.status_json)
+        assert status is not None
+        return {one["id"]: one["node"] for one in status["members"]}
+
+    def jobs(self) -> list[str]:
+        """All that Slurm has of this run and has not ended, its janitor included."""
+        listed = self.slurm("squeue", "--noheader", "--format=%i %o").splitlines()
+        mine = [line.split()[0] for line in listed if self.run.root.name in line]
+        named = self.slurm("squeue", "--noheader", "--format=%i", f"--name={self.run.root.name}")
+        return [*mine, *named.split()]
+
+    def assert_nothing_is_left(self) -> None:
+        """No job of it in Slurm, and no process on the nodes."""
+        ids = [str(self.job_id), str(self.job_id + 1)]
+        self.wait(
+            lambda: (
+                not set(self.slurm("squeue", "-h", "-o", "%i").split()) & set(ids)
+                and not self.jobs()
+            ),
+            "end of all jobs",
+        )
+        self.wait(lambda: not self.processes(""), "end of all processes")

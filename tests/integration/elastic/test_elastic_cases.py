@@ -1,0 +1,163 @@
+"""What may befall an elastic job on a real Slurm, case by case: the numbers are those of section 5a
+in the list of failure cases. `make elastic` runs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from integration.elastic.elastic_scene import ElasticScene
+
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.devcluster.pytest_plugin import require_slurm
+
+pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Four nodes of two CPUs: an urgent job of one node takes the place of a member."""
+    require_slurm()
+    spec = ClusterSpec(nodes=4, cpus_per_node=2, profile="requeue", kill_wait_s=5)
+    with DevCluster.up(spec) as running:
+        yield running
+
+
+def test_a_preempted_member_is_replaced(cluster: DevCluster, tmp_path: Path) -> None:
+    """Cases 1, 3: an urgent job takes a node; the others go on without a step lost, their jobs are
+    the same, and a fresh element takes the place."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=3)
+    before = scene.wait_for_size(3)
+    taken = before[2]
+    scene.preempt([scene.nodes()[taken]])
+    scene.wait(lambda: len(scene.members) == 3 and taken not in scene.members, "replacement")
+    assert set(before) - {taken} < set(scene.members)
+    assert all(one["steps_lost"] == 0 for one in scene.entries("generation"))
+    scene.hydroslurm("cancel", str(scene.job_id))
+    scene.assert_nothing_is_left()
+    assert scene.final_condition().reason == "Cancelled"
+
+
+def test_the_member_of_rank_0_is_taken(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 2: the first member goes, and the others have all that it had."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=3)
+    first, *others = scene.wait_for_size(3)
+    scene.slurm("scancel", first)
+    scene.wait(lambda: first not in scene.members, "generation without it")
+    assert set(others) <= set(scene.members)
+    assert all(one["steps_lost"] == 0 for one in scene.entries("generation"))
+    scene.finish()
+    assert scene.final_condition().type == "Succeeded"
+    scene.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("signo", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_member_that_dies_or_hangs_is_replaced(
+    cluster: DevCluster, tmp_path: Path, signo: signal.Signals
+) -> None:
+    """Cases 6, 7: one failure is counted, the element of a hanging member is cancelled."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
+    scene.wait_for_size(2)
+    lost = scene.members[1]
+    victim = _member_process(scene, lost)
+    os.kill(victim, signo)
+    ended = scene.wait_for("ended")
+    assert (ended["member"], ended["how"]) == (lost, "failure")
+    scene.wait(lambda: len(scene.members) == 2 and lost not in scene.members, "replacement")
+    scene.finish()
+    assert scene.final_condition().type == "Succeeded"
+    scene.assert_nothing_is_left()
+
+
+def test_the_coordinators_time_limit_is_no_end(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 9: warned of its limit it goes back into the queue under its id, and its next start
+    hears from the same members."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
+    before = scene.wait_for_size(2)
+    scene.slurm("scancel", "--batch", "--signal=URG", str(scene.job_id))
+    scene.wait_for("coordinator", 2)
+    scene.wait(lambda: (scene.elastic.read(scene.elastic.status_json) or {})["size"] == 2, "size")
+    assert scene.members == before
+    assert len(scene.entries("generation")) == 1
+    scene.finish()
+    assert scene.final_condition().type == "Succeeded"
+    scene.assert_nothing_is_left()
+
+
+def test_ten_preemptions_are_no_failure(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 16: budgets are apart."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(
+        size=2, more="runPolicy: {backoffLimit: 1}"
+    )
+    for count in range(1, 11):
+        newest = scene.wait_for_size(2)[-1]
+        scene.slurm("scancel", newest)
+        assert scene.wait_for("ended", count)["how"] == "preemption"
+        scene.wait(lambda gone=newest: gone not in scene.members, "generation without it")
+    scene.finish()
+    assert scene.final_condition().type == "Succeeded"
+    scene.assert_nothing_is_left()
+
+
+def test_a_node_that_fails_members_is_excluded(cluster: DevCluster, tmp_path: Path) -> None:
+    """After two failures there nothing more is submitted to it, and describe says why."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(
+        size=2, fails="n1", more="runPolicy: {backoffLimit: 5}"
+    )
+    assert scene.wait_for("excluded")["node"] == "n1"
+    scene.wait_for_size(2)
+    said = scene.hydroslurm("describe", str(scene.job_id)).stdout
+    assert "Excluded:     node n1: 2 members failed there" in said
+    scene.hydroslurm("cancel", str(scene.job_id))
+    scene.assert_nothing_is_left()
+
+
+def test_too_many_failures_end_the_run(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 15: the one that is too many is the end, with its reason, and nothing is left."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(
+        size=2, fails="n1, n2, n3, n4", more="runPolicy: {backoffLimit: 2}"
+    )
+    verdict = scene.final_condition()
+    assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "backoffLimit is 2" in verdict.message
+    scene.assert_nothing_is_left()
+
+
+def test_everything_is_cancelled_at_once(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 23: `scancel` of the coordinator's job takes its members with it, even if the
+    coordinator is killed before it can."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=3)
+    scene.wait_for_size(3)
+    scene.slurm("scancel", "--signal=KILL", "--full", str(scene.job_id))
+    scene.slurm("scancel", str(scene.job_id))
+    scene.assert_nothing_is_left()
+    assert scene.final_condition().type == "Failed"
+
+
+def test_a_partition_that_suspends_is_refused(pause_cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 25: before anything is submitted, with what to do."""
+    scene = ElasticScene(pause_cluster, tmp_path / "job")
+    with pytest.raises(AssertionError, match="partition low suspends preempted jobs"):
+        scene.submit_elastic()
+    assert not list((tmp_path / "job").glob("runs/*"))
+
+
+def _member_process(scene: ElasticScene, name: str) -> int:
+    """The process of a member."""
+    array, task = name.split("_")
+    wanted = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={task}"}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (path / "cmdline").read_bytes()
+            variables = set((path / "environ").read_bytes().decode(errors="replace").split("\0"))
+        except OSError:
+            continue
+        if (
+            b"member.py" in line
+            and wanted <= variables
+            and f"={scene.run.root}" in " ".join(variables)
+        ):
+            return int(path.name)
+    raise AssertionError(f"no process of {name}")
