@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from hydroslurm.core.agentstate import AgentState
+    from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
     from hydroslurm.jobs.control.requests import JobStatus
     from hydroslurm.jobs.supervisor.conditions import Condition
@@ -71,6 +72,21 @@ def _look(job: Job) -> tuple[JobStatus, _Now]:
         return found, (None, found.problem or str(error))
 
 
+def size_line(run: RunDir) -> str | None:
+    """How many members an elastic job has; None of any other."""
+    from hydroslurm.elastic.folder import ElasticFolder
+
+    folder = ElasticFolder(run=run.root)
+    status = folder.read(folder.status_json)
+    if status is None:
+        return None
+    return (
+        f"{status['state']}, generation {status['generation']}, step {status['step']}: "
+        f"{status['size']} train, {status['wanted']} are wanted, {status['min']} to "
+        f"{status['max']} are allowed"
+    )
+
+
 def _print_status(found: JobStatus, now: _Now) -> None:
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
@@ -88,6 +104,8 @@ def _print_status(found: JobStatus, now: _Now) -> None:
         echo(f"  {condition.type} {condition.reason} since {since}{message}")
     if problem is not None:
         echo(f"  its run folder cannot be read: {problem}")
+    elif (size := size_line(found.run_dir)) is not None:
+        echo(f"  {size}")
     elif not found.ranks and not found.silent:
         echo(f"  no rank has announced itself in {found.run_dir.events}")
     for node in found.nodes:

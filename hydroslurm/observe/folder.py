@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import PAUSE_BOUNDS_S, RankStatus, read_status
+from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.errors import UntrustedFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,7 @@ class RunFacts:
         stuck_s: so long it had been at that step when it told.
         told_every_s: it tells so often; None where only events do.
         finished: the training is done.
+        size: members of an elastic run that train now, that are wanted, and at most.
         pause_counts, pause_sum_s: of all ranks and attempts, as in
             :class:`~hydroslurm.core.status.RankStatus`.
     """
@@ -43,6 +48,7 @@ class RunFacts:
     stuck_s: float = 0.0
     told_every_s: float | None = None
     finished: bool = False
+    size: tuple[int, int, int] | None = None
     pause_counts: tuple[int, ...] = (0,) * (len(PAUSE_BOUNDS_S) + 1)
     pause_sum_s: float = 0.0
 
@@ -60,6 +66,14 @@ class RunFacts:
         return any(rank.state == "stopping" for rank in self.ranks)
 
 
+def size_of(status: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Of an elastic run: members that train now, that are wanted, and at most."""
+    now, wanted, most = (status.get(name) for name in ("size", "wanted", "max"))
+    if type(now) is int and type(wanted) is int and type(most) is int:
+        return now, wanted, most
+    return None
+
+
 class FollowedRun:
     """Follows one run folder; a file that has not changed costs one ``stat``."""
 
@@ -68,9 +82,13 @@ class FollowedRun:
         self._seen: dict[int, tuple[tuple[int, int, int], RankStatus | None]] = {}
         self._next = 0
         self._facts: tuple[int, RunFacts] | None = None
+        self._elastic = ElasticFolder(run=run.root)
+        self._elastic_ns = 0
+        self._status: dict[str, Any] | None = None
 
     def read(self, *, most: int) -> int:
         """Read the statuses that are new, at most so many; returns how many that were."""
+        self._read_elastic()
         try:
             files = self.run.rank_status_names()
         except OSError:
@@ -94,10 +112,26 @@ class FollowedRun:
             count += 1
         return count
 
+    def _read_elastic(self) -> None:
+        try:
+            changed_ns = os.lstat(self._elastic.status_json).st_mtime_ns
+        except OSError:
+            return
+        if changed_ns != self._elastic_ns:
+            self._elastic_ns, self._facts = changed_ns, None
+            try:
+                self._status = self._elastic.read(self._elastic.status_json)
+            except UntrustedFile:  # somebody else's: it says nothing
+                self._status = None
+
     def facts(self, restart_count: int) -> RunFacts:
         """Return the facts of the attempt with that restart count."""
         if self._facts is None or self._facts[0] != restart_count:
-            self._facts = restart_count, self._fold(restart_count)
+            facts = self._fold(restart_count)
+            if self._status is not None:
+                size, step = size_of(self._status), self._status.get("step")
+                facts = replace(facts, size=size, step=step if type(step) is int else facts.step)
+            self._facts = restart_count, facts
         return self._facts[1]
 
     def _fold(self, restart_count: int) -> RunFacts:

@@ -40,6 +40,7 @@ class Row:
             ranks know; or FORGOTTEN: it has ended, and Slurm does not remember how.
         parked, ranks: of this attempt.
         commit_step, commit_age_s: newest durable checkpoint.
+        size: members of an elastic job that train now, that are wanted, and at most.
         preemptions: how often it was requeued.
         pauses: how often it was paused in this attempt.
         left_s: until its time limit.
@@ -57,6 +58,7 @@ class Row:
     nodes: tuple[str, ...] = ()
     parked: int | None = None
     ranks: int | None = None
+    size: tuple[int, int, int] | None = None
     step: int | None = None
     steps_per_s: float | None = None
     commit_step: int | None = None
@@ -93,6 +95,7 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """Plain values; durations in seconds."""
         loss = self.loss
+        size = self.size or (None, None, None)
         return {
             "job": self.job_id,
             "name": self.name,
@@ -116,6 +119,9 @@ class Row:
             "lost_s": loss.seconds if loss else None,
             "lost_why": loss.why if loss else None,
             "stuck": self.stuck,
+            "size": size[0],
+            "size_wanted": size[1],
+            "size_max": size[2],
         }
 
 
@@ -143,6 +149,7 @@ def row_of(
         nodes=job.nodes,
         parked=facts.parked if has_ranks else None,
         ranks=facts.n_ranks if has_ranks else None,
+        size=facts.size if alive else None,
         step=facts.step if facts.step is not None else (commit[0] if commit else None),
         steps_per_s=_rate(job, facts, now_epoch_s=now_epoch_s) if alive else None,
         commit_step=commit[0] if commit else None,

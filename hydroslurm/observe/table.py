@@ -71,6 +71,11 @@ def _parked(row: Row) -> str:
     return NOTHING if row.ranks is None else f"{row.parked}/{row.ranks}"
 
 
+def _size(row: Row) -> str:
+    """Members now, wanted and at most: ``3/4/8``."""
+    return NOTHING if row.size is None else "/".join(map(str, row.size))
+
+
 def _number(value: int | None) -> str:
     return NOTHING if value is None else str(value)
 
@@ -82,6 +87,7 @@ COLUMNS = (
     Column("PARTITION", lambda row: clean(row.partition), 12),
     Column("STATE", lambda row: row.state, 1, 9),
     Column("PARK", _parked, 3, 4, right=True),
+    Column("SIZE", _size, 3, 4, right=True),
     Column("STEP", lambda row: _number(row.step), 4, 5, right=True),
     Column("STEP/S", lambda row: rate(row.steps_per_s), 7, right=True),
     Column("SAVED", lambda row: _number(row.commit_step), 10, right=True),
@@ -113,6 +119,9 @@ FIELDS = (
     "left_s",
     "lost_steps",
     "lost_s",
+    "size",
+    "size_wanted",
+    "size_max",
 )
 """The columns for programs, in their order; later ones may be added at the end."""
 
@@ -122,7 +131,8 @@ def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
     cells = {column.title: [column.cell(row) for row in rows] for column in COLUMNS}
     wide = {c.title: _natural(c, cells[c.title]) for c in COLUMNS}
     narrow = {title: min(n, _SHORTEST.get(title, n)) for title, n in wide.items()}
-    shown = list(COLUMNS)
+    is_elastic = any(row.size is not None for row in rows)
+    shown = [column for column in COLUMNS if is_elastic or column.title != "SIZE"]
     while len(shown) > 1:
         last = max(shown, key=lambda column: column.rank)
         spare = min(wide["NAME"], _NAME_CELLS) - narrow["NAME"] if last.rank > _CORE_RANK else 0

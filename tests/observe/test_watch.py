@@ -17,6 +17,7 @@ from statusfile import write_status
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import Moment, load_status
+from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import ControllerUnreachable
 from hydroslurm.observe.folder import FollowedRun, RunFacts
 from hydroslurm.observe.metrics import JobCollector
@@ -229,6 +230,20 @@ def test_order() -> None:
     assert [row.key for row in in_order(rows)] == [8, 6, 7, 10, 5, 4, 3, 9, 2, 1]
 
 
+def test_an_elastic_job_has_a_size(tmp_path: Path) -> None:
+    """Members now, wanted and at most, and the step, as its coordinator has last said; nothing of
+    what is no such file."""
+    elastic = ElasticFolder(run=tmp_path)
+    status = {"size": 3, "wanted": 4, "max": 8, "step": 12}
+    elastic.write(elastic.status_json, status)
+    facts = followed(RunDir(tmp_path))
+    assert (facts.size, facts.step) == ((3, 4, 8), 12)
+    row = row_of(job(), facts, None, now_epoch_s=NOW_S)
+    assert "3/4/8" in layout([row], 80)[1][0]
+    elastic.write(elastic.status_json, {**status, "size": "3"})
+    assert followed(RunDir(tmp_path)).size is None
+
+
 # --- showing -------------------------------------------------------------------------------------
 
 
@@ -238,7 +253,7 @@ def test_lines_fit_every_width() -> None:
     long = {"name": HOSTILE, "user": HOSTILE, "partition": HOSTILE}
     far = replace(SAVED, step=10**6, commit=(10**6 - 5, int(NOW_S * 1e9)))
     jobs = [
-        (job(10**6, **long), SAVED),
+        (job(10**6, **long), replace(SAVED, size=(1000, 2000, 4096))),
         (job(8, JobState.SUSPENDED, array_job_id=5, restart_count=12), far),
         (job(9, JobState.PENDING, name="", reason=HOSTILE), RunFacts()),
     ]
@@ -249,6 +264,7 @@ def test_lines_fit_every_width() -> None:
         assert max(map(cell_len, [head, *lines])) <= width
         assert all(line.isprintable() for line in lines)
     head, _ = layout(rows[1:], 80)
+    assert "SIZE" not in head.split()
     for title in ("JOB", "NAME", "STATE", "PARK", "STEP", "STEP/S", "AGO", "PRE", "LEFT", "LOST"):
         assert title in head.split()
     assert {column.title for column in COLUMNS} == set(layout(rows, 259)[0].split())
