@@ -81,7 +81,7 @@ class Allocator:
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="hydroslurm-allocator", daemon=True)
         for entry in folder.ledger():
-            self.elements.note(entry["kind"], entry, time.monotonic())
+            self.elements.replay(entry["kind"], entry, time.monotonic())
 
     def start(self) -> None:
         self._thread.start()
@@ -157,7 +157,7 @@ class Allocator:
     def _adjust(self, now_s: float) -> None:
         if self._count is None or self.elements.verdict() is not None or now_s < self._submit_s:
             return
-        self._act(self.elements.wanted(self._count, training=self._training))
+        self._act(self.elements.wanted(self._count, training=self._training, now_s=now_s))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

@@ -19,6 +19,8 @@ from hydroslurm.slurm.values import JobState
 
 HANGS_S = 3.0
 """An element whose member is lost, and that still runs so much later, is cancelled."""
+LINGERS_S = 30.0
+"""One that has ended for the run, and that still runs so much later, is cancelled (again)."""
 UNSEEN_S = 30.0
 """A new element may be missing from Slurm's list for so long."""
 
@@ -118,20 +120,27 @@ class Elements:
         self._budgets = budgets
         self._base = base
         self._failed_on: Counter[str] = Counter()
+        self._ended: dict[str, float] = {}
         self._last_failure = ""
         self._finished = False
 
     # --- what is known
     # --------------------------------------------------------------------------------------------
 
+    def replay(self, kind: str, data: Mapping[str, Any], now_s: float) -> None:
+        """A line of the ledger from before this coordinator: what was concluded from it then is in
+        lines of its own."""
+        one = self.elements.get(str(data.get("member", "")))
+        if one is None or kind == "ended" or one.state != "leaving":
+            self.note(kind, data, now_s)
+
     def note(self, kind: str, data: Mapping[str, Any], now_s: float) -> list[Action]:
-        """A line of the ledger, by the coordinator or by :class:`Record`; those of an earlier
-        coordinator first."""
+        """A line of the ledger, just written by the coordinator or for a :class:`Record`."""
         if kind == "submitted":
             for name in data["members"]:
                 self.elements[name] = Element(name, bool(data.get("base")), now_s)
         elif kind == "ended":
-            self._count(data)
+            self._count(data, now_s)
         elif kind == "excluded":
             self.excluded[str(data["node"])] = str(data["reason"])
         elif kind == "finished":
@@ -152,12 +161,12 @@ class Elements:
         if kind == "leaving":
             one.state, one.reason = "leaving", reason
         elif kind == "left" and one.state == "leaving":
-            return self._end(one, "preemption", one.reason)
+            return self._end(one, "preemption", one.reason, now_s)
         elif kind == "left":
             one.state, one.reason, one.since_s = "left", reason, now_s
         elif kind == "failure":
             if one.state == "leaving":  # it had said so, and was killed before it could go
-                return self._end(one, "preemption", one.reason)
+                return self._end(one, "preemption", one.reason, now_s)
             one.state, one.reason, one.since_s = "lost", reason, now_s
         return []
 
@@ -165,27 +174,32 @@ class Elements:
         """All that Slurm knows of this run's elements."""
         rows = {row.name: row for row in listed}
         actions: list[Action] = []
+        self._ended = {name: at_s for name, at_s in self._ended.items() if name in rows}
         for row in rows.values():
-            if row.name not in self.elements and not row.state.has_ended and not self._finished:
+            if row.name in self.elements or row.state.has_ended or self._finished:
+                continue
+            ended_s = self._ended.get(row.name)
+            if ended_s is None:
                 # submitted by a coordinator that was killed before it could write that down
                 self.elements[row.name] = Element(row.name, False, now_s)
+            elif now_s - ended_s > LINGERS_S:
+                actions.append(Cancel((row.name,)))
         for one in list(self.elements.values()):
             found = rows.get(one.name)
             if found is None:
                 if now_s - one.since_s > UNSEEN_S:
-                    actions += self._end(one, "left", "Slurm does not know it any more")
+                    actions += self._end(one, "left", "Slurm does not know it any more", now_s)
             elif found.state.has_ended:
                 one.node = found.node or one.node
-                actions += self._end(one, *self._why(one, found))
+                actions += self._end(one, *self._why(one, found), now_s)
             elif one.state == "waiting" and not found.state.is_waiting:
                 one.state, one.node = "running", found.node
-            elif one.state in ("lost", "left") and now_s - one.since_s > HANGS_S:
-                if one.state == "lost":
-                    actions += self._end(one, "failure", one.reason)
-                    actions.append(Cancel((one.name,)))
-                elif now_s - one.since_s > 10 * HANGS_S:
-                    actions += self._end(one, "left", one.reason)
-                    actions.append(Cancel((one.name,)))
+            elif one.state == "lost" and now_s - one.since_s > HANGS_S:
+                actions += self._end(one, "failure", one.reason, now_s)
+                actions.append(Cancel((one.name,)))
+            elif one.state == "left" and now_s - one.since_s > LINGERS_S:
+                actions += self._end(one, "left", one.reason, now_s)
+                actions.append(Cancel((one.name,)))
         return actions
 
     def _why(self, one: Element, found: values.Element) -> tuple[How, str]:
@@ -204,9 +218,9 @@ class Elements:
         lost = f" ({one.reason})" if one.reason else ""
         return "failure", f"it ended {state.value}{lost}"
 
-    def _end(self, one: Element, how: How, reason: str) -> list[Action]:
+    def _end(self, one: Element, how: How, reason: str, now_s: float) -> list[Action]:
         data = {"member": one.name, "node": one.node, "how": how, "reason": reason}
-        self._count(data)
+        self._count(data, now_s)
         actions: list[Action] = [Record("ended", data)]
         failed = self._failed_on[one.node]
         enough = failed >= self._budgets.exclude_after
@@ -214,15 +228,20 @@ class Elements:
             why = f"{failed} members failed there, the last: {reason}"
             self.excluded[one.node] = why
             actions.append(Record("excluded", {"node": one.node, "reason": why}))
-            # they could start there
-            waiting = tuple(e.name for e in self.elements.values() if e.state == "waiting")
-            for name in waiting:
-                del self.elements[name]
-            actions += [Cancel(waiting)] if waiting else []
+            waiting = [one for one in self.elements.values() if one.state == "waiting"]
+            actions += self._take_back(waiting, f"it could have started on {one.node}", now_s)
         return actions
 
-    def _count(self, data: Mapping[str, Any]) -> None:
+    def _take_back(self, ones: list[Element], reason: str, now_s: float) -> list[Action]:
+        """Cancel elements that nothing is the matter with."""
+        actions: list[Action] = [Cancel(tuple(one.name for one in ones))] if ones else []
+        for one in ones:
+            actions += self._end(one, "left", reason, now_s)
+        return actions
+
+    def _count(self, data: Mapping[str, Any], now_s: float) -> None:
         self.elements.pop(str(data["member"]), None)
+        self._ended[str(data["member"])] = now_s
         if data["how"] == "failure":
             self.failures += 1
             self._failed_on[str(data["node"])] += 1
@@ -254,7 +273,7 @@ class Elements:
             )
         return None
 
-    def wanted(self, count: int, *, training: Collection[str]) -> list[Action]:
+    def wanted(self, count: int, *, training: Collection[str], now_s: float) -> list[Action]:
         """What brings the number of elements to ``count``; ``training`` are never cancelled: the
         coordinator has them leave."""
         counted = [one for one in self.elements.values() if one.counts]
@@ -265,11 +284,7 @@ class Elements:
             return [one for one in wanted if one.count]
         free = [one for one in reversed(counted) if one.name not in training]
         free.sort(key=lambda one: (one.is_base, one.state != "waiting"))
-        surplus = tuple(one.name for one in free[:-missing])
-        for name in surplus:
-            self.elements[name].state = "left"
-            self.elements[name].reason = "fewer members are wanted"
-        return [Cancel(surplus)] if surplus else []
+        return self._take_back(free[:-missing], "fewer members are wanted", now_s)
 
     def unstarted(self) -> tuple[str, ...]:
         """Those that never had a part in the run."""

@@ -1,0 +1,217 @@
+"""Which elements are submitted, cancelled and counted. Slurm's part is played by lists of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hydroslurm.jobs.elastic.elements import (
+    LINGERS_S,
+    UNSEEN_S,
+    Action,
+    Budgets,
+    Cancel,
+    Elements,
+    Record,
+    Submit,
+)
+from hydroslurm.slurm.values import Element, JobState
+
+RUNNING, PENDING = JobState.RUNNING, JobState.PENDING
+
+
+class Ledger:
+    """Elements whose actions are carried out as the allocator does, and written down."""
+
+    def __init__(self, *, base: int = 0, **budgets: Any) -> None:
+        self.base, self.budgets = base, Budgets(**budgets)
+        self.elements = Elements(self.budgets, base=base)
+        self.lines: list[tuple[str, dict[str, Any]]] = []
+        self.cancelled: list[str] = []
+        self.arrays = 100
+
+    def note(self, kind: str, /, now_s: float = 0.0, **data: Any) -> None:
+        self.lines.append((kind, data))
+        self.act(self.elements.note(kind, data, now_s))
+
+    def act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Record):
+                self.lines.append((action.kind, action.data))
+            elif isinstance(action, Cancel):
+                self.cancelled += action.names
+            else:
+                self.arrays += 1
+                names = [f"{self.arrays}_{n}" for n in range(action.count)]
+                self.note("submitted", members=names, base=action.is_base)
+
+    def want(self, count: int, *training: str) -> list[str]:
+        """The new elements."""
+        before = set(self.elements.elements)
+        self.act(self.elements.wanted(count, training=training, now_s=0.0))
+        return [name for name in self.elements.elements if name not in before]
+
+    def seen(self, *rows: Element, now_s: float = 1.0) -> None:
+        self.act(self.elements.seen(rows, now_s))
+
+    def train(self, *names: str) -> None:
+        self.note("forming", members=[[name, 1] for name in names])
+        self.seen(*(row(name) for name in names))
+
+
+def row(name: str, state: JobState = RUNNING, node: str = "n1") -> Element:
+    return Element(name=name, state=state, node=node)
+
+
+def test_the_base_array_is_filled_first() -> None:
+    """`min` elements are on the safer side, also after one of them was replaced."""
+    of = Ledger(base=2)
+    assert of.elements.wanted(5, training=(), now_s=0.0) == [Submit(2, True), Submit(3, False)]
+    names = of.want(5)
+    assert of.want(5) == []
+    of.train(*names)
+    of.note("leaving", member=names[0], node="n1", reason="SIGTERM")
+    assert of.elements.wanted(5, training=(), now_s=0.0) == [Submit(1, True)]
+
+
+def test_one_that_announces_its_leave_is_replaced_at_once_and_counts_once() -> None:
+    """Before Slurm knows; what Slurm says later changes nothing."""
+    of = Ledger()
+    first, second = of.want(2)
+    of.train(first, second)
+    of.note("leaving", member=second, node="n2", reason="SIGTERM")
+    (third,) = of.want(2, first)
+    of.note("left", member=second, node="n2", reason="SIGTERM")
+    of.seen(row(first), row(second, JobState.PREEMPTED, "n2"), row(third, PENDING, ""))
+    assert (of.elements.preemptions, of.elements.failures) == (1, 0)
+    assert of.want(2, first) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "how"),
+    [
+        (JobState.FAILED, "failure"),
+        (JobState.OUT_OF_MEMORY, "failure"),
+        (JobState.COMPLETED, "failure"),
+        (JobState.PREEMPTED, "preemption"),
+        (JobState.NODE_FAIL, "preemption"),
+        (JobState.CANCELLED, "preemption"),
+        (JobState.TIMEOUT, "preemption"),
+    ],
+)
+def test_slurm_tells_why_a_newcomer_ended(state: JobState, how: str) -> None:
+    """A script that ends well without having joined has not trained."""
+    of = Ledger()
+    (name,) = of.want(1)
+    of.seen(row(name, state))
+    kind, data = of.lines[-1]
+    assert (kind, data["how"], data["node"]) == ("ended", how, "n1")
+    assert of.want(1) != []
+
+
+def test_a_lost_member_is_replaced_when_it_is_known_why() -> None:
+    """Its element is cancelled if it runs on: it hangs, and would come back."""
+    of = Ledger()
+    first, second = of.want(2)
+    of.train(first, second)
+    of.note("failure", member=second, node="n2", reason="silent for 5 s", now_s=10.0)
+    assert of.want(2, first) == []
+    of.seen(row(first), row(second), now_s=11.0)
+    assert of.cancelled == []
+    of.seen(row(first), row(second), now_s=20.0)
+    assert of.cancelled == [second]
+    assert of.elements.failures == 1
+    assert len(of.want(2, first)) == 1
+
+
+def test_a_node_that_fails_members_is_excluded_once() -> None:
+    """What waits could start there, and is submitted again without it."""
+    of = Ledger(failures=9, exclude_after=2)
+    first, second, waits = of.want(3)
+    of.seen(row(first, JobState.FAILED, "bad"), row(second), row(waits, PENDING, ""))
+    assert of.cancelled == []
+    of.seen(row(second, JobState.FAILED, "bad"), row(waits, PENDING, ""))
+    assert of.cancelled == [waits]
+    (again, *_) = of.want(3)
+    of.seen(row(again, JobState.FAILED, "bad"))
+    assert list(of.elements.excluded) == ["bad"]
+    assert [kind for kind, _ in of.lines].count("excluded") == 1
+
+
+def test_budgets_are_apart() -> None:
+    """Preemptions are not failures; the one that is too many gives the verdict."""
+    of = Ledger(failures=1, preemptions=None)
+    for _ in range(10):
+        (name,) = of.want(1)
+        of.seen(row(name, JobState.PREEMPTED))
+    assert of.elements.verdict() is None
+    for _ in range(2):
+        (name,) = of.want(1)
+        of.seen(row(name, JobState.FAILED, "n7"))
+    verdict = of.elements.verdict()
+    assert verdict is not None
+    assert verdict[0] == "BackoffLimitExceeded"
+    assert f"{name} on n7: it ended FAILED" in verdict[1]
+    limited = Ledger(preemptions=0)
+    (name,) = limited.want(1)
+    limited.seen(row(name, JobState.NODE_FAIL))
+    assert limited.elements.verdict() is not None
+
+
+def test_fewer_are_wanted() -> None:
+    """Those that wait go first, then those that have not joined; who trains is never cancelled,
+    and the base goes last."""
+    of = Ledger(base=1)
+    base, trains, starts, waits = of.want(4)
+    of.train(base, trains)
+    of.seen(row(base), row(trains), row(starts), row(waits, PENDING, ""))
+    of.want(3, base, trains)
+    assert of.cancelled == [waits]
+    of.want(1, base, trains)
+    assert of.cancelled == [waits, starts]
+    assert of.elements.failures == of.elements.preemptions == 0
+
+
+def test_one_that_is_still_going_is_not_taken_for_a_new_one() -> None:
+    """Slurm lists it for a moment after its leave; much later it is cancelled."""
+    of = Ledger()
+    (name,) = of.want(1)
+    of.train(name)
+    of.note("leaving", member=name, node="n1", reason="SIGTERM")
+    of.note("left", member=name, node="n1", reason="SIGTERM")
+    of.seen(row(name), now_s=1.0)
+    of.seen(row(name, JobState.COMPLETING), now_s=11.0)
+    assert (of.cancelled, list(of.elements.elements)) == ([], [])
+    of.seen(row(name), now_s=LINGERS_S + 2)
+    assert of.cancelled == [name]
+    of.seen(row(name, JobState.FAILED), now_s=LINGERS_S + 3)
+    assert (of.elements.failures, of.elements.preemptions) == (0, 1)
+
+
+def test_the_next_coordinator_knows_the_same_from_the_ledger() -> None:
+    """And takes over what the last one submitted without being able to write that down."""
+    of = Ledger(base=1, failures=5)
+    names = of.want(3)
+    of.train(*names)
+    of.note("leaving", member=names[1], node="n2", reason="SIGTERM")
+    of.note("left", member=names[1], node="n2", reason="SIGTERM")
+    of.want(3, names[0], names[2])
+    of.seen(row(names[0]), row(names[2], JobState.FAILED), *map(row, of.elements.elements))
+    after = Elements(of.budgets, base=1)
+    for kind, data in of.lines:
+        after.replay(kind, data, 0.0)
+    assert after.elements.keys() == of.elements.elements.keys()
+    assert (after.failures, after.preemptions) == (of.elements.failures, of.elements.preemptions)
+    after.seen([*map(row, after.elements), row("999_0", PENDING)], 1.0)
+    assert "999_0" in after.elements
+
+
+def test_what_slurm_does_not_list_yet_is_not_gone() -> None:
+    """A new element may be missing for a moment, and not for ever."""
+    of = Ledger()
+    (name,) = of.want(1)
+    of.seen(now_s=UNSEEN_S - 1)
+    assert of.want(1) == []
+    of.seen(now_s=UNSEEN_S + 1)
+    assert of.want(1) not in ([], [name])
