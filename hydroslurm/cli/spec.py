@@ -54,13 +54,21 @@ def render(
         typer.echo(dumps(spec.job), nl=False)
         return
     from hydroslurm.core.rundir import RunDir
+    from hydroslurm.jobs.launch.elastic_job import coordinator_script, member_script, of_one_member
     from hydroslurm.jobs.launch.job_script import job_script
     from hydroslurm.jobs.launch.training_job import plan_for
 
+    spec = of_one_member(spec)
     plan, notes = plan_for(spec, environ=os.environ)
     for note in notes:
         typer.echo(f"hydroslurm: {note}", err=True)
-    typer.echo(job_script(spec.job, plan, RunDir(folder.absolute() / "RUN_FOLDER")), nl=False)
+    run = RunDir(folder.absolute() / "RUN_FOLDER")
+    if spec.job.elastic is None:
+        typer.echo(job_script(spec.job, plan, run), nl=False)
+        return
+    typer.echo(coordinator_script(spec.job, run))
+    typer.echo("# --- of each member, which the coordinator submits:")
+    typer.echo(member_script(spec.job, plan, run, {}), nl=False)
 
 
 def schema(

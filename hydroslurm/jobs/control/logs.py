@@ -19,6 +19,7 @@ from hydroslurm.jobs.plan import Plan
 
 POLL_S = 0.3
 _OF_RANK = re.compile(r"([0-9]+(?:_[0-9]+)?)_([0-9]+)_log\.(out|err)")
+_OF_MEMBER = re.compile(r"member-([0-9]+_[0-9]+)-[0-9]+\.log")
 _CHUNK_BYTES = 1 << 20
 
 
@@ -57,10 +58,28 @@ def task_logs(found: Overview, replica: str | None) -> list[Path]:
         UsageError: as :func:`replica_of` and :func:`plan_of`.
     """
     plan = plan_of(found)
+    if found.job.elastic is not None:
+        return _member_logs(found, replica)
     name = replica_of(plan, replica)
     return [
         found.run.task_log(number) for number, task in enumerate(plan.tasks) if task.replica == name
     ]
+
+
+def _member_logs(found: Overview, member: str | None) -> list[Path]:
+    """Of an elastic job: what the ranks of a member print, or of all that there have been."""
+    files = {
+        path: name[1]
+        for path in found.run.logs.glob("member-*.log")
+        if (name := _OF_MEMBER.fullmatch(path.name)) is not None
+    }
+    names = sorted(set(files.values()), key=lambda name: tuple(map(int, name.split("_"))))
+    if member is not None and member not in names:
+        raise no_replica(member, names)
+    return sorted(
+        (path for path in files if member in (None, files[path])),
+        key=lambda path: (names.index(files[path]), path.name),
+    )
 
 
 def output_logs(found: PlainJob, replica: str | None) -> list[Path]:

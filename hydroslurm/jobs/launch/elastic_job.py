@@ -150,9 +150,8 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
     return replace(plan, elastic=made)
 
 
-def coordinator_script(job: TrainingJob, plan: Plan, run: RunDir) -> str:
+def coordinator_script(job: TrainingJob, run: RunDir) -> str:
     """The batch script of the coordinator: one CPU, started anew when it is killed."""
-    del plan
     assert job.elastic is not None
     options: dict[str, Any] = {
         **where_of(job),

@@ -127,8 +127,12 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         if spec.job.preemption.checkpoint_directory is not None:
             _link_checkpoints(run, spec.folder / spec.job.preemption.checkpoint_directory)
         try:
-            script = job_script if spec.job.elastic is None else coordinator_script
-            job_id = _submit(script(spec.job, plan, run), run.job_sbatch, run, is_new=True)
+            script = (
+                coordinator_script(spec.job, run)
+                if spec.job.elastic is not None
+                else job_script(spec.job, plan, run)
+            )
+            job_id = _submit(script, run.job_sbatch, run, is_new=True)
         except LaunchError as error:
             if run.root.exists():  # Slurm may have it all the same
                 add_condition(

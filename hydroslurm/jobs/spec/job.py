@@ -154,6 +154,9 @@ def unused(job: TrainingJob) -> Iterator[Complaint]:
             "torchrun --standalone without a server; omit it, or raise replicas"
         )
         yield Complaint((*_TORCHRUN, "rdzvBackend"), message)
+    if job.elastic is not None and job.run_policy.active_deadline_seconds is not None:
+        message = "the members of an elastic job hold their nodes each for itself; nothing is added"
+        yield Complaint(("runPolicy", "activeDeadlineSeconds"), message)
     if not torchrun.enable and torchrun.proc_per_node != "1":
         message = (
             f"{torchrun.proc_per_node}: counts with torchrun; without it a replica has as many "

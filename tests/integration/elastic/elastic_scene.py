@@ -53,6 +53,16 @@ class ElasticScene(Scene):
         found = self.entries("generation")
         return [] if not found else list(found[-1]["members"])
 
+    @property
+    def base(self) -> list[str]:
+        """Members of the base array, which nobody preempts."""
+        return [name for one in self.entries("submitted") if one["base"] for name in one["members"]]
+
+    @property
+    def extra(self) -> list[str]:
+        """The other members of the newest generation, the newest last."""
+        return sorted(set(self.members) - set(self.base), key=lambda name: int(name.split("_")[0]))
+
     def wait_for_size(self, size: int) -> list[str]:
         """Until a generation of so many trains; its members."""
         self.wait(lambda: len(self.members) == size, f"generation of {size}")
