@@ -201,6 +201,23 @@ def _of_samples(mine: Update, right: Update, whole: Sequence[Update], i: int) ->
             "The stop came in the middle of gradient accumulation: save only behind a complete "
             "optimizer step",
         )
+    if mine.samples == right.samples and all(n is not None for one in mine.samples for n in one):
+        return (
+            f"samples {_samples(mine)} are those of the undisturbed run, with other values",
+            "The random numbers that change them (augmentation) are not restored: those of the "
+            "DataLoader's workers come from its base seed, drawn when the iterator is made",
+        )
+    if (other := _same_of_another_epoch(ours, whole, i)) is not None:
+        return (
+            f"{seen}: those of step {other + 1}, which has this place in "
+            f"{'an earlier' if other < i else 'a later'} epoch",
+            "Either the generator of the sampler is seeded anew and not restored, or the sampler "
+            "is told its epoch (set_epoch) after the iterator is made, which has workers fetch at "
+            "once"
+            if other < i
+            else "The order of the epoch was drawn anew: the generator of the sampler is saved as "
+            "it is after that draw, and has to be saved as it was when the epoch began",
+        )
     for distance in range(1, min(len(whole), _MOST_AHEAD + 1)):
         if i >= distance and ours == _flat(whole[i - distance].rows):
             steps = plural(distance, "step")
@@ -235,6 +252,24 @@ def _of_samples(mine: Update, right: Update, whole: Sequence[Update], i: int) ->
         "The order of the epoch was drawn anew: the generator of the sampler, as it was when the "
         "epoch began, is not part of the state",
     )
+
+
+def _same_of_another_epoch(ours: tuple[str, ...], whole: Sequence[Update], i: int) -> int | None:
+    """The step that was trained on these, at the place in its epoch that step ``i`` has in its own:
+    an epoch is what came from one iterator of a loader."""
+    begins: dict[int, int] = {}
+    for j, one in enumerate(whole):
+        if one.iterator is not None:
+            begins.setdefault(one.iterator, j)
+    own = whole[i].iterator
+    if own is None:
+        return None
+    for iterator, begin in begins.items():
+        j = begin + i - begins[own]
+        is_there = iterator != own and j < len(whole) and whole[j].iterator == iterator
+        if is_there and ours == _flat(whole[j].rows):
+            return j
+    return None
 
 
 def _of_rng(mine: Update, right: Update, following: Update | None) -> tuple[str, str] | None:

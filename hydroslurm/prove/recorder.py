@@ -9,6 +9,7 @@ iterator (which samples a batch was made of). It draws no random number and chan
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import sys
@@ -45,6 +46,8 @@ class Recorder:
         self._optimizers: dict[int, int] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._index_of: dict[str, int] = {}
+        self._iterator_of: dict[str, int] = {}
+        self._iterators = itertools.count(1)
         self._before: dict[str, Any] | None = None
         self._clear()
 
@@ -104,22 +107,26 @@ class Recorder:
 
         def given(iterator: Any) -> Any:
             batch = next_batch(iterator)
-            waiting = iterator.__dict__.get("_hydroslurm_asked")
-            if waiting:
-                recorder._see_batch(batch, waiting.popleft())
+            own = iterator.__dict__
+            if waiting := own.get("_hydroslurm_asked"):
+                if "_hydroslurm_number" not in own:
+                    own["_hydroslurm_number"] = next(recorder._iterators)
+                recorder._see_batch(batch, waiting.popleft(), own["_hydroslurm_number"])
             return batch
 
         base._next_index, base.__next__ = asked, given
 
-    def _see_batch(self, batch: Any, indices: Any) -> None:
+    def _see_batch(self, batch: Any, indices: Any, iterator: int) -> None:
         rows = next((_rows(tensor) for tensor in _tensors(batch)), ())
         if not isinstance(indices, (list, tuple)) or len(indices) != len(rows):
             return
         if len(self._index_of) > _MOST_KNOWN_ROWS:
             self._index_of.clear()
+            self._iterator_of.clear()
         for row, index in zip(rows, indices, strict=True):
             if isinstance(index, int):
                 self._index_of[row] = index
+            self._iterator_of[row] = iterator
 
     def _see_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not module.training or not torch.is_grad_enabled() or self._pid != os.getpid():
@@ -162,6 +169,7 @@ class Recorder:
         names = self._names(optimizer)
         for kind in ("weights", "state"):
             before[kind] = {_named(key, names): crc for key, crc in before[kind].items()}
+        first = next((row for rows in self._forwards for row in rows[1]), "")
         self._write(
             Update(
                 **before,
@@ -170,6 +178,7 @@ class Recorder:
                 rows=tuple(rows for _, rows in self._forwards),
                 samples=tuple(tuple(map(self._index_of.get, rows)) for _, rows in self._forwards),
                 losses=tuple(self._losses),
+                iterator=self._iterator_of.get(first),
             )
         )
         self._clear()

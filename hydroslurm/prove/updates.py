@@ -41,6 +41,8 @@ class Update:
         rows: of each forward, one CRC per sample.
         samples: the same as indices into the dataset, None for a row that no DataLoader gave.
         losses: what ``backward`` was called on.
+        iterator: which of the DataLoaders' iterators, counted in the order in which they gave their
+            first batch, the first sample came from; None if from none.
     """
 
     optimizer: int
@@ -53,6 +55,7 @@ class Update:
     rows: tuple[tuple[str, ...], ...]
     samples: tuple[tuple[int | None, ...], ...]
     losses: tuple[str, ...]
+    iterator: int | None = None
 
     def to_line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hydroslurm.prove.trial import Proof
+from hydroslurm.prove.attempts import Script, runnable
+from hydroslurm.prove.trial import Proof, prove
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
+LONG = pytest.mark.frameworks
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize(
     "command",
     [
@@ -21,6 +25,8 @@ SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
         "lightning_digits.py --epochs 1 --workers 0 --accumulate 4",
         "fabric_digits.py",
         "hf_causal_lm.py out --epochs 2 --workers 2",
+        "own_lightning.py",
+        "own_transformers.py",
     ],
 )
 def test_the_same_bits(preemptible_training: Callable[..., Proof], command: str) -> None:
@@ -29,3 +35,37 @@ def test_the_same_bits(preemptible_training: Callable[..., Proof], command: str)
     proof = preemptible_training(str(SCRIPTS / script), *arguments, steps=18, stops=2)
     assert str(proof).startswith("the same bits: 18 steps, ")
     assert proof.stops[0].status == 75
+
+
+@pytest.mark.parametrize(
+    ("script", "steps", "seed", "what", "cause"),
+    [
+        pytest.param(  # Lightning #21938
+            "own_lightning.py", 22, 3, "which has this place in an earlier epoch", "set_epoch",
+            marks=LONG,
+        ),
+        pytest.param(  # what transformers saves at SIGTERM
+            "own_transformers.py", 16, 1, "random numbers of torch are others when the step begins",
+            "saved in the middle of a step, behind its forward and before its optimizer step",
+            marks=LONG,
+        ),
+        # accelerate #3996
+        ("own_accelerate.py", 22, 8, "in a later epoch", "order of the epoch was drawn anew"),
+    ],
+)  # fmt: skip
+def test_what_a_framework_loses_by_itself(
+    script: str, steps: int, seed: int, what: str, cause: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With its own checkpoints, and hydroslurm off: the first step that differs, and why."""
+    monkeypatch.chdir(tmp_path)
+    environ = {**os.environ, "HYDROSLURM_PREEMPT": "off"}
+    own = Script(command=runnable([str(SCRIPTS / script)]), environ=environ)
+    proof = prove(own, tmp_path / "prove", steps=steps, stops=1, seed=seed)
+    assert not proof.holds
+    assert proof.control.is_equal
+    assert proof.result is not None
+    first = proof.result.differences[0]
+    assert first.attempt == 2
+    assert what in first.what, str(proof)
+    assert cause in first.cause, str(proof)

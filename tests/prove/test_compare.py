@@ -70,9 +70,35 @@ WRONG = [
 def test_the_first_difference_is_named(name: str, value: object, said: str) -> None:
     """At its step of its attempt, once."""
     wrong = replace(step(5), **{name: value})
+    if name == "rows":  # of a loader that nobody knows
+        wrong = replace(wrong, samples=())
     result = compared(WHOLE[:5], [wrong, *WHOLE[6:]])
     assert [(one.attempt, one.step) for one in result.differences] == [(2, 6)]
     assert said in str(result.differences[0])
+
+
+@pytest.mark.parametrize(
+    ("epoch", "other", "place", "cause"),
+    [(2, 0, "step 1, which has this place in an earlier epoch", "set_epoch"),
+     (1, 2, "step 9, which has this place in a later epoch", "as it was when the epoch began")],
+)  # fmt: skip
+def test_the_order_of_another_epoch(epoch: int, other: int, place: str, cause: str) -> None:
+    """Four steps make an epoch; this one begins with what the other has there."""
+    whole = [replace(one, iterator=1 + i // 4) for i, one in enumerate(WHOLE)]
+    begin, there = whole[4 * epoch], whole[4 * other]
+    wrong = replace(begin, rows=there.rows, samples=there.samples)
+    attempts = {0: [whole[: 4 * epoch], [wrong]]}
+    found = compare({0: whole}, attempts, steps=STEPS, generators=GENERATORS).differences[0]
+    assert f"those of {place}" in found.what
+    assert cause in found.cause
+
+
+def test_the_same_samples_with_other_values() -> None:
+    """Augmentation: the indices tell that the order is right."""
+    wrong = replace(step(5), rows=(("y1", "y2"),))
+    wrong_order = replace(wrong, samples=((3, 7),))
+    assert "augmentation" in compared(WHOLE[:5], [wrong]).differences[0].cause
+    assert "order" in compared(WHOLE[:5], [wrong_order]).differences[0].cause
 
 
 def test_half_an_accumulated_step() -> None:
