@@ -42,7 +42,6 @@ docs: setup
 	@echo 'build/site/index.html'
 
 bench: setup
-	@profiling/compare/setup.sh
 	@$(PY) profiling/bench.py $(ARGS)
 
 clean:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HEAD = struct.Struct("<7q")
@@ -21,6 +22,7 @@ class Attempt:
         operator_ns: the end of its last operator.
         silences: begin and end of each time without an operator.
         signals: number and moment of what reached its job step.
+        samples: step -> the samples that it was trained on, each a CRC.
     """
 
     began_ns: int
@@ -31,6 +33,7 @@ class Attempt:
     operator_ns: int
     silences: tuple[tuple[int, int], ...]
     signals: tuple[tuple[int, int], ...]
+    samples: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
@@ -44,4 +47,11 @@ def _read(path: Path) -> Attempt:
     silences = tuple(SILENCE.iter_unpack(data[HEAD.size :]))[:count]
     signals = path.with_suffix(".signals")
     lines = signals.read_text().splitlines() if signals.exists() else []
-    return Attempt(*head, silences, tuple((int(a), int(b)) for a, b in map(str.split, lines)))
+    stamps = tuple((int(a), int(b)) for a, b in map(str.split, lines))
+    return Attempt(*head, silences, stamps, _samples(path.with_suffix(".samples")))
+
+
+def _samples(path: Path) -> dict[int, tuple[int, ...]]:
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [tuple(map(int, line.split())) for line in lines if line.endswith("\n")]
+    return {step: tuple(samples) for step, *samples in whole}

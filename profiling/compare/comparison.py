@@ -20,11 +20,11 @@ from typing import Any
 import drive
 import figures
 import pairs
-from attempts import read_attempts
+from attempts import Attempt, read_attempts
 from harness import rounded
 from interruptions import Event, Kind, storm
 from peers import PEERS, Peer, absent
-from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec, version_of
+from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec
 
 from hydroslurm.devcluster import DevCluster
 
@@ -37,6 +37,8 @@ REMARKS = (
     "signal found it: frozen inside of it, or held at an operator that it is made of",
     "durable: what the next attempt loads has its name; the driver looks every 3 ms",
     "steps_lost: made by an attempt and not in what the next one began with",
+    "samples_seen_twice, samples_never_seen: in the steps that count, summed over the epochs",
+    "equal_bits: the weights at the end are those of an undisturbed run of the same script",
     "step_time_ratio of Lightning and transformers is that of their whole training loops",
 )
 
@@ -139,7 +141,7 @@ class _Storm:
         found = {
             "name": peer.name,
             "title": peer.title,
-            "version": peer.version(version_of(peer)),
+            "version": peer.version(),
             "remark": peer.remark,
             "step_time_ratio": None if pair is None else pair.ratio,
         }
@@ -166,13 +168,32 @@ class _Storm:
             epochs=self.plan.epochs,
             limit_s=self.plan.limit_s,
         )
-        return figures.of_course(
+        attempts = read_attempts(where)
+        found = figures.of_course(
             course,
-            read_attempts(where),
+            attempts,
             steps_per_epoch=STEPS_PER_EPOCH,
             steps=self.plan.steps,
             bare_step_s=self.bare_step_s,
         )
+        return found | self._exactness(peer, place, where, attempts)
+
+    def _exactness(
+        self, peer: Peer, place: Place, where: Path, attempts: Sequence[Attempt]
+    ) -> dict[str, Any]:
+        """Against the same training, undisturbed."""
+        alone = where.with_name(f"{where.name}-undisturbed")
+        limit_s = self.plan.limit_s
+        course = drive.through(
+            peer, place, alone, events=(), epochs=self.plan.epochs, limit_s=limit_s
+        )
+        if course.failure:
+            raise RuntimeError(f"undisturbed: {course.failure}")
+        samples = figures.of_samples(
+            attempts, read_attempts(alone), steps_per_epoch=STEPS_PER_EPOCH
+        )
+        same = None if (ends := _weights(where)) is None else ends == _weights(alone)
+        return {**samples, "equal_bits": same}
 
 
 def say(words: str) -> None:
@@ -224,8 +245,14 @@ def _limit(events: Sequence[Event], bare_s: float) -> float:
     return bare_s / (bare_s + held_s + queued_s)
 
 
+def _weights(folder: Path) -> str | None:
+    """The hash that a training has left at its end."""
+    mark = folder / "done.json"
+    return str(json.loads(mark.read_text())["weights_sha256"]) if mark.exists() else None
+
+
 def _is_here(peer: Peer) -> bool:
-    missing = absent(peer, version_of(peer))
+    missing = absent(peer)
     if missing:
-        say(f"{peer.title} is left out: no {', '.join(missing)}; run profiling/compare/setup.sh")
+        say(f"{peer.title} is left out: no {', '.join(missing)}; run make setup")
     return not missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,34 @@ def of_course(
     result["wall_s"] = wall_s
     result["goodput"] = useful * bare_step_s / wall_s
     return result
+
+
+def of_samples(
+    attempts: Sequence[Attempt], whole: Sequence[Attempt], *, steps_per_epoch: int
+) -> dict[str, Any]:
+    """What became of the samples in the steps that count: those that no later attempt made anew.
+
+    Args:
+        whole: the attempts of an undisturbed run, whose first epoch has each sample once.
+    """
+    trained = _trained(whole)
+    once = Counter(row for step in range(1, steps_per_epoch + 1) for row in trained.get(step, ()))
+    twice = never = 0
+    seen: dict[int, Counter[int]] = {}
+    for step, rows in _trained(attempts).items():
+        seen.setdefault((step - 1) // steps_per_epoch, Counter()).update(rows)
+    for epoch in seen.values():
+        twice += (epoch - once).total()
+        never += (once - epoch).total()
+    return {"samples_seen_twice": twice, "samples_never_seen": never}
+
+
+def _trained(attempts: Sequence[Attempt]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for attempt in attempts:
+        found = {step: rows for step, rows in found.items() if step <= attempt.begin}
+        found.update(attempt.samples)
+    return found
 
 
 def _pauses(pauses: Sequence[Strike], attempts: Sequence[Attempt]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The one observer of all peers: it stamps what a training does, with CLOCK_MONOTONIC.
+"""The one observer of all peers: it stamps what a training does, with CLOCK_MONOTONIC, and writes
+down which samples each step was trained on.
 
 A script enters an ``Observer`` around its loop and says ``made(step)`` after each step; every
 operator is stamped without its help. Beside it runs witness.py, which stamps the signals of the job
@@ -14,10 +15,12 @@ import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from attempts import HEAD, SILENCE
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,6 +54,7 @@ class Observer(TorchDispatchMode):
         )
         self._core = environ.get("COMPARE_CORE")
         self._begin = self._step = begin
+        self._samples: list[int] = []
         self._first_step_ns = self._step_ns = self._operator_ns = self._count = 0
 
     def __enter__(self) -> Observer:
@@ -71,11 +75,15 @@ class Observer(TorchDispatchMode):
         self._began_ns = self._operator_ns = time.monotonic_ns()
         self._write()
         part.rename(self._path)
+        self._seen = self._path.with_suffix(".samples").open("w", buffering=1)
+        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._see)
         super().__enter__()
         return self
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
+        self._hook.remove()
+        self._seen.close()
         self._witness.kill()
         self._witness.wait()
 
@@ -97,9 +105,16 @@ class Observer(TorchDispatchMode):
         self._step, self._step_ns = step, time.monotonic_ns()
         self._first_step_ns = self._first_step_ns or self._step_ns
         self._write()
+        print(step, *self._samples, file=self._seen)
+        self._samples = []
         if self._turns is not None:
             self._turns.stepped()
             self._operator_ns = time.monotonic_ns()
+
+    def _see(self, module: torch.nn.Module, inputs: Any) -> None:
+        """The outermost module is called first."""
+        if module.training and not self._samples and inputs:
+            self._samples = [zlib.crc32(row.tobytes()) for row in inputs[0].numpy()]
 
     def _silent(self, begin_ns: int, end_ns: int) -> None:
         if self._count < _MOST:

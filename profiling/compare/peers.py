@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +17,13 @@ class Peer:
         title: for people.
         script: that trains; submitit pickles a callable in its place.
         signal: what ``sbatch --signal`` asks for, which this cluster sends at a preemption too.
-        needs: distributions beyond those of this project.
-        versions: distributions whose versions are told; ``otherwise`` where there are none.
+        versions: distributions that it needs, whose versions are told; ``otherwise`` where there
+            are none.
         pause: signals by which its documentation has it paused and continued; by default
             ``scontrol suspend`` and ``resume``.
         saves: globs of what a later attempt loads, once it is whole.
         remark: what has to be known to read its figures.
+        preempt: with ``HYDROSLURM_PREEMPT=requeue``, as ``srun --preempt=requeue`` sets it.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Peer:
     saves: tuple[str, ...]
     remark: str
     signal: str = ""
-    needs: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
     otherwise: str = "–"
     pause: tuple[str, str] | None = None
+    preempt: bool = False
 
-    def version(self, version_of: Callable[[str], str]) -> str:
+    def version(self) -> str:
         """The versions of what it is made of."""
-        found = [f"{name} {version_of(name)}" for name in self.versions]
+        found = [f"{name} {importlib.metadata.version(name)}" for name in self.versions]
         return ", ".join(found) or self.otherwise
 
     def saved(self, folder: Path) -> set[tuple[str, int, int]]:
@@ -101,8 +101,18 @@ PEERS = {
             "the end of a batch without saving. It goes on in mid-epoch with the loader's first "
             "samples again. Its step time is that of its whole loop. Suspended it is frozen.",
             signal="USR1@90",
-            needs=("lightning",),
             versions=("lightning",),
+        ),
+        Peer(
+            "lightning+hydroslurm",
+            "Lightning + hydroslurm",
+            "peer_lightning.py",
+            ("run/checkpoints/step-*",),
+            "The script of the row above, unchanged, with hydroslurm in its process. Its step time "
+            "is that of its whole loop.",
+            signal="URG@90",
+            versions=("lightning",),
+            preempt=True,
         ),
         Peer(
             "transformers",
@@ -112,8 +122,18 @@ PEERS = {
             "enable_jit_checkpoint: waits 3 s after SIGTERM, training on, and saves at the end of "
             "a step. Its step time is that of its whole loop. Suspended it is frozen.",
             signal="TERM@90",
-            needs=("transformers", "accelerate"),
             versions=("transformers", "accelerate"),
+        ),
+        Peer(
+            "transformers+hydroslurm",
+            "HF Trainer + hydroslurm",
+            "peer_transformers.py",
+            ("run/checkpoints/step-*",),
+            "The script of the row above, unchanged, with hydroslurm in its process, which has "
+            "enable_jit_checkpoint stand down. Its step time is that of its whole loop.",
+            signal="URG@90",
+            versions=("transformers", "accelerate"),
+            preempt=True,
         ),
         Peer(
             "bare",
@@ -127,12 +147,12 @@ PEERS = {
 }
 
 
-def absent(peer: Peer, version_of: Callable[[str], str]) -> list[str]:
+def absent(peer: Peer) -> list[str]:
     """Which of its distributions are missing."""
     missing = []
-    for name in peer.needs:
+    for name in peer.versions:
         try:
-            version_of(name)
+            importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     return missing

@@ -16,10 +16,11 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """Write a PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    figure = Figure(figsize=(14, 7.2), layout="constrained")
     figure.suptitle(result["title"], fontsize=12)
-    axes = figure.subplots(2, 3, sharey=True).flat
-    for panel, column in zip(axes, COLUMNS, strict=True):
+    drawn = [column for column in COLUMNS if column.drawn]
+    axes = figure.subplots(2, len(drawn) // 2, sharey=True).flat
+    for panel, column in zip(axes, drawn, strict=True):
         _panel(panel, column, result)
     part = path.with_suffix(".part")
     figure.savefig(part, format="png", dpi=150)
@@ -40,7 +41,7 @@ def _panel(panel: Any, column: Column, result: Mapping[str, Any]) -> None:
         panel.set_xlim(0, top * 1.25)
     for row, (peer, value) in enumerate(zip(peers, values, strict=True)):
         shown = max(value or 0.0, foot)
-        color = OURS if peer["name"] == "hydroslurm" else THEIRS
+        color = OURS if peer["name"].endswith("hydroslurm") else THEIRS
         panel.barh(row, shown - foot, left=foot, color=color, edgecolor="black", linewidth=0.6)
         panel.annotate(
             column.text(value),

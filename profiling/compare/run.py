@@ -1,7 +1,7 @@
-"""The same training, the same storm of preemptions, six ways to meet it: one run, one JSON line,
+"""The same training, the same storm of preemptions, eight ways to meet it: one run, one JSON line,
 one table, one picture.
 
-    run.py                       everything, about a quarter of an hour; into profiling/results/
+    run.py                       everything, about half an hour; into profiling/results/
     run.py --quick --out DIR     one suspend and one requeue each: to see that it runs
     run.py --peers hydroslurm,bare --seed 2
 
@@ -13,8 +13,7 @@ way.
     goodput   the time that bare takes for these steps, undisturbed, over the time from the
               submission to the last step
 
-Lightning and transformers are in an environment of their own: profiling/compare/setup.sh. A peer
-whose packages are missing is left out, with a word.
+A peer whose packages are missing is left out, with a word.
 """
 
 from __future__ import annotations

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peers import HERE, Peer
 
+from hydroslurm.core.rundir import RUN_DIR_ENV
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
+from hydroslurm.runtime.autoload import PREEMPT_ENV
 
-BENCH_PYTHON = HERE.parents[1] / ".venv/compare/bin/python"
 BEGIN_DELAY_S = 6
 """What Slurm makes a requeued job wait here (AuthInfo=cred_expire=5). A job that ended instead and
 is submitted again by hand waits as long: none is to gain by dying."""
@@ -53,20 +53,6 @@ PartitionName=low {everywhere} Default=YES PriorityTier=1 PreemptMode=REQUEUE Gr
 PartitionName=urgent {everywhere} PriorityTier=10 PreemptMode=OFF
 """,
     )
-
-
-def version_of(peer: Peer) -> Callable[[str], str]:
-    """Tells the version of a distribution in the environment that the peer trains in."""
-    if not peer.needs:
-        return importlib.metadata.version
-    site = [str(path) for path in BENCH_PYTHON.parents[1].glob("lib/python*/site-packages")]
-
-    def version(name: str) -> str:
-        for distribution in importlib.metadata.distributions(name=name, path=site):
-            return distribution.version
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    return version
 
 
 @dataclass(frozen=True)
@@ -178,7 +164,6 @@ class Job:
             text = _SCRIPT.format(signal=signal, script=HERE / self.peer.script)
         script = self.folder / "job.sbatch"
         script.write_text(text)
-        python = str(BENCH_PYTHON) if self.peer.needs else sys.executable
         said = self._slurm(
             "sbatch",
             "--parsable",
@@ -189,7 +174,11 @@ class Job:
             str(script),
             str(self.folder),
             str(self.epochs),
-            more={"PYTHON": python, "HYDROSLURM_RUN_DIR": str(self.folder / "run")},
+            more={
+                "PYTHON": sys.executable,
+                RUN_DIR_ENV: str(self.folder / "run"),
+                PREEMPT_ENV: "requeue" if self.peer.preempt else "off",
+            },
         )
         return said.split(";")[0].strip()
 

@@ -20,6 +20,7 @@ class Column:
         zero: what is said of 0.
         digits: that count.
         logarithmic: the picture's axis.
+        drawn: whether the picture has a panel for it.
     """
 
     key: str
@@ -29,11 +30,14 @@ class Column:
     zero: str = "0"
     digits: int = 3
     logarithmic: bool = False
+    drawn: bool = True
 
-    def text(self, value: float | None) -> str:
+    def text(self, value: float | bool | None) -> str:
         """A value as the table and the picture show it."""
         if value is None:
             return self.absent
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         if value == 0:
             return self.zero
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.{self.digits}g}"
@@ -42,6 +46,10 @@ class Column:
 COLUMNS = (
     Column("goodput", "goodput", "goodput in the storm (1: as fast as bare, undisturbed)"),
     Column("steps_lost_per_preemption", "steps lost per preemption", "steps lost per preemption"),
+    Column("samples_seen_twice", "samples seen twice", "samples seen twice in an epoch"),
+    Column("samples_never_seen", "samples never seen", "samples never seen in an epoch"),
+    Column("equal_bits", "the bits of an undisturbed run", "", drawn=False),
+    Column("times_by_hand", "started again by hand", "", drawn=False),
     Column(
         "signal_to_parked_ms_p50",
         "signal → parked, ms",
@@ -72,7 +80,8 @@ def table(result: Mapping[str, Any]) -> str:
     ]
     peers = result["peers"]
     for peer in peers.values():
-        cells = [column.text(peer.get(column.key)) for column in COLUMNS]
+        shown = {**peer, "times_by_hand": len(peer["by_hand"])}
+        cells = [column.text(shown.get(column.key)) for column in COLUMNS]
         if not peer["finished"]:
             cells[0] = "did not finish"
         lines.append(f"| {peer['title']} | {peer['version']} | {' | '.join(cells)} |")
@@ -108,5 +117,5 @@ def _storm(result: Mapping[str, Any]) -> str:
 
 
 def _by_hand(peer: Mapping[str, Any]) -> str:
-    count = len(peer["by_hand"])
-    return f" Submitted or released again by hand: {count} ×." if count else ""
+    states = sorted({how.rpartition(" ")[2] for how in peer["by_hand"]})
+    return f" It was left {', '.join(states)}, and started again by hand." if states else ""

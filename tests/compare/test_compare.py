@@ -106,10 +106,23 @@ def test_a_save_of_an_epoch_is_none_of_the_stop() -> None:
     assert got["steps_lost_per_preemption"] == 10
 
 
+def test_samples_of_the_steps_that_count() -> None:
+    """What a later attempt trains anew counts once; the second epoch has a sample twice, and one
+    not at all."""
+    whole = _attempt(0, (0, 4), samples={1: (7, 8), 2: (9,), 3: (9, 8), 4: (7,)})
+    first = _attempt(0, (0, 3), samples={1: (7, 8), 2: (9,), 3: (7, 9)})
+    second = _attempt(9000, (2, 4), samples={3: (9, 8), 4: (8,)})
+    found = figures.of_samples([first, second], [whole], steps_per_epoch=2)
+    assert found == {"samples_seen_twice": 1, "samples_never_seen": 1}
+    undisturbed = figures.of_samples([whole], [whole], steps_per_epoch=2)
+    assert undisturbed == {"samples_seen_twice": 0, "samples_never_seen": 0}
+
+
 def _result() -> dict[str, Any]:
     peer = {"remark": "R.", "finished": True, "by_hand": [], "version": "1"}
-    full = {column.key: 12.346 for column in table.COLUMNS}
-    none = dict.fromkeys(full)
+    full: dict[str, Any] = {column.key: 12.346 for column in table.COLUMNS}
+    full |= {"samples_seen_twice": 3, "samples_never_seen": 0, "equal_bits": True}
+    none: dict[str, Any] = dict.fromkeys(full)
     return {
         "title": "T",
         "events": [{"kind": "suspend"}, {"kind": "requeue"}],
@@ -123,7 +136,7 @@ def _result() -> dict[str, Any]:
                 "title": "theirs",
                 **none,
                 "finished": False,
-                "by_hand": ["a", "b"],
+                "by_hand": ["submitted again: FAILED", "submitted again: FAILED"],
             },
         },
         "environment": {
@@ -141,10 +154,10 @@ def test_the_table_says_what_is_absent(tmp_path: Path) -> None:
     can be drawn of it."""
     text = table.table(_result())
     ours, theirs = text.splitlines()[2:4]
-    assert ours == "| ours | 1 | 12.3 | 12.3 | 12.3 | 12.3 | 12.3 | 12.35 |"
+    assert ours == "| ours | 1 | 12.3 | 12.3 | 3 | 0 | yes | 0 | 12.3 | 12.3 | 12.3 | 12.35 |"
     assert theirs.startswith("| theirs | 1 | did not finish |")
     assert "| never |" in theirs
-    assert "by hand: 2 ×" in text
+    assert "left FAILED, and started again by hand" in text
     assert "1 suspends" in text
     assert "0.50 is what" in text
     picture.draw(_result(), tmp_path / "compare.png")
@@ -179,4 +192,6 @@ def test_two_peers_in_a_small_storm(tmp_path: Path) -> None:
     assert ours["steps_lost_per_preemption"] == 0
     assert ours["signal_to_durable_ms_p50"] > 0
     assert theirs["signal_to_durable_ms_p50"] is None
+    assert ours["equal_bits"] is True
+    assert ours["samples_seen_twice"] == ours["samples_never_seen"] == 0
     assert {path.name for path in tmp_path.iterdir()} == {"compare.json", "compare.png"}
