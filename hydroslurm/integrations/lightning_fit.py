@@ -107,9 +107,12 @@ class Fit:
 
     def _replace(self, thing: Any, name: str, ours: Callable[..., Any]) -> None:
         """Have this object call ours, with its own as the first argument."""
-        own = getattr(thing, name)
+        own, had = getattr(thing, name), name in vars(thing)
         setattr(thing, name, lambda *args, **kwargs: ours(own, *args, **kwargs))
-        self._undo.callback(delattr, thing, name)
+        if had:  # somebody else has put theirs there
+            self._undo.callback(setattr, thing, name, own)
+        else:
+            self._undo.callback(delattr, thing, name)
 
     def _resume_start(self, own: Callable[..., Any], path: Any = None, *_: Any, **__: Any) -> None:
         """The checkpoint that Lightning goes on from is ours."""

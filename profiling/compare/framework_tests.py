@@ -95,7 +95,7 @@ def main() -> None:
     for name, suite in SUITES.items():
         if chosen.only and name not in chosen.only:
             continue
-        folder = chosen.sources / name / suite.folder
+        folder = (chosen.sources / name / suite.folder).resolve()
         tests = suite.tests[:1] if chosen.quick else suite.tests
         if missing := [test for test in tests if not (folder / test).is_file()]:
             print(f"{name} is left out: {folder} has no {', '.join(missing)}", file=sys.stderr)

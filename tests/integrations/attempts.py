@@ -17,12 +17,12 @@ STOPPED = 75
 def attempts(
     attempt: Callable[[str, Path, str], None], name: str, place: Path, stops: Sequence[str]
 ) -> tuple[list[int], list[str]]:
-    """Make attempts at a scene in a new folder, each stopped as told, until one ends by itself.
+    """Make attempts at a scene in this folder, each stopped as told, until one ends by itself.
 
     Returns:
         Their exit statuses, and the lines that they have noted.
     """
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     exits: list[int] = []
     for stop in stops:
         exits.append(_forked(functools.partial(attempt, name, place, stop)))

@@ -220,7 +220,11 @@ def fit(module: Any, data: Any, options: dict[str, Any], notes: Notes, folder: P
         "callbacks": [notes, *extra, Preemptible(directory=folder, every_s=0, every_steps=0)],
     })  # fmt: skip
     workers = getattr(data, "num_workers", 0)
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    own = validation.run
+    validation.run = theirs = lambda: own()  # of somebody who replaces it as well
     trainer.fit(module, data, DataLoader(Noisy().data, batch_size=8, num_workers=workers))
+    assert validation.run is theirs
     weights = b"".join(one.detach().numpy().tobytes() for one in module.state_dict().values())
     notes.note("weights", hashlib.sha256(weights).hexdigest())
 

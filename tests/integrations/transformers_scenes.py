@@ -7,7 +7,8 @@ torch and transformers are imported once; each attempt is a fork of that.
 A stop is ``step:N`` (behind the N-th optimizer step of the run, from 1), ``micro:N`` (in front of
 the N-th batch's training of its attempt, from 1), ``eval:N`` (in the N-th batch of evaluation of
 its attempt, from 1), ``epoch:N`` (at the end of the N-th epoch, from 1) or ``start``. ``every``
-stands for a stop behind each step of the run.
+stands for a stop behind each step of the run. ``N/`` in front of a stop means the N-th Trainer of
+the process.
 """
 
 from __future__ import annotations
@@ -166,28 +167,51 @@ def attempt(name: str, folder: Path, stop: str) -> None:
     """One process's training, from its beginning or from where the last one was stopped."""
     torch.set_num_threads(1)
     transformers.set_seed(3)
-    kind, data, options, callbacks = scene(name)
-    notes = Notes(folder / "notes", stop)
+    which, _, at = stop.rpartition("/")
+    if name == "two trainers":
+        train(name, folder, at if which == "1" else "")
+        train(name, folder, at if which == "2" else "")
+        return
+    checkpoint = folder / "bare/checkpoint-4" if name == "own checkpoint" else None
+    if checkpoint is not None and not checkpoint.exists():
+        saved = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+        made_trainer(Trainer, Noisy(), folder / "bare", saved, []).train()
+    train(name, folder, stop, checkpoint)
+
+
+def made_trainer(
+    kind: type, data: Any, output: Path, options: dict[str, Any], callbacks: list[Any],
+    *, width: int = 8,
+) -> Any:  # fmt: skip
+    """A Trainer that nobody has made preemptible."""
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2,
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=width, n_layer=1, n_head=2,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
+    return kind(
+        model=GPT2LMHeadModel(config),
+        args=TrainingArguments(**{
+            "output_dir": str(output), "num_train_epochs": 2, "use_cpu": True,
+            "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
+            "logging_steps": 3, "save_strategy": "no", "report_to": "none",
+            "disable_tqdm": True, "warmup_steps": 2, **options,
+        }),
+        train_dataset=data,
+        eval_dataset=Noisy(),
+        callbacks=callbacks,
+    )  # fmt: skip
+
+
+def train(
+    name: str, folder: Path, stop: str, checkpoint: Path | None = None, *, width: int = 8
+) -> None:
+    kind, data, options, callbacks = scene(name)
+    notes = Notes(folder / "notes", stop)
     trainer = make_preemptible(
-        kind(
-            model=GPT2LMHeadModel(config),
-            args=TrainingArguments(**{
-                "output_dir": str(folder / "output"), "num_train_epochs": 2, "use_cpu": True,
-                "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
-                "logging_steps": 3, "save_strategy": "no", "report_to": "none",
-                "disable_tqdm": True, "warmup_steps": 2, **options,
-            }),
-            train_dataset=data,
-            eval_dataset=Noisy(),
-            callbacks=[*callbacks, notes],
-        ),
+        made_trainer(kind, data, folder / "output", options, [*callbacks, notes], width=width),
         directory=folder / "run", every_s=0, every_steps=0,
     )  # fmt: skip
-    made = trainer.train()
+    made = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     weights = b"".join(
         one.detach().numpy().tobytes() for one in trainer.model.state_dict().values()
     )

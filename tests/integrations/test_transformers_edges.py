@@ -1,0 +1,62 @@
+"""Hugging Face's Trainer at the edges: other versions, other models, finished runs, two of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+EDGES = Path(__file__).with_name("transformers_edges.py")
+Found: TypeAlias = dict[str, list[list[Any]]]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Name -> exit statuses and notes of all attempts."""
+    ran = subprocess.run(
+        [sys.executable, EDGES, tmp_path_factory.mktemp("edges")],
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_a_transformers_that_is_not_known(found: Found) -> None:
+    """One line that names what is missing, nothing half installed; and it trains when it is."""
+    exits, notes = found["another transformers"]
+    said = "transformers.trainer.skip_first_batches; hydroslurm knows 4.57 to 5"
+    assert exits == [0]
+    assert [said in notes[0], notes[1]] == [True, "as it was: True"]
+    assert [notes[2].startswith("unasked: "), said in notes[2]] == [True, True]
+    assert notes[3:] == ["as it was: True", "trained 12"]
+
+
+def test_a_checkpoint_of_another_model(found: Found) -> None:
+    """It is refused, with the step, the kind of model and the first shapes that differ."""
+    exits, notes = found["another model"]
+    assert exits == [75, 0]
+    assert "refused: step 3 of this run does not fit the model (GPT2LMHeadModel)" in notes[-1]
+    assert "size mismatch" in notes[-1]
+
+
+def test_a_finished_run(found: Found) -> None:
+    """Its restart exits with 0 and trains nothing."""
+    assert found["finished"][0] == found["finished again"][0] == [0]
+    assert found["finished again"][1] == found["finished"][1]
+
+
+@pytest.mark.parametrize("name", ["own checkpoint", "two trainers"])
+def test_stopped_run_is_the_undisturbed_one(found: Found, name: str) -> None:
+    """That begins from a checkpoint of transformers' own; and two trainings, one after the
+    other, of which the first is done when the process is stopped in the second: what follows its
+    last step is done again."""
+    exits, notes = found[name]
+    assert set(exits[:-1]) == {75}
+    assert exits[-1] == 0
+    assert found[f"{name}, undisturbed"] == [[0], list(dict.fromkeys(notes))]
