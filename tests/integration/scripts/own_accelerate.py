@@ -2,6 +2,7 @@
 every few steps, ``load_state()`` and ``skip_first_batches()``. Knows nothing of preemption."""
 
 import os
+import time
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +13,7 @@ EVERY = 4
 set_seed(5)
 project = ProjectConfiguration("project", automatic_checkpoint_naming=True, total_limit=2)
 accelerator = Accelerator(cpu=True, project_config=project)
-inputs = torch.randn(48, 6)
+inputs = torch.randn(32, 6)
 data = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long())
 model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -31,6 +32,7 @@ for epoch in range(done // len(loader), 3):
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        time.sleep(0.15)  # stands for a larger model
         done += 1
         if done % EVERY == 0:
             accelerator.save_state()
