@@ -46,7 +46,7 @@ SCRIPTS = (
     "compare",
     "gpu_check",
 )
-LIMIT_S = 1800.0
+LIMIT_S = 3600.0
 
 
 def run(name: str, *, quick: bool, out: Path) -> bool:
