@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 SPEC = """
 replicaSpecs:
 - template:
-    command: [python, member.py{fails}]
-    env: {{HYDROSLURM_SAFE_DIRECTORY: {folder}}}
+    command: [python, {script}]
+    env: {{HYDROSLURM_SAFE_DIRECTORY: {folder}, GLOO_SOCKET_IFNAME: lo}}
 scheduler: {{partition: low, timeLimitMinutes: 10}}
 elastic: {{min: {min}, max: {max}, size: {size}, base: {{partition: urgent}}}}
 {more}
@@ -28,14 +28,20 @@ class ElasticScene(Scene):
     """One elastic job whose members train nothing, see member.py."""
 
     def submit_elastic(
-        self, *, min: int = 1, max: int = 3, size: int = 2, fails: str = "", more: str = ""
+        self,
+        *,
+        min: int = 1,
+        max: int = 3,
+        size: int = 2,
+        script: str = "member.py",
+        more: str = "",
     ) -> ElasticScene:
-        self.folder.mkdir(parents=True)
+        """``script``: with its arguments, as items of a YAML list."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "member.py", self.folder)
         text = SPEC.format(
-            folder=self.folder, min=min, max=max, size=size, more=more,
-            fails=f", {fails}" if fails else "",
-        )  # fmt: skip
+            folder=self.folder, min=min, max=max, size=size, script=script, more=more
+        )
         (self.folder / "job.yaml").write_text(text)
         self.submit_file(self.folder / "job.yaml")
         return self

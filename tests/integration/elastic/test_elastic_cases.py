@@ -3,11 +3,15 @@ in the list of failure cases. `make elastic` runs them."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from elasticstory import TRAIN
 from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -42,6 +46,33 @@ def test_a_preempted_member_is_replaced(cluster: DevCluster, tmp_path: Path) -> 
     scene.hydroslurm("cancel", str(scene.job_id))
     scene.assert_nothing_is_left()
     assert scene.final_condition().reason == "Cancelled"
+
+
+def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path) -> None:
+    """A real one, whose member is preempted and replaced: all that are left at the end have the
+    same weights, and each sample of each epoch was trained on once."""
+    scene = ElasticScene(cluster, tmp_path / "job")
+    scene.folder.mkdir()
+    (scene.folder / "train.py").write_text(textwrap.dedent(TRAIN))
+    options = json.dumps({"samples": 3600, "batch": 4, "epochs": 2, "step_s": 0.05})
+    scene.submit_elastic(size=3, script=f"train.py, '{options}'")
+    scene.wait_for_size(3)
+    scene.slurm("scancel", scene.extra[-1])
+    assert scene.final_condition().type == "Succeeded"
+    lines = [
+        line.split(" ", 1)
+        for path in scene.run.logs.glob("member-*-0.log")
+        for line in path.read_text().splitlines()
+    ]
+    steps = [json.loads(text) for kind, text in lines if kind == "STEP"]
+    trained = Counter((one["epoch"], n) for one in steps for n in one["ids"])
+    assert len(trained) == 7200
+    assert set(trained.values()) == {1}
+    done = [json.loads(text) for kind, text in lines if kind == "DONE"]
+    assert len(done) == 3
+    assert len({one["weights"] for one in done}) == 1
+    assert [one["how"] for one in scene.entries("ended")][:1] == ["preemption"]
+    scene.assert_nothing_is_left()
 
 
 def test_the_member_of_rank_0_is_taken(cluster: DevCluster, tmp_path: Path) -> None:
@@ -110,7 +141,7 @@ def test_ten_preemptions_are_no_failure(cluster: DevCluster, tmp_path: Path) -> 
 def test_a_node_that_fails_members_is_excluded(cluster: DevCluster, tmp_path: Path) -> None:
     """After two failures there nothing more is submitted to it, and describe says why."""
     scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(
-        size=2, fails="n1", more="runPolicy: {backoffLimit: 5}"
+        size=2, script="member.py, n1", more="runPolicy: {backoffLimit: 5}"
     )
     assert scene.wait_for("excluded")["node"] == "n1"
     scene.wait_for_size(2)
@@ -123,7 +154,7 @@ def test_a_node_that_fails_members_is_excluded(cluster: DevCluster, tmp_path: Pa
 def test_too_many_failures_end_the_run(cluster: DevCluster, tmp_path: Path) -> None:
     """Case 15: the one that is too many is the end, with its reason, and nothing is left."""
     scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(
-        size=2, fails="n1, n2, n3, n4", more="runPolicy: {backoffLimit: 2}"
+        size=2, script="member.py, n1, n2, n3, n4", more="runPolicy: {backoffLimit: 2}"
     )
     verdict = scene.final_condition()
     assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")
