@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
@@ -36,6 +36,7 @@ ELASTIC_ENV = "HYDROSLURM_ELASTIC"
 """The run folder of the elastic run that this process is to train in."""
 MEMBER_ENV = "HYDROSLURM_MEMBER"
 """The name of this process's member; default: the array element, the job, or the process."""
+LR_RULES = ("none", "linear", "sqrt")
 BATCHES = ("keep_global", "per_rank")
 _FILE_BYTES = 1 << 20
 _LEDGER_BYTES = 256 << 20
@@ -192,12 +193,16 @@ class CoordinatorOptions:
         host: the address to listen at, "" for the one by which this node is known.
         batch: ``keep_global``: a step has as many samples as with all members, whatever the size;
             ``per_rank``: each rank has its batch size, and the step follows the size.
+        lr, lr_warmup_steps: how the learning rate follows, and in how many steps; see
+            :mod:`hydroslurm.elastic.learning_rate`.
         size, timing: see there.
         autoscale: the rules by which the size is chosen; None: by people only.
     """
 
     host: str = ""
     batch: str = "keep_global"
+    lr: Literal["none", "linear", "sqrt"] = "none"
+    lr_warmup_steps: int = 0
     size: Size = field(default_factory=Size)
     timing: Timing = field(default_factory=Timing)
     autoscale: AutoscalePolicy | None = None
@@ -205,6 +210,16 @@ class CoordinatorOptions:
     def __post_init__(self) -> None:
         if self.batch not in BATCHES:
             raise ValueError(f"batch={self.batch!r}: one of {', '.join(BATCHES)} is wanted")
+        if self.lr not in LR_RULES or self.lr_warmup_steps < 0:
+            raise ValueError(
+                f"lr={self.lr!r}, lr_warmup_steps={self.lr_warmup_steps}: one of "
+                f"{', '.join(LR_RULES)}, and 0 or more steps, are wanted"
+            )
+        if self.lr != "none" and self.batch == "keep_global":
+            raise ValueError(
+                f"lr={self.lr!r} follows the samples of a step, which batch='keep_global' keeps: "
+                "choose batch='per_rank', or lr='none'"
+            )
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CoordinatorOptions:
@@ -214,6 +229,8 @@ class CoordinatorOptions:
             parts: dict[str, Any] = {
                 "host": str(flat.pop("host", "")),
                 "batch": str(flat.pop("batch", "keep_global")),
+                "lr": str(flat.pop("lr", "none")),
+                "lr_warmup_steps": int(flat.pop("lr_warmup_steps", 0)),
             }
             for name, kind in (("size", Size), ("timing", Timing)):
                 known = {one.name for one in fields(kind)}

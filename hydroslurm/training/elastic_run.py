@@ -30,6 +30,7 @@ from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
 from hydroslurm.data.global_batches import share_batches
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
+from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import HydroslurmError, RanksError
@@ -61,9 +62,16 @@ class ElasticRun(Run):
         self._samples = 0
         super().__init__(**arguments)
         self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
+        options = self._elastic_folder.options()
+        self._scaled = ScaledLearningRate(
+            options.lr,
+            full=self._engine.local_size * options.size.max,
+            warmup_steps=options.lr_warmup_steps,
+        )
         for thing in self._objects.by_name().values():
             if isinstance(thing, Optimizer):
                 thing.register_step_pre_hook(self._before_optimizer)
+                self._scaled.watch(thing)
 
     @property
     def generation(self) -> int:
@@ -129,6 +137,7 @@ class ElasticRun(Run):
             self._drop_step()
         else:
             self._step += 1
+            self._scaled.step()
             self._keep()
         self._look_for_stop()
         directive = self._member.safe_point(self._step, failed=failed, stop=self._stop_seen)
@@ -215,6 +224,7 @@ class ElasticRun(Run):
                 self._cursor.load(self._kept_own)
             self._take_first(form)
             self._engine.prepare(form)
+            self._scaled.resize(form.world_size)
             self._step_began_s = time.monotonic()
         except (RanksError, RuntimeError) as error:
             if isinstance(error, HydroslurmError) and not isinstance(error, RanksError):
@@ -247,6 +257,7 @@ class ElasticRun(Run):
             "shared": self._objects.states(),
             "own": self._kept_own,
             "attempt": self._attempt_number,
+            "learning_rate": self._scaled.state_dict(),
         }
 
     def _take(self, state: Mapping[str, Any], form: Form) -> None:
@@ -254,6 +265,8 @@ class ElasticRun(Run):
         own = dict(state["own"])
         own |= {"rng": for_new_rank(own["rng"], form.rank), "new_rank": form.rank}
         self._attempt_number = int(state["attempt"])
+        if not form.fresh:
+            self._scaled.load_state_dict(dict(state["learning_rate"]))
         source = f"the state of rank {form.source}"
         self._apply(State(shared=dict(state["shared"]), own=own), source=source)
         self._kept_own = own

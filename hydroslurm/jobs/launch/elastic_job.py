@@ -135,7 +135,11 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
     try:
         folder.make_key()
         options = CoordinatorOptions(
-            batch=elastic.batch, size=size, autoscale=autoscale_of(job, elastic)
+            batch=elastic.batch,
+            lr=elastic.lr,
+            lr_warmup_steps=elastic.lr_warmup_steps,
+            size=size,
+            autoscale=autoscale_of(job, elastic),
         )
         folder.write(folder.options_json, options.to_json())
         for name, where in (("members", {}), ("base", base_of(elastic))):

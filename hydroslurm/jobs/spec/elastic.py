@@ -57,6 +57,17 @@ class Elastic(Part):
         "samples as with max members, in other shares. per_rank: each rank keeps its batch size, "
         "and a step has more samples or fewer. Default: keep_global.",
     )
+    lr: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="How the learning rate follows the size, with batch: per_rank; the script's "
+        "is that of max members. linear: in proportion; sqrt: with the square root. Default: none.",
+    )
+    lr_warmup_steps: Whole = Field(
+        default=0,
+        description="After a change of size the learning rate goes to its new value in so many "
+        "steps. Default: 0.",
+        json_schema_extra=unit("steps"),
+    )
     engine: Literal["auto", "in_place"] = Field(
         default="auto",
         description="How the ranks form a new generation. in_place: the same processes make new "

@@ -264,6 +264,12 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
             f"{elastic.max}; wanted min <= {'size' if named else 'replicas'} <= max"
         )
         yield Complaint(at, message, (own,))
+    if elastic.lr != "none" and elastic.batch == "keep_global":
+        message = (
+            f"{elastic.lr} follows the samples of a step, and batch: keep_global keeps these; say "
+            "batch: per_rank, or leave lr out"
+        )
+        yield Complaint((*own, "lr"), message, ((*own, "batch"),))
     if elastic.autoscale is not None and elastic.min <= elastic.max:
         try:
             AutoscalePolicy.from_json(
