@@ -76,6 +76,7 @@ class InPlaceEngine:
                 self._watched.append(module)
                 module.register_forward_pre_hook(self._before_forward)
         self.sum.begin_generation([one for each in self.modules for one in each.parameters()])
+        self.sum.weight = 1.0 / form.world_size  # unless somebody knows the ranks' samples
         self.failed = False
 
     def close(self) -> None:

@@ -176,7 +176,6 @@ class State:
                 self._apply(got)
                 self._commits = int(got["commits"])
             engine.prepare(form)
-            engine.sum.weight = 1.0 / form.world_size
         except (RanksError, RuntimeError):
             engine.group.destroy()
             engine.member.formed(form, ok=False)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
@@ -43,6 +44,8 @@ from hydroslurm.training.run import Run
 
 class ElasticRun(Run):
     """One rank of an elastic run; see :class:`Run`, which makes it for ``elastic=True``."""
+
+    _is_elastic = True
 
     def __init__(self, **arguments: Any) -> None:
         environ = arguments.get("environ") or os.environ
@@ -70,8 +73,9 @@ class ElasticRun(Run):
         )
         for thing in self._objects.by_name().values():
             if isinstance(thing, Optimizer):
-                thing.register_step_pre_hook(self._before_optimizer)
                 self._scaled.watch(thing)
+        # of all optimizers: one that the run does not know must not step by what is no gradient
+        self._unwatch = register_optimizer_step_pre_hook(self._before_optimizer).remove
 
     @property
     def generation(self) -> int:
@@ -118,6 +122,7 @@ class ElasticRun(Run):
             self._leave()
 
     def close(self) -> None:
+        self._unwatch()
         super().close()
         self._engine.close()
 

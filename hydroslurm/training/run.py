@@ -25,6 +25,7 @@ from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.coordination.world import World
 from hydroslurm.core import memory
 from hydroslurm.elastic.folder import ELASTIC_ENV
+from hydroslurm.errors import UsageError
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm.allocation import Allocation
@@ -105,6 +106,9 @@ class Run(Looping, Ending):
         InstallError, GateError: as :func:`hydroslurm.install`.
     """
 
+    _is_elastic = False
+    """Whether its members may come and go."""
+
     _rest_is_redone = True
     """What follows the training is repeated until the process that has done it exits well."""
 
@@ -115,6 +119,12 @@ class Run(Looping, Ending):
             from hydroslurm.training.elastic_run import ElasticRun
 
             return cast("Self", super().__new__(ElasticRun))
+        if elastic is None and environ.get(ELASTIC_ENV) and not cls._is_elastic:
+            raise UsageError(
+                f"this is a member of an elastic job, and {cls.__name__} trains with a fixed "
+                "number of ranks: each member would train alone. Put hydroslurm.Run around a loop "
+                "of your own, or leave `elastic:` out of the job spec"
+            )
         return super().__new__(cls)
 
     _keep_epochs: int | None = None
