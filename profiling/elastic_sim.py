@@ -33,17 +33,8 @@ from typing import Any, cast
 
 from hydroslurm.elastic.coordinator import restored
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
-from hydroslurm.elastic.membership import (
-    Action,
-    Close,
-    Membership,
-    Rank,
-    Record,
-    Refused,
-    Send,
-    Size,
-    Timing,
-)
+from hydroslurm.elastic.membership import Membership
+from hydroslurm.elastic.roster import Action, Close, Rank, Record, Refused, Send, Size, Timing
 
 STEP_S = 0.5
 CALM_S = 60.0

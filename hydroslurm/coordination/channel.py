@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydroslurm.coordination.authentication import GreetingFailed, RankGreeting
@@ -112,27 +112,50 @@ def join_coordinator(connection: Connection, world: World, cut_off: Sequence[str
         "world_size": world.world_size,
         "cut_off": list(cut_off),
     }
+    try:
+        first, joined = ask_first(connection, hello, check=check_from_coordinator)
+    except (OSError, BadFrame, BadMessage) as error:
+        raise CoordinatorLost(f"the coordinator did not let this rank join ({error})") from error
+    if first["type"] != "welcome":
+        joined.socket.close()
+        reason = f"this process may not join the ranks of its job: {first['reason']}"
+        raise StaleRank(reason) if first["same_incarnation"] else CoordinatorLost(reason)
+    configure_socket(joined.socket)
+    return joined
+
+
+def ask_first(
+    connection: Connection,
+    message: Message,
+    *,
+    check: Callable[[Any], Message],
+    timeout_s: float = WELCOME_S,
+) -> tuple[Message, Connection]:
+    """Send the first message on a connection, and wait for the first that comes.
+
+    Returns:
+        That one, checked, and the connection behind it.
+
+    Raises:
+        OSError: nothing came, or the other end is gone; the connection is closed then.
+        BadFrame, BadMessage: what came is no such message; as well.
+    """
     sock = connection.socket
     try:
-        sock.settimeout(WELCOME_S)
-        sock.sendall(connection.sealer.seal(pack(hello)))
+        sock.settimeout(timeout_s)
+        sock.sendall(connection.sealer.seal(pack(message)))
         messages = list(connection.first)
         while not messages:
             data = sock.recv(1 << 16)
             if not data:
                 raise OSError("closed by the coordinator")
             messages = connection.unsealer.feed(data)
-        first = check_from_coordinator(messages[0])
+        first = check(messages[0])
         sock.settimeout(None)
-    except (OSError, BadFrame, BadMessage) as error:
+    except (OSError, BadFrame, BadMessage):
         sock.close()
-        raise CoordinatorLost(f"the coordinator did not let this rank join ({error})") from error
-    if first["type"] != "welcome":
-        sock.close()
-        reason = f"this process may not join the ranks of its job: {first['reason']}"
-        raise StaleRank(reason) if first["same_incarnation"] else CoordinatorLost(reason)
-    configure_socket(sock)
-    return Connection(sock, connection.key, connection.sealer, connection.unsealer, messages[1:])
+        raise
+    return first, replace(connection, first=messages[1:])
 
 
 class CoordinatorChannel:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.channel import connect
-from hydroslurm.coordination.frames import BadFrame, pack
+from hydroslurm.coordination.channel import ask_first, connect
+from hydroslurm.coordination.frames import BadFrame
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
@@ -70,23 +69,11 @@ def _ask(folder: ElasticFolder, message: Message) -> Answer:
             f"was on {place.get('node')} (job {place.get('job_id')}). It starts anew by itself "
             "unless its job was cancelled; try again in a moment"
         )
-    with contextlib.closing(found.socket) as sock:
-        answer = _receive(sock, found, message)
+    try:
+        answer, asked = ask_first(found, message, check=check_from_coordinator, timeout_s=ANSWER_S)
+    except (OSError, BadFrame, BadMessage) as error:
+        raise CoordinatorLost(f"the coordinator of this run did not answer: {error}") from error
+    asked.socket.close()
     if not answer["ok"]:
         raise UsageError(answer["message"])
     return Answer(answer["message"], answer["status"])
-
-
-def _receive(sock: socket.socket, found: Any, message: Message) -> Message:
-    try:
-        sock.settimeout(ANSWER_S)
-        sock.sendall(found.sealer.seal(pack(message)))
-        messages = list(found.first)
-        while not messages:
-            data = sock.recv(1 << 16)
-            if not data:
-                raise OSError("closed by the coordinator")
-            messages = found.unsealer.feed(data)
-        return check_from_coordinator(messages[0])
-    except (OSError, BadFrame, BadMessage) as error:
-        raise CoordinatorLost(f"the coordinator of this run did not answer: {error}") from error

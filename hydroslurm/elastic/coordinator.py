@@ -28,17 +28,9 @@ from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTOR
 from hydroslurm.core.fence import Fence
 from hydroslurm.elastic.autoscaler import Autoscaler
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
-from hydroslurm.elastic.membership import (
-    Action,
-    Close,
-    Membership,
-    Rank,
-    Record,
-    Refused,
-    Send,
-    Size,
-)
+from hydroslurm.elastic.membership import Membership
 from hydroslurm.elastic.messages import check_from_rank
+from hydroslurm.elastic.roster import Action, Close, Rank, Record, Refused, Send, Size
 from hydroslurm.errors import HydroslurmError, StaleAttempt, UsageError
 
 STATUS_S = 1.0

@@ -29,7 +29,7 @@ from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.autoscale import AutoscalePolicy
-from hydroslurm.elastic.membership import Size, Timing
+from hydroslurm.elastic.roster import Size, Timing
 from hydroslurm.errors import RunFolderError, UsageError
 
 ELASTIC_ENV = "HYDROSLURM_ELASTIC"

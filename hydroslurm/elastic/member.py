@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydroslurm.coordination.channel import Connection, CoordinatorChannel, connect
-from hydroslurm.coordination.frames import BadFrame, pack
+from hydroslurm.coordination.channel import Connection, CoordinatorChannel, ask_first, connect
+from hydroslurm.coordination.frames import BadFrame
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.network import configure_socket
 from hydroslurm.coordination.secret import Secret
@@ -34,7 +34,6 @@ from hydroslurm.errors import CoordinatorLost, HydroslurmError
 BEAT_S = 1.0
 RETRY_S = 0.5
 TOLD_AFTER_S = 60.0
-WELCOME_S = 20.0
 STORE_S = 120.0
 """As long as the ranks of a generation take at most to say where they listen."""
 
@@ -399,31 +398,20 @@ class Member:
             "generation": self.generation,
             "holding": self._holding is not None,
         }
-        sock = found.socket
         try:
-            sock.settimeout(WELCOME_S)
-            sock.sendall(found.sealer.seal(pack(hello)))
-            messages = list(found.first)
-            while not messages:
-                data = sock.recv(1 << 16)
-                if not data:
-                    raise OSError("closed by the coordinator")
-                messages = found.unsealer.feed(data)
-            first = check_from_coordinator(messages[0])
-            sock.settimeout(None)
+            first, joined = ask_first(found, hello, check=check_from_coordinator)
         except (OSError, BadFrame, BadMessage) as error:
-            sock.close()
             raise CoordinatorLost(
                 f"the coordinator did not let this rank join ({error})"
             ) from error
         if first["type"] != "welcome":
-            sock.close()
+            joined.socket.close()
             if first["type"] == "refused" and not first["again"]:
                 self._put(Depart(first["reason"], again=True))
                 self._closed = True
             return None
-        configure_socket(sock)
-        return Connection(sock, found.key, found.sealer, found.unsealer, messages[1:])
+        configure_socket(joined.socket)
+        return joined
 
     def _beat(self) -> None:
         self._beat_due_s = time.monotonic() + BEAT_S

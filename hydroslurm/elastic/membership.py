@@ -20,182 +20,27 @@ trained since is not part of the run.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-Rank = tuple[str, int]
-"""A member and the place of one of its processes on that node, from 0."""
-Message = dict[str, Any]
-
-
-class Phase(enum.Enum):
-    """Of a change; see the module."""
-
-    CALLING = "calling"
-    HOLDING = "holding"
-    BREAKING = "breaking"
-    SAVING = "saving"
-    FORMING = "forming"
-    SUSPENDED = "suspended"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How many members a run may have.
-
-    Attributes:
-        min: fewer do not train, they wait.
-        max: more are not taken in.
-        wanted: how many are to train now.
-        spares: how many more are kept ready.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-
-    min: int = 1
-    max: int = 1
-    wanted: int = 1
-    spares: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min <= self.wanted <= self.max:
-            raise ValueError(
-                f"elastic sizes min={self.min}, wanted={self.wanted}, max={self.max}: "
-                "1 <= min <= wanted <= max is needed"
-            )
-        if self.spares < 0:
-            raise ValueError(f"spares={self.spares}: 0 or more are needed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """In seconds.
-
-    Attributes:
-        gather_s: a generation that could begin waits so long for members that are still missing.
-        join_s: as long newcomers are waited for that may come together with one that is ready.
-        silent_s: a rank that says nothing for so long is taken for dead.
-        stuck_s: a rank that lives, and for which the others of its generation wait so long in one
-            step, is taken for dead: half of the time-out of their collectives.
-        return_s: ranks that a new coordinator has not heard of yet may take so long to come back.
-    """
-
-    gather_s: float = 3.0
-    join_s: float = 0.2
-    silent_s: float = 5.0
-    stuck_s: float = 900.0
-    return_s: float = 15.0
-
-
-@dataclass(frozen=True)
-class Send:
-    """A message for one rank."""
-
-    to: Rank
-    message: Message
-
-
-@dataclass(frozen=True)
-class Close:
-    """The rank's connection is of no use any more."""
-
-    rank: Rank
-
-
-@dataclass(frozen=True)
-class Record:
-    """A line of the ledger: what has happened to the run."""
-
-    kind: str
-    data: Message
-
-
-Action = Send | Close | Record
-
-
-@dataclass
-class Member:
-    """One node, as the coordinator sees it.
-
-    Attributes:
-        local_size: how many ranks it has; each is ready by itself.
-        leaving: why it is to go, "" while it is to stay.
-        order: counts the members as they came.
-    """
-
-    id: str
-    node: str
-    local_size: int
-    order: int
-    since_s: float
-    present: set[int] = field(default_factory=set)
-    ready: set[int] = field(default_factory=set)
-    leaving: str = ""
-
-    @property
-    def is_ready(self) -> bool:
-        return len(self.ready) == self.local_size
-
-    @property
-    def ranks(self) -> list[Rank]:
-        return [(self.id, local) for local in range(self.local_size)]
-
-
-@dataclass
-class Arrival:
-    """A rank holds: behind this step; ``failed``: the one after it was begun and dropped. A step
-    of -1: it has no state of the run yet."""
-
-    step: int
-    failed: bool = False
-    final: bool = False
-
-
-@dataclass
-class Change:
-    """The change that is under way.
-
-    Attributes:
-        order: the members when it began: one that takes another's place takes its ranks, too.
-        proposals: rank -> the next step behind which it can hold.
-        arrivals: the ranks that hold.
-        to_form: the ranks of the generation that is forming that do not have it yet.
-    """
-
-    number: int
-    phase: Phase
-    since_s: float
-    cause: str
-    order: tuple[str, ...] = ()
-    proposals: dict[Rank, int] = field(default_factory=dict)
-    arrivals: dict[Rank, Arrival] = field(default_factory=dict)
-    to_form: set[Rank] = field(default_factory=set)
-    lost: list[str] = field(default_factory=list)
-    steps_lost: int = 0
-    joined: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    saver: Rank | None = None
-    saved: bool = False
-
+from hydroslurm.elastic.roster import (
+    Action,
+    Arrival,
+    Change,
+    Close,
+    MemberState,
+    Phase,
+    Rank,
+    Record,
+    Refused,
+    Send,
+    Size,
+    Timing,
+)
 
 _GATHERING = (Phase.CALLING, Phase.HOLDING, Phase.BREAKING)
-
-
-class Refused(ValueError):
-    """A rank that has no place in this run; the message says why.
-
-    Attributes:
-        again: it may have one later, as the process that it is.
-    """
-
-    def __init__(self, message: str, *, again: bool = False) -> None:
-        super().__init__(message)
-        self.again = again
 
 
 class Membership:
@@ -223,7 +68,7 @@ class Membership:
         self.size = size
         self.timing = timing or Timing()
         self.generation = generation
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, MemberState] = {}
         self.current = ()
         self.change: Change | None = None
         self.finished = False
@@ -468,7 +313,7 @@ class Membership:
             return "Running"
         return "Suspended" if self.generation else "Waiting"
 
-    def state_of(self, member: Member) -> str:
+    def state_of(self, member: MemberState) -> str:
         """One word about a member."""
         if member.leaving:
             return "Leaving"
@@ -493,13 +338,13 @@ class Membership:
         missed = holding and generation == self.generation - 1
         return name in self.current and (generation == self.generation or missed)
 
-    def _add(self, name: str, node: str, local_size: int, now_s: float) -> Member:
+    def _add(self, name: str, node: str, local_size: int, now_s: float) -> MemberState:
         self._orders += 1
-        member = Member(name, node, local_size, self._orders, now_s)
+        member = MemberState(name, node, local_size, self._orders, now_s)
         self.members[name] = member
         return member
 
-    def _heard(self, rank: Rank, now_s: float) -> Member | None:
+    def _heard(self, rank: Rank, now_s: float) -> MemberState | None:
         member = self.members.get(rank[0])
         if member is not None and rank[1] in member.present:
             self._heard_s[rank] = now_s
@@ -552,7 +397,7 @@ class Membership:
         self._break(f"{member.id} is gone ({why})", now_s)
         self._forget(member)
 
-    def _forget(self, member: Member) -> None:
+    def _forget(self, member: MemberState) -> None:
         self.current = tuple(name for name in self.current if name != member.id)
         change = self.change
         if change is not None:
@@ -677,7 +522,7 @@ class Membership:
             self._call(f"join ({', '.join(one.id for one in joining)})", now_s)
         return bool(joining)
 
-    def _leavers(self) -> list[Member]:
+    def _leavers(self) -> list[MemberState]:
         if not self._may_leave:
             return []
         found = [member for member in self.members.values() if member.leaving]
@@ -693,7 +538,7 @@ class Membership:
             self.members[name].leaving = f"{self.size.wanted} members are wanted"
             self._may_leave = True
 
-    def _newcomers(self) -> list[Member]:
+    def _newcomers(self) -> list[MemberState]:
         """Who can be taken in now, in the order in which they came."""
         staying = sum(not self.members[name].leaving for name in self.current)
         ready = [self.members[name] for name in self._ready if not self.members[name].leaving]
@@ -820,7 +665,7 @@ class Membership:
         del now_s
         return self._form(change, 0.0)
 
-    def _depart(self, member: Member) -> None:
+    def _depart(self, member: MemberState) -> None:
         """Send a member away; nothing more is expected of it."""
         for rank in member.ranks:
             self._heard_s.pop(rank, None)

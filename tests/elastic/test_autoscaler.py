@@ -15,7 +15,7 @@ from hydroslurm.elastic.autoscale import AutoscalePolicy, Behavior
 from hydroslurm.elastic.autoscaler import Autoscaler, read_observations
 from hydroslurm.elastic.coordinator import Coordinator, restored, start
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
-from hydroslurm.elastic.membership import Size
+from hydroslurm.elastic.roster import Size
 from hydroslurm.elastic.usage import Usage
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm.listings import read_load

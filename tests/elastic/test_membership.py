@@ -8,17 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from hydroslurm.elastic.membership import (
-    Close,
-    Membership,
-    Message,
-    Rank,
-    Record,
-    Refused,
-    Send,
-    Size,
-    Timing,
-)
+from hydroslurm.elastic.membership import Membership
+from hydroslurm.elastic.roster import Close, Message, Rank, Record, Refused, Send, Size, Timing
 
 
 @dataclass

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.elastic.membership import Membership, Send, Size, Timing
+from hydroslurm.elastic.membership import Membership
+from hydroslurm.elastic.roster import Send, Size, Timing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "profiling"))
 import elastic_sim

@@ -18,7 +18,7 @@ from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
-from hydroslurm.elastic.membership import Size
+from hydroslurm.elastic.roster import Size
 from hydroslurm.errors import RunFolderError, UsageError
 from hydroslurm.jobs.images import Runtime
 from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
