@@ -89,6 +89,21 @@ class StopRequest:
         return what if self.of_rank is None else f"{what} by rank {self.of_rank}"
 
 
+@dataclass(frozen=True)
+class _Parking:
+    """That all ranks were parked together.
+
+    Attributes:
+        name: the same on all ranks.
+        closes: how often this rank's gate had been closed by then; -1 before the first time.
+        refusal: why the device's memory cannot be moved, empty if it can.
+    """
+
+    name: str = ""
+    closes: int = -1
+    refusal: str = ""
+
+
 class Controller:
     """Pauses and resumes this process. Made by :func:`hydroslurm.install`; one per process.
 
@@ -149,8 +164,9 @@ class Controller:
             ranks_here=ranks_here,
             drain_s=DRAIN_LIMIT_S,
         )
-        self._all_parked = ""
+        self._parking = _Parking()
         self._may_vacate = False
+        self._closes_before = 0
         self._drains: queue.SimpleQueue[tuple[int, Drain]] = queue.SimpleQueue()
         self._parked = threading.Event()
         self._running = threading.Event()
@@ -176,6 +192,7 @@ class Controller:
         Raises:
             InstallError: the gate could not be started; nothing is left behind.
         """
+        self._closes_before = self.gate.status().closes
         rules = self.plan.rules()
         self.marks.start(self._emit, signals=[rule.signo for rule in rules])
         outcome = self.gate.start(rules)
@@ -457,9 +474,7 @@ class Controller:
 
     def _follow_vacating(self, seen: GateEvent) -> None:
         kind = seen.kind
-        if kind is EventKind.GATE_CLOSED:
-            self._all_parked = ""
-        elif kind in (EventKind.PARKED, EventKind.CAUSES_CHANGED):
+        if kind in (EventKind.PARKED, EventKind.CAUSES_CHANGED):
             self._vacate()
         if kind is EventKind.CAUSES_CHANGED or kind is EventKind.STOP_REQUESTED:
             self.vacating.on_causes(seen.causes, stops=kind is EventKind.STOP_REQUESTED)
@@ -470,16 +485,18 @@ class Controller:
 
     def _vacate(self) -> None:
         """Once nobody moves: a rank that has others waits until all are parked."""
-        ranks, pause = self.ranks, self._recorder.pause
         status = self.gate.status()
         if status.state is not GateState.PARKED or self.stop_request is not None:
             return
         if not status.causes & ~Cause.VACATED:
             return
+        ranks, parking = self.ranks, self._parking
+        # the gate's own count: this thread may be behind with the event that tells of the closing
+        pause = status.closes - self._closes_before
         if ranks is None or ranks.lost is not None or not ranks.have_joined:
             self.vacating.begin(pause)
-        elif self._all_parked:
-            self.vacating.begin(pause, ranks, self._all_parked)
+        elif parking.closes == status.closes:
+            self.vacating.begin(pause, ranks, parking.name, refusal=parking.refusal)
 
     def _drain(self) -> None:
         pause = self._recorder.pause
@@ -539,7 +556,13 @@ class Controller:
         )
         self._log.append(event)  # first: this line is what others wait for
         self._status.note(event)
-        if kind is EventKind.ALL_PARKED and not data.get("in_flight"):
-            self._all_parked, self._may_vacate = str(data["parking"]), True
+        if kind is EventKind.ALL_PARKED:  # in the channel's thread
+            in_flight = data.get("in_flight")
+            self._parking = _Parking(
+                name=str(data["parking"]),
+                closes=self.gate.status().closes,
+                refusal=f"{in_flight} collectives are in flight" if in_flight else "",
+            )
+            self._may_vacate = True
         if threading.current_thread() is not self._thread:
             self.gate.wake()

@@ -114,12 +114,21 @@ class Vacating:
                 found.refusal()
                 self._backend = found
 
-    def begin(self, pause: int, ranks: CoordinatorClient | None = None, topic: str = "") -> None:
+    def begin(
+        self,
+        pause: int,
+        ranks: CoordinatorClient | None = None,
+        topic: str = "",
+        *,
+        refusal: str = "",
+    ) -> None:
         """All ranks are parked: vacate, if this pause is to; returns at once.
 
         Args:
             ranks: the others; None for a rank that is alone.
             topic: names this parking of theirs, the same for all of them.
+            refusal: why nothing can be moved in this pause, empty if it can; recorded if the pause
+                was to vacate.
         """
         if self.policy is VacatePolicy.NEVER or self.is_at_work:
             return
@@ -139,7 +148,7 @@ class Vacating:
         agree: Agree = alone if ranks is None else ranks.agree
         self._thread = threading.Thread(
             target=self._run,
-            args=(pause, self._gate.status().closes, f"vacate/{topic}.{number}", agree),
+            args=(pause, self._gate.status().closes, f"vacate/{topic}.{number}", agree, refusal),
             name="hydroslurm-vacate",
             daemon=True,
         )
@@ -163,11 +172,15 @@ class Vacating:
 
     # --- the thread
 
-    def _run(self, pause: int, closing: int, topic: str, agree: Agree) -> None:
+    def _run(self, pause: int, closing: int, topic: str, agree: Agree, refusal: str) -> None:
         with self._gate.exempt():
             try:
-                if self._hold_closed(closing):
-                    self._vacate(pause, topic, agree)
+                if late := self._hold_closed(closing):
+                    # the others are told, or they would wait for this rank's answer; it does not
+                    # wait for theirs, because the gate may be closed by our own cause alone
+                    self._let_open()
+                    self._over.set()
+                self._vacate(pause, topic, agree, late or refusal)
             except Exception as error:  # a fault of ours must not leave the gate closed for good
                 self._emit(EventKind.NOT_VACATED, {"pause": pause, "reason": _named(error)})
             finally:
@@ -176,17 +189,21 @@ class Vacating:
                 self.is_at_work = False
                 self._on_idle()  # a pause that has come meanwhile may vacate again
 
-    def _hold_closed(self, closing: int) -> bool:
-        """Add our cause; False where the pause was over before."""
+    def _hold_closed(self, closing: int) -> str:
+        """Add our cause to those of the pause; returns why it does not hold, empty if it does."""
         self._gate.request(Action.PAUSE, Cause.VACATED)
         until_s = time.monotonic() + _LATCH_S
-        while Cause.VACATED not in self._gate.status().causes:
+        while True:
+            status = self._gate.status()
+            if Cause.VACATED in status.causes:
+                if status.closes != closing:  # it had opened; our own request closed it again
+                    return "the pause ended before anything was moved"
+                if status.state is GateState.PARKED:
+                    return ""
             if time.monotonic() >= until_s:
-                return False
+                state = status.state.name.lower()
+                return f"the gate did not hold the rank within {_LATCH_S:g} s: it is {state}"
             time.sleep(0.001)
-        status = self._gate.status()
-        # another number: the gate had opened, and was closed again by our own request
-        return status.closes == closing and status.state is GateState.PARKED
 
     def _let_open(self) -> None:
         try:
@@ -194,11 +211,13 @@ class Vacating:
         except InstallError:  # this rank has left
             return
 
-    def _vacate(self, pause: int, topic: str, agree: Agree) -> None:
+    def _vacate(self, pause: int, topic: str, agree: Agree, refusal: str) -> None:
         marks = self._gate.marks
         began_s = time.monotonic()
         mark = marks.begin(Range.VACATING, pause)
-        refusal, backend = self._prepare()
+        backend = self._backend
+        if not refusal:
+            refusal, backend = self._prepare()
         one = VacateRound(
             backend or _NOTHING,
             topic=topic,

@@ -232,3 +232,81 @@ def test_a_process_without_a_device(tmp_path: Path) -> None:
         assert "no device memory" in answer.message
         assert client.resume(process.pid).done
         assert "imported" not in "".join(process.lines)
+
+
+ANNOUNCED = """
+    import sys, threading, time, torch, hydroslurm
+    from hydroslurm.core.events import EventKind
+    from hydroslurm.gate.protocol import GateState
+    from hydroslurm.vacate.communicators import Communicators
+    from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint
+
+    class Ranks:  # of which this is the only one to be asked
+        rank, world_size, have_joined, lost = 0, 1, True, None
+        def agree(self, topic, value, **limits): return {0: value}
+        def on_gate_event(self, seen): pass
+        def leave(self): pass
+
+    controller = hydroslurm.install(run_dir=sys.argv[1])
+    controller.vacating.open_backend = lambda: CudaCheckpoint(
+        used_bytes=lambda: 10**9, devices=1, communicators=Communicators(),
+        command=[sys.executable, sys.argv[2], sys.argv[3]],
+    )
+    controller.ranks = Ranks()
+    announced = threading.Event()
+    handle = controller._handle
+    def late(events):  # a busy machine: the others are quicker than this rank's own thread
+        if any(seen.kind is EventKind.GATE_CLOSED for seen in events):
+            announced.wait(30)
+        handle(events)
+    controller._handle = late
+
+    def others(in_flight):
+        with controller.exempt():
+            for pause, number in enumerate(in_flight, start=1):
+                announced.clear()
+                controller.pause()
+                while controller.state is not GateState.PARKED:
+                    time.sleep(0.001)
+                data = {"parking": f"{pause}-3", "of_ranks": [0], "in_flight": number}
+                controller.record(EventKind.ALL_PARKED, data)
+                announced.set()
+                print("announced", flush=True)
+                sys.stdin.readline()
+                controller.resume()
+                while controller.state is not GateState.RUNNING:
+                    time.sleep(0.001)
+            print("done", flush=True)
+
+    thread = threading.Thread(target=others, args=([0, 2, 0],), daemon=True)
+    model = torch.nn.Linear(8, 8)
+    print("ready", flush=True)
+    thread.start()
+    while thread.is_alive():
+        model(torch.ones(8, 8))
+"""
+
+
+def test_an_announcement_that_is_quicker_than_the_ranks_own_thread(tmp_path: Path) -> None:
+    """The others may say that all are parked before this rank has written down that its gate has
+    closed: it vacates all the same, in the pause of that number. With collectives in flight it does
+    not, and says why."""
+    (tmp_path / "faults.json").write_text("[]")
+    arguments = (str(tmp_path / "run"), str(HERE / "model.py"), str(tmp_path))
+    with child(ANNOUNCED, tmp_path, *arguments, environ={"HYDROSLURM_VACATE": "always"}) as process:
+        rank = Rank(process, tmp_path)
+        process.expect("ready")
+        for pause, expected in enumerate(
+            (EventKind.VACATED, EventKind.NOT_VACATED, EventKind.VACATED), start=1
+        ):
+            process.expect("announced")
+            wait_until(
+                lambda kind=expected, pause=pause: (
+                    [event.data["pause"] for event in rank.events(kind)][-1:] == [pause]
+                ),
+                f"{expected.value} in pause {pause}",
+            )
+            process.say("")
+        process.expect("done")
+    (refused,) = rank.events(EventKind.NOT_VACATED)
+    assert refused.data["reason"] == "2 collectives are in flight"
