@@ -104,8 +104,21 @@ class ElasticStory:
             "the coordinator",
         )
 
-    def start(self, name: str, *, environ: Mapping[str, str] | None = None, **options: Any) -> Any:
-        """Start a member; its output is ``story.members[name]``."""
+    def start(
+        self,
+        name: str,
+        *,
+        environ: Mapping[str, str] | None = None,
+        local: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Start a member; its output is ``story.members[name]``. ``local``: only this one of so
+        many ranks of it, whose output is at ``a.1`` for the second of ``a``."""
+        member = name
+        if local is not None:
+            name = f"{name}.{local[0]}"
+            ranks = {"LOCAL_RANK": str(local[0]), "LOCAL_WORLD_SIZE": str(local[1])}
+            environ = {**(environ or {}), **ranks}
         folder = self.root / f"{name}-{len(list(self.root.glob(f'{name}-*')))}"
         folder.mkdir()
         if (before := self.members.get(name)) is not None:
@@ -118,7 +131,7 @@ class ElasticStory:
             json.dumps(told),
             environ={
                 ELASTIC_ENV: str(self.folder.run),
-                MEMBER_ENV: name,
+                MEMBER_ENV: member,
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
                 **(environ or {}),

@@ -56,6 +56,8 @@ class SignalPlan:
             USR1 and USR2 are taken, and a process that does not know it ignores it.
         interrupt: Ctrl-C. Ends every pause, so that Python can run its own handler.
         even_if_ignored: also handle signals that were ignored when the process started.
+        suspend_stops: ``slurm_pause`` means "save and leave", as ``stop`` does: for a rank that the
+            others go on without.
     """
 
     slurm_pause: int | None = int(signal.SIGTSTP)
@@ -66,6 +68,7 @@ class SignalPlan:
     warning: int | None = int(signal.SIGURG)
     interrupt: int | None = int(signal.SIGINT)
     even_if_ignored: bool = False
+    suspend_stops: bool = False
 
     def __post_init__(self) -> None:
         seen: dict[int, str] = {}
@@ -88,8 +91,11 @@ class SignalPlan:
     def rules(self) -> tuple[SignalRule, ...]:
         """The plan as the table that a gate takes."""
         everything = Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL | Cause.PEERS
+        suspend = (Action.PAUSE, Cause.SLURM, False)
+        if self.suspend_stops:
+            suspend = (Action.STOP, Cause(0), True)
         table = (
-            (self.slurm_pause, Action.PAUSE, Cause.SLURM, False),
+            (self.slurm_pause, *suspend),
             (self.slurm_resume, Action.RESUME, Cause.SLURM | Cause.TERMINAL, False),
             (self.user_pause, Action.PAUSE, Cause.USER, False),
             (self.user_resume, Action.RESUME, Cause.USER, False),
@@ -111,7 +117,9 @@ class SignalPlan:
 
     def stopping(self) -> frozenset[int]:
         """The signals that ask a rank to save and leave."""
-        return frozenset(signo for signo in (self.stop, self.warning) if signo is not None)
+        suspend = self.slurm_pause if self.suspend_stops else None
+        chosen = (self.stop, self.warning, suspend)
+        return frozenset(signo for signo in chosen if signo is not None)
 
     def pausing(self) -> frozenset[int]:
         """The signals of pauses; their default action would stop or kill a child."""
@@ -145,10 +153,12 @@ class SignalPlan:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def _numbers(self) -> dict[str, int]:
-        values = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name != "even_if_ignored"
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and not isinstance(value, bool)
         }
-        return {name: value for name, value in values.items() if value is not None}
 
 
 def is_ours_alone(replaced: Mapping[str, object]) -> bool:

@@ -36,6 +36,7 @@ from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import HydroslurmError, RanksError
 from hydroslurm.gate.protocol import GateState
+from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.training.reporting import notice
@@ -86,13 +87,16 @@ class ElasticRun(Run):
     # --------------------------------------------------------------------------------------------
 
     def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
-        """Signals and events are this rank's alone; it has a folder of its own for these."""
+        """Signals and events are this rank's alone; it has a folder of its own for these. A suspend
+        is a leave: the others would wait for a rank that is parked."""
         if installation.is_installed() and not installation.gives_way():
             return installation.controller(), False
         name = self._engine.name.replace("/", "_").replace(":", "_")
         folder = self._elastic_folder.root / "members" / f"{name}-{self._engine.local_rank}"
         RunDir(folder).claim()
-        return installation.install(run_dir=folder, alone=True, environ=environ), True
+        signals = SignalPlan(suspend_stops=True)
+        made = installation.install(run_dir=folder, signals=signals, alone=True, environ=environ)
+        return made, True
 
     def _begin(self, *, may_load: bool, seen: str) -> bool:
         self._member.start()

@@ -44,6 +44,44 @@ def test_an_announced_leave_loses_nothing(story: ElasticStory) -> None:
         assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
 
 
+def test_a_suspend_is_an_announced_leave(story: ElasticStory) -> None:
+    """A member that Slurm suspends (SIGTSTP, two seconds later SIGSTOP) goes as one that is
+    terminated does, instead of holding the others up."""
+    for name in "ab":
+        story.start(name)
+    story.wait_for_step("a", size=2)
+    story.signal("b", signal.SIGTSTP)
+    story.done("a")
+    assert story.members["b"].wait() in (RUN_AGAIN, CANCELLED)
+    second = story.entries("generation")[1]
+    assert (second["left"], second["lost"], second["steps_lost"]) == (["b"], [], 0), story
+    assert "SIGTSTP" in second["cause"]
+
+
+def test_members_of_two_ranks_come_and_go_as_one(story: ElasticStory) -> None:
+    """SIGTERM to the second rank of a node takes both along without a step lost; SIGKILL of one
+    takes both along at the cost of the step in flight. Every sample comes once."""
+    for name in "abc":
+        for place in range(2):
+            story.start(name, local=(place, 2), epochs=12)
+    story.wait_for_step("a.0", size=6)
+    story.signal("b.1", signal.SIGTERM)
+    story.wait_for_step("a.0", size=4)
+    story.signal("c.0", signal.SIGKILL)
+    story.wait_for_step("a.0", size=2)
+    for name in ("b.0", "b.1", "c.1"):
+        assert story.members[name].wait() in (RUN_AGAIN, CANCELLED, 0), name
+    ends = [story.done(f"a.{place}") for place in range(2)]
+    assert ends[0] == ends[1], story
+    first, second, third = story.entries("generation")
+    assert [one["ranks"] for one in (first, second, third)] == [6, 4, 2]
+    assert (second["left"], second["steps_lost"]) == (["b"], 0)
+    assert third["lost"] == ["c"]
+    assert third["steps_lost"] <= 1
+    for epoch, seen in times_seen(*story.all_steps()).items():
+        assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
+
+
 def test_a_killed_member_costs_the_step_in_flight_at_most(story: ElasticStory) -> None:
     """After SIGKILL of the first rank the others repeat at most one step, in the same processes."""
     for name in "abc":

@@ -21,6 +21,7 @@ from hydroslurm.errors import HydroslurmError, LaunchError
 from hydroslurm.jobs.elastic.elements import Action, Cancel, Elements, Record, Submit
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.programs import sbatch
+from hydroslurm.slurm.values import JobState
 
 POLL_S = 10.0
 """Between two lists from Slurm: sites dislike more."""
@@ -119,6 +120,9 @@ class Allocator:
             listed = self._client.elements(user=self._user, name=self._name)
             if all(one.state.has_ended for one in listed):
                 return
+            # its member has left long ago; it would stay there until somebody resumes it
+            suspended = [one.name for one in listed if one.state is JobState.SUSPENDED]
+            self._client.cancel_elements(suspended)
 
     # --- the thread
 

@@ -194,6 +194,8 @@ class Elements:
                 actions += self._end(one, *self._why(one, found), now_s)
             elif one.state == "waiting" and not found.state.is_waiting:
                 one.state, one.node = "running", found.node
+            elif one.state == "lost" and found.state is JobState.SUSPENDED:
+                actions += self._end(one, "preemption", "Slurm suspended it", now_s)
             elif one.state == "lost" and now_s - one.since_s > HANGS_S:
                 actions += self._end(one, "failure", one.reason, now_s)
                 actions.append(Cancel((one.name,)))

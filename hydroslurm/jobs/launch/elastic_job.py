@@ -84,11 +84,11 @@ def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
         planned = Job(job_id=0, state=JobState.PENDING, partition=where.name, is_batch=True)
         policy = site_policy(config, where, partitions=partitions, qoses=None, job=planned)
         if policy.action is PreemptAction.PAUSE:
-            raise UsageError(
-                f"elastic: partition {where.name} suspends preempted jobs ({policy.action_why}). "
-                "A member that is suspended holds all others up, and cannot be replaced. Name a "
-                "partition that requeues or cancels them as scheduler.partition, or leave elastic "
-                "out: a rigid job is paused in place"
+            notes.append(
+                f"partition {where.name} suspends preempted jobs ({policy.action_why}): a member "
+                "that is suspended leaves, another one is submitted, and its own job is cancelled. "
+                f"Where a step takes longer than the {policy.suspend_grace_s:g} s until Slurm "
+                "stops it, that step is repeated"
             )
         if len(where.nodes) < job.elastic.min:
             raise UsageError(

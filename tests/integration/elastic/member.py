@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 NODE = os.environ.get("SLURMD_NODENAME", "")
 STEP_S = 0.05
 seen: list[int] = []
-for number in (signal.SIGTERM, signal.SIGURG):
+for number in (signal.SIGTERM, signal.SIGURG, signal.SIGTSTP):
     signal.signal(number, lambda signo, _: seen.append(signo))
 
 folder = ElasticFolder(run=ElasticFolder.at(os.environ[ELASTIC_ENV]))

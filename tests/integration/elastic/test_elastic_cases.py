@@ -173,12 +173,20 @@ def test_everything_is_cancelled_at_once(cluster: DevCluster, tmp_path: Path) ->
     assert scene.final_condition().type == "Failed"
 
 
-def test_a_partition_that_suspends_is_refused(pause_cluster: DevCluster, tmp_path: Path) -> None:
-    """Case 25: before anything is submitted, with what to do."""
-    scene = ElasticScene(pause_cluster, tmp_path / "job")
-    with pytest.raises(AssertionError, match="partition low suspends preempted jobs"):
-        scene.submit_elastic()
-    assert not list((tmp_path / "job").glob("runs/*"))
+def test_a_suspended_member_is_replaced(pause_cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 25: in a partition that suspends, a suspended member leaves without a step lost, another
+    one takes its place, and its own element does not stay behind, suspended."""
+    scene = ElasticScene(pause_cluster, tmp_path / "job").submit_elastic(size=2)
+    scene.wait_for_size(2)
+    suspended = scene.extra[0]
+    scene.slurm("scontrol", "suspend", suspended)
+    ended = scene.wait_for("ended")
+    assert (ended["member"], ended["how"]) == (suspended, "preemption")
+    scene.wait(lambda: len(scene.members) == 2 and suspended not in scene.members, "replacement")
+    assert all(one["steps_lost"] == 0 for one in scene.entries("generation"))
+    scene.finish()
+    assert scene.final_condition().type == "Succeeded"
+    scene.assert_nothing_is_left()
 
 
 def _member_process(scene: ElasticScene, name: str) -> int:
