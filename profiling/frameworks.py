@@ -1,8 +1,9 @@
 """What being preemptible costs a framework's training, and whether stops cost it a step.
 
-``*_step_ratio``: the median time of a step with the adapter, over that of the bare framework, each
-a process of its own, in pairs one after the other; the median over the pairs. Nothing is saved
-meanwhile. ``*_again_ratio``: bare over bare, measured in the same way.
+``*_step_ratio``: the median time of a step with the adapter, over that of the bare framework.
+Processes of both train at the same time and take turns of some steps, so that what else the machine
+does meets both; the median over the turns of several such pairs. Nothing is saved meanwhile.
+``*_again_ratio``: bare over bare, measured in the same way. ``*_step_us``: what a step costs more.
 
 ``runs_equal`` of ``runs``: scripts that know nothing of hydroslurm, stopped by SIGTERM at random
 steps and started again (``hydroslurm prove``), whose steps were all those of the undisturbed run;
@@ -11,6 +12,7 @@ steps and started again (``hydroslurm prove``), whose steps were all those of th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness import PROFILING, finish, parser
@@ -32,11 +35,30 @@ STOCK = {
     "lightning": ("lightning_digits.py", "--epochs", "2", "--workers", "0"),
     "transformers": ("hf_causal_lm.py", "out", "--epochs", "2"),
 }
-WARM_UP = 20
+TURN = 40
+"""Steps until it is another process's turn."""
+COLD = 8
+"""Steps at the beginning of a turn that are not counted: another process had the caches."""
+ARMS = {"bare": "off", "adapter": "requeue", "again": "off"}
 
 
-def train_lightning(steps: int) -> list[float]:
-    """The seconds of each step."""
+class Turns:
+    """Trains when the parent process says so; prints the median seconds of a step of each turn."""
+
+    def __init__(self) -> None:
+        self._moments: list[float] = []
+
+    def step_begins(self) -> None:
+        self._moments.append(time.perf_counter())
+        if len(self._moments) <= TURN:
+            return
+        took = [later - earlier for earlier, later in itertools.pairwise(self._moments)]
+        print(json.dumps({"step_s": statistics.median(took[COLD:])}), flush=True)
+        sys.stdin.readline()
+        self._moments = [time.perf_counter()]
+
+
+def train_lightning(steps: int) -> None:
     import lightning
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -55,20 +77,18 @@ def train_lightning(steps: int) -> list[float]:
 
     class Clock(lightning.Callback):
         def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-            moments.append(time.perf_counter())
+            turns.step_begins()
 
-    moments: list[float] = []
+    turns = Turns()
     logging.getLogger("lightning.pytorch").setLevel("ERROR")
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Clock()],
     )  # fmt: skip
     trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(32 * steps, 256)), 32))
-    return between(moments)
 
 
-def train_transformers(steps: int) -> list[float]:
-    """The seconds of each step."""
+def train_transformers(steps: int) -> None:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -82,16 +102,15 @@ def train_transformers(steps: int) -> list[float]:
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            moments.append(time.perf_counter())
+            turns.step_begins()
 
-    moments: list[float] = []
+    turns = Turns()
     arguments = TrainingArguments(
         output_dir="out", max_steps=steps, per_device_train_batch_size=32, save_strategy="no",
         logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
     rows = [{"inputs": row} for row in torch.randn(32 * steps, 256)]
     Trainer(Model(), arguments, train_dataset=rows, callbacks=[Clock()]).train()
-    return between(moments)
 
 
 def network(torch: Any) -> Any:
@@ -100,25 +119,47 @@ def network(torch: Any) -> Any:
     return torch.nn.Sequential(*layers)
 
 
-def between(moments: list[float]) -> list[float]:
-    pairs = itertools.pairwise(moments)
-    return [later - earlier for earlier, later in pairs][WARM_UP:]
+def turns_of(framework: str, steps: int) -> dict[str, list[float]]:
+    """The median step of each turn of each arm, but for the first turn, which warms up."""
+    with contextlib.ExitStack() as stack:
+        trainings = {
+            name: stack.enter_context(training(framework, steps, ARMS[name])) for name in ARMS
+        }
+        found: dict[str, list[float]] = {name: [] for name in ARMS}
+        for turn in range(steps // TURN):
+            for name, process in trainings.items():
+                assert process.stdin is not None
+                assert process.stdout is not None
+                if turn:
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                line = process.stdout.readline()
+                if not line.startswith("{"):
+                    raise SystemExit(f"{framework}, {name}: {line!r} instead of a turn's figures")
+                if turn:
+                    found[name].append(json.loads(line)["step_s"])
+    return found
 
 
-def step_s(framework: str, steps: int, *, preemptible: bool) -> float:
-    """The median step of one process."""
+@contextlib.contextmanager
+def training(framework: str, steps: int, preempt: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that trains in turns, and begins with one."""
     with tempfile.TemporaryDirectory(prefix="hydroslurm-frameworks-") as folder:
         environ = {
             **os.environ,
-            PREEMPT_ENV: "requeue" if preemptible else "off",
+            PREEMPT_ENV: preempt,
             "HYDROSLURM_RUN_DIR": f"{folder}/run",
             "OMP_NUM_THREADS": "1",
         }
-        done = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, __file__, "--one", framework, "--steps", str(steps)],
-            cwd=folder, env=environ, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    return float(json.loads(done.stdout.splitlines()[-1])["step_s"])
+            cwd=folder, env=environ, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            try:
+                yield process
+            finally:
+                process.kill()
 
 
 def prove(framework: str, *, steps: int, stops: int, seed: int) -> dict[str, Any]:
@@ -136,27 +177,39 @@ def prove(framework: str, *, steps: int, stops: int, seed: int) -> dict[str, Any
     return found
 
 
+def costs(framework: str, pairs: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
+    """The figures of one framework, from the turns of each pair."""
+
+    def ratio(name: str) -> float:
+        return statistics.median(
+            one / bare
+            for turns in pairs
+            for one, bare in zip(turns[name], turns["bare"], strict=True)
+        )
+
+    bare_s = statistics.median(itertools.chain.from_iterable(turns["bare"] for turns in pairs))
+    return {
+        f"{framework}_step_ratio": ratio("adapter"),
+        f"{framework}_again_ratio": ratio("again"),
+        f"{framework}_step_ms": 1e3 * bare_s,
+        f"{framework}_step_us": 1e6 * bare_s * (ratio("adapter") - 1),
+    }
+
+
 def main() -> None:
     made = parser("The cost of being preemptible in Lightning and transformers.")
-    made.add_argument("--one", choices=sorted(STOCK), help="only train, and print the step time")
-    made.add_argument("--steps", type=int, default=300, help="steps of each process")
+    made.add_argument("--one", choices=sorted(STOCK), help="only train, and print turns")
+    made.add_argument("--steps", type=int, default=1000, help="steps of each process")
     chosen = made.parse_args()
     if chosen.one:
         warnings.filterwarnings("ignore")
         train = {"lightning": train_lightning, "transformers": train_transformers}[chosen.one]
-        print(json.dumps({"step_s": statistics.median(train(chosen.steps))}))
+        train(chosen.steps + 1)
         return
     figures: dict[str, Any] = {}
-    pairs, steps = (1, 40) if chosen.quick else (9, chosen.steps)
+    pairs, steps = (1, 4 * TURN) if chosen.quick else (6, chosen.steps)
     for framework in STOCK:
-        ratios, again = [], []
-        for _ in range(pairs):
-            bare = step_s(framework, steps, preemptible=False)
-            ratios.append(step_s(framework, steps, preemptible=True) / bare)
-            again.append(step_s(framework, steps, preemptible=False) / bare)
-        figures[f"{framework}_step_ratio"] = statistics.median(ratios)
-        figures[f"{framework}_again_ratio"] = statistics.median(again)
-        figures[f"{framework}_step_ms"] = 1e3 * bare
+        figures |= costs(framework, [turns_of(framework, steps) for _ in range(pairs)])
     seeds = range(1 if chosen.quick else 3)
     results = [
         prove(framework, steps=12 if chosen.quick else 60, stops=1 if chosen.quick else 6, seed=n)

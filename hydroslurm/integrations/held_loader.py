@@ -10,6 +10,9 @@ from typing import Any
 from hydroslurm.checkpoint import rng
 from hydroslurm.data.epochs import LaterBatches
 from hydroslurm.data.position import position_of
+from hydroslurm.integrations.batch_ahead import is_saved, packed, unpacked
+
+_NONE = object()
 
 
 class HeldLoader:
@@ -17,7 +20,8 @@ class HeldLoader:
 
     The first iteration goes on where ``resumed`` was; each other one begins an epoch. A framework
     that fetches batches ahead of the step that uses them says so with ``fetched_ahead``: a batch
-    that was fetched and not used is fetched again, from the same random numbers.
+    that was fetched and not used is saved, or fetched again from the same random numbers; see
+    :mod:`hydroslurm.integrations.batch_ahead`.
 
     Args:
         loader: any that :func:`hydroslurm.data.position.position_of` takes.
@@ -48,6 +52,8 @@ class HeldLoader:
             loader, shield=shield, rank=rank, world_size=world_size
         )
         self._hydroslurm_resumed = resumed
+        self._hydroslurm_newest: Any = _NONE
+        self._hydroslurm_saves_batches: bool | None = None
         self._hydroslurm_before: dict[str, Any] | None = None
         self._hydroslurm_opened: Iterator[Any] | None = None
 
@@ -67,9 +73,12 @@ class HeldLoader:
             if self._hydroslurm_rank:  # one of them says what a replay costs
                 warnings.simplefilter("ignore")
             batches = self._hydroslurm_position.resume_epoch(resumed["position"])
-        if self._hydroslurm_ahead:
-            return self._remembering(batches, resumed.get("rng"))
-        return batches
+        if not self._hydroslurm_ahead:
+            return batches
+        if "ahead" in resumed:
+            self._hydroslurm_newest = unpacked(resumed["ahead"])
+            return itertools.chain([self._hydroslurm_newest], self._remembering(batches, None))
+        return self._remembering(batches, resumed.get("rng"))
 
     def __len__(self) -> int:
         return len(self._hydroslurm_loader)
@@ -88,21 +97,28 @@ class HeldLoader:
         return type(self._hydroslurm_loader)
 
     def _remembering(self, batches: Iterator[Any], before: Any) -> Iterator[Any]:
-        """Hand on batches; keep what belongs to the place before the newest one.
+        """Hand on batches; keep the newest one, or what belongs to the place before it.
 
         Args:
             before: random numbers to fetch the first one with; None: those that are there.
         """
+        if before is not None:
+            rng.restore(before)
         while True:
-            if before is not None:
-                rng.restore(before)
-                before = None
-            place = {"position": self._hydroslurm_position.state_dict(), "rng": rng.capture()}
+            place: dict[str, Any] | None = None
+            if not self._hydroslurm_saves_batches:
+                place = {"position": self._hydroslurm_position.state_dict(), "rng": rng.capture()}
             try:
                 batch = next(batches)
             except StopIteration:
+                self._hydroslurm_newest, self._hydroslurm_before = _NONE, None
                 return
-            self._hydroslurm_before = place
+            if self._hydroslurm_saves_batches is None:
+                self._hydroslurm_saves_batches = is_saved(self._hydroslurm_loader, batch)
+            if self._hydroslurm_saves_batches:
+                self._hydroslurm_newest, self._hydroslurm_before = batch, None
+            else:
+                self._hydroslurm_newest, self._hydroslurm_before = _NONE, place
             yield batch
 
 
@@ -133,9 +149,13 @@ def skip(loader: HeldLoader, count: int) -> None:
 
 def held_state(loader: HeldLoader) -> dict[str, Any]:
     """The position between two steps: batches that were used, and no others."""
-    ahead, before = loader._hydroslurm_ahead, loader._hydroslurm_before
-    if ahead is not None and before is not None and ahead():
-        return before
     if loader._hydroslurm_resumed is not None:  # not iterated since
         return dict(loader._hydroslurm_resumed)
-    return {"position": loader._hydroslurm_position.state_dict()}
+    position, ahead = loader._hydroslurm_position, loader._hydroslurm_ahead
+    if ahead is None or not ahead():
+        return {"position": position.state_dict()}
+    if (before := loader._hydroslurm_before) is not None:
+        return before
+    if (newest := loader._hydroslurm_newest) is not _NONE:
+        return {"position": position.state_dict(), "ahead": packed(newest)}
+    return {"position": position.state_dict()}

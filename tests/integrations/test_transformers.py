@@ -47,6 +47,8 @@ def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
                 ("one", "every"),
                 ("plain", "every"),
                 ("workers", "every"),
+                ("collator", "every"),
+                ("masks", "every"),
                 ("persistent", "step:2 step:6 step:8"),
                 ("one", "epoch:1 eval:1 epoch:2"),
                 ("stream", "every"),

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import transformers
 from attempts import attempts
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -79,6 +81,28 @@ class Counting(Trainer):
         logs = {**logs, "tokens": self.tokens, "seen": sum(self.seen["loss"])}
         self.seen["loss"].clear()
         super().log(logs, *args, **kwargs)
+
+
+class Collating(Trainer):
+    """With a collator of its own, of whose batches nothing is known."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        collate = self.data_collator
+        self.data_collator = lambda rows: collate(rows)
+
+
+class Masking(Trainer):
+    """With transformers' collator, which draws what is masked and makes batches of its own kind."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        words = {str(number): number for number in range(VOCABULARY)}
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")),
+            pad_token="1", mask_token="2",
+        )  # fmt: skip
+        self.data_collator = transformers.DataCollatorForLanguageModeling(tokenizer)
 
 
 class Notes(transformers.TrainerCallback):
@@ -139,6 +163,8 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
     if name == "persistent":
         both = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
         return Trainer, Noisy(), both, []
+    if name in ("collator", "masks"):
+        return {"collator": Collating, "masks": Masking}[name], Noisy(), evaluated, []
     if name == "accumulate":
         return Counting, Noisy(), {"gradient_accumulation_steps": 4, "logging_steps": 2}, []
     if name == "one":
