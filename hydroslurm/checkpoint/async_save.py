@@ -180,6 +180,8 @@ class AsyncSaves:
     def failures(self) -> list[BaseException]:
         """Of those that ended; each is given once. One that was given up may have failed because
         another rank was quicker to give it up: that is none."""
+        if not self._all:  # at nearly every step
+            return []
         ended = [save for save in self._all if save.join(0)]
         self._all = [save for save in self._all if save not in ended]
         return [

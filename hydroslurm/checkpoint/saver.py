@@ -294,11 +294,9 @@ class Saver:
         """
         if not self._ours:
             return
-        report(
-            self._saves.failures(),
-            problems=self._writer.take_problems(),
-            on_save_error=self._on_save_error,
-        )
+        failures, problems = self._saves.failures(), self._writer.take_problems()
+        if failures or problems:
+            report(failures, problems=problems, on_save_error=self._on_save_error)
 
     def wait(self, *, timeout_s: float | None = None) -> bool:
         """Wait until no save is under way; whether that is so within the timeout."""

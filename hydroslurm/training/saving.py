@@ -224,13 +224,12 @@ class Saving(Beginning):
         """What became of saves in the background. Ranks hear at different steps that a newer
         attempt has begun, and one that simply left would leave the others in a collective: they
         stop together, as for a signal."""
-        if self._rank_group.world_size == 1:
-            with self._leaving_when_stale():
-                self._saver.poll()
-            return
         try:
             self._saver.poll()
         except StaleAttempt as error:
+            if self._rank_group.world_size == 1:
+                with self._leaving_when_stale():
+                    raise
             self._log_once(str(error))
             self._controller.request_stop()
 
