@@ -78,7 +78,8 @@ class StockJob:
         wait_until(condition, lambda: f"{self.output()[-2000:]}", limit_s=300)
 
     def pid_of(self, rank: int, *, variable: str = "SLURM_PROCID") -> int:
-        """The process of one rank, by what Slurm has set, or torchrun (``RANK``)."""
+        """The process of one rank, by what Slurm has set, or torchrun (``RANK``): the oldest one,
+        because its loader's workers have the same variables."""
         wanted = (f"SLURM_JOB_ID={self.job_id}", f"{variable}={rank}", "SLURM_STEP_ID=0")
         found: list[int] = []
 
@@ -87,7 +88,7 @@ class StockJob:
             return bool(found)
 
         wait_until(look, f"rank {rank} of job {self.job_id}", limit_s=120)
-        return min(found)
+        return min(found, key=_begun_ticks)
 
     def wait_for_end(self) -> str:
         """Slurm's word for how it ended."""
@@ -105,6 +106,11 @@ class StockJob:
 
 def _pids() -> list[int]:
     return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal()]
+
+
+def _begun_ticks(pid: int) -> int:
+    """When it began. Numbers of processes begin anew at 32,768 on some machines."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _is_rank(pid: int, wanted: tuple[str, ...]) -> bool:

@@ -1,6 +1,6 @@
 """A classifier in a loop of one's own with accelerate; what was changed for preemption is marked.
 
-python accelerate_loop.py OUTPUT [--workers N] [--accumulate N] [--pause-s S]
+python accelerate_loop.py OUTPUT [--workers N] [--accumulate N] [--items N] [--pause-s S]
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--items", type=int, default=50)
     parser.add_argument("--pause-s", type=float, default=0.0)
     options = parser.parse_args()
 
@@ -45,7 +46,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     loader = torch.utils.data.DataLoader(
-        Points(50), batch_size=4, shuffle=True, num_workers=options.workers
+        Points(options.items), batch_size=4, shuffle=True, num_workers=options.workers
     )
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
 

@@ -1,7 +1,8 @@
 """A small causal language model, trained with transformers' Trainer. Nothing here knows of
 preemption.
 
-    python hf_causal_lm.py OUTPUT [--workers N] [--accumulate N] [--epochs N] [--pause-s S]
+    python hf_causal_lm.py OUTPUT [--workers N] [--accumulate N] [--epochs N] [--items N]
+                           [--pause-s S]
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--items", type=int, default=66)
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--jit", action="store_true")
     options = parser.parse_args()
@@ -83,7 +85,7 @@ def main() -> None:
             use_cpu=True,
             **({"enable_jit_checkpoint": True} if options.jit else {}),
         ),
-        train_dataset=Sequences(66),
+        train_dataset=Sequences(options.items),
         callbacks=[Slow(options.pause_s)],
     )
     trainer.train()

@@ -2,6 +2,7 @@
 accumulation, ModelCheckpoint, early stopping. Knows nothing of preemption."""
 
 import argparse
+import time
 
 import lightning as L
 import torch
@@ -70,6 +71,17 @@ class Classifier(L.LightningModule):
         }
 
 
+class Slow(L.Callback):
+    """Stands for a larger model."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        time.sleep(self.pause_s)
+        print("step", trainer.global_step, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
@@ -77,6 +89,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--pause-s", type=float, default=0.0)
     args = parser.parse_args()
 
     L.seed_everything(42, workers=True)
@@ -91,6 +104,7 @@ def main() -> None:
         callbacks=[
             ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True),
             EarlyStopping("val_loss", patience=3),
+            *([Slow(args.pause_s)] if args.pause_s else []),
         ],
         enable_progress_bar=False,
     )

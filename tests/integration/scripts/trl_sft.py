@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a small causal language model with TRL. Nothing here knows of
 preemption.
 
-    python trl_sft.py OUTPUT [--workers N] [--accumulate N] [--pause-s S]
+    python trl_sft.py OUTPUT [--workers N] [--accumulate N] [--items N] [--pause-s S]
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--items", type=int, default=42)
     parser.add_argument("--pause-s", type=float, default=0.0)
     options = parser.parse_args()
 
     set_seed(11)
     generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(0, 30, (42,), generator=generator).tolist()
+    starts = torch.randint(0, 30, (options.items,), generator=generator).tolist()
     texts = [" ".join(f"w{(start + n) % 30}" for n in range(4 + start % 6)) for start in starts]
     config = GPT2Config(
         vocab_size=len(WORDS),
