@@ -25,6 +25,7 @@ import lightning
 import torch
 from attempts import attempts
 from lightning.pytorch import callbacks as stock
+from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -127,6 +128,14 @@ class OneCycle(Module):
         }
 
 
+class Scaled(Module):
+    """In float16: the first steps overflow, and the scale follows."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.log("scale", self.trainer.precision_plugin.scaler.get_scale(), on_epoch=True)
+        return super().training_step(batch, index)
+
+
 class Notes(lightning.Callback):
     """Writes down each step, and sends the signal."""
 
@@ -186,6 +195,9 @@ def scene(name: str) -> tuple[Any, Any, dict[str, Any]]:
         return Module(), DataLoader(Stream(), batch_size=4), {}
     if name == "several":
         return Several(), {"a": loader(), "b": DataLoader(Noisy(), batch_size=8, shuffle=True)}, {}
+    if name == "scaled":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=4)
+        return Scaled(), loader(), {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
     if name == "averaged":
         return Module(), loader(), {"callbacks": [stock.WeightAveraging(use_buffers=True)]}
     if name == "swa":

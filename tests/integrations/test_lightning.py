@@ -37,6 +37,7 @@ def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
         pytest.param("max_steps", "train:5 train:10 train:21", marks=LONG),
         pytest.param("manual", "train:2 train:10 train:21", marks=LONG),
         pytest.param("several", "train:3 train:10 train:25", marks=LONG),
+        pytest.param("scaled", "train:1 train:5 train:12 train:30", marks=LONG),
         pytest.param("swa", "train:3 train:11 train:30", marks=LONG),
         pytest.param("callbacks", "train:5 train:10 val:2", marks=LONG),
     ],
