@@ -63,6 +63,7 @@ TRAIN = """
             print("STEP", json.dumps({
                 "step": step, "epoch": run.epoch,
                 "generation": run.generation, "size": dist.get_world_size(),
+                "rank": dist.get_rank(),
                 "ids": ids.tolist(), "loss": loss.item(), "at_s": time.monotonic(),
             }))
             time.sleep(options.get("step_s", 0.02))

@@ -21,6 +21,8 @@ from hydroslurm.errors import RanksError
 PIECE_BYTES = 32 << 20
 """Of one message: what is lost by waiting for the digest, and host memory beside the state."""
 MOST_HEADER_BYTES = 256 << 20
+_DIGEST_BYTES = 32
+_LENGTH_BYTES = 8
 
 
 def hand_over(
@@ -53,6 +55,47 @@ def hand_over(
     return _receive(link, wanted=rank in needs)
 
 
+def pack(state: Mapping[str, Any]) -> torch.Tensor:
+    """A small state as bytes, with their digest; :func:`unpack` reads them."""
+    header, tensors = _described(state)
+    body = b"".join([header, *(_bytes(one).numpy().tobytes() for one in tensors)])
+    digest = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+    length = len(header).to_bytes(_LENGTH_BYTES, "little")
+    return torch.frombuffer(bytearray(digest + length + body), dtype=torch.uint8)
+
+
+def unpack(data: torch.Tensor) -> Mapping[str, Any]:
+    """What was packed.
+
+    Raises:
+        RanksError: these are other bytes.
+    """
+    seen = data.numpy().tobytes()
+    begin = _DIGEST_BYTES + _LENGTH_BYTES
+    body = seen[begin:]
+    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != seen[:_DIGEST_BYTES]:
+        raise RanksError("the state of a rank arrived with other bytes than were sent")
+    at = int.from_bytes(seen[_DIGEST_BYTES:begin], "little")
+    document = parse_json(body[:at], max_depth=1000)
+    tensors = {key: _empty(dtype, shape) for key, dtype, shape in document["tensors"]}
+    joined = _Joined([_bytes(one) for one in tensors.values()])
+    joined.put(data[begin + at :])
+    found: Mapping[str, Any] = decode(document["tree"], tensors)
+    return found
+
+
+def _described(state: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
+    """The tree of a state with its tensors' names, types and shapes, as JSON; and these tensors on
+    the CPU."""
+    encoded, tensors = encode(dict(state), prefix="state")
+    listed = [(key, tensor.detach().contiguous().cpu()) for key, tensor in tensors.items()]
+    described = [
+        [key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in listed
+    ]
+    header = json.dumps({"tree": encoded, "tensors": described}).encode()
+    return header, [one for _, one in listed]
+
+
 class _Link:
     """From the source to one rank, or to all."""
 
@@ -77,20 +120,11 @@ class _Link:
 
 def _send(state: Mapping[str, Any] | None, link: _Link) -> None:
     assert state is not None
-    encoded, tensors = encode(dict(state), prefix="state")
-    listed = [(key, tensor.detach().contiguous().cpu()) for key, tensor in tensors.items()]
-    header = json.dumps(
-        {
-            "tree": encoded,
-            "tensors": [
-                [key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in listed
-            ],
-        }
-    ).encode()
+    header, tensors = _described(state)
     link.move(torch.tensor([len(header)], dtype=torch.int64))
     link.move(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     digest = hashlib.blake2b(header, digest_size=32)
-    for piece in _pieces([_bytes(one) for _, one in listed]):
+    for piece in _pieces([_bytes(one) for one in tensors]):
         link.move(piece)
         digest.update(piece.numpy().tobytes())
     link.move(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))

@@ -33,6 +33,7 @@ from hydroslurm.data.global_batches import share_batches
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
+from hydroslurm.elastic.replica import PeerReplicas
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import HydroslurmError, RanksError
 from hydroslurm.gate.protocol import GateState
@@ -67,6 +68,7 @@ class ElasticRun(Run):
         super().__init__(**arguments)
         self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
         options = self._elastic_folder.options()
+        self._replicas = PeerReplicas() if options.size.spares else None
         self._scaled = ScaledLearningRate(
             options.lr,
             full=self._engine.local_size * options.size.max,
@@ -148,6 +150,8 @@ class ElasticRun(Run):
             self._step += 1
             self._scaled.step()
             self._keep()
+            if self._replicas is not None:
+                self._replicas.exchange(self._kept_own)
         self._look_for_stop()
         directive = self._member.safe_point(self._step, failed=failed, stop=self._stop_seen)
         if directive is not None:
@@ -219,6 +223,8 @@ class ElasticRun(Run):
         """Form a generation; whether it was formed."""
         began_step = self._step
         try:
+            if self._replicas is not None:
+                self._replicas.settle(form)
             self._engine.group.form(form)
             self._generation_rank = form.rank
             if form.fresh and form.rank == form.source and not self._has_begun:
@@ -227,10 +233,13 @@ class ElasticRun(Run):
                 self._kept_own = self._own_state()
             state = self._to_hand_over() if form.rank == form.source else None
             got = hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
+            former = self._replicas.hand_over(form) if self._replicas is not None else None
             if got is not None:
-                self._take(got, form)
+                self._take(got, form, former)
             else:
                 self._cursor.load(self._kept_own)
+            if self._replicas is not None:
+                self._replicas.begin(form, self._kept_own)
             self._take_first(form)
             self._engine.prepare(form)
             self._scaled.resize(form.world_size)
@@ -269,10 +278,16 @@ class ElasticRun(Run):
             "learning_rate": self._scaled.state_dict(),
         }
 
-    def _take(self, state: Mapping[str, Any], form: Form) -> None:
-        """Become as the source is; random numbers are this rank's own."""
+    def _take(self, state: Mapping[str, Any], form: Form, former: Mapping[str, Any] | None) -> None:
+        """Become as the source is; random numbers are those of the former rank of this number, if
+        its state at this step was kept, else this rank's own."""
         own = dict(state["own"])
-        own |= {"rng": for_new_rank(own["rng"], form.rank), "new_rank": form.rank}
+        if former is not None and former["counters"] == own["counters"]:
+            own = dict(former)
+        else:
+            own |= {"rng": for_new_rank(own["rng"], form.rank), "new_rank": form.rank}
+            if self._replicas is not None and not form.fresh:
+                notice(f"rank {form.rank} is new, and begins random numbers of its own")
         self._attempt_number = int(state["attempt"])
         if not form.fresh:
             self._scaled.load_state_dict(dict(state["learning_rate"]))

@@ -1,0 +1,174 @@
+"""What only one rank has, kept on another one too, so that a spare takes its place with the same
+numbers: its random numbers, its position in the data, what was registered per rank.
+
+Behind each step a rank sends its own state to the rank that lies one member further, and gets that
+of the one before; the messages travel while the next step is computed. This is replication to a
+peer's memory (buddy checkpointing), of some 16 KB instead of the whole state: weights and optimizer
+are on every rank anyway. The rank that goes need do nothing more for it, so that most SIGKILLs are
+no other case than SIGTERM: only what was not sent yet is missing. The copy counts only if it is of
+the very step and epoch at which the others go on, for the same rank of as many.
+
+Rank r *keeps* the state of rank r - d, where d is the number of ranks of a member, so that no
+member keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hydroslurm.elastic.member import Form
+from hydroslurm.elastic.transfer import pack, unpack
+
+TAG = 0x6873
+"""Of the messages, so that they meet none of the script's own."""
+ARRIVES_S = 1.0
+"""What the last message of a rank that is gone may take: it was sent before the step began."""
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Kept:
+    of_rank: int
+    world_size: int
+    data: torch.Tensor
+
+
+class PeerReplicas:
+    """One per rank. All ranks of a generation call :meth:`begin`, and then :meth:`exchange` behind
+    each step that was completed, alike."""
+
+    def __init__(self) -> None:
+        self._rank = self._world_size = self._distance = 0
+        self._capacity = 0
+        self._works: list[Any] = []
+        self._sent: torch.Tensor | None = None
+        self._arriving: torch.Tensor | None = None
+        self._kept: _Kept | None = None
+
+    def begin(self, form: Form, own: Mapping[str, Any]) -> None:
+        """The generation has met; ``own``: this rank's state as it begins.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        self._kept, self._works, self._capacity = None, [], 0
+        if not _is_possible(form):
+            return
+        self._rank, self._world_size = form.rank, form.world_size
+        self._distance = _distance(form)
+        longest = torch.tensor([pack(own).numel()], dtype=torch.int64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        # a position has more digits later; what outgrows this by far is not sent any more
+        self._capacity = int(longest) * 5 // 4 + 4096
+        self.exchange(own)
+
+    def exchange(self, own: Mapping[str, Any]) -> None:
+        """Send this rank's state, and get the one that it keeps; neither is waited for. A rank that
+        is gone is found by the next collective of the training, so it is no error here."""
+        if not self._capacity or not self._has_arrived():
+            return
+        data = pack(own)
+        room = torch.zeros(_LENGTH_BYTES + self._capacity, dtype=torch.uint8)
+        if data.numel() <= self._capacity:
+            room[:_LENGTH_BYTES] = _as_bytes(data.numel())
+            room[_LENGTH_BYTES : _LENGTH_BYTES + data.numel()] = data
+        self._sent, self._arriving = room, torch.empty_like(room)
+        to = (self._rank + self._distance) % self._world_size
+        try:
+            self._works = [
+                dist.irecv(self._arriving, src=self._keeps, tag=TAG),
+                dist.isend(room, dst=to, tag=TAG),
+            ]
+        except (RuntimeError, ValueError):
+            self._works, self._capacity = [], 0
+
+    def settle(self, form: Form) -> None:
+        """Before the old group ends: take what is under way, if its sender is replaced."""
+        if self._works and not form.fresh and self._keeps in form.needs:
+            self._has_arrived(within_s=ARRIVES_S)
+        self._works, self._capacity = [], 0
+
+    def hand_over(self, form: Form) -> Mapping[str, Any] | None:
+        """In the new group: whoever keeps the state of a rank that is replaced sends it. All ranks
+        of the generation call this.
+
+        Returns:
+            The state that the former rank of this number had, as far as somebody kept it.
+
+        Raises:
+            RanksError: it arrived with other bytes than were sent.
+            RuntimeError: a rank is gone.
+        """
+        if form.fresh or not _is_possible(form):
+            return None
+        found = None
+        for rank, keeper in _pairs(form):
+            if form.rank == keeper:
+                data = self._copy_of(rank, form.world_size)
+                dist.send(torch.tensor([data.numel()], dtype=torch.int64), dst=rank, tag=TAG)
+                if data.numel():
+                    dist.send(data, dst=rank, tag=TAG)
+            elif form.rank == rank:
+                length = torch.zeros(1, dtype=torch.int64)
+                dist.recv(length, src=keeper, tag=TAG)
+                if int(length):
+                    arrived = torch.empty(int(length), dtype=torch.uint8)
+                    dist.recv(arrived, src=keeper, tag=TAG)
+                    found = unpack(arrived)
+        return found
+
+    @property
+    def _keeps(self) -> int:
+        return (self._rank - self._distance) % self._world_size
+
+    def _copy_of(self, rank: int, world_size: int) -> torch.Tensor:
+        kept = self._kept
+        if kept is None or (kept.of_rank, kept.world_size) != (rank, world_size):
+            return torch.empty(0, dtype=torch.uint8)
+        return kept.data
+
+    def _has_arrived(self, *, within_s: float | None = None) -> bool:
+        """Wait for what is under way; whether all of it has come."""
+        works, self._works = self._works, []
+        try:
+            for work in works:  # what arrives comes first: it counts whatever becomes of the other
+                work.wait() if within_s is None else work.wait(timedelta(seconds=within_s))
+                if work is works[0]:
+                    self._keep()
+        except (RuntimeError, ValueError):
+            self._capacity = 0
+            return False
+        return True
+
+    def _keep(self) -> None:
+        assert self._arriving is not None
+        length = int(self._arriving[:_LENGTH_BYTES].view(torch.int64))
+        data = self._arriving[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        self._kept = _Kept(self._keeps, self._world_size, data) if length else None
+
+
+def _is_possible(form: Form) -> bool:
+    """gloo sends what lies in host memory, by tags."""
+    return _distance(form) < form.world_size and "gloo" in str(dist.get_backend_config())
+
+
+def _distance(form: Form) -> int:
+    return -(-form.world_size // form.members)
+
+
+def _pairs(form: Form) -> Iterator[tuple[int, int]]:
+    """Ranks that need a state, and who keeps it; where both are new nobody does."""
+    for rank in form.needs:
+        keeper = (rank + _distance(form)) % form.world_size
+        if keeper not in form.needs:
+            yield rank, keeper
+
+
+def _as_bytes(number: int) -> torch.Tensor:
+    return torch.tensor([number], dtype=torch.int64).view(torch.uint8)

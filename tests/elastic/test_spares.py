@@ -1,0 +1,116 @@
+"""A spare takes the place of a member that goes, and the training is the one that it would have
+been: the same losses and weights, bit for bit, with dropout and random numbers of the script."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elasticstory import TRAIN, ElasticStory
+from processes import wait_until
+
+from hydroslurm.elastic.transfer import pack, unpack
+from hydroslurm.errors import RanksError
+
+RANDOM = (
+    TRAIN.replace("import json,", "import random, signal, numpy, json,")
+    .replace(
+        "with hydroslurm.Run(",
+        "random.seed(0); numpy.random.seed(0)\n"
+        "    drawn = torch.Generator().manual_seed(5)\n"
+        "    with hydroslurm.Run(",
+    )
+    .replace(
+        "for x, y, ids in",
+        "run.register('drawn', drawn, per_rank=True)\n        for x, y, ids in",
+    )
+    .replace(
+        "step = run.step\n",
+        "step = run.step\n"
+        "            if (step, dist.get_rank(), run.generation) == (7, options.get('goes'), 1):\n"
+        "                while not os.path.exists('../go'): time.sleep(0.01)\n"
+        "                time.sleep(0.2)  # the step goes on for a while\n"
+        "                os.kill(os.getpid(), options['signo'])\n",
+    )
+    .replace(
+        "model(x), y)",
+        "model(x), y * (random.random() + numpy.random.rand() + torch.rand((), generator=drawn)))",
+    )
+)
+"""Draws from each kind of generator in every step; one rank goes within step 7."""
+SHORT = {"samples": 160, "step_s": 0.0}
+
+
+def losses(story: ElasticStory) -> dict[tuple[int, int], float]:
+    """Of each step and rank, as it was trained at last."""
+    newest: dict[tuple[int, int], dict[str, Any]] = {}
+    for log in story.all_steps():
+        for one in log:
+            key = one["step"], one["rank"]
+            if key not in newest or newest[key]["generation"] <= one["generation"]:
+                newest[key] = one
+    return {key: one["loss"] for key, one in newest.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The losses and the end of two that train alone."""
+    story = ElasticStory(tmp_path_factory.mktemp("alone"), program=RANDOM, max=2)
+    try:
+        for name in "ab":
+            story.start(name, **SHORT)
+        end = story.done("a")
+        story.done("b")
+        return losses(story), end
+    finally:
+        story.close()
+
+
+@pytest.mark.parametrize(
+    ("signo", "rank"),
+    [
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.elastic),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.elastic),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.elastic),
+    ],
+)
+def test_a_spare_goes_on_with_the_same_numbers(
+    tmp_path: Path, undisturbed: tuple[Any, Any], signo: int, rank: int
+) -> None:
+    """One goes in the middle of an epoch; the spare that waits takes its rank."""
+    story = ElasticStory(tmp_path, program=RANDOM, max=2, spares=1)
+    try:
+        for name in "abc":
+            story.start(name, **SHORT, goes=rank, signo=signo)
+        trained = list(story.wait_for("generation")["members"])
+        (spare,) = set("abc") - set(trained)
+        wait_until(
+            lambda: '"Ready"' in json.dumps(story.folder.read(story.folder.status_json)),
+            lambda: f"the spare\n{story}",
+        )
+        (tmp_path / "go").touch()
+        ends = [story.done(name) for name in (trained[1 - rank], spare)]
+        change = story.entries("generation")[1]
+        trained[rank] = spare
+        assert (change["members"], change["joined"]) == (trained, [spare]), story
+        assert ends[0] == ends[1] == undisturbed[1], story
+        assert losses(story) == undisturbed[0], story
+    finally:
+        story.close()
+
+
+def test_a_packed_state_is_what_was_packed() -> None:
+    """Of every type, empty ones too; a bit that has changed is seen."""
+    state = {"a": torch.arange(5), "b": {"c": torch.empty(0), "d": [1, "x", None]}, "e": 2.5}
+    data = pack(state)
+    found = unpack(data)
+    assert torch.equal(found["a"], state["a"])
+    assert (found["b"]["c"].numel(), found["b"]["d"], found["e"]) == (0, [1, "x", None], 2.5)
+    data[-1] ^= 1
+    with pytest.raises(RanksError, match="other bytes"):
+        unpack(data)
