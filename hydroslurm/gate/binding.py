@@ -78,6 +78,15 @@ class Traced(ctypes.Structure):
     ]
 
 
+class LaunchAhead(ctypes.Structure):
+    _fields_ = [
+        ("bound_ns", ctypes.c_int64),
+        ("events", ctypes.c_int64),
+        ("waits", ctypes.c_int64),
+        ("waited_ns", ctypes.c_int64),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gate_start": (ctypes.c_int, [ctypes.POINTER(Signal), ctypes.c_int, ctypes.c_int]),
     "gate_stop": (ctypes.c_int, []),
@@ -95,6 +104,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gate_trace_start": (ctypes.c_int, [ctypes.c_int]),
     "gate_trace_count": (ctypes.c_int64, []),
     "gate_trace_stop": (ctypes.c_int, [ctypes.POINTER(Traced), ctypes.c_int]),
+    "gate_bound_launches": (ctypes.c_int, [ctypes.c_int, ctypes.c_int64]),
+    "gate_launches": (ctypes.c_int, [ctypes.POINTER(LaunchAhead)]),
     "marks_use": (ctypes.c_int, [ctypes.c_uint32]),
     "marks_name_signal": (None, [ctypes.c_int, ctypes.c_char_p]),
     "marks_begin": (ctypes.c_uint64, [ctypes.c_int, ctypes.c_uint64]),

@@ -207,6 +207,26 @@ class NativeGate:
         if removed:
             VIEW.add(rule for rule in self._rules if rule.signo == signo)
 
+    def bound_launches(self, bound_s: float, *, device_type: int = 1) -> None:
+        """Let training threads launch at most so much work, in seconds, beyond what their device
+        has finished; 0 for no bound, which costs nothing.
+
+        Args:
+            device_type: a number of ``c10::DeviceType``; 1 is CUDA. It must be in use already.
+
+        Raises:
+            InstallError: torch has no such device here, or takes no callback.
+        """
+        result = self._library.hs_gate_bound_launches(device_type, round(bound_s * 1e9))
+        if result < 0:
+            raise InstallError(f"launches are not bounded: {os.strerror(-result)}")
+
+    def launches(self) -> binding.LaunchAhead:
+        """What the bound has done since it was set."""
+        seen = binding.LaunchAhead()
+        self._library.hs_gate_launches(ctypes.byref(seen))
+        return seen
+
     @contextlib.contextmanager
     def trace(self, keep: int) -> Iterator[Trace]:
         """Count every operator of the process and write down the first ``keep``; hold nobody. What

@@ -42,10 +42,11 @@ from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.guard import CHECK_S, Guard
+from hydroslurm.runtime.launch_ahead import LaunchAhead
 from hydroslurm.runtime.leader import Children
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.status_writer import StatusWriter
-from hydroslurm.runtime.vacating import Vacating
+from hydroslurm.runtime.vacating import Vacating, say
 from hydroslurm.vacate.policy import VacatePolicy
 
 DRAIN_LIMIT_S = 10.0
@@ -132,6 +133,7 @@ class Controller:
         vacate: VacatePolicy = VacatePolicy.WHEN_ASKED,
         grace_s: float | None = None,
         ranks_here: int = 1,
+        launch_ahead_s: float | None = None,
     ) -> None:
         """
         Args:
@@ -139,6 +141,7 @@ class Controller:
             vacate: which pauses move the device's memory away.
             grace_s: between Slurm's SIGTSTP and its SIGSTOP; None: as :class:`Vacating`.
             ranks_here: on this node.
+            launch_ahead_s: how much work may be queued on the device; None: any.
         """
         self.gate = gate
         self.marks = gate.marks
@@ -164,6 +167,7 @@ class Controller:
             ranks_here=ranks_here,
             drain_s=DRAIN_LIMIT_S,
         )
+        self._launch_ahead = LaunchAhead(gate, launch_ahead_s, warn=say)
         self._parking = _Parking()
         self._may_vacate = False
         self._closes_before = 0
@@ -203,6 +207,7 @@ class Controller:
         }
         heard = {s for s, result in outcome.items() if result is SignalOutcome.INSTALLED}
         asked_by = {"pause": self.plan.user_pause, "resume": self.plan.user_resume}
+        bound_s = self._launch_ahead.bound_s
         self._write(
             EventKind.INSTALLED,
             {
@@ -211,9 +216,11 @@ class Controller:
                 "boot": boot_id(),
                 "signals": [signal_name(signo) for signo in outcome if signo in heard],
                 "asked_by": {verb: signo for verb, signo in asked_by.items() if signo in heard},
+                **({"launch_ahead_ms": bound_s * 1e3} if bound_s is not None else {}),
                 **self._identity.jobstep,
             },
         )
+        self._launch_ahead.start()
         if self.gate.name == "native":
             with contextlib.suppress(OSError):  # then its children are named, and not held
                 self._children.start()
@@ -255,6 +262,7 @@ class Controller:
             )
         self.guarding = False
         self.vacating.end()
+        launched = self._launch_ahead.end()
         if self.ranks is not None:
             self.ranks.leave()
         self.causes_at_stop = self.gate.status().causes
@@ -267,7 +275,8 @@ class Controller:
         self._children.stop()
         self._handle(self.gate.wait_events(0))
         if not hands_over:
-            self._write(EventKind.UNINSTALLED, {"handlers_replaced_by_others": replaced})
+            data = {"handlers_replaced_by_others": replaced, **launched}
+            self._write(EventKind.UNINSTALLED, data)
         self._log.close()
         self._status.close(self.step)
         return replaced

@@ -34,6 +34,7 @@ from hydroslurm.runtime import autoload, follower
 from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
+from hydroslurm.runtime.launch_ahead import launch_ahead_from
 from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.runtime.unsaved_warning import UnsavedWarning
 from hydroslurm.slurm import run_folders
@@ -103,7 +104,8 @@ def install(
         TorchMissing: torch cannot be imported.
         GateError: ``gate="native"`` and it cannot be built or trusted.
         InstallError: a handler could not be installed.
-        UsageError: bad signals, or a bad ``HYDROSLURM_NVTX`` or ``HYDROSLURM_VACATE``.
+        UsageError: bad signals, or a bad ``HYDROSLURM_NVTX``, ``HYDROSLURM_VACATE`` or
+            ``HYDROSLURM_LAUNCH_AHEAD_MS``.
     """
     global _installed
     environ = os.environ if environ is None else environ
@@ -183,6 +185,7 @@ def _set_up(
             vacate=VacatePolicy.from_environ(environ),
             grace_s=grace_from(environ),
             ranks_here=World.from_environ(environ).local_world_size,
+            launch_ahead_s=launch_ahead_from(environ),
         )
         for shield in (
             SpawnShield(plan.pausing(), killing=plan.killing()),

@@ -90,7 +90,7 @@ class Vacating:
         self._over = threading.Event()
         self._ended = threading.Event()
         self._began = (0, "", 0)
-        self._warn = _say
+        self._warn = say
 
     # --- called by the controller
 
@@ -342,6 +342,7 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """One line for a person."""
     sys.stderr.write(f"hydroslurm: {message}\n")
     sys.stderr.flush()

@@ -30,6 +30,11 @@ int trace_on() {
     return 0;
 }
 void trace_off() { fake.tracing.store(false); }
+int launches_on() {
+    fake.bounding.store(true);
+    return 0;
+}
+void launches_off() { fake.bounding.store(false); }
 bool in_backward() { return false; }
 bool capturing() { return fake_capture; }
 
@@ -50,7 +55,7 @@ void on_alarm(int) {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static const Arming arming = {prepare, divert_on, divert_off, hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, trace_on, trace_off};
+    static const Arming arming = {prepare, divert_on, divert_off, hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, trace_on, trace_off, launches_on, launches_off};
     return arming;
 }
 
@@ -58,6 +63,7 @@ void fake_operator(const char *name) {
     if (fake.diverted.load()) hs::operator_coming();
     if (fake.armed.load()) hs::operator_reached(name, false);
     if (fake.tracing.load()) hs::operator_traced(name, false);
+    if (fake.bounding.load()) hs::operator_launches();
     fake.operators.fetch_add(1);
 }
 

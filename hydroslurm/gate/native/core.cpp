@@ -34,6 +34,7 @@ void before_fork() {
     pthread_mutex_lock(&lifecycle);
     pthread_mutex_lock(&gate.arming);
     trace_lock();
+    ahead_lock();
     marks_lock();
     events_lock();
 }
@@ -41,6 +42,7 @@ void before_fork() {
 void after_fork_in_parent() {
     events_unlock();
     marks_unlock();
+    ahead_unlock();
     trace_unlock();
     pthread_mutex_unlock(&gate.arming);
     pthread_mutex_unlock(&lifecycle);
@@ -66,6 +68,7 @@ void after_fork_in_child() {
     window_clear();
     hold_after_fork();
     trace_after_fork();
+    ahead_after_fork();
     marks_after_fork();
     events_after_fork();
     pthread_mutex_init(&gate.arming, nullptr);
@@ -143,6 +146,13 @@ int arm_locked() noexcept {
 }
 
 } // namespace
+
+int forks_watch() noexcept {
+    pthread_mutex_lock(&lifecycle);
+    const int result = watch_forks();
+    pthread_mutex_unlock(&lifecycle);
+    return result;
+}
 
 int64_t mono_ns() noexcept { return clock_ns(CLOCK_MONOTONIC); }
 int64_t epoch_ns() noexcept { return clock_ns(CLOCK_REALTIME); }

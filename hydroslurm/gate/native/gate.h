@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-#define HS_GATE_ABI 6
+#define HS_GATE_ABI 7
 
 /* What a signal asks for. */
 enum hs_action {
@@ -211,6 +211,21 @@ struct hs_traced {
 HS_API int hs_gate_trace_start(int keep);
 HS_API int64_t hs_gate_trace_count(void);
 HS_API int hs_gate_trace_stop(struct hs_traced *out, int n); /* -EINVAL: not tracing. Returns how many were copied */
+
+/* Let training threads launch at most so much work of a device, in nanoseconds, beyond what it has finished, on each of its
+ * streams; one kernel, compiled region or replay of a graph may come on top. 0: no bound, which is how it begins, and which
+ * costs nothing. device_type: a number of c10::DeviceType. Works without hs_gate_start(); to be called once the device is in use.
+ * -ENODEV: torch has no such device here. -EINVAL: a negative bound. */
+HS_API int hs_gate_bound_launches(int device_type, int64_t bound_ns);
+
+/* What that has done since it was switched on. */
+struct hs_launch_ahead {
+    int64_t bound_ns;
+    int64_t events;    /* recorded */
+    int64_t waits;     /* of training threads for the device */
+    int64_t waited_ns; /* in these */
+};
+HS_API int hs_gate_launches(struct hs_launch_ahead *out);
 
 #ifdef __cplusplus
 }

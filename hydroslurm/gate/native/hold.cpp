@@ -186,6 +186,14 @@ void operator_reached(const char *name, bool backward_node) noexcept {
     hold(*slot, reached_ns, name, backward_node);
 }
 
+bool thread_trains() noexcept { return must_wait() && !python_ends(); }
+
+void *gil_give_up() noexcept { return holds_gil() ? python.save_thread() : nullptr; }
+
+void gil_take_back(void *state) noexcept {
+    if (state != nullptr) take_gil_back(state);
+}
+
 Slot *slots_first() noexcept { return first_slot.load(); }
 
 int slots_held(uint32_t closing) noexcept {

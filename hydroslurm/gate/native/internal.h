@@ -10,6 +10,7 @@
  *   import_slot.cpp   where a loaded library keeps the address of a function that it calls
  *   events.cpp    the queue to the reader                    any thread but handlers
  *   trace.cpp     write operators down, hold nobody
+ *   launch_ahead.cpp   how far the launches may be ahead of the device   asked in training threads
  *   marks.cpp     what happens, as NVTX marks and ranges     any thread but handlers; see marks.h
  *   core.cpp      start, stop, status, fork
  */
@@ -45,8 +46,26 @@ struct Arming {
     bool (*capturing)();   /* does the calling thread capture a CUDA graph? Must never initialise CUDA */
     int (*operators_on)(); /* register the callback that names every operator to a profiler: 0 or -errno */
     void (*operators_off)();
+    int (*launches_on)(); /* register the callback that asks operator_launches(): 0 or -errno */
+    void (*launches_off)();
 };
 const Arming &arming();
+
+/* A queue of a device, as torch numbers them. */
+struct DeviceStream {
+    int32_t device = 0;
+    int64_t stream = 0;
+    bool operator==(const DeviceStream &other) const noexcept { return device == other.device && stream == other.stream; }
+};
+
+/* The device that launches are bounded for. Nothing of it initialises a device. */
+struct Device {
+    bool (*use)(int type);                                    /* a number of c10::DeviceType; false: torch has no such device here */
+    bool (*stream_of_thread)(DeviceStream *out);              /* that the calling thread launches on; false: on none */
+    bool (*record)(const DeviceStream &, void **event);       /* behind what was launched; makes the event if it is nullptr */
+    bool (*is_finished)(const DeviceStream &, void *event);   /* all that is before the event; true as well for a sick device */
+};
+const Device &device();
 
 /* An operator of any thread while they are diverted, before torch looks for callbacks: arm a closed gate. */
 void operator_coming() noexcept;
@@ -54,6 +73,7 @@ void operator_coming() noexcept;
 /* What the callbacks call. Neither throws nor takes a lock. */
 void operator_reached(const char *name, bool backward_node) noexcept;
 void operator_traced(const char *name, bool backward_node) noexcept;
+void operator_launches() noexcept;
 void operator_begun(const char *name) noexcept;
 void operator_ended() noexcept;
 
@@ -241,6 +261,9 @@ struct Slot {
 Slot *slots_first() noexcept;
 int slots_held(uint32_t closing) noexcept;
 void slot_text(const Slot &slot, char *out) noexcept;
+bool thread_trains() noexcept;    /* the calling one: is it held by a closed gate? */
+void *gil_give_up() noexcept;     /* nullptr: this thread has none to give */
+void gil_take_back(void *) noexcept;
 void hold_find_python() noexcept; /* looks up the interpreter's functions, if there is an interpreter */
 void hold_after_fork() noexcept;
 
@@ -299,6 +322,11 @@ void marks_after_fork() noexcept;
 void trace_lock() noexcept;
 void trace_unlock() noexcept;
 void trace_after_fork() noexcept;
+
+int forks_watch() noexcept; /* 0, or -errno: children would inherit what is not theirs */
+void ahead_lock() noexcept;
+void ahead_unlock() noexcept;
+void ahead_after_fork() noexcept;
 
 } // namespace hs
 #endif

@@ -20,6 +20,7 @@ namespace {
 at::CallbackHandle hold_handle = at::INVALID_CALLBACK_HANDLE;
 at::CallbackHandle trace_handle = at::INVALID_CALLBACK_HANDLE;
 at::CallbackHandle operators_handle = at::INVALID_CALLBACK_HANDLE;
+at::CallbackHandle launches_handle = at::INVALID_CALLBACK_HANDLE;
 
 bool is_node(const at::RecordFunction &function) { return function.scope() == at::RecordScope::BACKWARD_FUNCTION; }
 
@@ -30,6 +31,11 @@ std::unique_ptr<at::ObserverContext> on_hold(const at::RecordFunction &function)
 
 std::unique_ptr<at::ObserverContext> on_trace(const at::RecordFunction &function) {
     hs::operator_traced(function.name(), is_node(function));
+    return nullptr;
+}
+
+std::unique_ptr<at::ObserverContext> on_launch(const at::RecordFunction &) {
+    hs::operator_launches();
     return nullptr;
 }
 
@@ -164,6 +170,57 @@ bool prepare() {
     return searched && !lacks_driver();
 }
 
+/* --- the device that launches are bounded for ------------------------------------------------------------------ */
+
+std::atomic<const c10::impl::DeviceGuardImplInterface *> bounded{nullptr};
+
+c10::Stream stream_of(const hs::DeviceStream &stream) {
+    const c10::Device device(bounded.load()->type(), static_cast<c10::DeviceIndex>(stream.device));
+    return c10::Stream(c10::Stream::UNSAFE, device, stream.stream);
+}
+
+bool use_device(int type) {
+    if (type < 0 || type >= c10::COMPILE_TIME_MAX_DEVICE_TYPES) return false;
+    const auto wanted = static_cast<c10::DeviceType>(type);
+    if (!c10::impl::hasDeviceGuardImpl(wanted)) return false;
+    find_driver();
+    bounded.store(c10::impl::getDeviceGuardImpl(wanted));
+    return true;
+}
+
+bool stream_of_thread(hs::DeviceStream *out) {
+    const auto *guard = bounded.load();
+    if (guard->type() == c10::DeviceType::CUDA) { /* as in capturing() */
+        const Driver *cuda = driver.load();
+        void *context = nullptr;
+        if (cuda == nullptr || cuda->context_current(&context) != kCudaSuccess || context == nullptr) return false;
+    }
+    try {
+        const c10::Stream stream = guard->getStream(guard->getDevice());
+        *out = {stream.device_index(), stream.id()};
+        return true;
+    } catch (...) {
+        return false;
+    }
+}
+
+bool record_event(const hs::DeviceStream &stream, void **event) {
+    try {
+        bounded.load()->record(event, stream_of(stream), static_cast<c10::DeviceIndex>(stream.device), c10::EventFlag::PYTORCH_DEFAULT);
+        return true;
+    } catch (...) {
+        return false;
+    }
+}
+
+bool event_is_finished(const hs::DeviceStream &, void *event) {
+    try {
+        return bounded.load()->queryEvent(event);
+    } catch (...) {
+        return true; /* its error is the training's to see, at the next call of its own */
+    }
+}
+
 /* --- the seam ----------------------------------------------------------------------------------------------- */
 
 int hold_on() { return add(on_hold, hold_handle); }
@@ -172,6 +229,8 @@ int trace_on() { return add(on_trace, trace_handle); }
 void trace_off() { remove(trace_handle); }
 int operators_on() { return add(on_begin, operators_handle, on_end); }
 void operators_off() { remove(operators_handle); }
+int launches_on() { return add(on_launch, launches_handle); }
+void launches_off() { remove(launches_handle); }
 
 bool any() { return at::hasGlobalCallbacks(); }
 
@@ -183,6 +242,11 @@ bool in_backward() {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static constexpr Arming torch = {prepare, divert_on, divert_off, hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, operators_on, operators_off};
+    static constexpr Arming torch = {prepare, divert_on, divert_off, hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, operators_on, operators_off, launches_on, launches_off};
+    return torch;
+}
+
+const hs::Device &hs::device() {
+    static constexpr Device torch = {use_device, stream_of_thread, record_event, event_is_finished};
     return torch;
 }

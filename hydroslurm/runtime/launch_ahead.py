@@ -1,0 +1,94 @@
+"""How far the launches of this process may be ahead of its device: ``HYDROSLURM_LAUNCH_AHEAD_MS``.
+
+A paused rank launches nothing more, but what it has launched still runs, and CUDA takes about a
+thousand kernels in advance. With a bound the device is idle soon after the rank is parked: after
+the bound and one kernel at most. See :doc:`vacating`; the native part is ``launch_ahead.cpp``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hydroslurm.errors import InstallError, UsageError
+from hydroslurm.gate.native_gate import NativeGate
+from hydroslurm.gate.protocol import Gate
+
+LAUNCH_AHEAD_ENV = "HYDROSLURM_LAUNCH_AHEAD_MS"
+LEAST_MS, MOST_MS = 0.1, 10_000.0
+_CUDA = 1
+"""``c10::DeviceType::CUDA``, which ROCm's torch uses as well."""
+
+
+def launch_ahead_from(environ: Mapping[str, str]) -> float | None:
+    """The bound in seconds; None where the variable is not set, or 0.
+
+    Raises:
+        UsageError: it is no number of milliseconds between 0.1 and 10000.
+    """
+    text = environ.get(LAUNCH_AHEAD_ENV, "").strip()
+    try:
+        value_ms = float(text or 0)
+    except ValueError:
+        value_ms = float("nan")
+    if value_ms == 0:
+        return None
+    if not LEAST_MS <= value_ms <= MOST_MS:
+        raise UsageError(
+            f"{LAUNCH_AHEAD_ENV}={text[:60]!r}; wanted how many milliseconds of work may be queued "
+            f"on the device, {LEAST_MS:g} to {MOST_MS:g} (20 is a good choice), or 0 for no bound"
+        )
+    return value_ms / 1e3
+
+
+class LaunchAhead:
+    """The bound of one installation; nothing is done, and nothing costs, where there is none.
+
+    Attributes:
+        bound_s: None for no bound.
+    """
+
+    def __init__(self, gate: Gate, bound_s: float | None, *, warn: Callable[[str], None]) -> None:
+        """``warn``: tells a person."""
+        self.bound_s = bound_s
+        self._gate = gate
+        self._warn = warn
+        self._ended = False
+
+    def start(self) -> None:
+        """Bound the launches, from the moment on when the process comes to use its device."""
+        if self.bound_s is None:
+            return
+        if not isinstance(self._gate, NativeGate):
+            self._warn(
+                f"{LAUNCH_AHEAD_ENV} needs the native gate, and this is the {self._gate.name} "
+                "gate: launches are not bounded"
+            )
+            return
+        # calls back when CUDA is initialised, at once where it has been: to ask it for its streams
+        # before would initialise it
+        sys.modules["torch"].cuda._lazy_call(self._bound)
+
+    def end(self) -> dict[str, Any]:
+        """Take the bound back; what it has done, for an event: nothing where there was none."""
+        self._ended = True
+        if self.bound_s is None or not isinstance(self._gate, NativeGate):
+            return {}
+        seen = self._gate.launches()
+        self._gate.bound_launches(0.0)
+        return {
+            "launch_ahead": {
+                "events": seen.events,
+                "waits": seen.waits,
+                "waited_s": seen.waited_ns / 1e9,
+            }
+        }
+
+    def _bound(self) -> None:
+        if self._ended or self.bound_s is None or not isinstance(self._gate, NativeGate):
+            return
+        try:
+            self._gate.bound_launches(self.bound_s, device_type=_CUDA)
+        except InstallError as error:  # it is raised in the middle of CUDA's initialisation
+            self._warn(f"{LAUNCH_AHEAD_ENV}: {error}")
