@@ -42,6 +42,8 @@ SCRIPTS = (
     "frameworks",
     "host_reduce",
     "fused_modules",
+    "vacate",
+    "launch_ahead",
     "elastic",
     "compare",
     "gpu_check",

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "coordination": COORDINATION,
     "numa": BASE | {"coordination.world"},
     "prove": BASE | {"slurm"},
-    "vacate": BASE,
+    "vacate": BASE | {"gate"},
     "runtime": COORDINATION
     | {"numa", "vacate", "prove.recorder"},  # the last as torch is, when asked for
     "checkpoint": BASE,

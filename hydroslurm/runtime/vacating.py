@@ -22,6 +22,7 @@ from hydroslurm.errors import HydroslurmError, InstallError, UsageError
 from hydroslurm.gate.marks import Range
 from hydroslurm.gate.protocol import Action, Cause, Gate, GateState
 from hydroslurm.runtime import device
+from hydroslurm.vacate import arena_backend
 from hydroslurm.vacate.backend import Backend
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint, why_not_here
@@ -296,8 +297,11 @@ def _grace_of_site(environ: Mapping[str, str], job_id: int) -> float:
 
 
 def open_device() -> Backend | None:
-    """CUDA's checkpoint API, where this process has a device and the node can."""
+    """What this process has asked for: the arena; or CUDA's checkpoint API, where it has a device
+    and the node can."""
     devices = device.used_devices()
+    if arena_backend.is_asked_for():
+        return arena_backend.backend_of(devices)
     if not devices:
         return None
     if why_not_here():
@@ -308,6 +312,8 @@ def open_device() -> Backend | None:
 
 
 def _why_none() -> str:
+    if arena_backend.is_asked_for():
+        return arena_backend.why_no_arena() or "this process has not used a device"
     return why_not_here() or "this process has not used a device"
 
 

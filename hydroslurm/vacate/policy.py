@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from hydroslurm.core.memory import Room
@@ -11,6 +11,10 @@ from hydroslurm.vacate.backend import gb
 
 VACATE_ENV = "HYDROSLURM_VACATE"
 """Environment variable: ``always``, ``when_asked`` (the default) or ``never``."""
+VACATE_BY_ENV = "HYDROSLURM_VACATE_BY"
+"""Environment variable: ``cuda-checkpoint`` (the default) or ``arena``."""
+VACATE_DIR_ENV = "HYDROSLURM_VACATE_DIR"
+"""Environment variable: the folder to which an arena spills its copy, on a local disk."""
 PREEMPT_ENV = "HYDROSLURM_PREEMPT"
 """``vacate`` there means ``pause``, and ``always`` here."""
 GRACE_ENV = "HYDROSLURM_SUSPEND_GRACE_S"
@@ -35,15 +39,36 @@ class VacatePolicy(str, Enum):
         Raises:
             UsageError: another word.
         """
-        word = environ.get(VACATE_ENV, "").strip().lower()
-        if word:
-            try:
-                return cls(word)
-            except ValueError:
-                wanted = ", ".join(one.value for one in cls)
-                raise UsageError(f"{VACATE_ENV}={word[:60]!r}; wanted one of {wanted}") from None
+        if environ.get(VACATE_ENV, "").strip():
+            return cls(_word(environ, VACATE_ENV, [one.value for one in cls]))
         mode = environ.get(PREEMPT_ENV, "").strip().lower()
         return cls.ALWAYS if mode == "vacate" else cls.WHEN_ASKED
+
+
+class VacateBy(str, Enum):
+    """What moves the memory."""
+
+    CUDA_CHECKPOINT = "cuda-checkpoint"
+    ARENA = "arena"
+    """Our own allocator, which torch's allocations have to come from."""
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> VacateBy:
+        """``HYDROSLURM_VACATE_BY``.
+
+        Raises:
+            UsageError: another word.
+        """
+        if not environ.get(VACATE_BY_ENV, "").strip():
+            return cls.CUDA_CHECKPOINT
+        return cls(_word(environ, VACATE_BY_ENV, [one.value for one in cls]))
+
+
+def _word(environ: Mapping[str, str], name: str, known: Sequence[str]) -> str:
+    word = environ[name].strip().lower()
+    if word not in known:
+        raise UsageError(f"{name}={word[:60]!r}; wanted one of {', '.join(known)}")
+    return word
 
 
 def grace_from(environ: Mapping[str, str]) -> float | None:

@@ -66,6 +66,25 @@ def test_fused_modules() -> None:
         assert result[key] > 0
 
 
+def test_vacate() -> None:
+    """What the training holds is away in each pause, and comes back as it was."""
+    result, _ = run_script("vacate.py", "--json")
+    assert result["bits_equal"]
+    assert result["cycles"] == 3
+    assert result["rss_fall_ratio"] >= 0.95
+    for key in ("free_ratio_to_memcpy", "return_ratio_to_memcpy"):
+        assert result[key] > 0
+
+
+def test_launch_ahead() -> None:
+    """Each bound holds, but for a kernel; none holds without one."""
+    result, _ = run_script("launch_ahead.py", "--json")
+    for bound_ms in (5, 20, 50):
+        assert 0 < result[f"most_queued_ms_{bound_ms}"] <= bound_ms
+        assert result[f"throughput_ratio_{bound_ms}"] > 0
+    assert result["most_queued_ms_0"] > 50
+
+
 def test_built_runs() -> None:
     """Every rank of the made-up jobs is seen, also where each call takes a millisecond."""
     result, _ = run_script("built_runs.py", "--json")

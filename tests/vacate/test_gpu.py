@@ -36,15 +36,18 @@ STEPS = "100"
 ENVIRON = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-@pytest.fixture
-def device() -> None:
+@pytest.fixture(params=["cuda-checkpoint", "arena"])
+def environ(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Of a training that vacates by this way."""
     import torch
 
     if not torch.cuda.is_available():
         pytest.skip("this torch finds no CUDA device")
-    if reason := why_not_here():
-        pytest.skip(reason)
-    pytest.importorskip("cuda.bindings.driver", reason="needs hydroslurm[gpu]")
+    if request.param == "cuda-checkpoint":
+        if reason := why_not_here():
+            pytest.skip(reason)
+        pytest.importorskip("cuda.bindings.driver", reason="needs hydroslurm[gpu]")
+    return {**ENVIRON, "HYDROSLURM_VACATE_BY": request.param}
 
 
 def _used_bytes() -> int:
@@ -65,13 +68,13 @@ def _free_and_return(process: Child) -> None:
     assert resumed.done, resumed.message
 
 
-def test_ten_vacates_leave_the_bits(device: None, tmp_path: Path) -> None:
-    """The device's memory falls at each vacate, and the weights' hash after ten of them is that of
+def test_ten_vacates_leave_the_bits(environ: dict[str, str], tmp_path: Path) -> None:
+    """By either way: the device's memory falls at each vacate, and the weights' hash after ten of them is that of
     an undisturbed run."""
     (tmp_path / "plain").mkdir()
-    with child(TRAIN, tmp_path / "plain", str(tmp_path / "a"), STEPS, environ=ENVIRON) as process:
+    with child(TRAIN, tmp_path / "plain", str(tmp_path / "a"), STEPS, environ=environ) as process:
         wanted = process.expect("hash")
-    with child(TRAIN, tmp_path, str(tmp_path / "b"), STEPS, "held", environ=ENVIRON) as process:
+    with child(TRAIN, tmp_path, str(tmp_path / "b"), STEPS, "held", environ=environ) as process:
         process.expect("ready")
         for _ in range(int(STEPS) // 20):
             process.expect("step")

@@ -26,6 +26,12 @@ def vacates_in_time(facts: Facts) -> Finding | None:
     )
     if facts.no_vacate:
         text += f" This very node cannot vacate: {facts.no_vacate}."
+    if facts.no_arena is not None:
+        text += (
+            " With HYDROSLURM_VACATE_BY=arena it moves only what is allocated, at the rate of the "
+            "link; this very node "
+            + (f"cannot: {facts.no_arena}." if facts.no_arena else "can build that.")
+        )
     if measured is None or measured.device_bytes <= fits_bytes:
         return Finding("vacate", Severity.NOTE, f"{gb(fits_bytes)} fit into a suspend", text)
     wanted_s = int(measured.device_bytes / rate) + 2
