@@ -485,7 +485,7 @@ class Controller:
         kind = seen.kind
         if kind in (EventKind.PARKED, EventKind.CAUSES_CHANGED):
             self._vacate()
-        if kind is EventKind.CAUSES_CHANGED or kind is EventKind.STOP_REQUESTED:
+        if kind in (EventKind.CAUSES_CHANGED, EventKind.RESUMED, EventKind.STOP_REQUESTED):
             self.vacating.on_causes(seen.causes, stops=kind is EventKind.STOP_REQUESTED)
 
     def _look_again(self) -> None:

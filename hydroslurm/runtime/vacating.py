@@ -43,6 +43,8 @@ _POLL_S = 0.5
 _LOOK_S = 2.0
 """How often to look whether the script has come to use a device."""
 _LATCH_S = 5.0
+_GONE_S = 1.0
+"""Until the controller has written down that our cause is gone."""
 
 Emit = Callable[[EventKind, Mapping[str, object]], None]
 
@@ -89,6 +91,8 @@ class Vacating:
         self._backend: Backend | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
+        self._holds = False
+        self._cause_is_gone = threading.Event()
         self._ended = threading.Event()
         self._began = (0, "", 0)
         self._warn = say
@@ -156,7 +160,10 @@ class Vacating:
         self._thread.start()
 
     def on_causes(self, causes: Cause, *, stops: bool = False) -> None:
-        """The gate's causes have changed: the last but ours has gone, or a stop has come."""
+        """The gate's causes have changed, and that was written down: the last but ours has gone,
+        or a stop has come."""
+        if Cause.VACATED not in causes:
+            self._cause_is_gone.set()
         if stops or not causes & ~Cause.VACATED:
             self._over.set()
 
@@ -183,7 +190,7 @@ class Vacating:
                     self._over.set()
                 self._vacate(pause, topic, agree, late or refusal)
             except Exception as error:  # a fault of ours must not leave the gate closed for good
-                self._emit(EventKind.NOT_VACATED, {"pause": pause, "reason": _named(error)})
+                self._not_vacated({"pause": pause, "reason": _named(error)})
             finally:
                 # in this order: the next thread's cause must not be taken back by this one
                 self._let_open()
@@ -192,7 +199,9 @@ class Vacating:
 
     def _hold_closed(self, closing: int) -> str:
         """Add our cause to those of the pause; returns why it does not hold, empty if it does."""
+        self._cause_is_gone.clear()
         self._gate.request(Action.PAUSE, Cause.VACATED)
+        self._holds = True
         until_s = time.monotonic() + _LATCH_S
         while True:
             status = self._gate.status()
@@ -207,10 +216,18 @@ class Vacating:
             time.sleep(0.001)
 
     def _let_open(self) -> None:
-        try:
-            self._gate.request(Action.RESUME, Cause.VACATED)
-        except InstallError:  # this rank has left
+        if not self._holds:
             return
+        self._holds = False
+        with contextlib.suppress(InstallError):  # this rank has left
+            self._gate.request(Action.RESUME, Cause.VACATED)
+
+    def _not_vacated(self, data: Mapping[str, object]) -> None:
+        """Say so, as the last line of this: who reads it may ask for a resume at once, and must not
+        take for its answer that our cause has gone."""
+        self._let_open()
+        self._cause_is_gone.wait(_GONE_S)
+        self._emit(EventKind.NOT_VACATED, data)
 
     def _vacate(self, pause: int, topic: str, agree: Agree, refusal: str) -> None:
         marks = self._gate.marks
@@ -232,7 +249,7 @@ class Vacating:
         if backend is not None:
             data["backend"] = backend.name
         if not away.done:
-            self._emit(EventKind.NOT_VACATED, data)
+            self._not_vacated(data)
             if away.lost:
                 self._warn(_lost_message(away))
             return

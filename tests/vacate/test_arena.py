@@ -156,6 +156,9 @@ FAULTS = """
             last = back or away
             lost = last.lost
             go_on.set()  # what hangs for good is lost; here it ends, and the bits must be there
+            for thread in threading.enumerate():
+                if thread.name.startswith("hydroslurm-arena"):  # a call that was given up
+                    thread.join()
             while backend.state(5) is DeviceState.CHECKPOINTED:
                 arena.restore()
             if backend.state(5) is DeviceState.LOCKED:

@@ -69,8 +69,8 @@ def _free_and_return(process: Child) -> None:
 
 
 def test_ten_vacates_leave_the_bits(environ: dict[str, str], tmp_path: Path) -> None:
-    """By either way: the device's memory falls at each vacate, and the weights' hash after ten of them is that of
-    an undisturbed run."""
+    """By either way: the device's memory falls at each vacate, and the weights' hash after ten of
+    them is that of an undisturbed run."""
     (tmp_path / "plain").mkdir()
     with child(TRAIN, tmp_path / "plain", str(tmp_path / "a"), STEPS, environ=environ) as process:
         wanted = process.expect("hash")
