@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import finish, parser, scratch
+from harness import finish, parser, scratch  # first: it makes the tests' modules importable
+from processes import resident_bytes
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -215,14 +215,7 @@ def _used_bytes(pid: int, addresses: list[int]) -> int:
     if torch.cuda.is_available():
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         return total_bytes - free_bytes
-    inside, sum_kb = False, 0
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            begin, end = (int(one, 16) for one in found.groups())
-            inside = any(begin <= one < end for one in addresses)
-        elif inside and line.startswith("Rss:"):
-            sum_kb += int(line.split()[1])
-    return 1024 * sum_kb
+    return resident_bytes(pid, addresses)
 
 
 def _use_what_is_free(size_bytes: int) -> None:

@@ -44,6 +44,18 @@ def _no_run_ends_with_the_tests() -> Iterator[None]:
         finished._trained.clear()
 
 
+@pytest.fixture(scope="session")
+def native_compiler() -> list[str]:
+    """The command of the C++ compiler that this machine has."""
+    from hydroslurm.errors import NoCompiler
+    from hydroslurm.gate.compiler import find_compiler
+
+    try:
+        return find_compiler(os.environ)
+    except NoCompiler as error:
+        pytest.skip(str(error))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n``: who runs what."""

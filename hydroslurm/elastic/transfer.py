@@ -123,7 +123,7 @@ def _send(state: Mapping[str, Any] | None, link: _Link) -> None:
     header, tensors = _described(state)
     link.move(torch.tensor([len(header)], dtype=torch.int64))
     link.move(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    digest = hashlib.blake2b(header, digest_size=32)
+    digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
     for piece in _pieces([_bytes(one) for one in tensors]):
         link.move(piece)
         digest.update(piece.numpy().tobytes())
@@ -135,7 +135,7 @@ def _receive(link: _Link, *, wanted: bool) -> Mapping[str, Any] | None:
     if not 0 < length <= MOST_HEADER_BYTES:
         raise RanksError(f"the state of the run begins with a length of {length}")
     header = link.move(torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
-    digest = hashlib.blake2b(header, digest_size=32)
+    digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
     document = parse_json(header, max_depth=1000)
     tensors = {key: _empty(dtype, shape) for key, dtype, shape in document["tensors"]}
     flat = [_bytes(one) for one in tensors.values()]

@@ -46,6 +46,7 @@ from hydroslurm.gate.compiler import (
     abi_number,
     compile_library,
     find_compiler,
+    installed_torch,
     source_files,
 )
 from hydroslurm.gate.self_test import self_test_in_child
@@ -190,6 +191,18 @@ def ensure(environ: Mapping[str, str], *, torch: Torch, recipe: Recipe = GATE) -
         shutil.rmtree(private, ignore_errors=True)
         raise
     return Library(built.path, built.key, "private", built.built_s)
+
+
+@contextlib.contextmanager
+def to_load(recipe: Recipe) -> Iterator[Library]:
+    """The library for this process, as :func:`ensure`, which is gone from disk after the block if
+    it is a private one: to be loaded within."""
+    found = ensure(os.environ, torch=installed_torch(), recipe=recipe)
+    try:
+        yield found
+    finally:
+        if found.origin == "private":
+            shutil.rmtree(found.path.parent.parent, ignore_errors=True)
 
 
 def _private_folder() -> Path:

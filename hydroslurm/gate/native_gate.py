@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 import select
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -301,15 +300,12 @@ def _load() -> tuple[Path, ctypes.CDLL]:
     A library that is intact and still cannot be loaded (built on another machine of a shared home)
     is built again, once.
     """
-    torch = compiler.installed_torch()
-    found = build.ensure(os.environ, torch=torch)
-    try:
-        return found.path, binding.bind(found.path)
-    except GateError:
-        if found.built_s is not None or found.origin != "cache":
-            raise
-        found = build.build(found.path.parent.parent, environ=os.environ, torch=torch)
-        return found.path, binding.bind(found.path)
-    finally:
-        if found.origin == "private":
-            shutil.rmtree(found.path.parent.parent, ignore_errors=True)
+    with build.to_load(compiler.GATE) as found:
+        try:
+            return found.path, binding.bind(found.path)
+        except GateError:
+            if found.built_s is not None or found.origin != "cache":
+                raise
+        root, torch = found.path.parent.parent, compiler.installed_torch()
+        again = build.build(root, environ=os.environ, torch=torch)
+        return again.path, binding.bind(again.path)

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import functools
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 
 from hydroslurm.errors import GateError
 from hydroslurm.gate import build
-from hydroslurm.gate.compiler import Recipe, abi_number, installed_torch
+from hydroslurm.gate.compiler import Recipe, abi_number
 
 RECIPE = Recipe(
     what="the library of sums on the host",
@@ -106,9 +105,5 @@ def load() -> Library:
         NoCompiler: it has to be built, and there is no C++ compiler.
         GateError: it can neither be built, trusted nor loaded.
     """
-    found = build.ensure(os.environ, torch=installed_torch(), recipe=RECIPE)
-    try:
+    with build.to_load(RECIPE) as found:
         return Library(found.path)
-    finally:
-        if found.origin == "private":
-            shutil.rmtree(found.path.parent.parent, ignore_errors=True)

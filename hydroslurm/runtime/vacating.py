@@ -199,7 +199,6 @@ class Vacating:
 
     def _hold_closed(self, closing: int) -> str:
         """Add our cause to those of the pause; returns why it does not hold, empty if it does."""
-        self._cause_is_gone.clear()
         self._gate.request(Action.PAUSE, Cause.VACATED)
         self._holds = True
         until_s = time.monotonic() + _LATCH_S
@@ -219,6 +218,7 @@ class Vacating:
         if not self._holds:
             return
         self._holds = False
+        self._cause_is_gone.clear()  # here: until now our cause may not have been written down yet
         with contextlib.suppress(InstallError):  # this rank has left
             self._gate.request(Action.RESUME, Cause.VACATED)
 

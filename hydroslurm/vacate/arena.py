@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from hydroslurm.gate.compiler import (
     Recipe,
     abi_number,
     find_compiler,
-    installed_torch,
 )
 from hydroslurm.vacate.backend import DeviceState
 
@@ -207,12 +205,8 @@ def load() -> Library:
         NoCompiler: it has to be built, and there is no C++ compiler.
         GateError: it can neither be built, trusted nor loaded.
     """
-    found = build.ensure(os.environ, torch=installed_torch(), recipe=RECIPE)
-    try:
+    with build.to_load(RECIPE) as found:
         return Library(found.path)
-    finally:
-        if found.origin == "private":
-            shutil.rmtree(found.path.parent.parent, ignore_errors=True)
 
 
 def self_test(path: str) -> None:

@@ -178,7 +178,16 @@ def open_arena(environ: Mapping[str, str]) -> None:
     """
     _Opened.by = VacateBy.from_environ(environ)
     _Opened.folder = environ.get(VACATE_DIR_ENV, "").strip()
-    if _Opened.by is not VacateBy.ARENA or _Opened.library is not None:
+    if _Opened.by is not VacateBy.ARENA:
+        if _Opened.folder:
+            warnings.warn(
+                f"hydroslurm: {VACATE_DIR_ENV}={_Opened.folder!r} has no effect without "
+                f"{VACATE_BY_ENV}=arena",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return
+    if _Opened.library is not None:
         return
     try:
         _Opened.library = _take_over(load())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 
 from hydroslurm.core.memory import Room
@@ -39,8 +39,8 @@ class VacatePolicy(str, Enum):
         Raises:
             UsageError: another word.
         """
-        if environ.get(VACATE_ENV, "").strip():
-            return cls(_word(environ, VACATE_ENV, [one.value for one in cls]))
+        if word := _one_of(environ, VACATE_ENV, cls):
+            return cls(word)
         mode = environ.get(PREEMPT_ENV, "").strip().lower()
         return cls.ALWAYS if mode == "vacate" else cls.WHEN_ASKED
 
@@ -59,14 +59,13 @@ class VacateBy(str, Enum):
         Raises:
             UsageError: another word.
         """
-        if not environ.get(VACATE_BY_ENV, "").strip():
-            return cls.CUDA_CHECKPOINT
-        return cls(_word(environ, VACATE_BY_ENV, [one.value for one in cls]))
+        return cls(_one_of(environ, VACATE_BY_ENV, cls) or cls.CUDA_CHECKPOINT)
 
 
-def _word(environ: Mapping[str, str], name: str, known: Sequence[str]) -> str:
-    word = environ[name].strip().lower()
-    if word not in known:
+def _one_of(environ: Mapping[str, str], name: str, words: type[Enum]) -> str:
+    """What the variable says, which is one of these words; empty if it is not set."""
+    word, known = environ.get(name, "").strip().lower(), [one.value for one in words]
+    if word and word not in known:
         raise UsageError(f"{name}={word[:60]!r}; wanted one of {', '.join(known)}")
     return word
 

@@ -3,15 +3,14 @@ may be is tested with a device that takes its time (tests/native/test_launch_ahe
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hydroslurm.errors import NoCompiler, UsageError
-from hydroslurm.gate.compiler import Recipe, compile_library, find_compiler, installed_torch
+from hydroslurm.errors import UsageError
+from hydroslurm.gate.compiler import Recipe, compile_library, installed_torch
 from hydroslurm.runtime.launch_ahead import launch_ahead_from
 
 SCRIPT = """
@@ -50,19 +49,17 @@ print("good")
 """
 
 
-def test_torchs_events_are_recorded_and_asked_for(tmp_path: Path) -> None:
+def test_torchs_events_are_recorded_and_asked_for(
+    tmp_path: Path, native_compiler: list[str]
+) -> None:
     """On the stream of the thread, in forward and backward; never before there is a bound, nor
     after. A device that torch does not have is refused; one that fails ends no training."""
-    try:
-        compiler = find_compiler(os.environ)
-    except NoCompiler as error:
-        pytest.skip(str(error))
     (tmp_path / "source").mkdir()
     source = Path(__file__).with_name("launch_device.cpp")
     (tmp_path / "source" / source.name).write_text(source.read_text())
     recipe = Recipe("the test's device", "device.so", tmp_path / "source", source.name, "")
     target = tmp_path / "device.so"
-    compile_library(compiler, target, torch=installed_torch(), recipe=recipe)
+    compile_library(native_compiler, target, torch=installed_torch(), recipe=recipe)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(target)], capture_output=True, text=True, timeout=120
     )

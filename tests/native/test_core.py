@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.errors import NoCompiler
 from hydroslurm.gate import binding, protocol
-from hydroslurm.gate.compiler import SOURCES, find_compiler, source_files
+from hydroslurm.gate.compiler import SOURCES, source_files
 
 HERE = Path(__file__).parent
 BUILDS = {
@@ -29,19 +28,11 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 LIMIT_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def compiler() -> list[str]:
-    try:
-        return find_compiler(os.environ)
-    except NoCompiler as error:
-        pytest.skip(str(error))
-
-
 Runner = Callable[[str, str], "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
-def run(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def run(native_compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """Runs one C++ test in one kind of build; each kind is compiled once."""
     folder = tmp_path_factory.mktemp("native")
 
@@ -49,7 +40,7 @@ def run(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runner
     def program(kind: str) -> str:
         core = [p for p in source_files() if p.suffix == ".cpp" and p.name != "torch_gate.cpp"]
         command = [
-            *(*compiler, "-std=c++17", "-pthread", *WARNINGS, *BUILDS[kind], f"-I{SOURCES}"),
+            *(*native_compiler, "-std=c++17", "-pthread", *WARNINGS, *BUILDS[kind], f"-I{SOURCES}"),
             *(str(source) for source in [*sorted(HERE.glob("*.cpp")), *core]),
             *("-o", str(folder / kind), "-ldl"),
         ]
@@ -95,7 +86,7 @@ def test_core_under_sanitizer(run: Runner, kind: str) -> None:
     assert not said, said
 
 
-def test_binding_matches_header(compiler: list[str], tmp_path: Path) -> None:
+def test_binding_matches_header(native_compiler: list[str], tmp_path: Path) -> None:
     """The structures of the Python binding have the sizes that the C++ compiler gives them."""
     source = tmp_path / "sizes.cpp"
     source.write_text(
@@ -103,7 +94,7 @@ def test_binding_matches_header(compiler: list[str], tmp_path: Path) -> None:
         "sizeof(hs_signal), sizeof(hs_event), sizeof(hs_status), "
         "sizeof(hs_traced), sizeof(hs_launch_ahead)); }"
     )
-    command = [*compiler, f"-I{SOURCES}", str(source), "-o", str(tmp_path / "sizes")]
+    command = [*native_compiler, f"-I{SOURCES}", str(source), "-o", str(tmp_path / "sizes")]
     subprocess.run(command, timeout=60, check=True)
     done = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, timeout=60)
     structures = (

@@ -3,16 +3,16 @@ and the weights are those of a run that nobody disturbed."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from processes import child, wait_until
+from processes import child, resident_bytes, wait_until
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime import client
+from hydroslurm.vacate.arena_backend import open_arena
 from hydroslurm.vacate.policy import VacateBy
 
 ARENA = {"HYDROSLURM_VACATE_BY": "arena"}
@@ -51,18 +51,6 @@ TRAIN = """
 """
 
 
-def _resident_bytes(pid: int, addresses: list[int]) -> int:
-    """Of the mappings that hold these addresses."""
-    inside, sum_kb = False, 0
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            begin, end = (int(one, 16) for one in found.groups())
-            inside = any(begin <= one < end for one in addresses)
-        elif inside and line.startswith("Rss:"):
-            sum_kb += int(line.split()[1])
-    return 1024 * sum_kb
-
-
 def test_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Pauses in the middle of the training move what it has into a file, and free it. The addresses
     stay, and the weights' hash at the end is that of an undisturbed run."""
@@ -73,13 +61,13 @@ def test_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         for _ in range(CYCLES):
             told = process.expect("step")
             addresses = [int(one, 16) for one in told.split()]
-            before_bytes = _resident_bytes(process.pid, addresses)
+            before_bytes = resident_bytes(process.pid, addresses)
             assert before_bytes > 6 << 20
             answer = client.pause(process.pid, vacate=True, timeout_s=60)
             assert answer.done, answer.message
             assert answer.vacated_bytes
             assert answer.vacated_bytes >= before_bytes
-            assert _resident_bytes(process.pid, addresses) == 0
+            assert resident_bytes(process.pid, addresses) == 0
             assert client.resume(process.pid, timeout_s=60).done
             for _ in range(4):
                 process.expect("step")
@@ -241,3 +229,10 @@ def test_the_variable() -> None:
     assert VacateBy.from_environ({"HYDROSLURM_VACATE_BY": " Arena "}) is VacateBy.ARENA
     with pytest.raises(UsageError, match="'vmm'; wanted one of cuda-checkpoint, arena"):
         VacateBy.from_environ({"HYDROSLURM_VACATE_BY": "vmm"})
+
+
+def test_a_folder_without_an_arena() -> None:
+    """Nothing is written there; whoever set it, is told."""
+    environ = {"HYDROSLURM_VACATE_DIR": "/nvme"}
+    with pytest.warns(RuntimeWarning, match="'/nvme' has no effect without HYDROSLURM_VACATE_BY"):
+        open_arena(environ)

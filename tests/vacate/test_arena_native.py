@@ -8,10 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from hydroslurm.errors import NoCompiler
-from hydroslurm.gate.compiler import find_compiler, source_files
+from hydroslurm.gate.compiler import source_files
 from hydroslurm.vacate.arena import RECIPE, Numbers
 
 HERE = Path(__file__).parent / "native"
@@ -22,19 +19,11 @@ FLAGS = (
 LIMIT_S = 90.0
 
 
-@pytest.fixture(scope="module")
-def compiler() -> list[str]:
-    try:
-        return find_compiler(os.environ)
-    except NoCompiler as error:
-        pytest.skip(str(error))
-
-
-def test_arena(compiler: list[str], tmp_path: Path) -> None:
+def test_arena(native_compiler: list[str], tmp_path: Path) -> None:
     """Each C++ test passes; what it must show is said above it in its source."""
     core = [p for p in source_files(RECIPE) if p.suffix == ".cpp" and p.stem != "torch_allocators"]
     program = tmp_path / "test_arena"
-    command = [*compiler, *FLAGS, f"-I{RECIPE.sources}", *map(str, core)]
+    command = [*native_compiler, *FLAGS, f"-I{RECIPE.sources}", *map(str, core)]
     command += [str(HERE / "test_arena.cpp"), "-o", str(program), "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -51,13 +40,13 @@ def test_arena(compiler: list[str], tmp_path: Path) -> None:
     assert not said, said
 
 
-def test_binding_matches_header(compiler: list[str], tmp_path: Path) -> None:
+def test_binding_matches_header(native_compiler: list[str], tmp_path: Path) -> None:
     """The structure of the Python binding has the size that the C++ compiler gives it."""
     source = tmp_path / "size.cpp"
     source.write_text(
         '#include "arena.h"\n'
         f'static_assert(sizeof(hs_arena_numbers) == {ctypes.sizeof(Numbers)}, "");\n'
     )
-    command = [*compiler, "-std=c++17", "-fsyntax-only", f"-I{RECIPE.sources}", str(source)]
+    command = [*native_compiler, "-std=c++17", "-fsyntax-only", f"-I{RECIPE.sources}", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
