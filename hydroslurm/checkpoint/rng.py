@@ -12,6 +12,7 @@ may hold.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import struct
@@ -67,6 +68,23 @@ def restore(state: Mapping[str, Any]) -> None:
     _restore_numpy(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     _restore_devices(state["devices"])
+
+
+@contextlib.contextmanager
+def seeded(digest: bytes) -> Iterator[None]:
+    """Seed all of them from 32 bytes, those of accelerators in use too, and put them back behind
+    the block as they were."""
+    before = capture()
+    seeds = struct.unpack("<4Q", digest)
+    random.seed(seeds[0])
+    numpy.random.seed(seeds[1] % 2**32)
+    torch.default_generator.manual_seed(seeds[2] >> 1)
+    for _, module in _initialised():
+        module.manual_seed_all(seeds[3] >> 1)
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def for_new_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -224,7 +224,11 @@ class SamplerPosition:
         if not self._warned:
             self._warned = True
             warn_of_unseeded_workers(self._loader)
-        return iterate(self._loader, shield=self._shield)
+        loaded = iterate(self._loader, shield=self._shield)
+        batches = self._loader.batch_sampler
+        if isinstance(batches, GlobalBatchSampler) and batches.shards is not None:
+            return batches.steps(loaded, epoch=self._progress.epoch, consumed=self._consumed())
+        return loaded
 
 
 class ReplayPosition:

@@ -21,6 +21,7 @@ class InPlaceEngine:
 
     Attributes:
         is_paused: whether this rank is held on purpose; others are not to give it up.
+        shares_buffers: a forward begins with the buffers of rank 0; all ranks have equally many.
         failed: a collective of the step that is under way has failed; its gradients are nothing.
     """
 
@@ -57,6 +58,7 @@ class InPlaceEngine:
             may_send=lambda: not (self.failed or self.member.broken),
             on_error=self._on_error,
         )
+        self.shares_buffers = True
         self._watched: list[DistributedDataParallel] = []
 
     def prepare(self, form: Form) -> None:
@@ -85,7 +87,7 @@ class InPlaceEngine:
         self.group.destroy()
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if self.shares_buffers and module.training and torch.is_grad_enabled():
             self.sum.share_buffers(module)
 
     def _on_error(self, error: BaseException) -> None:

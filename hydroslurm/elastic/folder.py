@@ -38,6 +38,7 @@ MEMBER_ENV = "HYDROSLURM_MEMBER"
 """The name of this process's member; default: the array element, the job, or the process."""
 LR_RULES = ("none", "linear", "sqrt")
 BATCHES = ("keep_global", "per_rank")
+SUMMATIONS = ("all_reduce", "fixed_order")
 _FILE_BYTES = 1 << 20
 _LEDGER_BYTES = 256 << 20
 
@@ -193,6 +194,8 @@ class CoordinatorOptions:
         host: the address to listen at, "" for the one by which this node is known.
         batch: ``keep_global``: a step has as many samples as with all members, whatever the size;
             ``per_rank``: each rank has its batch size, and the step follows the size.
+        summation: ``fixed_order`` adds the gradients up in one order for every size, see
+            :mod:`hydroslurm.elastic.fixed_order`; ``all_reduce`` as the size has it.
         lr, lr_warmup_steps: how the learning rate follows, and in how many steps; see
             :mod:`hydroslurm.elastic.learning_rate`.
         size, timing: see there.
@@ -201,6 +204,7 @@ class CoordinatorOptions:
 
     host: str = ""
     batch: str = "keep_global"
+    summation: str = "all_reduce"
     lr: Literal["none", "linear", "sqrt"] = "none"
     lr_warmup_steps: int = 0
     size: Size = field(default_factory=Size)
@@ -210,6 +214,16 @@ class CoordinatorOptions:
     def __post_init__(self) -> None:
         if self.batch not in BATCHES:
             raise ValueError(f"batch={self.batch!r}: one of {', '.join(BATCHES)} is wanted")
+        if self.summation not in SUMMATIONS:
+            raise ValueError(
+                f"summation={self.summation!r}: one of {', '.join(SUMMATIONS)} is wanted"
+            )
+        if self.summation == "fixed_order" and self.batch != "keep_global":
+            raise ValueError(
+                f"summation='fixed_order' adds up the same shards at every size, and with "
+                f"batch={self.batch!r} a step has others: choose batch='keep_global', or "
+                "summation='all_reduce'"
+            )
         if self.lr not in LR_RULES or self.lr_warmup_steps < 0:
             raise ValueError(
                 f"lr={self.lr!r}, lr_warmup_steps={self.lr_warmup_steps}: one of "
@@ -229,6 +243,7 @@ class CoordinatorOptions:
             parts: dict[str, Any] = {
                 "host": str(flat.pop("host", "")),
                 "batch": str(flat.pop("batch", "keep_global")),
+                "summation": str(flat.pop("summation", "all_reduce")),
                 "lr": str(flat.pop("lr", "none")),
                 "lr_warmup_steps": int(flat.pop("lr_warmup_steps", 0)),
             }
@@ -246,7 +261,8 @@ class CoordinatorOptions:
         return made
 
     def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = {"host": self.host, "batch": self.batch}
+        names = ("host", "batch", "summation", "lr", "lr_warmup_steps")
+        document: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.autoscale is not None:
             document["autoscale"] = self.autoscale.to_json()
         return {**document, **asdict(self.size), **asdict(self.timing)}

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from hydroslurm.elastic.fixed_order import ShardGradients, sum_in_order
 from hydroslurm.errors import RanksError
 
 
@@ -83,6 +84,23 @@ class GradientSum:
                 return buffer
 
         return cast("torch.futures.Future[torch.Tensor]", future.then(summed))
+
+    def sum_shards(self, gradients: ShardGradients, count: int) -> None:
+        """Sum the gradients of a step's shards in their order, ``count`` of them on all ranks."""
+        if not self._may_send():
+            self._fail(RanksError("the generation is broken"))
+            return
+        group = self._group()
+        self.is_sending = True
+        try:
+            sums = [
+                sum_in_order(mine, count, like=like, group=group)
+                for mine, like in gradients.vectors()
+            ]
+        except (RuntimeError, ValueError) as error:
+            self._fail(error)
+            return
+        gradients.put(sums)
 
     def share_buffers(self, module: torch.nn.Module) -> None:
         """Give all ranks the buffers of rank 0, as DDP does before each forward of a training."""

@@ -55,7 +55,8 @@ class State:
             Each is an attribute of the state.
 
     Raises:
-        UsageError: this process belongs to no elastic run; a name that is taken.
+        UsageError: this process belongs to no elastic run; a name that is taken;
+            it is to have ``summation: fixed_order``.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -72,6 +73,12 @@ class State:
             things=self._objects.values(),
             warn=lambda text: warnings.warn(text, stacklevel=2),
         )
+        if self._engine.folder.options().summation == "fixed_order":
+            raise UsageError(
+                "an elastic State does not know the batches of its script, so that it cannot add "
+                "gradients up in a fixed order: use hydroslurm.Run(elastic=True) with "
+                "run.shards(batch), or leave `summation` out of the spec"
+            )
         self._commits = 0
         self._is_done = False
         self._kept: Mapping[str, Any] = {}

@@ -24,18 +24,20 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
-from hydroslurm.data.global_batches import share_batches
+from hydroslurm.data.global_batches import StepShards, shard_key, share_batches
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
+from hydroslurm.elastic.fixed_order import ShardGradients
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.replica import PeerReplicas
 from hydroslurm.elastic.transfer import hand_over
-from hydroslurm.errors import HydroslurmError, RanksError
+from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
@@ -65,10 +67,15 @@ class ElasticRun(Run):
         self._kept_small: dict[str, Any] | None = None
         self._step_began_s = 0.0
         self._samples = 0
+        options = self._elastic_folder.options()
+        self._in_order = options.summation == "fixed_order"
+        self._engine.shares_buffers = not self._in_order
+        self._unsummed: StepShards | None = None
+        self._buffers_may_change = False
         super().__init__(**arguments)
         self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
-        options = self._elastic_folder.options()
-        self._replicas = PeerReplicas() if options.size.spares else None
+        needs_replicas = options.size.spares and not self._in_order
+        self._replicas = PeerReplicas() if needs_replicas else None
         self._scaled = ScaledLearningRate(
             options.lr,
             full=self._engine.local_size * options.size.max,
@@ -134,13 +141,77 @@ class ElasticRun(Run):
 
     def _use(self, loader: Any) -> None:
         options = self._elastic_folder.options()
-        share_batches(loader, ranks=self._engine.local_size * options.size.max, batch=options.batch)
+        share_batches(
+            loader,
+            ranks=self._engine.local_size * options.size.max,
+            batch=options.batch,
+            in_shards=self._in_order,
+        )
         super()._use(loader)
+
+    # --- a fixed order of sums
+    # --------------------------------------------------------------------------------------------
+
+    def shards(self, batch: Any) -> Iterator[Any]:
+        if not self._in_order:
+            yield batch
+            return
+        if not isinstance(batch, StepShards):
+            raise UsageError(
+                f"run.shards({type(batch).__name__}): wanted what run.batches() has yielded"
+            )
+        gradients = ShardGradients(self._engine.modules)
+        for one in batch.shards:
+            key = shard_key("step", batch.epoch, batch.consumed, one.number, batch.passes)
+            with gradients.shard(one.samples / batch.samples), rng.seeded(key):
+                yield one.batch
+        self._require_same_buffers()
+        batch.passes += 1
+        self._engine.sum.sum_shards(gradients, batch.count)
+        self._unsummed = None
+
+    def _require_same_buffers(self) -> None:
+        """In the first step of a generation: no forward has changed what lies beside the weights,
+        for each rank has other shards.
+
+        Raises:
+            UsageError: it has.
+        """
+        if self._buffers_may_change:
+            return
+        self._buffers_may_change = True
+        names = [name for each in self._engine.modules for name, _ in each.module.named_buffers()]
+        for name, (buffer, kept) in zip(names, self._kept_buffers, strict=False):
+            if not torch.equal(buffer, kept):
+                raise UsageError(
+                    f"the forward has changed the buffer {name!r}, and with `summation: "
+                    "fixed_order` nothing may follow from which shards a rank has had. BatchNorm's "
+                    "running statistics do: use GroupNorm or LayerNorm, "
+                    "track_running_stats=False, or freeze it with .eval(); or leave summation out"
+                )
+
+    def _require_summed(self, what: str) -> None:
+        if self._unsummed is not None:
+            raise UsageError(
+                f"{what} before all shards of step {self._step + 1} were trained. With "
+                "`summation: fixed_order` write `for x, y in run.shards(batch): "
+                "loss_of(model(x), y).backward()`, to its end, and the optimizer's step behind it"
+            )
+
+    def _add(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
+        super()._add(name, thing, per_rank=per_rank)
+        if self._in_order and self._cursor.registered.names():
+            raise UsageError(
+                f"register({name!r}): what each rank has for itself depends on the number of "
+                "ranks, and `summation: fixed_order` promises the same bits for each. Draw from "
+                "the global generators, which are the shard's within run.shards(batch)"
+            )
 
     # --- safe points
     # --------------------------------------------------------------------------------------------
 
     def _complete_step(self) -> None:
+        self._require_summed("the step ended")
         failed = self._engine.failed
         self._engine.sum.is_sending = False
         self._cursor.count_step()
@@ -167,6 +238,8 @@ class ElasticRun(Run):
                 mine, total = self._cursor.share_of_batch()
                 self._engine.sum.weight = mine / total
                 self._samples = total
+                self._require_summed("the next batch was fetched")
+                self._unsummed = batch if self._in_order else None
                 yield batch
             if not self._moved:
                 return
@@ -242,6 +315,7 @@ class ElasticRun(Run):
                 self._replicas.begin(form, self._kept_own)
             self._take_first(form)
             self._engine.prepare(form)
+            self._buffers_may_change = False
             self._scaled.resize(form.world_size)
             self._step_began_s = time.monotonic()
         except (RanksError, RuntimeError) as error:
@@ -282,7 +356,9 @@ class ElasticRun(Run):
         """Become as the source is; random numbers are those of the former rank of this number, if
         its state at this step was kept, else this rank's own."""
         own = dict(state["own"])
-        if former is not None and former["counters"] == own["counters"]:
+        if self._in_order:
+            pass  # outside of shards all ranks draw the same
+        elif former is not None and former["counters"] == own["counters"]:
             own = dict(former)
         else:
             own |= {"rng": for_new_rank(own["rng"], form.rank), "new_rank": form.rank}
@@ -341,6 +417,7 @@ class ElasticRun(Run):
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer without gradients steps nowhere."""
+        self._require_summed("an optimizer stepped")
         if not self._engine.failed:
             return
         if self._kept_small is None:

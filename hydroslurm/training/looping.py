@@ -51,6 +51,22 @@ class Looping(Saving):
         self._cursor.restore_rng()  # where there was nothing left to open
         self._save_behind_batches(since=self._step)
 
+    def shards(self, batch: Any) -> Iterator[Any]:
+        """Yield the parts of a batch that each have a forward and a backward of their own: the
+        batch itself, or with ``summation: fixed_order`` in an elastic run this rank's shards.
+
+            for batch in run.batches(epochs=10):
+                optimizer.zero_grad()
+                for x, y in run.shards(batch):
+                    loss_of(model(x), y).backward()
+                optimizer.step()
+
+        The loss is the mean over the shard's samples. Behind the loop the gradients are those of
+        the mean over all samples of the step. Random numbers are those of the shard in the loop,
+        and the same on all ranks outside. A rank may have no shard in the last step of an epoch.
+        """
+        yield batch
+
     def steps(self, total: int, *, check: bool = True) -> Iterator[int]:
         """Yield the numbers of the steps that are left, from :attr:`step` to ``total - 1``: for
         loops that fetch their own batches.

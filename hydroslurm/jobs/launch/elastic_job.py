@@ -136,6 +136,7 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
         folder.make_key()
         options = CoordinatorOptions(
             batch=elastic.batch,
+            summation=elastic.summation,
             lr=elastic.lr,
             lr_warmup_steps=elastic.lr_warmup_steps,
             size=size,

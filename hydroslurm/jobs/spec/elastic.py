@@ -57,6 +57,13 @@ class Elastic(Part):
         "samples as with max members, in other shares. per_rank: each rank keeps its batch size, "
         "and a step has more samples or fewer. Default: keep_global.",
     )
+    summation: Literal["all_reduce", "fixed_order"] = Field(
+        default="all_reduce",
+        description="How the ranks' gradients are added up, with batch: keep_global. fixed_order: "
+        "in one order for every size, so that losses and weights are bit for bit those of a fixed "
+        "size; the script goes over run.shards(batch). all_reduce: as is fastest. Default: "
+        "all_reduce.",
+    )
     lr: Literal["none", "linear", "sqrt"] = Field(
         default="none",
         description="How the learning rate follows the size, with batch: per_rank; the script's "

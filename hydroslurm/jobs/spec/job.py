@@ -274,6 +274,12 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
             "batch: per_rank, or leave lr out"
         )
         yield Complaint((*own, "lr"), message, ((*own, "batch"),))
+    if elastic.summation == "fixed_order" and elastic.batch != "keep_global":
+        message = (
+            f"fixed_order adds up the same shards at every size, and batch: {elastic.batch} has "
+            "others; say batch: keep_global, or leave summation out"
+        )
+        yield Complaint((*own, "summation"), message, ((*own, "batch"),))
     if elastic.autoscale is not None and elastic.min <= elastic.max:
         try:
             AutoscalePolicy.from_json(

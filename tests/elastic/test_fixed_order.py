@@ -1,0 +1,168 @@
+"""With ``summation: fixed_order`` losses and weights are those of a fixed size, bit for bit, over
+any sequence of sizes: with dropout, augmentation, clipping and random numbers of the script."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elasticstory import BATCH, TRAIN, ElasticStory
+from processes import wait_until
+
+from hydroslurm.elastic.folder import CoordinatorOptions
+from hydroslurm.errors import UsageError
+
+SAMPLES = 230
+"""19 steps of 3 shards of 4 in an epoch, and one of 2 samples, in which the third rank has none."""
+
+IN_SHARDS = (
+    TRAIN.replace("import json,", "import hashlib, random, numpy, json,")
+    .replace("nn.BatchNorm1d(16), nn.Dropout(0.1)", "nn.LayerNorm(16), nn.Dropout(0.3)")
+    .replace(
+        "data = TensorDataset(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))",
+        """class Noisy(TensorDataset):
+        def __getitem__(self, index):
+            x, y, number = super().__getitem__(index)
+            return x + 0.1 * torch.randn(8) + random.random() + numpy.random.rand(), y, number
+    data = Noisy(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))""",
+    )
+    .replace(
+        """for x, y, ids in run.batches(epochs=options["epochs"]):
+            step = run.step
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+""",
+        """for batch in run.batches(epochs=options["epochs"]):
+            step, losses, seen = run.step, {}, []
+            optimizer.zero_grad()
+            scale = torch.rand(())
+            for x, y, ids in run.shards(batch):
+                loss = nn.functional.mse_loss(model(x), y) * (scale + random.random())
+                loss.backward()
+                losses[int(ids[0])] = loss.item()
+                seen += ids.tolist()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+""",
+    )
+    .replace(
+        '"ids": ids.tolist(), "loss": loss.item(),',
+        '"ids": seen, "losses": losses, "scale": scale.item(),',
+    )
+    .replace(
+        "weights = sum(value.detach().double().sum() for value in net.parameters())",
+        "weights = hashlib.sha256(\n"
+        "        b''.join(one.detach().numpy().tobytes() for one in net.parameters())\n"
+        "    ).hexdigest()",
+    )
+    .replace("weights.item()", "weights")
+)
+LONG: dict[str, Any] = {"samples": SAMPLES, "epochs": 6, "step_s": 0.03}
+OPTIONS: dict[str, Any] = {"max": 3, "summation": "fixed_order"}
+
+
+def losses(story: ElasticStory) -> dict[tuple[int, str], float]:
+    """Of each step and shard, as they were at last."""
+    newest: dict[tuple[int, str], tuple[int, float]] = {}
+    for log in story.all_steps():
+        for one in log:
+            for shard, loss in one["losses"].items():
+                key = one["step"], shard
+                newest[key] = max(newest.get(key, (0, 0.0)), (one["generation"], loss))
+    return {key: loss for key, (_, loss) in newest.items()}
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
+    """The losses and the end of one member, alone from the beginning to the end."""
+    story = ElasticStory(tmp_path_factory.mktemp("fixed"), program=IN_SHARDS, **OPTIONS, wanted=1)
+    try:
+        story.start("x", **LONG | {"step_s": 0.0})
+        end = story.done("x")
+        return losses(story), end
+    finally:
+        story.close()
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Iterator[ElasticStory]:
+    one = ElasticStory(tmp_path, program=IN_SHARDS, **OPTIONS)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_the_bits_are_those_of_a_fixed_size(
+    story: ElasticStory, fixed: tuple[Any, dict[str, Any]]
+) -> None:
+    """Two, three, one (one leaves, one is killed) and two again: each loss, each number drawn and
+    the weights are those of one member that trained alone."""
+    for name in "ab":
+        story.start(name, **LONG)
+    story.wait_for_step("a", size=2, times=2)
+    story.start("c", **LONG, seed=5)
+    story.wait_for_step("c", size=3, times=2)
+    story.signal("a", signal.SIGTERM)
+    story.wait_for_step("c", size=2, times=2)
+    story.signal("b", signal.SIGKILL)
+    story.wait_for_step("c", size=1, times=2)
+    story.start("d", **LONG, seed=6)
+    story.wait_for_step("d", size=2, times=2)
+    ends = [story.done(name) for name in "cd"]
+    assert [one["ranks"] for one in story.entries("generation")][:5] == [2, 3, 2, 1, 2], story
+    assert ends[0] == ends[1] == fixed[1], story
+    assert losses(story) == fixed[0], story
+    assert fixed[1]["step"] == LONG["epochs"] * -(-SAMPLES // (3 * BATCH))
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (TRAIN, "run.shards(batch)"),
+        (IN_SHARDS.replace("LayerNorm", "BatchNorm1d"), "buffer '1.running_mean'"),
+        (
+            IN_SHARDS.replace("seen += ids.tolist()", "optimizer.step()"),
+            "an optimizer stepped before all shards of step 1",
+        ),
+        (
+            IN_SHARDS.replace("losses[int(ids[0])]", "break #"),
+            "an optimizer stepped before all shards of step 1",
+        ),
+        (
+            IN_SHARDS.replace(
+                "for batch in", "run.register('own', torch.Generator())\n        for batch in"
+            ),
+            "register('own')",
+        ),
+    ],
+    ids=["one batch", "BatchNorm", "steps within", "leaves shards", "own generator"],
+)
+def test_what_cannot_be_kept_is_refused(tmp_path: Path, program: str, said: str) -> None:
+    """A script that would not get the promised bits ends at its first step, and is told why."""
+    story = ElasticStory(tmp_path, program=program, **OPTIONS, wanted=1)
+    try:
+        child = story.start("a", samples=SAMPLES)
+        assert child.wait() == 1, story
+        wait_until(lambda: said in "\n".join(child.lines), lambda: f"{said}\n{story}")
+    finally:
+        story.close()
+
+
+def test_options_that_contradict_are_refused() -> None:
+    """Shards are those of a global batch."""
+    with pytest.raises(UsageError, match="batch='keep_global'"):
+        CoordinatorOptions.from_json({"summation": "fixed_order", "batch": "per_rank"})
+    with pytest.raises(UsageError, match="all_reduce, fixed_order"):
+        CoordinatorOptions.from_json({"summation": "ring"})
+
+
+def test_options_come_back_as_they_were_written() -> None:
+    """None of them is lost on the way to the members."""
+    options = CoordinatorOptions(batch="per_rank", lr="sqrt", lr_warmup_steps=7)
+    assert CoordinatorOptions.from_json(options.to_json()) == options
+    options = CoordinatorOptions(summation="fixed_order")
+    assert CoordinatorOptions.from_json(options.to_json()) == options
