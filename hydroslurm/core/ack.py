@@ -225,14 +225,23 @@ class JudgeResume:
     def __init__(self, path: Path) -> None:  # noqa: ARG002 - as the other judges
         """``path`` is not read: the events say it all."""
         self._held: Event | None = None
+        self._restored = ""
 
     def __call__(self, event: Event) -> Answer | None:
         if event.kind is EventKind.FIRST_OPERATOR_RELEASED:
             resume_us = event.data.get("resume_us")
+            if self._restored and self._held is not None:  # the gate's own request came last
+                resume_us = (event.mono_ns - self._held.mono_ns) / 1e3
             after = "" if resume_us is None else f" after {resume_us:.0f} us"
-            return Answer(event.rank, True, resume_us, f"running again{after}")
+            return Answer(event.rank, True, resume_us, f"running again{after}{self._restored}")
         if event.kind is EventKind.RESUMED and not event.data.get("held"):
-            return Answer(event.rank, True, None, "running again; no thread was held")
+            message = f"running again; no thread was held{self._restored}"
+            return Answer(event.rank, True, None, message)
+        if event.kind is EventKind.RESTORED:
+            data = event.data
+            moved_bytes, took_s = data.get("moved_bytes", 0), data.get("restore_s", 0.0)
+            self._restored = f"; {moved_bytes / 1e9:.2f} GB given back in {took_s:.2f} s"
+            return None
         if event.kind is EventKind.CAUSES_CHANGED:
             causes = event.data.get("causes")
             if causes and _NOT_OWN.issuperset(causes):

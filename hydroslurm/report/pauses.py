@@ -27,7 +27,7 @@ from hydroslurm.report.lines import (
     text,
 )
 
-PEERS = "peers"
+PEERS, VACATED = "peers", "vacated"
 
 Outcome = Literal["complete", "withdrawn", "not resumed", "not parked", "incomplete"]
 
@@ -52,7 +52,8 @@ class Pause:
         all_parked_mono_ns: every rank learned that all of them are parked, at the same
             collectives; None for a rank that is alone, and where that was not reached.
         drained_mono_ns: the devices have finished what was launched; None without devices.
-        resume_requested_mono_ns: the stamp of the request that opened the gate.
+        resume_requested_mono_ns: the stamp of the request that opened the gate; of a pause that
+            vacated, of the one that has its memory given back first.
         resumed_mono_ns: the gate was opened.
         released_mono_ns: the first thread that was held runs again.
         park_us: from the request to parked.
@@ -184,6 +185,8 @@ class _PauseBuilder:
     lines: dict[EventKind, Line] = field(default_factory=dict)
     causes: list[str] = field(default_factory=list)
     signals: tuple[Line, ...] = ()
+    let_go: Line | None = None
+    """Nothing but its own vacate holds the rank any more."""
 
     def add(self, line: Line) -> None:
         kind = line.kind
@@ -195,6 +198,7 @@ class _PauseBuilder:
     def add_causes(self, line: Line) -> None:
         causes = line.data.get("causes")
         if isinstance(causes, list):
+            self.let_go = line if causes == [VACATED] else None
             for cause in causes[:_MOST_CAUSES]:
                 if isinstance(cause, str) and clean(cause) not in self.causes:
                     self.causes.append(clean(cause))
@@ -281,6 +285,10 @@ def _pause(draft: _PauseBuilder) -> Pause:
     all_parked, failed = seen.get(EventKind.ALL_PARKED), seen.get(EventKind.AGREEMENT_FAILED)
     requested_ns = first_integer((closed, parked), "requested_mono_ns")
     resume_requested_ns = first_integer((resumed, released), "requested_mono_ns")
+    reported = released
+    if draft.let_go is not None and EventKind.RESTORED in seen:
+        # the request that opened the gate was the vacate's own, once all was back
+        resume_requested_ns, reported = draft.let_go.mono_ns, None
     on = released if released is not None else (None if _waited(draft) else resumed)
     return Pause(
         rank=anyone.who.rank,
@@ -308,7 +316,7 @@ def _pause(draft: _PauseBuilder) -> Pause:
         parked_s=_measured(resumed, "parked_s", stamp_of(parked), stamp_of(resumed))
         if parked
         else None,
-        resume_us=_measured(released, "resume_us", resume_requested_ns, stamp_of(on)),
+        resume_us=_measured(reported, "resume_us", resume_requested_ns, stamp_of(on)),
         operator=_shared(text(data_of(held), "operator")),
         phase=_shared(text(data_of(held), "phase")),
         missing=_missing(draft),

@@ -34,6 +34,7 @@ from hydroslurm.report.timeline_lanes import (
     draw_stops,
     marks,
 )
+from hydroslurm.report.timeline_vacated import draw_vacated, vacated_legend
 
 MOST_LANES = 200
 """Ranks in one picture."""
@@ -108,6 +109,7 @@ def timeline(history: History) -> Figure:
     draw_attempts(axes, history, ranks, with_names=labels.size_pt > 0)
     left_out = draw_stops(axes, history, ranks)
     _draw_pauses(axes, list(placed.values()), pixel_s=span_s / _PIXELS)
+    draw_vacated(axes, history, ranks)
     for lane, mine in enumerate(placed.values()):
         left_out += labels.draw(axes, mine, lane=lane, span_s=span_s)
     _dress(figure, axes, history, left_out=left_out)
@@ -317,5 +319,4 @@ def _legend(history: History) -> list[Patch | Line2D]:
     if history.pauses:
         handles.append(Line2D([], [], marker="v", label="pause requested (+ time to park)", **mark))
         handles.append(Line2D([], [], marker="^", label="resumed", **mark))
-    handles += attempts_legend(history)
-    return handles
+    return [*handles, *vacated_legend(history), *attempts_legend(history)]

@@ -121,14 +121,19 @@ def above(axes: Axes, points: float) -> Transform:
     return axes.transData + ScaledTranslation(0, points / 72, figure.dpi_scale_trans)
 
 
-def bars(axes: Axes, spans: Sequence[Bar], **style: Any) -> None:
+def bars(axes: Axes, spans: Sequence[Bar], *, top: float = -BAR / 2, **style: Any) -> None:
     """One path for all of them: as many hatched polygons of their own take ten times as long to
-    draw and a kilobyte each."""
+    draw and a kilobyte each.
+
+    Args:
+        top: where they begin, from the middle of the lane; downwards is positive.
+    """
     if not spans:
         return
     begin_s, end_s, lane = np.array(spans, dtype=float).T
-    right_s, top, bottom = np.maximum(begin_s, end_s), lane - BAR / 2, lane + BAR / 2
-    corners = ((begin_s, top), (begin_s, bottom), (right_s, bottom), (right_s, top), (begin_s, top))
+    right_s, upper, lower = np.maximum(begin_s, end_s), lane + top, lane + BAR / 2
+    first = (begin_s, upper)
+    corners = (first, (begin_s, lower), (right_s, lower), (right_s, upper), first)
     points = np.array(corners).transpose(2, 0, 1).reshape(-1, 2)
     codes = np.tile(np.array(_RECTANGLE, dtype=Path.code_type), len(spans))
     # not by add_patch, which looks at every corner once more

@@ -170,6 +170,24 @@ def test_a_resumed_rank_waits_for_its_peers() -> None:
     assert still.message == "still held for: user, peers"
 
 
+def test_a_resume_that_waits_for_the_memory() -> None:
+    """The answer counts from the request, not from when the vacate itself opened the gate, and has
+    the bytes; the time being over, it says what is waited for."""
+    judge = JudgeResume(Path())
+    assert judged(judge, ("causes_changed", 20, {"causes": ["vacated"]})) is None
+    late = judge.when_late()
+    assert late is not None
+    assert late.message == "still held, until its device memory is back"
+    answer = judged(
+        judge,
+        ("restored", 370, {"moved_bytes": 2 * 10**9, "restore_s": 0.35}),
+        ("resumed", 371, {"held": 1}),
+        ("first_operator_released", 372, {"resume_us": 8.0}),
+    )
+    message = "running again after 352000 us; 2.00 GB given back in 0.35 s"
+    assert answer == Answer(1, True, 352_000.0, message)
+
+
 def test_one_rank_of_several_is_requeued(tmp_path: Path) -> None:
     """The rank that asks Slurm tells of the requeue; the others have answered when they leave
     saved, and not when nothing was saved."""
