@@ -43,8 +43,8 @@ _POLL_S = 0.5
 _LOOK_S = 2.0
 """How often to look whether the script has come to use a device."""
 _LATCH_S = 5.0
-_GONE_S = 1.0
-"""Until the controller has written down that our cause is gone."""
+_TOLD_S = 1.0
+"""Until the controller has written down that our cause is there, or gone."""
 
 Emit = Callable[[EventKind, Mapping[str, object]], None]
 
@@ -92,6 +92,7 @@ class Vacating:
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._holds = False
+        self._cause_is_there = threading.Event()
         self._cause_is_gone = threading.Event()
         self._ended = threading.Event()
         self._began = (0, "", 0)
@@ -162,8 +163,7 @@ class Vacating:
     def on_causes(self, causes: Cause, *, stops: bool = False) -> None:
         """The gate's causes have changed, and that was written down: the last but ours has gone,
         or a stop has come."""
-        if Cause.VACATED not in causes:
-            self._cause_is_gone.set()
+        (self._cause_is_there if Cause.VACATED in causes else self._cause_is_gone).set()
         if stops or not causes & ~Cause.VACATED:
             self._over.set()
 
@@ -199,6 +199,7 @@ class Vacating:
 
     def _hold_closed(self, closing: int) -> str:
         """Add our cause to those of the pause; returns why it does not hold, empty if it does."""
+        self._cause_is_there.clear()
         self._gate.request(Action.PAUSE, Cause.VACATED)
         self._holds = True
         until_s = time.monotonic() + _LATCH_S
@@ -226,7 +227,7 @@ class Vacating:
         """Say so, as the last line of this: who reads it may ask for a resume at once, and must not
         take for its answer that our cause has gone."""
         self._let_open()
-        self._cause_is_gone.wait(_GONE_S)
+        self._cause_is_gone.wait(_TOLD_S)
         self._emit(EventKind.NOT_VACATED, data)
 
     def _vacate(self, pause: int, topic: str, agree: Agree, refusal: str) -> None:
@@ -253,6 +254,8 @@ class Vacating:
             if away.lost:
                 self._warn(_lost_message(away))
             return
+        # as of _not_vacated(): a resume that is asked for now must not find our cause behind it
+        self._cause_is_there.wait(_TOLD_S)
         self._emit(EventKind.VACATED, data)
         while not self._over.wait(_POLL_S) and self._is_paused():
             pass

@@ -164,9 +164,10 @@ int take_away(hs_arena *arena, const std::vector<Item> &items, int64_t *freed) {
         Segment *segment = item.segment;
         segment->staged = static_cast<const char *>(arena->staging.host) + item.offset;
         segment->spans = item.spans;
+        segment_begin(arena);
         segment->place.store(kBusy);
         if (const int error = DRIVER(arena, unmap, &segment->vm)) {
-            segment->place.store(kInPlace);
+            segment_end(arena, segment, kInPlace);
             return error;
         }
         const bool released = DRIVER(arena, release, &segment->vm) == 0;
@@ -174,7 +175,7 @@ int take_away(hs_arena *arena, const std::vector<Item> &items, int64_t *freed) {
         segment->read_only.store(false);
         arena->mapped_bytes -= segment->vm.bytes;
         arena->away_bytes += segment->vm.bytes;
-        segment->place.store(kAway);
+        segment_end(arena, segment, kAway);
         if (released)
             *freed += segment->vm.bytes;
         else
@@ -267,14 +268,17 @@ int hs_arena_restore(hs_arena *arena) {
     }
     for (Segment *segment : away) {
         int place = kAway;
+        segment_begin(arena);
         while (!segment->place.compare_exchange_strong(place, kBusy)) {
+            segment_end(arena, nullptr, 0);
             if (place == kInPlace) break;
             usleep(100); /* a thread has touched it, and brings it back itself */
             place = kAway;
+            segment_begin(arena);
         }
         if (place == kInPlace) continue;
         const int error = segment_bring_back(arena, segment);
-        segment->place.store(error ? kAway : kInPlace);
+        segment_end(arena, segment, error ? kAway : kInPlace);
         if (error) return end(arena, HS_CHECKPOINTED, error);
     }
     staging_done(arena);

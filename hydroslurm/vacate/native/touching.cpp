@@ -15,6 +15,8 @@ namespace {
 std::atomic<hs_arena *> watched{nullptr}; /* there is one with a host's memory */
 std::atomic<bool> handed_on{false};
 std::atomic<int> in_handler{0}; /* threads that may be reading the table */
+std::atomic<bool> forking{false};
+std::atomic<int> moving{0}; /* segments that are neither in place nor away */
 
 Segment *segment_at(const std::vector<Segment *> &table, uintptr_t at) {
     auto past = std::upper_bound(table.begin(), table.end(), at,
@@ -39,9 +41,13 @@ void set_right(hs_arena *arena, Segment *segment) {
         return;
     }
     int away = kAway;
-    if (!segment->place.compare_exchange_strong(away, kBusy)) return wait_a_little();
+    segment_begin(arena);
+    if (!segment->place.compare_exchange_strong(away, kBusy)) {
+        segment_end(arena, nullptr, 0);
+        return wait_a_little();
+    }
     const int error = segment_bring_back(arena, segment);
-    segment->place.store(error ? kAway : kInPlace);
+    segment_end(arena, segment, error ? kAway : kInPlace);
     if (error) return wait_a_little();
     arena->touched += 1;
 }
@@ -69,12 +75,16 @@ void on_fault(int signo, siginfo_t *info, void *) {
     errno = kept;
 }
 
+/* Not in the middle of a segment: in the child nobody would end that, and who touches it would wait for ever. */
 void before_fork() {
     watched.load()->mutex.lock();
     watched.load()->turn.lock();
+    forking.store(true);
+    while (moving.load() != 0) wait_a_little();
 }
 
 void after_fork() {
+    forking.store(false);
     watched.load()->turn.unlock();
     watched.load()->mutex.unlock();
 }
@@ -84,10 +94,25 @@ void after_fork_in_child() {
     hs_arena *arena = watched.load();
     arena->at_work.store(false);
     arena->stuck.store(true); /* and moves nothing itself */
+    in_handler.store(0);
     after_fork();
 }
 
 } // namespace
+
+void segment_begin(hs_arena *arena) {
+    while (arena->driver->touched_by_threads) {
+        moving += 1;
+        if (!forking.load()) return;
+        moving -= 1;
+        wait_a_little();
+    }
+}
+
+void segment_end(hs_arena *arena, Segment *segment, int place) {
+    if (segment) segment->place.store(place);
+    if (arena->driver->touched_by_threads) moving -= 1;
+}
 
 int touching_open(hs_arena *arena) {
     if (!arena->driver->touched_by_threads) return 0;

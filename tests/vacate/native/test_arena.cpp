@@ -398,6 +398,39 @@ void forking() {
     }
 }
 
+/* Also in the middle of a move, wherever that is: the child never waits for what only its parent does. */
+void forking_in_a_move() {
+    for (const std::string call : {"copy_to_host", "unmap", "release", "create", "map", "copy_from_host", "open"}) {
+        hs_arena *arena = open_faulty();
+        Memory memory = usual(arena);
+        const bool leaves = call == "copy_to_host" || call == "unmap" || call == "release";
+        int64_t freed = 0;
+        if (!leaves) away(arena);
+        if (leaves) CHECK(hs_arena_lock(arena) == 0);
+        faults.arm(call, 1, 0);
+        std::thread mover([&] { CHECK((leaves ? hs_arena_checkpoint(arena, &freed) : hs_arena_restore(arena)) == 0); });
+        while (!faults.hangs) usleep(100);
+        std::thread goes_on([&] {
+            usleep(5000); /* most often the fork has begun by then */
+            faults.go_on = true;
+        });
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(10);
+            memory.check();
+            for (auto &one : memory.blocks) one.first[0] = 7;
+            _exit(0);
+        }
+        int status = 1;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+        goes_on.join();
+        mover.join();
+        if (leaves) CHECK(hs_arena_restore(arena) == 0);
+        CHECK(hs_arena_unlock(arena) == 0);
+        memory.check();
+    }
+}
+
 /* A fault of somebody else's goes to whoever was there before, and ends the process as ever. */
 void others_faults() {
     hs_arena *arena = open_faulty();
@@ -433,6 +466,7 @@ const struct {
 } kTests[] = {{"refuses", refuses},         {"cycles", cycles},           {"reuse", reuse},
               {"every_failure", every_failure}, {"hang_before", hang_before}, {"hang_behind", hang_behind},
               {"touching", touching},       {"spilling", spilling},       {"forking", forking},
+              {"forking_in_a_move", forking_in_a_move},
               {"others_faults", others_faults}, {"no_cuda", no_cuda}};
 
 } // namespace
