@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
@@ -80,6 +82,36 @@ class InPlaceEngine:
         self.sum.begin_generation([one for each in self.modules for one in each.parameters()])
         self.sum.weight = 1.0 / form.world_size  # unless somebody knows the ranks' samples
         self.failed = False
+
+    def average(self, *, without: Collection[int] = (), rank: int = 0) -> None:
+        """Make the weights of all ranks the mean of those who have trained; all ranks of the
+        generation call this.
+
+        Args:
+            without: ranks whose weights are nobody's yet.
+            rank: this one.
+
+        Raises:
+            RuntimeError: a rank is gone; this one's weights are as they were.
+        """
+        group = self.group.group
+        ranks = 1 if group is None else dist.get_world_size(group)
+        if group is None or ranks - len(without) < 2:
+            return
+        self.sum.is_sending = True
+        part = 0.0 if rank in without else ranks / (ranks - len(without))
+        parameters = [one for each in self.modules for one in each.parameters()]
+        places = [one.data for one in parameters]
+        try:
+            if without:
+                for one in parameters:
+                    one.data = one.data * part if part else torch.zeros_like(one.data)
+            average_parameters(iter(parameters), group)
+            for one, place in zip(parameters, places, strict=True):
+                place.copy_(one.data)
+        finally:  # torch makes them parts of one vector, and somebody may know where they were
+            for one, place in zip(parameters, places, strict=True):
+                one.data = place
 
     def close(self) -> None:
         """End the connection and the group."""

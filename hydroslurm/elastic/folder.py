@@ -196,6 +196,8 @@ class CoordinatorOptions:
             ``per_rank``: each rank has its batch size, and the step follows the size.
         summation: ``fixed_order`` adds the gradients up in one order for every size, see
             :mod:`hydroslurm.elastic.fixed_order`; ``all_reduce`` as the size has it.
+        averaging_every: the ranks train apart, and their weights are averaged so often, in steps;
+            0: the gradients are summed in each step.
         lr, lr_warmup_steps: how the learning rate follows, and in how many steps; see
             :mod:`hydroslurm.elastic.learning_rate`.
         size, timing: see there.
@@ -205,6 +207,7 @@ class CoordinatorOptions:
     host: str = ""
     batch: str = "keep_global"
     summation: str = "all_reduce"
+    averaging_every: int = 0
     lr: Literal["none", "linear", "sqrt"] = "none"
     lr_warmup_steps: int = 0
     size: Size = field(default_factory=Size)
@@ -223,6 +226,13 @@ class CoordinatorOptions:
                 f"summation='fixed_order' adds up the same shards at every size, and with "
                 f"batch={self.batch!r} a step has others: choose batch='keep_global', or "
                 "summation='all_reduce'"
+            )
+        if self.averaging_every < 0:
+            raise ValueError(f"averaging_every={self.averaging_every}: wanted 0 or more steps")
+        if self.averaging_every and self.summation != "all_reduce":
+            raise ValueError(
+                f"averaging_every={self.averaging_every} sums no gradients, and summation="
+                f"{self.summation!r} says how they are summed: choose one"
             )
         if self.lr not in LR_RULES or self.lr_warmup_steps < 0:
             raise ValueError(
@@ -244,6 +254,7 @@ class CoordinatorOptions:
                 "host": str(flat.pop("host", "")),
                 "batch": str(flat.pop("batch", "keep_global")),
                 "summation": str(flat.pop("summation", "all_reduce")),
+                "averaging_every": int(flat.pop("averaging_every", 0)),
                 "lr": str(flat.pop("lr", "none")),
                 "lr_warmup_steps": int(flat.pop("lr_warmup_steps", 0)),
             }
@@ -261,7 +272,7 @@ class CoordinatorOptions:
         return made
 
     def to_json(self) -> dict[str, Any]:
-        names = ("host", "batch", "summation", "lr", "lr_warmup_steps")
+        names = ("host", "batch", "summation", "averaging_every", "lr", "lr_warmup_steps")
         document: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.autoscale is not None:
             document["autoscale"] = self.autoscale.to_json()

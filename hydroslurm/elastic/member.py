@@ -94,6 +94,7 @@ class Member:
         generation: the one that it is in; 0 before the first.
         broken: this generation cannot go on; the step that is under way does not count.
         has_state: this rank has the state of the run, and could give it to others.
+        holds_every: changes that are called while all is well wait for a step that this divides.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Member:
         self.generation = 0
         self.broken = False
         self.has_state = False
+        self.holds_every = 1
         self._folder = folder
         self._node = node or socket.gethostname()
         self._on_abort = on_abort
@@ -435,6 +437,8 @@ class Member:
                 self._hold_at = None
                 self._attention = True  # before the step is read; see safe_point()
                 proposal = self._step + (0 if self._holding is not None else 1)
+                if self._holding is None:
+                    proposal = -(-proposal // self.holds_every) * self.holds_every
             self._tell({"type": "propose", "change": message["change"], "step": proposal})
         elif kind == "hold_at":
             with self._cond:

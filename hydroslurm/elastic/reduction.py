@@ -28,6 +28,8 @@ class GradientSum:
     Attributes:
         weight: this rank's part of the samples of the step that is under way, from 0 to 1; the
             parts of all ranks add up to 1.
+        averages: the ranks train apart: of each step one number is summed, by which they notice
+            who is gone at the same step.
         is_sending: gradients of the step have been sent, so that whoever is late is another one.
             Whoever counts the steps sets it back.
     """
@@ -46,6 +48,7 @@ class GradientSum:
             on_error: a collective has failed; in any thread.
         """
         self.weight = 1.0
+        self.averages = False
         self.is_sending = False
         self._group = group
         self._may_send = may_send
@@ -67,6 +70,12 @@ class GradientSum:
                 self._fail(RanksError("the generation is broken"))
             return _done(buffer)
         self.is_sending = True
+        if self.averages:
+            if self.weight == 0.0:
+                buffer.zero_()
+            if bucket.is_last():
+                self._meet(buffer, group)
+            return _done(buffer)
         try:
             self._compare(bucket, group)
             if self.weight != 1.0:
@@ -117,6 +126,12 @@ class GradientSum:
                     parts = torch.split(flat, [one.numel() for one in alike])
                     for one, part in zip(alike, parts, strict=True):
                         one.copy_(part.view_as(one))
+        except (RuntimeError, ValueError) as error:
+            self._fail(error)
+
+    def _meet(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+        try:
+            dist.all_reduce(buffer.new_zeros(1), group=group)
         except (RuntimeError, ValueError) as error:
             self._fail(error)
 

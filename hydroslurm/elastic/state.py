@@ -56,7 +56,8 @@ class State:
 
     Raises:
         UsageError: this process belongs to no elastic run; a name that is taken;
-            it is to have ``summation: fixed_order``.
+            it is to have ``summation: fixed_order``
+            or ``averaging``.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -73,11 +74,12 @@ class State:
             things=self._objects.values(),
             warn=lambda text: warnings.warn(text, stacklevel=2),
         )
-        if self._engine.folder.options().summation == "fixed_order":
+        told = self._engine.folder.options()
+        if told.summation == "fixed_order" or told.averaging_every:
+            asked = "summation: fixed_order" if told.summation == "fixed_order" else "averaging"
             raise UsageError(
-                "an elastic State does not know the batches of its script, so that it cannot add "
-                "gradients up in a fixed order: use hydroslurm.Run(elastic=True) with "
-                "run.shards(batch), or leave `summation` out of the spec"
+                f"an elastic State does not know the steps of its script, so that it has no "
+                f"`{asked}`: use hydroslurm.Run(elastic=True), or leave that out of the spec"
             )
         self._commits = 0
         self._is_done = False

@@ -70,6 +70,10 @@ class ElasticRun(Run):
         options = self._elastic_folder.options()
         self._in_order = options.summation == "fixed_order"
         self._engine.shares_buffers = not self._in_order
+        self._average_every = options.averaging_every
+        self._engine.sum.averages = bool(options.averaging_every)
+        self._member.holds_every = max(1, options.averaging_every)
+        self._are_equal = True
         self._unsummed: StepShards | None = None
         self._buffers_may_change = False
         super().__init__(**arguments)
@@ -220,6 +224,9 @@ class ElasticRun(Run):
         else:
             self._step += 1
             self._scaled.step()
+            self._are_equal = not self._average_every
+            if self._average_every and self._step % self._average_every == 0:
+                self._average()
             self._keep()
             if self._replicas is not None:
                 self._replicas.exchange(self._kept_own)
@@ -229,6 +236,15 @@ class ElasticRun(Run):
             self._obey(directive)
         if not failed:
             super().safe_point()
+
+    def _average(self) -> None:
+        """Make the weights equal. If a rank is gone, all find out at the next step, which is
+        dropped, and average when they meet again: this step is complete on each of them."""
+        try:
+            self._engine.average()
+            self._are_equal = True
+        except (RuntimeError, ValueError) as error:
+            notice(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
 
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         while True:
@@ -266,9 +282,11 @@ class ElasticRun(Run):
         return self._generation_rank == 0
 
     def _is_due(self) -> bool:
-        return self._is_first and super()._is_due()
+        return self._is_first and self._are_equal and super()._is_due()
 
     def _save_behind_batches(self, *, since: int) -> None:
+        if not self._are_equal:
+            self._average()
         if self._is_first:
             super()._save_behind_batches(since=since)
         self._saves.behind_batches = True
@@ -304,6 +322,8 @@ class ElasticRun(Run):
                 super()._begin(may_load=self._may_load, seen=self._seen)
                 self._attempt_number = self._attempt.number or 0
                 self._kept_own = self._own_state()
+            if self._average_every and not form.fresh:
+                self._engine.average(without=form.needs, rank=form.rank)
             state = self._to_hand_over() if form.rank == form.source else None
             got = hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
             former = self._replicas.hand_over(form) if self._replicas is not None else None
@@ -315,7 +335,7 @@ class ElasticRun(Run):
                 self._replicas.begin(form, self._kept_own)
             self._take_first(form)
             self._engine.prepare(form)
-            self._buffers_may_change = False
+            self._buffers_may_change, self._are_equal = False, True
             self._scaled.resize(form.world_size)
             self._step_began_s = time.monotonic()
         except (RanksError, RuntimeError) as error:

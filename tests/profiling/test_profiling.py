@@ -163,6 +163,15 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert harness.median_ratio({"a": [2.0, 6.0, 3.0], "b": [1.0, 2.0, 3.0]}, "a", "b") == 2.0
 
 
+def test_fixed_order() -> None:
+    """A rank gets (n/w + 1) P (w-1)/w bytes, as docs/elastic.md says, where 2 P (w-1)/w do without
+    an order."""
+    result, _ = run_script("fixed_order.py", "--json")
+    for ranks, ratio in ((4, 1.0), (2, 1.5)):
+        assert result[f"received_ratio_{ranks}_ranks"] == pytest.approx(ratio, rel=0.01)
+        assert result[f"time_ratio_{ranks}_ranks"] > 0
+
+
 def test_the_table_has_a_line_per_figure_and_says_where_it_was_measured() -> None:
     """Figures, goals and the incumbent's come from the results; what was not measured is absent."""
     where = {"date": "2025-01-31", "cpu_count": 2, "cpu_model": "X", "python": "3.11", "torch": "2"}

@@ -27,6 +27,16 @@ class ElasticBase(Part):
     )
 
 
+class Averaging(Part):
+    """The members train apart, and their weights are averaged now and then (local SGD)."""
+
+    every: Count = Field(
+        description="After how many steps. The members' gradients are not summed between. "
+        "Required.",
+        json_schema_extra=unit("steps"),
+    )
+
+
 class Elastic(Part):
     """Members, each a node of its own job in Slurm, that may come and go while the others train."""
 
@@ -63,6 +73,11 @@ class Elastic(Part):
         "in one order for every size, so that losses and weights are bit for bit those of a fixed "
         "size; the script goes over run.shards(batch). all_reduce: as is fastest. Default: "
         "all_reduce.",
+    )
+    averaging: Averaging | None = Field(
+        default=None,
+        description="Average the members' weights now and then instead of their gradients in each "
+        "step: fewer bytes, and another training. Default: gradients are summed.",
     )
     lr: Literal["none", "linear", "sqrt"] = Field(
         default="none",

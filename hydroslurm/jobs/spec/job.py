@@ -280,6 +280,12 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
             "others; say batch: keep_global, or leave summation out"
         )
         yield Complaint((*own, "summation"), message, ((*own, "batch"),))
+    if elastic.averaging is not None and elastic.summation != "all_reduce":
+        message = (
+            f"averages weights and sums no gradients, and summation: {elastic.summation} says how "
+            "they are summed; leave one of them out"
+        )
+        yield Complaint((*own, "averaging"), message, ((*own, "summation"),))
     if elastic.autoscale is not None and elastic.min <= elastic.max:
         try:
             AutoscalePolicy.from_json(

@@ -1,0 +1,95 @@
+"""Members that train apart and average their weights now and then."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from elasticstory import BATCH, SAMPLES, TRAIN, ElasticStory, times_seen
+
+from hydroslurm import elastic
+from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
+from hydroslurm.errors import UsageError
+
+EVERY = 8
+APART = (
+    TRAIN.replace("import json,", "import hashlib, json,")
+    .replace("every_s=0,", "every_steps=5,")
+    .replace(
+        "step = run.step\n",
+        "step = run.step\n            began = hashlib.sha256(\n"
+        "                b''.join(one.detach().numpy().tobytes() for one in net.parameters())\n"
+        "            ).hexdigest()\n",
+    )
+    .replace('"step": step,', '"step": step, "began": began,')
+)
+
+
+def test_weights_are_equal_when_it_matters(tmp_path: Path) -> None:
+    """Behind each eighth step, when members change (one joins, one leaves, one is killed), where
+    it is saved and at the end; and not between. Announced changes wait for the average."""
+    story = ElasticStory(tmp_path, program=APART, max=3, averaging_every=EVERY)
+    try:
+        for name in "ab":
+            story.start(name, epochs=5)
+        story.wait_for_step("a", size=2)
+        story.start("c", epochs=5, seed=5)
+        story.wait_for_step("c", size=3)
+        story.signal("a", signal.SIGTERM)
+        story.wait_for_step("c", size=2)
+        story.start("d", epochs=5, seed=6)
+        story.wait_for_step("d", size=3)
+        story.signal("b", signal.SIGKILL)
+        ends = [story.done(name) for name in "cd"]
+    finally:
+        story.close()
+    assert ends[0]["weights"] == ends[1]["weights"], story
+    begun: dict[tuple[int, int], set[str]] = {}
+    for log in story.all_steps():
+        for one in log:
+            begun.setdefault((one["generation"], one["step"]), set()).add(one["began"])
+    first = {generation: min(s for g, s in begun if g == generation) for generation, _ in begun}
+    for (generation, step), weights in begun.items():
+        if step % EVERY == 0 or step == first[generation]:
+            assert len(weights) == 1, (generation, step)
+    assert any(len(weights) > 1 for weights in begun.values())
+    *announced, killed = story.entries("generation")
+    assert [one["lost"] for one in announced] == [[]] * 4, story
+    assert killed["lost"] == ["b"]
+    assert all(first[one["generation"]] % EVERY == 0 for one in announced)
+    saved = {int(one.name[5:]) for one in (story.folder.run / "checkpoints").glob("step-*")}
+    assert saved
+    assert all(step % EVERY == 0 or step == ends[0]["step"] for step in saved), saved
+    wrong = [
+        sample
+        for seen in times_seen(*story.all_steps()).values()
+        for sample in range(SAMPLES)
+        if seen[sample] != 1
+    ]
+    # one that is killed between its backward and its line has trained, and has not said so
+    assert len(wrong) in (0, BATCH), wrong
+
+
+def test_it_contradicts_a_fixed_order() -> None:
+    """There are no sums of gradients whose order could be fixed."""
+    with pytest.raises(UsageError, match="choose one"):
+        CoordinatorOptions.from_json({"averaging_every": 8, "summation": "fixed_order"})
+    options = CoordinatorOptions(averaging_every=8)
+    assert CoordinatorOptions.from_json(options.to_json()) == options
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [({"averaging_every": 8}, "`averaging`"), ({"summation": "fixed_order"}, "`summation: fixed_")],
+)
+def test_a_state_refuses_what_it_cannot_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, object], named: str
+) -> None:
+    """Horovod's shape leaves the steps to the script."""
+    folder = ElasticFolder(run=tmp_path)
+    folder.make_key()
+    folder.write(folder.options_json, {"min": 1, "max": 2, "wanted": 1, **option})
+    monkeypatch.setenv(ELASTIC_ENV, str(tmp_path))
+    with pytest.raises(UsageError, match=named):
+        elastic.State()
