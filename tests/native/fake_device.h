@@ -3,11 +3,9 @@
 #define FAKE_DEVICE_H
 
 #include <algorithm>
-#include <condition_variable>
-#include <deque>
 #include <memory>
-#include <mutex>
 
+#include "fake_stream.h"
 #include "harness.h"
 
 namespace {
@@ -16,51 +14,6 @@ constexpr int64_t kUs = 1000, kMillisecond = 1'000'000;
 
 struct Event {
     std::atomic<int64_t> place{0}; /* how many of the stream's items are before it */
-};
-
-/* A queue of kernels. What is not finished is counted in the kernels' own time, whatever this machine makes of it. */
-class Stream {
-  public:
-    Stream() : thread_([this] { run(); }) {}
-    ~Stream() {
-        {
-            std::lock_guard<std::mutex> guard(lock_);
-            end_ = true;
-        }
-        more_.notify_one();
-        thread_.join();
-    }
-    void launch(int64_t took_ns) {
-        std::lock_guard<std::mutex> guard(lock_);
-        kernels_.push_back(took_ns);
-        ++launched;
-        queued_ns += took_ns;
-        more_.notify_one();
-    }
-    std::atomic<bool> stuck{false}; /* behind a collective that waits for a peer */
-    std::atomic<int64_t> launched{0}, finished{0}, queued_ns{0};
-
-  private:
-    void run() {
-        std::unique_lock<std::mutex> guard(lock_);
-        for (;;) {
-            more_.wait(guard, [&] { return end_ || !kernels_.empty(); });
-            if (end_) return;
-            const int64_t took_ns = kernels_.front();
-            kernels_.pop_front();
-            guard.unlock();
-            const int64_t until_ns = hs::mono_ns() + took_ns;
-            while (hs::mono_ns() < until_ns || (stuck.load() && !end_)) usleep(20);
-            queued_ns -= took_ns;
-            ++finished;
-            guard.lock();
-        }
-    }
-    std::mutex lock_;
-    std::condition_variable more_;
-    std::deque<int64_t> kernels_;
-    std::atomic<bool> end_{false};
-    std::thread thread_;
 };
 
 struct FakeDevice {
