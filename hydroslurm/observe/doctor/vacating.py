@@ -32,9 +32,27 @@ def vacates_in_time(facts: Facts) -> Finding | None:
             "link; this very node "
             + (f"cannot: {facts.no_arena}." if facts.no_arena else "can build that.")
         )
+    text += _host_memory(facts)
     if measured is None or measured.device_bytes <= fits_bytes:
         return Finding("vacate", Severity.NOTE, f"{gb(fits_bytes)} fit into a suspend", text)
     wanted_s = int(measured.device_bytes / rate) + 2
     fix = f"slurm.conf: PreemptParameters=suspend_grace_time={wanted_s} (Slurm 23.11 and newer)"
     title = f"{gb(measured.device_bytes)} do not fit into a suspend"
     return Finding("vacate", Severity.RISK, title, text, fix)
+
+
+def _host_memory(facts: Facts) -> str:
+    """What bounds the copy, where Slurm tells."""
+    told = ""
+    if facts.config.get("ConstrainRAMSpace", "").lower() == "no":
+        told = (
+            " Slurm does not bound this job's memory (cgroup.conf: ConstrainRAMSpace=no): the copy "
+            "may take what the job that gets the GPU needs on the host."
+        )
+    measured, asked_bytes = facts.vacate, facts.memory_per_node_bytes
+    if measured is not None and asked_bytes is not None and asked_bytes < measured.device_bytes:
+        told += (
+            f" The job asks for {gb(asked_bytes)} per node, and a rank's copy alone takes "
+            f"{gb(measured.device_bytes)}: it refuses to vacate. Ask for more (--mem)."
+        )
+    return told

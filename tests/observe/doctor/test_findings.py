@@ -272,6 +272,24 @@ def test_how_much_fits_into_a_suspend(
     assert "vacate" not in _found(_facts(job=_job()))
 
 
+def test_what_bounds_the_copy() -> None:
+    """Slurm does not bound the memory, or the job asked for less than one rank has vacated: both
+    are said, and neither where it is not so, or Slurm does not tell."""
+    measured = VacateFacts(device_bytes=4 * 10**9, bytes_per_s=9e9, source="measured")
+
+    def said(asked_bytes: int, **config: str) -> str:
+        facts = _facts(job=_job(gres="gpu:1", memory_per_node_bytes=asked_bytes), **config)
+        return _found(replace(facts, vacate=measured))["vacate"].explanation
+
+    ample, short = 64 * 10**9, 3 * 10**9
+    assert "ConstrainRAMSpace=no" in said(ample, ConstrainRAMSpace="no")
+    assert "refuses to vacate" in said(short, ConstrainRAMSpace="yes")
+    assert "3.0 GB per node" in said(short)
+    for quiet in (said(ample), said(ample, ConstrainRAMSpace="yes")):
+        assert "ConstrainRAMSpace" not in quiet
+        assert "refuses" not in quiet
+
+
 def test_paused_in_place() -> None:
     """Under PreemptMode=SUSPEND a preemption stops nothing, and the seconds to park are told."""
     found = _found(_facts(mode="SUSPEND", PreemptParameters="suspend_grace_time=7", **GANG))
