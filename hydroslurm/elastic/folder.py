@@ -7,6 +7,7 @@ it, and how it stands.
     elastic/coordinator.json  where it listens
     elastic/ledger.jsonl      every change, appended; all that a new coordinator needs
     elastic/observations.jsonl  what autoscaling decides by, one line every half a minute
+    elastic/steps.jsonl       the steps since the last checkpoints, with ``recovery: log_replay``
     elastic/status.json       how the run stands, for ``describe`` and ``top``
 
 Whoever reads the key may stop the run and change its weights, so it is the owner's alone. It is a
@@ -39,6 +40,7 @@ MEMBER_ENV = "HYDROSLURM_MEMBER"
 LR_RULES = ("none", "linear", "sqrt")
 BATCHES = ("keep_global", "per_rank")
 SUMMATIONS = ("all_reduce", "fixed_order")
+RECOVERIES = ("checkpoint", "log_replay")
 _FILE_BYTES = 1 << 20
 _LEDGER_BYTES = 256 << 20
 
@@ -81,6 +83,10 @@ class ElasticFolder:
     @property
     def observations_jsonl(self) -> Path:
         return self.root / "observations.jsonl"
+
+    @property
+    def steps_jsonl(self) -> Path:
+        return self.root / "steps.jsonl"
 
     @property
     def status_json(self) -> Path:
@@ -198,6 +204,8 @@ class CoordinatorOptions:
             :mod:`hydroslurm.elastic.fixed_order`; ``all_reduce`` as the size has it.
         averaging_every: the ranks train apart, and their weights are averaged so often, in steps;
             0: the gradients are summed in each step.
+        recovery: ``log_replay`` checks steps that are trained again after the loss of all members,
+            see :mod:`hydroslurm.elastic.step_log`; ``checkpoint`` trains them.
         lr, lr_warmup_steps: how the learning rate follows, and in how many steps; see
             :mod:`hydroslurm.elastic.learning_rate`.
         size, timing: see there.
@@ -208,6 +216,7 @@ class CoordinatorOptions:
     batch: str = "keep_global"
     summation: str = "all_reduce"
     averaging_every: int = 0
+    recovery: str = "checkpoint"
     lr: Literal["none", "linear", "sqrt"] = "none"
     lr_warmup_steps: int = 0
     size: Size = field(default_factory=Size)
@@ -234,6 +243,15 @@ class CoordinatorOptions:
                 f"averaging_every={self.averaging_every} sums no gradients, and summation="
                 f"{self.summation!r} says how they are summed: choose one"
             )
+        if self.recovery not in RECOVERIES:
+            raise ValueError(
+                f"recovery={self.recovery!r}: one of {', '.join(RECOVERIES)} is wanted"
+            )
+        if self.recovery == "log_replay" and self.summation != "fixed_order":
+            raise ValueError(
+                "recovery='log_replay' promises the same bits at whatever size the run comes back, "
+                f"and summation={self.summation!r} does not: choose summation='fixed_order'"
+            )
         if self.lr not in LR_RULES or self.lr_warmup_steps < 0:
             raise ValueError(
                 f"lr={self.lr!r}, lr_warmup_steps={self.lr_warmup_steps}: one of "
@@ -255,6 +273,7 @@ class CoordinatorOptions:
                 "batch": str(flat.pop("batch", "keep_global")),
                 "summation": str(flat.pop("summation", "all_reduce")),
                 "averaging_every": int(flat.pop("averaging_every", 0)),
+                "recovery": str(flat.pop("recovery", "checkpoint")),
                 "lr": str(flat.pop("lr", "none")),
                 "lr_warmup_steps": int(flat.pop("lr_warmup_steps", 0)),
             }
@@ -272,7 +291,10 @@ class CoordinatorOptions:
         return made
 
     def to_json(self) -> dict[str, Any]:
-        names = ("host", "batch", "summation", "averaging_every", "lr", "lr_warmup_steps")
+        names = (
+            *("host", "batch", "summation", "averaging_every"),
+            *("recovery", "lr", "lr_warmup_steps"),
+        )
         document: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.autoscale is not None:
             document["autoscale"] = self.autoscale.to_json()

@@ -36,6 +36,7 @@ from hydroslurm.elastic.fixed_order import ShardGradients
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.replica import PeerReplicas
+from hydroslurm.elastic.step_log import StepLog, digest_of_rng, digest_of_weights
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 from hydroslurm.gate.protocol import GateState
@@ -60,6 +61,7 @@ class ElasticRun(Run):
         if arguments.get("directory") is None:
             arguments["directory"] = self._elastic_folder.run
         self._generation_rank = -1
+        self._world_size = 1
         self._attempt_number = 0
         self._is_done = False
         self._kept_own: Mapping[str, Any] = {}
@@ -70,6 +72,8 @@ class ElasticRun(Run):
         options = self._elastic_folder.options()
         self._in_order = options.summation == "fixed_order"
         self._engine.shares_buffers = not self._in_order
+        is_logged = options.recovery == "log_replay"
+        self._log = StepLog(self._elastic_folder.steps_jsonl) if is_logged else None
         self._average_every = options.averaging_every
         self._engine.sum.averages = bool(options.averaging_every)
         self._member.holds_every = max(1, options.averaging_every)
@@ -228,6 +232,8 @@ class ElasticRun(Run):
             if self._average_every and self._step % self._average_every == 0:
                 self._average()
             self._keep()
+            if self._log is not None and self._is_first:
+                self._log_step(self._log)
             if self._replicas is not None:
                 self._replicas.exchange(self._kept_own)
         self._look_for_stop()
@@ -291,6 +297,45 @@ class ElasticRun(Run):
             super()._save_behind_batches(since=since)
         self._saves.behind_batches = True
 
+    # --- the log of steps
+    # --------------------------------------------------------------------------------------------
+
+    def _begin_log(self, log: StepLog) -> None:
+        again = log.begin(self._step)
+        if again:
+            notice(
+                f"steps {again.start} to {again.stop - 1} were trained before and are in no "
+                "checkpoint; they are trained again, and compared with their log"
+            )
+
+    def _log_step(self, log: StepLog) -> None:
+        own = self._kept_own
+        optimizers = [o for o in self._objects.by_name().values() if isinstance(o, Optimizer)]
+        replayed = log.completed(
+            {
+                "step": self._step,
+                "epoch": self._epoch,
+                "consumed": own.get("data", {}).get("sampler", {}).get("consumed"),
+                "samples": self._samples,
+                "generation": self._member.generation,
+                "ranks": self._world_size,
+                "lr": [float(group["lr"]) for one in optimizers for group in one.param_groups],
+                "weights": digest_of_weights(
+                    one for each in self._engine.modules for one in each.parameters()
+                ),
+                "rng": digest_of_rng(own["rng"]),
+            }
+        )
+        if replayed is not None and replayed.differs:
+            notice(
+                f"the replay differs from the log at step {replayed.last}, in "
+                f"{', '.join(replayed.differs)}: the script, its data or libraries are others, or "
+                "its kernels are not deterministic. The training goes on with what it has now"
+            )
+        elif replayed is not None:
+            notice(f"steps {replayed.first} to {replayed.last} are bit for bit what they were")
+        log.committed(self._saver.durable_step or 0)
+
     # --- directives
     # --------------------------------------------------------------------------------------------
 
@@ -317,7 +362,8 @@ class ElasticRun(Run):
             if self._replicas is not None:
                 self._replicas.settle(form)
             self._engine.group.form(form)
-            self._generation_rank = form.rank
+            self._world_size = form.world_size
+            was_first, self._generation_rank = self._is_first, form.rank
             if form.fresh and form.rank == form.source and not self._has_begun:
                 super()._begin(may_load=self._may_load, seen=self._seen)
                 self._attempt_number = self._attempt.number or 0
@@ -333,6 +379,8 @@ class ElasticRun(Run):
                 self._cursor.load(self._kept_own)
             if self._replicas is not None:
                 self._replicas.begin(form, self._kept_own)
+            if self._log is not None and form.rank == 0 and not was_first:
+                self._begin_log(self._log)
             self._take_first(form)
             self._engine.prepare(form)
             self._buffers_may_change, self._are_equal = False, True

@@ -137,6 +137,7 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
         options = CoordinatorOptions(
             batch=elastic.batch,
             summation=elastic.summation,
+            recovery=elastic.recovery,
             averaging_every=elastic.averaging.every if elastic.averaging else 0,
             lr=elastic.lr,
             lr_warmup_steps=elastic.lr_warmup_steps,

@@ -79,6 +79,12 @@ class Elastic(Part):
         description="Average the members' weights now and then instead of their gradients in each "
         "step: fewer bytes, and another training. Default: gradients are summed.",
     )
+    recovery: Literal["checkpoint", "log_replay"] = Field(
+        default="checkpoint",
+        description="What happens to the steps since the last checkpoint if all members are lost. "
+        "They are trained again; log_replay, with summation: fixed_order, logs digests of each "
+        "step, and says whether they came out the same. Default: checkpoint.",
+    )
     lr: Literal["none", "linear", "sqrt"] = Field(
         default="none",
         description="How the learning rate follows the size, with batch: per_rank; the script's "

@@ -280,6 +280,12 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
             "others; say batch: keep_global, or leave summation out"
         )
         yield Complaint((*own, "summation"), message, ((*own, "batch"),))
+    if elastic.recovery == "log_replay" and elastic.summation != "fixed_order":
+        message = (
+            "log_replay promises the same bits at whatever size the run comes back; say summation: "
+            "fixed_order, or leave recovery out"
+        )
+        yield Complaint((*own, "recovery"), message, ((*own, "summation"),))
     if elastic.averaging is not None and elastic.summation != "all_reduce":
         message = (
             f"averages weights and sums no gradients, and summation: {elastic.summation} says how "
