@@ -15,15 +15,18 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
 
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
+from hydroslurm.elastic.engine import InPlaceEngine
 
 _BYTES = 256 << 20
 _COMPARED = ("epoch", "consumed", "samples", "lr", "weights", "rng")
@@ -113,6 +116,59 @@ class StepLog:
     def _write(self) -> None:
         lines = [json.dumps(one) + "\n" for _, one in sorted(self._lines.items())]
         write_atomically(self._path, "".join(lines).encode())
+
+
+class CheckedSteps:
+    """Logs the steps of the first rank, and tells a person how a replay has gone."""
+
+    def __init__(self, engine: InPlaceEngine, *, tell: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._tell = tell
+        self._log = StepLog(engine.folder.steps_jsonl)
+        self._optimizers: list[Optimizer] = []
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Log the learning rates of this one, too."""
+        self._optimizers.append(optimizer)
+
+    def begin(self, step: int) -> None:
+        """This rank is the first from here on."""
+        again = self._log.begin(step)
+        if again:
+            self._tell(
+                f"steps {again.start} to {again.stop - 1} were trained before and are in no "
+                "checkpoint; they are trained again, and compared with their log"
+            )
+
+    def completed(self, step: int, epoch: int, *, own: Mapping[str, Any], samples: int) -> None:
+        """A step is complete; ``own``: where the rank is now, as it would be saved."""
+        parameters = [one for each in self._engine.modules for one in each.parameters()]
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        replayed = self._log.completed(
+            {
+                "step": step,
+                "epoch": epoch,
+                "consumed": own.get("data", {}).get("sampler", {}).get("consumed"),
+                "samples": samples,
+                "generation": self._engine.member.generation,
+                "ranks": dist.get_world_size(),
+                "lr": [float(group["lr"]) for group in groups],
+                "weights": digest_of_weights(parameters),
+                "rng": digest_of_rng(own["rng"]),
+            }
+        )
+        if replayed is not None and replayed.differs:
+            self._tell(
+                f"the replay differs from the log at step {replayed.last}, in "
+                f"{', '.join(replayed.differs)}: the script, its data or libraries are others, or "
+                "its kernels are not deterministic. The training goes on with what it has now"
+            )
+        elif replayed is not None:
+            self._tell(f"steps {replayed.first} to {replayed.last} are bit for bit what they were")
+
+    def committed(self, step: int) -> None:
+        """A checkpoint of this step is on disk."""
+        self._log.committed(step)
 
 
 def digest_of_weights(tensors: Iterable[torch.Tensor]) -> str:

@@ -24,19 +24,17 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
-from hydroslurm.data.global_batches import StepShards, shard_key, share_batches
+from hydroslurm.data.global_batches import share_batches
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
-from hydroslurm.elastic.fixed_order import ShardGradients
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.replica import PeerReplicas
-from hydroslurm.elastic.step_log import StepLog, digest_of_rng, digest_of_weights
+from hydroslurm.elastic.step_log import CheckedSteps
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 from hydroslurm.gate.protocol import GateState
@@ -45,6 +43,7 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.training.reporting import notice
 from hydroslurm.training.run import Run
+from hydroslurm.training.shard_steps import ShardSteps
 
 
 class ElasticRun(Run):
@@ -61,7 +60,6 @@ class ElasticRun(Run):
         if arguments.get("directory") is None:
             arguments["directory"] = self._elastic_folder.run
         self._generation_rank = -1
-        self._world_size = 1
         self._attempt_number = 0
         self._is_done = False
         self._kept_own: Mapping[str, Any] = {}
@@ -71,15 +69,13 @@ class ElasticRun(Run):
         self._samples = 0
         options = self._elastic_folder.options()
         self._in_order = options.summation == "fixed_order"
-        self._engine.shares_buffers = not self._in_order
+        self._shard_steps = ShardSteps(self._engine) if self._in_order else None
         is_logged = options.recovery == "log_replay"
-        self._log = StepLog(self._elastic_folder.steps_jsonl) if is_logged else None
+        self._log = CheckedSteps(self._engine, tell=notice) if is_logged else None
         self._average_every = options.averaging_every
         self._engine.sum.averages = bool(options.averaging_every)
         self._member.holds_every = max(1, options.averaging_every)
         self._are_equal = True
-        self._unsummed: StepShards | None = None
-        self._buffers_may_change = False
         super().__init__(**arguments)
         self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
         needs_replicas = options.size.spares and not self._in_order
@@ -92,6 +88,8 @@ class ElasticRun(Run):
         for thing in self._objects.by_name().values():
             if isinstance(thing, Optimizer):
                 self._scaled.watch(thing)
+                if self._log is not None:
+                    self._log.watch(thing)
         # of all optimizers: one that the run does not know must not step by what is no gradient
         self._unwatch = register_optimizer_step_pre_hook(self._before_optimizer).remove
 
@@ -161,50 +159,10 @@ class ElasticRun(Run):
     # --------------------------------------------------------------------------------------------
 
     def shards(self, batch: Any) -> Iterator[Any]:
-        if not self._in_order:
+        if self._shard_steps is None:
             yield batch
-            return
-        if not isinstance(batch, StepShards):
-            raise UsageError(
-                f"run.shards({type(batch).__name__}): wanted what run.batches() has yielded"
-            )
-        gradients = ShardGradients(self._engine.modules)
-        for one in batch.shards:
-            key = shard_key("step", batch.epoch, batch.consumed, one.number, batch.passes)
-            with gradients.shard(one.samples / batch.samples), rng.seeded(key):
-                yield one.batch
-        self._require_same_buffers()
-        batch.passes += 1
-        self._engine.sum.sum_shards(gradients, batch.count)
-        self._unsummed = None
-
-    def _require_same_buffers(self) -> None:
-        """In the first step of a generation: no forward has changed what lies beside the weights,
-        for each rank has other shards.
-
-        Raises:
-            UsageError: it has.
-        """
-        if self._buffers_may_change:
-            return
-        self._buffers_may_change = True
-        names = [name for each in self._engine.modules for name, _ in each.module.named_buffers()]
-        for name, (buffer, kept) in zip(names, self._kept_buffers, strict=False):
-            if not torch.equal(buffer, kept):
-                raise UsageError(
-                    f"the forward has changed the buffer {name!r}, and with `summation: "
-                    "fixed_order` nothing may follow from which shards a rank has had. BatchNorm's "
-                    "running statistics do: use GroupNorm or LayerNorm, "
-                    "track_running_stats=False, or freeze it with .eval(); or leave summation out"
-                )
-
-    def _require_summed(self, what: str) -> None:
-        if self._unsummed is not None:
-            raise UsageError(
-                f"{what} before all shards of step {self._step + 1} were trained. With "
-                "`summation: fixed_order` write `for x, y in run.shards(batch): "
-                "loss_of(model(x), y).backward()`, to its end, and the optimizer's step behind it"
-            )
+        else:
+            yield from self._shard_steps.shards(batch, self._kept_buffers)
 
     def _add(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
         super()._add(name, thing, per_rank=per_rank)
@@ -219,7 +177,8 @@ class ElasticRun(Run):
     # --------------------------------------------------------------------------------------------
 
     def _complete_step(self) -> None:
-        self._require_summed("the step ended")
+        if self._shard_steps is not None:
+            self._shard_steps.require_summed("the step ended")
         failed = self._engine.failed
         self._engine.sum.is_sending = False
         self._cursor.count_step()
@@ -233,7 +192,10 @@ class ElasticRun(Run):
                 self._average()
             self._keep()
             if self._log is not None and self._is_first:
-                self._log_step(self._log)
+                self._log.completed(
+                    self._step, self._epoch, own=self._kept_own, samples=self._samples
+                )
+                self._log.committed(self._saver.durable_step or 0)
             if self._replicas is not None:
                 self._replicas.exchange(self._kept_own)
         self._look_for_stop()
@@ -260,8 +222,8 @@ class ElasticRun(Run):
                 mine, total = self._cursor.share_of_batch()
                 self._engine.sum.weight = mine / total
                 self._samples = total
-                self._require_summed("the next batch was fetched")
-                self._unsummed = batch if self._in_order else None
+                if self._shard_steps is not None:
+                    self._shard_steps.hand_out(batch)
                 yield batch
             if not self._moved:
                 return
@@ -297,45 +259,6 @@ class ElasticRun(Run):
             super()._save_behind_batches(since=since)
         self._saves.behind_batches = True
 
-    # --- the log of steps
-    # --------------------------------------------------------------------------------------------
-
-    def _begin_log(self, log: StepLog) -> None:
-        again = log.begin(self._step)
-        if again:
-            notice(
-                f"steps {again.start} to {again.stop - 1} were trained before and are in no "
-                "checkpoint; they are trained again, and compared with their log"
-            )
-
-    def _log_step(self, log: StepLog) -> None:
-        own = self._kept_own
-        optimizers = [o for o in self._objects.by_name().values() if isinstance(o, Optimizer)]
-        replayed = log.completed(
-            {
-                "step": self._step,
-                "epoch": self._epoch,
-                "consumed": own.get("data", {}).get("sampler", {}).get("consumed"),
-                "samples": self._samples,
-                "generation": self._member.generation,
-                "ranks": self._world_size,
-                "lr": [float(group["lr"]) for one in optimizers for group in one.param_groups],
-                "weights": digest_of_weights(
-                    one for each in self._engine.modules for one in each.parameters()
-                ),
-                "rng": digest_of_rng(own["rng"]),
-            }
-        )
-        if replayed is not None and replayed.differs:
-            notice(
-                f"the replay differs from the log at step {replayed.last}, in "
-                f"{', '.join(replayed.differs)}: the script, its data or libraries are others, or "
-                "its kernels are not deterministic. The training goes on with what it has now"
-            )
-        elif replayed is not None:
-            notice(f"steps {replayed.first} to {replayed.last} are bit for bit what they were")
-        log.committed(self._saver.durable_step or 0)
-
     # --- directives
     # --------------------------------------------------------------------------------------------
 
@@ -362,7 +285,6 @@ class ElasticRun(Run):
             if self._replicas is not None:
                 self._replicas.settle(form)
             self._engine.group.form(form)
-            self._world_size = form.world_size
             was_first, self._generation_rank = self._is_first, form.rank
             if form.fresh and form.rank == form.source and not self._has_begun:
                 super()._begin(may_load=self._may_load, seen=self._seen)
@@ -380,10 +302,12 @@ class ElasticRun(Run):
             if self._replicas is not None:
                 self._replicas.begin(form, self._kept_own)
             if self._log is not None and form.rank == 0 and not was_first:
-                self._begin_log(self._log)
+                self._log.begin(self._step)
             self._take_first(form)
             self._engine.prepare(form)
-            self._buffers_may_change, self._are_equal = False, True
+            self._are_equal = True
+            if self._shard_steps is not None:
+                self._shard_steps.begin_generation()
             self._scaled.resize(form.world_size)
             self._step_began_s = time.monotonic()
         except (RanksError, RuntimeError) as error:
@@ -485,7 +409,8 @@ class ElasticRun(Run):
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer without gradients steps nowhere."""
-        self._require_summed("an optimizer stepped")
+        if self._shard_steps is not None:
+            self._shard_steps.require_summed("an optimizer stepped")
         if not self._engine.failed:
             return
         if self._kept_small is None:

@@ -126,11 +126,11 @@ def test_the_bits_are_those_of_a_fixed_size(
         (IN_SHARDS.replace("LayerNorm", "BatchNorm1d"), "buffer '1.running_mean'"),
         (
             IN_SHARDS.replace("seen += ids.tolist()", "optimizer.step()"),
-            "an optimizer stepped before all shards of step 1",
+            "an optimizer stepped before all shards of its step",
         ),
         (
             IN_SHARDS.replace("losses[int(ids[0])]", "break #"),
-            "an optimizer stepped before all shards of step 1",
+            "an optimizer stepped before all shards of its step",
         ),
         (
             IN_SHARDS.replace(
