@@ -32,6 +32,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.runtime import client
 from hydroslurm.vacate.arena import FLOOR_BYTES
 from hydroslurm.vacate.cuda_checkpoint import why_not_here
+from hydroslurm.vacate.policy import VACATE_BY_ENV, VacateBy
 
 VARIANTS = ("eager", "graphs", "compile", "expandable", "workers")
 WAYS = {"arena": "arena", "checkpoint": "cuda-checkpoint"}
@@ -139,7 +140,52 @@ def _copy_rate(model: torch.nn.Module) -> float:
     return source.nbytes / statistics.median(took_s)
 
 
+def steps(size: str, variant: str) -> None:
+    """So many steps as each line that is read asks for; answers with the seconds that they took."""
+    import hydroslurm
+
+    hydroslurm.install()
+    step, _ = (_on_gpu if torch.cuda.is_available() else _on_cpu)(size, variant)
+    for _ in range(5):
+        step()
+    for line in sys.stdin:
+        began_s = time.perf_counter()
+        for _ in range(int(line)):
+            step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        print(json.dumps({"took_s": time.perf_counter() - began_s}), flush=True)
+
+
 # --- the process that asks for the pauses
+
+
+def step_ratio(*, pairs: int, steps: int = 10) -> dict[str, float]:
+    """What a step takes with the arena, as a ratio to torch's own allocator: two processes take
+    turns of so many steps, in an order that alternates, and each pair gives one ratio."""
+    pipe = subprocess.PIPE
+    started = []
+    for way in (VacateBy.ARENA, VacateBy.CUDA_CHECKPOINT):
+        environ = {**os.environ, VACATE_BY_ENV: way.value}
+        command = [sys.executable, __file__, "--steps", "usual", "eager"]
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ))
+    try:
+        ratios = []
+        for number in range(pairs + 1):
+            took_s = {}
+            for process in started if number % 2 else reversed(started):
+                assert process.stdin is not None
+                process.stdin.write(f"{steps}\n")
+                process.stdin.flush()
+                took_s[process] = _line(process)["took_s"]
+            if number:  # the first is to warm up
+                ratios.append(took_s[started[0]] / took_s[started[1]])
+    finally:
+        for process in started:
+            with process:
+                process.kill()
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"arena_step_ratio": middle, "arena_step_ratio_p25": low, "arena_step_ratio_p75": high}
 
 
 def measure(way: str, folder: Path, *, size: str, variant: str, cycles: int) -> dict[str, Any]:
@@ -231,6 +277,9 @@ def main() -> None:
         run, size, variant, cycles, *pauses = sys.argv[2:]
         train(run, size, variant, int(cycles), pauses=bool(pauses))
         return
+    if sys.argv[1:2] == ["--steps"]:
+        steps(*sys.argv[2:])
+        return
     made = parser(__doc__, directory=True)
     made.add_argument("--variant", choices=VARIANTS, action="append")
     made.add_argument("--cycles", type=int, help="default: 50, and 10 on a GPU")
@@ -250,6 +299,7 @@ def main() -> None:
                 named = [way] * (way != "arena") + [size] * (size != "usual")
                 end = "".join(f"_{one}" for one in (*named, *[variant] * (variant != "eager")))
                 result |= {f"{key}{end}": value for key, value in seen.items()}
+    result |= step_ratio(pairs=2 if chosen.quick else 60)
     finish(chosen, "Vacates", result)
 
 

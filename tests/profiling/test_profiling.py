@@ -72,7 +72,7 @@ def test_vacate() -> None:
     assert result["bits_equal"]
     assert result["cycles"] == 3
     assert result["rss_fall_ratio"] >= 0.95
-    for key in ("free_ratio_to_memcpy", "return_ratio_to_memcpy"):
+    for key in ("free_ratio_to_memcpy", "return_ratio_to_memcpy", "arena_step_ratio"):
         assert result[key] > 0
 
 

@@ -85,7 +85,7 @@ FAULTS = """
     from hydroslurm.vacate.backend import DeviceState
     from hydroslurm.vacate.round import Limits, VacateRound
 
-    CALLS = ("reserve", "unreserve", "create", "map", "open", "set_access", "unmap", "release",
+    CALLS = ("reserve", "create", "map", "open", "set_access", "unmap", "release",
              "copy_to_host", "copy_from_host", "synchronize", "host_alloc", "host_free")
     Call = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 5)
 
@@ -130,7 +130,7 @@ FAULTS = """
 
     step()
     for how, names, limit_s in (
-        ("fail", CALLS[2:], 20), ("hang", ("synchronize", "copy_to_host", "unmap", "create"), 0.5)
+        ("fail", CALLS[1:], 20), ("hang", ("synchronize", "copy_to_host", "unmap", "create"), 0.5)
     ):
         limits = Limits(lock_s=limit_s, state_s=limit_s, move_s=limit_s, retry_s=0.01)
         for name in names:

@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 
 TRAIN = """
     import sys, torch, hydroslurm
+    from dataclasses import replace
     from hydroslurm.vacate.communicators import Communicators
     from hydroslurm.vacate.cuda_checkpoint import CONTEXT_BYTES, CudaCheckpoint
 
@@ -29,6 +30,7 @@ TRAIN = """
         used_bytes=lambda: 10**9 - CONTEXT_BYTES, devices=1, communicators=Communicators(),
         command=[sys.executable, sys.argv[2], sys.argv[3]],
     )
+    controller.vacating._limits = replace(controller.vacating._limits, retry_s=0.05)
     if sys.argv[4] == "claims":
         controller.claim_stops()
     model = torch.nn.Linear(32, 32)
@@ -151,7 +153,7 @@ def test_a_parked_rank_can_be_asked_later(start: Start) -> None:
 def test_never_is_never(start: Start) -> None:
     """A job that forbids it is paused, and says nothing of its memory before the time is over."""
     rank = start(HYDROSLURM_VACATE="never")
-    answer = client.pause(rank.pid, vacate=True, timeout_s=3)
+    answer = client.pause(rank.pid, vacate=True, timeout_s=1)
     assert not answer.done
     assert rank.state() == "running"
 

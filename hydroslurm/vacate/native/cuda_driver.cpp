@@ -43,7 +43,6 @@ struct Api {
     Result (*synchronize)();
     Result (*granularity)(size_t *, const AllocationProp *, int);
     Result (*reserve)(DevicePtr *, size_t, size_t, DevicePtr, unsigned long long);
-    Result (*unreserve)(DevicePtr, size_t);
     Result (*create)(unsigned long long *, size_t, const AllocationProp *, unsigned long long);
     Result (*map)(DevicePtr, size_t, size_t, unsigned long long, unsigned long long);
     Result (*set_access)(DevicePtr, size_t, const AccessDesc *, size_t);
@@ -97,7 +96,6 @@ int reserve(void *self, size_t bytes, uintptr_t *at) {
     return 0;
 }
 
-int unreserve(void *, uintptr_t at, size_t bytes) { return told(api.unreserve(at, bytes)); }
 
 int create(void *self, hs_vm *piece) {
     const AllocationProp wanted = properties(of(self).number);
@@ -167,7 +165,6 @@ const char *load() {
         {"cuCtxSynchronize", &api.synchronize},
         {"cuMemGetAllocationGranularity", &api.granularity},
         {"cuMemAddressReserve", &api.reserve},
-        {"cuMemAddressFree", &api.unreserve},
         {"cuMemCreate", &api.create},
         {"cuMemMap", &api.map},
         {"cuMemSetAccess", &api.set_access},
@@ -212,7 +209,7 @@ extern "C" hs_vm_driver *hs_cuda_driver(int number, const char **why) {
         return nullptr;
     }
     device.number = number;
-    device.driver = {&device, granularity, 512, 0, reserve, unreserve, create, map, open, set_access, unmap, release,
+    device.driver = {&device, granularity, 512, 0, reserve, create, map, open, set_access, unmap, release,
                      copy_to_host, copy_from_host, synchronize, host_alloc, host_free};
     return &device.driver;
 }

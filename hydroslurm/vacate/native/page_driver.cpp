@@ -30,7 +30,6 @@ int aligned(size_t bytes, int protection, uintptr_t *at) {
 }
 
 int reserve(void *, size_t bytes, uintptr_t *at) { return aligned(bytes, PROT_NONE, at); }
-int unreserve(void *, uintptr_t at, size_t bytes) { return told(munmap(reinterpret_cast<void *>(at), bytes) == 0); }
 
 int create(void *, hs_vm *piece) {
     uintptr_t at = 0;
@@ -85,7 +84,7 @@ int host_free(void *, void *host, size_t bytes) { return told(munmap(host, bytes
 } // namespace
 
 extern "C" hs_vm_driver *hs_page_driver(void) {
-    static hs_vm_driver driver = {nullptr, kHuge, 64,      1,     reserve,      unreserve,      create,      map,
+    static hs_vm_driver driver = {nullptr, kHuge, 64,      1,     reserve,      create,      map,
                                   open, set_access, unmap, release, copy_to_host, copy_from_host, synchronize, host_alloc, host_free};
     return &driver;
 }

@@ -29,9 +29,8 @@ struct hs_vm_driver {
      * Then create(), map(), copy_from_host() and open() are called from a signal handler, too. A device's cannot: its
      * queues are empty, and nobody launches anything. */
     int touched_by_threads;
-    /* Addresses without memory. */
+    /* Addresses without memory, for the life of the process. */
     int (*reserve)(void *self, size_t bytes, uintptr_t *at);
-    int (*unreserve)(void *self, uintptr_t at, size_t bytes);
     int (*create)(void *self, struct hs_vm *piece); /* sets the handle */
     int (*map)(void *self, const struct hs_vm *piece); /* to its addresses; only copy_from_host() may use it until open() */
     int (*open)(void *self, struct hs_vm *piece);      /* for everybody, to read and write; may change the handle */

@@ -57,7 +57,6 @@ hs_vm_driver *real;
         return real->name(nullptr, ##__VA_ARGS__);         \
     }
 FAULTY(reserve, (void *, size_t bytes, uintptr_t *at), bytes, at)
-FAULTY(unreserve, (void *, uintptr_t at, size_t bytes), at, bytes)
 FAULTY(create, (void *, hs_vm *piece), piece)
 FAULTY(map, (void *, const hs_vm *piece), piece)
 FAULTY(open, (void *, hs_vm *piece), piece)
@@ -77,7 +76,7 @@ hs_arena *open_faulty() {
     static hs_vm_driver driver;
     real = hs_page_driver();
     driver = {nullptr,        real->granularity, real->alignment,     real->touched_by_threads, faulty_reserve,
-              faulty_unreserve, faulty_create,   faulty_map,          faulty_open,              faulty_set_access,
+              faulty_create,   faulty_map,          faulty_open,              faulty_set_access,
               faulty_unmap,   faulty_release,    faulty_copy_to_host, faulty_copy_from_host,    faulty_synchronize,
               faulty_host_alloc, faulty_host_free};
     hs_arena *arena = nullptr;
@@ -231,6 +230,25 @@ void reuse() {
     memory.add(100 * kMiB, 3);
     CHECK(faults.seen == 2);
     memory.check();
+}
+
+/* No addresses are left, or no memory: the caller is told, nothing is kept of it, and the next request is served. */
+void no_segment() {
+    for (const char *call : {"reserve", "create", "map", "open"}) {
+        for (const int error : {-ENOMEM, -EIO}) {
+            hs_arena *arena = open_faulty();
+            void *block = nullptr;
+            faults.arm(call, 1, error);
+            CHECK(hs_arena_alloc(arena, 9 * kMiB, 0, 0, &block) == error && block == nullptr);
+            CHECK(strcmp(numbers(arena).failed, call) == 0);
+            CHECK(numbers(arena).segments == 0 && numbers(arena).mapped_bytes == 0 && numbers(arena).live_bytes == 0);
+            CHECK(!hs_arena_owns(arena, arena));
+            Memory memory = usual(arena);
+            away(arena);
+            back(arena);
+            memory.check();
+        }
+    }
 }
 
 /* Each call of the driver's fails once, at each place of a cycle. Nothing is lost: after it the bits are there, and the
@@ -464,6 +482,7 @@ const struct {
     const char *name;
     void (*run)();
 } kTests[] = {{"refuses", refuses},         {"cycles", cycles},           {"reuse", reuse},
+              {"no_segment", no_segment},
               {"every_failure", every_failure}, {"hang_before", hang_before}, {"hang_behind", hang_behind},
               {"touching", touching},       {"spilling", spilling},       {"forking", forking},
               {"forking_in_a_move", forking_in_a_move},
