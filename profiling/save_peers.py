@@ -4,7 +4,8 @@ All of them write the same tensors and fsync them; ours also checksums, fsyncs t
 commits. A load reads what was written with a cold page cache: the files are dropped from it before.
 On a tmpfs (/dev/shm) there is no such thing, and what is compared is the work of the processor.
 Each load is the first one of a fresh process, as it is when a training resumes: a second one would
-find memory that the first one has touched and given back to the allocator.
+find memory that the first one has touched and given back to the allocator. Not of a forked one: it
+would copy each page of the interpreter's objects that it touches, and ours, in Python, touches more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context, set_forkserver_preload
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Peers:
     def _timed_load(self, name: str) -> float:
         folder = self._folder / ("ours" if name == "plain" else name)
         specs = {key: (one.shape, one.dtype) for key, one in self._tensors.items()}
-        with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             took_s, cpu_s = pool.submit(load_once, name, folder, specs).result()
         if name == "ours":
             self.load_cpu_s.append(cpu_s)
@@ -161,7 +162,6 @@ LOADS: Mapping[str, Callable[[Path, Specs], object]] = {
 def measure(tensors: Mapping[str, torch.Tensor], folder: Path, *, repeats: int) -> dict[str, Any]:
     """Medians in seconds of every way, and ours beside the best of the others."""
     folder.mkdir()
-    set_forkserver_preload([__name__])  # the loads do not wait for imports
     peers = Peers(tensors, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP says that it saves in a single process
