@@ -5,7 +5,7 @@ commits. A load reads what was written with a cold page cache: the files are dro
 On a tmpfs (/dev/shm) there is no such thing, and what is compared is the work of the processor.
 Each load is the first one of a fresh process, as it is when a training resumes: a second one would
 find memory that the first one has touched and given back to the allocator. Not of a forked one: it
-would copy each page of the interpreter's objects that it touches, and ours, in Python, touches more.
+would copy each page of the interpreter's objects that it touches.
 """
 
 from __future__ import annotations
