@@ -9,70 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elasticstory import BATCH, TRAIN, ElasticStory
+from elasticstory import BATCH, IN_SHARDS, SAMPLES, TRAIN, ElasticStory, losses
 from processes import wait_until
 
 from hydroslurm.elastic.folder import CoordinatorOptions
 from hydroslurm.errors import UsageError
 
-SAMPLES = 230
-"""19 steps of 3 shards of 4 in an epoch, and one of 2 samples, in which the third rank has none."""
-
-IN_SHARDS = (
-    TRAIN.replace("import json,", "import hashlib, random, numpy, json,")
-    .replace("nn.BatchNorm1d(16), nn.Dropout(0.1)", "nn.LayerNorm(16), nn.Dropout(0.3)")
-    .replace(
-        "data = TensorDataset(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))",
-        """class Noisy(TensorDataset):
-        def __getitem__(self, index):
-            x, y, number = super().__getitem__(index)
-            return x + 0.1 * torch.randn(8) + random.random() + numpy.random.rand(), y, number
-    data = Noisy(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))""",
-    )
-    .replace(
-        """for x, y, ids in run.batches(epochs=options["epochs"]):
-            step = run.step
-            loss = nn.functional.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-""",
-        """for batch in run.batches(epochs=options["epochs"]):
-            step, losses, seen = run.step, {}, []
-            optimizer.zero_grad()
-            scale = torch.rand(())
-            for x, y, ids in run.shards(batch):
-                loss = nn.functional.mse_loss(model(x), y) * (scale + random.random())
-                loss.backward()
-                losses[int(ids[0])] = loss.item()
-                seen += ids.tolist()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-""",
-    )
-    .replace(
-        '"ids": ids.tolist(), "loss": loss.item(),',
-        '"ids": seen, "losses": losses, "scale": scale.item(),',
-    )
-    .replace(
-        "weights = sum(value.detach().double().sum() for value in net.parameters())",
-        "weights = hashlib.sha256(\n"
-        "        b''.join(one.detach().numpy().tobytes() for one in net.parameters())\n"
-        "    ).hexdigest()",
-    )
-    .replace("weights.item()", "weights")
-)
 LONG: dict[str, Any] = {"samples": SAMPLES, "epochs": 6, "step_s": 0.03}
 OPTIONS: dict[str, Any] = {"max": 3, "summation": "fixed_order"}
-
-
-def losses(story: ElasticStory) -> dict[tuple[int, str], float]:
-    """Of each step and shard, as they were at last."""
-    newest: dict[tuple[int, str], tuple[int, float]] = {}
-    for log in story.all_steps():
-        for one in log:
-            for shard, loss in one["losses"].items():
-                key = one["step"], shard
-                newest[key] = max(newest.get(key, (0, 0.0)), (one["generation"], loss))
-    return {key: loss for key, (_, loss) in newest.items()}
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic.test_fixed_order import IN_SHARDS, SAMPLES, losses
-from elasticstory import ElasticStory
+from elasticstory import IN_SHARDS, SAMPLES, ElasticStory, losses
 from processes import wait_until
 
 from hydroslurm.elastic.folder import CoordinatorOptions
