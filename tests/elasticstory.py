@@ -214,9 +214,16 @@ def times_seen(*logs: list[dict[str, Any]]) -> dict[int, Counter[int]]:
     return seen
 
 
+HASH_OF_WEIGHTS = (
+    "hashlib.sha256(\n"
+    "        b''.join(one.detach().numpy().tobytes() for one in net.parameters())\n"
+    "    ).hexdigest()"
+)
+"""In a script."""
+
 # --- steps in shards, for sums in a fixed order
 
-SAMPLES = 230
+SAMPLES_IN_SHARDS = 230
 """19 steps of 3 shards of 4 in an epoch, and one of 2 samples, in which the third rank has none."""
 
 IN_SHARDS = (
@@ -255,9 +262,7 @@ IN_SHARDS = (
     )
     .replace(
         "weights = sum(value.detach().double().sum() for value in net.parameters())",
-        "weights = hashlib.sha256(\n"
-        "        b''.join(one.detach().numpy().tobytes() for one in net.parameters())\n"
-        "    ).hexdigest()",
+        f"weights = {HASH_OF_WEIGHTS}",
     )
     .replace("weights.item()", "weights")
 )

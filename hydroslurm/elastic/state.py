@@ -55,9 +55,8 @@ class State:
             Each is an attribute of the state.
 
     Raises:
-        UsageError: this process belongs to no elastic run; a name that is taken;
-            it is to have ``summation: fixed_order``
-            or ``averaging``.
+        UsageError: this process belongs to no elastic run, or to one with ``summation:
+            fixed_order`` or ``averaging``; a name that is taken.
     """
 
     def __init__(self, **objects: Any) -> None:

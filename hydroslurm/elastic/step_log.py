@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from torch.optim import Optimizer
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.engine import InPlaceEngine
+
+Answer = TypeVar("Answer")
 
 _BYTES = 256 << 20
 _COMPARED = ("epoch", "consumed", "samples", "lr", "weights", "rng")
@@ -126,6 +128,7 @@ class CheckedSteps:
         self._tell = tell
         self._log = StepLog(engine.folder.steps_jsonl)
         self._optimizers: list[Optimizer] = []
+        self._has_failed = False
 
     def watch(self, optimizer: Optimizer) -> None:
         """Log the learning rates of this one, too."""
@@ -133,7 +136,7 @@ class CheckedSteps:
 
     def begin(self, step: int) -> None:
         """This rank is the first from here on."""
-        again = self._log.begin(step)
+        again = self._written(lambda: self._log.begin(step))
         if again:
             self._tell(
                 f"steps {again.start} to {again.stop - 1} were trained before and are in no "
@@ -142,21 +145,22 @@ class CheckedSteps:
 
     def completed(self, step: int, epoch: int, *, own: Mapping[str, Any], samples: int) -> None:
         """A step is complete; ``own``: where the rank is now, as it would be saved."""
+        if self._has_failed:
+            return
         parameters = [one for each in self._engine.modules for one in each.parameters()]
         groups = [group for one in self._optimizers for group in one.param_groups]
-        replayed = self._log.completed(
-            {
-                "step": step,
-                "epoch": epoch,
-                "consumed": own.get("data", {}).get("sampler", {}).get("consumed"),
-                "samples": samples,
-                "generation": self._engine.member.generation,
-                "ranks": dist.get_world_size(),
-                "lr": [float(group["lr"]) for group in groups],
-                "weights": digest_of_weights(parameters),
-                "rng": digest_of_rng(own["rng"]),
-            }
-        )
+        entry = {
+            "step": step,
+            "epoch": epoch,
+            "consumed": own.get("data", {}).get("sampler", {}).get("consumed"),
+            "samples": samples,
+            "generation": self._engine.member.generation,
+            "ranks": dist.get_world_size(),
+            "lr": [float(group["lr"]) for group in groups],
+            "weights": digest_of_weights(parameters),
+            "rng": digest_of_rng(own["rng"]),
+        }
+        replayed = self._written(lambda: self._log.completed(entry))
         if replayed is not None and replayed.differs:
             self._tell(
                 f"the replay differs from the log at step {replayed.last}, in "
@@ -168,12 +172,27 @@ class CheckedSteps:
 
     def committed(self, step: int) -> None:
         """A checkpoint of this step is on disk."""
-        self._log.committed(step)
+        self._written(lambda: self._log.committed(step))
+
+    def _written(self, write: Callable[[], Answer]) -> Answer | None:
+        """The training does not end for a log that cannot be written: a full disk, a quota."""
+        if self._has_failed:
+            return None
+        try:
+            return write()
+        except OSError as error:
+            self._has_failed = True
+            self._tell(
+                f"the log of the steps cannot be written ({error}): from here on this attempt "
+                "logs none, and a replay of them would not be compared. The training goes on"
+            )
+            return None
 
 
 def digest_of_weights(tensors: Iterable[torch.Tensor]) -> str:
     """A digest of their bits: the sum of each as integers, computed where they are. It reads the
-    weights once and waits for the device; one bit more or less in one weight changes it."""
+    weights once and waits for the device. Whatever changes one weight changes it; that two changes
+    make up for each other, or two weights change places, it does not see."""
     sums = [
         one.detach().reshape(-1).view(_INTEGERS[one.element_size()]).sum(dtype=torch.int64)
         for one in tensors

@@ -161,9 +161,8 @@ def _pause(write: _Writer, attempt: Attempt, pause: Pause) -> Iterator[Entry]:
     ):
         began = None if end is None or took_s is None else end - int(took_s * 1e9)
         if began is not None and drained is not None and drained <= (end or 0):
-            began = max(
-                began, drained
-            )  # a vacate waits for the device itself: slices never overlap
+            # a vacate waits for the device itself, and slices must not overlap
+            began = max(began, drained)
         yield from write.slice(_PAUSING, name, began, end, bytes=pause.vacated_bytes)
     yield from write.instant(_PAUSING, "all_parked", pause.all_parked_mono_ns)
     yield from write.instant(_PAUSING, "resume_request", pause.resume_requested_mono_ns)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elasticstory import BATCH, IN_SHARDS, SAMPLES, TRAIN, ElasticStory, losses
+from elasticstory import BATCH, IN_SHARDS, SAMPLES_IN_SHARDS, TRAIN, ElasticStory, losses
 from processes import wait_until
 
 from hydroslurm.elastic.folder import CoordinatorOptions
 from hydroslurm.errors import UsageError
 
-LONG: dict[str, Any] = {"samples": SAMPLES, "epochs": 6, "step_s": 0.03}
+LONG: dict[str, Any] = {"samples": SAMPLES_IN_SHARDS, "epochs": 6, "step_s": 0.03}
 OPTIONS: dict[str, Any] = {"max": 3, "summation": "fixed_order"}
 
 
@@ -60,7 +60,7 @@ def test_the_bits_are_those_of_a_fixed_size(
     assert [one["ranks"] for one in story.entries("generation")][:5] == [2, 3, 2, 1, 2], story
     assert ends[0] == ends[1] == fixed[1], story
     assert losses(story) == fixed[0], story
-    assert fixed[1]["step"] == LONG["epochs"] * -(-SAMPLES // (3 * BATCH))
+    assert fixed[1]["step"] == LONG["epochs"] * -(-SAMPLES_IN_SHARDS // (3 * BATCH))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, program: str, said: str)
     """A script that would not get the promised bits ends at its first step, and is told why."""
     story = ElasticStory(tmp_path, program=program, **OPTIONS, wanted=1)
     try:
-        child = story.start("a", samples=SAMPLES)
+        child = story.start("a", samples=SAMPLES_IN_SHARDS)
         assert child.wait() == 1, story
         wait_until(lambda: said in "\n".join(child.lines), lambda: f"{said}\n{story}")
     finally:

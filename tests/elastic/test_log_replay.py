@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elasticstory import IN_SHARDS, SAMPLES, ElasticStory, losses
+from elasticstory import IN_SHARDS, SAMPLES_IN_SHARDS, ElasticStory, losses
 from processes import wait_until
 
 from hydroslurm.elastic.folder import CoordinatorOptions
@@ -22,7 +22,7 @@ PROGRAM = IN_SHARDS.replace("every_s=0,", f"every_steps={SAVED_EVERY},").replace
     "(scale + random.random())", "(scale + random.random()) * options.get('times', 1.0)"
 )
 OPTIONS: dict[str, Any] = {"max": 3, "summation": "fixed_order", "recovery": "log_replay"}
-TOLD: dict[str, Any] = {"samples": SAMPLES, "epochs": 4}
+TOLD: dict[str, Any] = {"samples": SAMPLES_IN_SHARDS, "epochs": 4}
 
 
 @pytest.fixture
@@ -94,6 +94,18 @@ def test_a_replay_that_differs_says_at_which_step(story: ElasticStory) -> None:
     begun = story.steps("c")[0]["step"]
     assert f"the replay differs from the log at step {begun + 1}, in weights" in said, story
     assert last > begun
+
+
+def test_a_log_that_cannot_be_written(story: ElasticStory) -> None:
+    """A link instead of the file, which is not followed: that is said once, and nothing else of the
+    training changes."""
+    story.folder.steps_jsonl.symlink_to("nowhere")
+    story.start("a", **TOLD, step_s=0.0)
+    story.start("b", **TOLD, step_s=0.0)
+    assert story.done("a") == story.done("b")
+    said = "\n".join(story.members["a"].lines + story.members["b"].lines)
+    assert said.count("the log of the steps cannot be written") == 1, story
+    assert not (story.folder.root / "nowhere").exists()
 
 
 def test_a_torn_line_and_a_step_that_differs(tmp_path: Path) -> None:

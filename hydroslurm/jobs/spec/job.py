@@ -255,19 +255,9 @@ def _warning(job: TrainingJob) -> Iterator[Complaint]:
         yield Complaint(path, message, (("scheduler", "timeLimitMinutes"),))
 
 
-def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
+def _elastic_sums(elastic: Elastic) -> Iterator[Complaint]:
+    """What a step's samples, sums and learning rate have to do with each other."""
     own = ("elastic",)
-    if elastic.min > elastic.max:
-        message = f"{elastic.min} is more than max, {elastic.max}; lower it, or raise max"
-        yield Complaint((*own, "min"), message, ((*own, "max"),))
-    elif not elastic.min <= job.members <= elastic.max:
-        named = elastic.size is not None
-        at: KeyPath = (*own, "size") if named else ("replicaSpecs", 0, "replicas")
-        message = (
-            f"{job.members} members to begin with, and elastic allows {elastic.min} to "
-            f"{elastic.max}; wanted min <= {'size' if named else 'replicas'} <= max"
-        )
-        yield Complaint(at, message, (own,))
     if elastic.lr != "none" and elastic.batch == "keep_global":
         message = (
             f"{elastic.lr} follows the samples of a step, and batch: keep_global keeps these; say "
@@ -292,6 +282,22 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
             "they are summed; leave one of them out"
         )
         yield Complaint((*own, "averaging"), message, ((*own, "summation"),))
+
+
+def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
+    own = ("elastic",)
+    if elastic.min > elastic.max:
+        message = f"{elastic.min} is more than max, {elastic.max}; lower it, or raise max"
+        yield Complaint((*own, "min"), message, ((*own, "max"),))
+    elif not elastic.min <= job.members <= elastic.max:
+        named = elastic.size is not None
+        at: KeyPath = (*own, "size") if named else ("replicaSpecs", 0, "replicas")
+        message = (
+            f"{job.members} members to begin with, and elastic allows {elastic.min} to "
+            f"{elastic.max}; wanted min <= {'size' if named else 'replicas'} <= max"
+        )
+        yield Complaint(at, message, (own,))
+    yield from _elastic_sums(elastic)
     if elastic.autoscale is not None and elastic.min <= elastic.max:
         try:
             AutoscalePolicy.from_json(

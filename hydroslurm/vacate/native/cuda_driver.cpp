@@ -96,7 +96,6 @@ int reserve(void *self, size_t bytes, uintptr_t *at) {
     return 0;
 }
 
-
 int create(void *self, hs_vm *piece) {
     const AllocationProp wanted = properties(of(self).number);
     if (const int error = enter(self)) return error;

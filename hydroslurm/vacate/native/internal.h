@@ -101,7 +101,7 @@ void segment_forget(hs_arena *arena, Segment *segment);
 /* moving.cpp */
 int segment_bring_back(hs_arena *arena, Segment *segment);
 /* touching.cpp: what threads do with memory that is away, or is being copied */
-/* Around each segment that is kBusy: it is no such thing in a child that is forked. */
+/* Around the time that a segment is kBusy, so that no child is forked with one that is. */
 void segment_begin(hs_arena *arena);
 void segment_end(hs_arena *arena, Segment *segment, int place);
 int touching_open(hs_arena *arena);
