@@ -20,30 +20,23 @@ trained since is not part of the run.
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from hydroslurm.elastic.changes import Changes
 from hydroslurm.elastic.roster import (
     Action,
     Arrival,
-    Change,
     Close,
     MemberState,
     Phase,
     Rank,
-    Record,
     Refused,
-    Send,
     Size,
     Timing,
 )
 
-_GATHERING = (Phase.CALLING, Phase.HOLDING, Phase.BREAKING)
 
-
-class Membership:
+class Membership(Changes):
     """The members of one run.
 
     Attributes:
@@ -65,41 +58,15 @@ class Membership:
     ) -> None:
         """``generation``, ``current`` (members and their numbers of ranks), ``change``: what an
         earlier coordinator has left; its ranks have ``return_s`` to come back."""
-        self.size = size
-        self.timing = timing or Timing()
-        self.generation = generation
-        self.members: dict[str, MemberState] = {}
-        self.current = ()
-        self.change: Change | None = None
-        self.finished = False
-        self.suspended = False
-        self.step = 0
-        self._changes = change
-        self._orders = 0
-        self._heard_s: OrderedDict[Rank, float] = OrderedDict()  # the most silent first
-        self._ready: set[str] = set()  # members that could be taken in
-        self._may_leave = False  # False: nobody does
-        self._doing: dict[Rank, tuple[int, bool, float]] = {}
-        self._absent: set[Rank] = set()
+        super().__init__(
+            size,
+            timing or Timing(),
+            generation=generation,
+            current=current,
+            change=change,
+            now_s=now_s,
+        )
         self._absent_until_s = now_s + self.timing.return_s
-        self._gather_until_s: float | None = None
-        self._join_at_s: float | None = None
-        self._actions: list[Action] = []
-        for name, local_size in current:
-            member = self._add(name, "", local_size, now_s)
-            member.ready = set(range(local_size))
-            self._absent |= set(member.ranks)
-            self.current += (name,)
-
-    @property
-    def current(self) -> tuple[str, ...]:
-        return self._current
-
-    @current.setter
-    def current(self, names: tuple[str, ...]) -> None:
-        # each of 10,000 members asks whether it trains, several times in one change
-        self._current, self._training = names, frozenset(names)
-        self._rank_count: int | None = None
 
     # --- what happens
     # --------------------------------------------------------------------------------------------
@@ -146,7 +113,7 @@ class Membership:
         member.node = node or member.node
         member.present.add(local)
         self._absent.discard(rank)
-        self._heard_s[rank] = now_s
+        self._liveness.heard(rank, now_s)
         self._send(rank, "welcome", generation=self.generation)
         if generation and (holding or self.change is not None):
             self._break("the coordinator was replaced during a change", now_s)
@@ -247,9 +214,7 @@ class Membership:
         """A rank lives. ``waits``: it has done its part of the step, or is paused."""
         self._heard(rank, now_s)
         self.step = max(self.step, step)
-        before = self._doing.get(rank)
-        if before is None or before[:2] != (step, waits):
-            self._doing[rank] = (step, waits, now_s)
+        self._liveness.beat(rank, step, now_s, waits=waits)
         return []
 
     def scale(self, size: int, leave: Sequence[str], now_s: float, *, by: str = "") -> list[Action]:
@@ -276,13 +241,12 @@ class Membership:
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed."""
-        while self._heard_s:
-            rank, heard_s = next(iter(self._heard_s.items()))
+        while (silent := self._liveness.most_silent()) is not None:
+            rank, heard_s = silent
             if now_s - heard_s <= self.timing.silent_s:
                 break
             self._actions.append(Close(rank))
             self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
-            self._heard_s.pop(rank, None)
         for rank in self._stuck(now_s):
             self._lost(rank, now_s, why=f"hangs in a step: the others wait for {rank[0]}")
             self._actions.append(Close(rank))
@@ -293,7 +257,7 @@ class Membership:
 
     def due_s(self) -> float:
         """When :meth:`tick` is due at the latest."""
-        due = [self.timing.silent_s + next(iter(self._heard_s.values()), math.inf)]
+        due = [self.timing.silent_s + self._liveness.silent_from_s()]
         due += [one for one in (self._gather_until_s, self._join_at_s) if one is not None]
         if self._absent:
             due.append(self._absent_until_s)
@@ -324,10 +288,6 @@ class Membership:
     # --- inside
     # --------------------------------------------------------------------------------------------
 
-    @property
-    def _number(self) -> int:
-        return self.change.number if self.change is not None else 0
-
     def _is_now(self, change: int, phase: Phase) -> bool:
         now = self.change
         return now is not None and now.number == change and now.phase is phase
@@ -338,47 +298,28 @@ class Membership:
         missed = holding and generation == self.generation - 1
         return name in self.current and (generation == self.generation or missed)
 
-    def _add(self, name: str, node: str, local_size: int, now_s: float) -> MemberState:
-        self._orders += 1
-        member = MemberState(name, node, local_size, self._orders, now_s)
-        self.members[name] = member
-        return member
-
     def _heard(self, rank: Rank, now_s: float) -> MemberState | None:
         member = self.members.get(rank[0])
         if member is not None and rank[1] in member.present:
-            self._heard_s[rank] = now_s
-            self._heard_s.move_to_end(rank)
+            self._liveness.heard(rank, now_s)
         return member
 
     def _stuck(self, now_s: float) -> list[Rank]:
-        """Ranks that some others of their step have waited for too long."""
         if self.change is not None:
             return []
-        ranks = [rank for rank in self._present_ranks() if rank in self._doing]
-        waiting_s = [
-            now_s - since_s for _, waits, since_s in map(self._doing.__getitem__, ranks) if waits
-        ]
-        if not waiting_s or max(waiting_s) <= self.timing.stuck_s:
-            return []
-        return [
-            rank
-            for rank in ranks
-            if not self._doing[rank][1] and now_s - self._doing[rank][2] > self.timing.stuck_s
-        ]
+        return self._liveness.stuck(self._present_ranks(), now_s, after_s=self.timing.stuck_s)
 
     def _lost(self, rank: Rank, now_s: float, *, why: str = "its connection ended") -> None:
         """One rank is gone, and with it its member: the others of its node leave too."""
         member = self.members.get(rank[0])
-        self._heard_s.pop(rank, None)
-        self._doing.pop(rank, None)
+        self._liveness.forget(rank)
         if member is None or (rank[1] not in member.present and rank not in self._absent):
             return
         del self.members[member.id]
         self._ready.discard(member.id)
         self._absent -= set(member.ranks)
         for other in member.ranks:
-            self._heard_s.pop(other, None)
+            self._liveness.forget(other)
             if other != rank and other[1] in member.present:
                 self._send(other, "depart", reason=f"rank {rank[1]} of this node is gone: {why}")
         if member.id not in self.current or self.finished:
@@ -396,327 +337,3 @@ class Membership:
             return
         self._break(f"{member.id} is gone ({why})", now_s)
         self._forget(member)
-
-    def _forget(self, member: MemberState) -> None:
-        self.current = tuple(name for name in self.current if name != member.id)
-        change = self.change
-        if change is not None:
-            change.lost.append(member.id)
-            for rank in member.ranks:
-                change.arrivals.pop(rank, None)
-                change.to_form.discard(rank)
-            if change.saver is not None and change.saver[0] == member.id:
-                change.saver = None
-
-    def _begin(self, phase: Phase, cause: str, now_s: float) -> Change:
-        self._changes += 1
-        self.change = Change(self._changes, phase, now_s, cause, self.current)
-        return self.change
-
-    def _break(self, cause: str, now_s: float) -> None:
-        """The generation is broken: its ranks drop the step that they are in, and hold."""
-        change = self.change
-        if change is not None and change.phase is Phase.BREAKING:
-            return
-        held = change is not None and change.phase in (Phase.SAVING, Phase.SUSPENDED)
-        if change is None or change.phase is Phase.FORMING:
-            lost = change.lost if change is not None else []
-            steps_lost = change.steps_lost if change is not None else 0
-            since_s = change.since_s if change is not None else now_s
-            change = self._begin(Phase.BREAKING, cause, since_s)
-            change.lost, change.steps_lost = lost, steps_lost
-        elif not held:
-            change.phase, change.cause = Phase.BREAKING, cause
-        if not held:
-            self._tell_to_break()
-
-    def _tell_to_break(self) -> None:
-        for rank in self._present_ranks():
-            self._send(rank, "abort", change=self._number, generation=self.generation)
-
-    def _present_ranks(self) -> list[Rank]:
-        """Of the generation, in order; those that a new coordinator still waits for included."""
-        return [
-            rank
-            for name in self.current
-            if name in self.members
-            for rank in self.members[name].ranks
-        ]
-
-    def _count_ranks(self) -> int:
-        """Of the generation; members only go together with ``current``."""
-        if self._rank_count is None:
-            sizes = (self.members[name].local_size for name in self.current if name in self.members)
-            self._rank_count = sum(sizes)
-        return self._rank_count
-
-    def _settled(self, now_s: float) -> list[Action]:
-        """Go on as far as can be; return what is to be done."""
-        while self._advance(now_s):
-            pass
-        actions, self._actions = self._actions, []
-        return actions
-
-    def _advance(self, now_s: float) -> bool:
-        change = self.change
-        if self.finished:
-            return False
-        if change is None:
-            return self._may_begin(now_s)
-        if not self._count_ranks() and change.phase is not Phase.FORMING:
-            self.change, self.current = None, ()  # nobody is left: whoever is ready begins anew
-            return True
-        answered = len(change.arrivals)
-        if change.phase is Phase.CALLING:
-            answered += len(change.proposals)
-        if change.phase in _GATHERING and answered < self._count_ranks():
-            return False  # counted first: to look at each, for each message, is n² of a change
-        ranks = self._present_ranks() if change.phase in (*_GATHERING, Phase.SAVING) else []
-        if change.phase is Phase.CALLING and all(
-            rank in change.proposals or rank in change.arrivals for rank in ranks
-        ):
-            at = max([*change.proposals.values(), *(a.step for a in change.arrivals.values())])
-            change.phase = Phase.HOLDING
-            for rank in ranks:
-                self._send(rank, "hold_at", change=change.number, step=at)
-            return True
-        if change.phase in (Phase.HOLDING, Phase.BREAKING) and all(
-            rank in change.arrivals for rank in ranks
-        ):
-            return self._all_hold(change, ranks)
-        if change.phase is Phase.SAVING:
-            if change.saved:
-                return self._form(change, now_s)
-            if change.saver is None:
-                return self._all_hold(change, ranks)
-            return False
-        if change.phase is Phase.SUSPENDED:
-            return self._resume(change, now_s)
-        if change.phase is Phase.FORMING and not change.to_form:
-            self.change, self.current = None, ()
-            return True
-        return False
-
-    def _may_begin(self, now_s: float) -> bool:
-        """Whether a change is called for, while the generation trains, or none does."""
-        if not self.current:
-            return self._first(now_s)
-        if self._absent:
-            return False  # a coordinator that has just begun hears everybody first
-        self._mark_surplus()
-        leaving = [one.id for one in self._leavers() if one.id in self._training]
-        if leaving:
-            reasons = ", ".join(f"{name}: {self.members[name].leaving}" for name in leaving)
-            self._call(f"leave ({reasons})", now_s)
-            return True
-        if not self._ready or len(self.current) >= self.size.wanted:
-            self._join_at_s = None
-            return False
-        if self._join_at_s is None:
-            self._join_at_s = now_s + self.timing.join_s
-        if now_s < self._join_at_s:
-            return False
-        self._join_at_s = None
-        joining = self._newcomers()
-        if joining:
-            self._call(f"join ({', '.join(one.id for one in joining)})", now_s)
-        return bool(joining)
-
-    def _leavers(self) -> list[MemberState]:
-        if not self._may_leave:
-            return []
-        found = [member for member in self.members.values() if member.leaving]
-        self._may_leave = bool(found)
-        return found
-
-    def _mark_surplus(self) -> None:
-        """More train than are wanted: the newest go."""
-        if len(self.current) <= self.size.wanted:
-            return
-        staying = [name for name in self.current if not self.members[name].leaving]
-        for name in reversed(staying[self.size.wanted :]):
-            self.members[name].leaving = f"{self.size.wanted} members are wanted"
-            self._may_leave = True
-
-    def _newcomers(self) -> list[MemberState]:
-        """Who can be taken in now, in the order in which they came."""
-        staying = sum(not self.members[name].leaving for name in self.current)
-        ready = [self.members[name] for name in self._ready if not self.members[name].leaving]
-        ready.sort(key=lambda member: member.order)
-        return ready[: max(0, self.size.wanted - staying)]
-
-    def _first(self, now_s: float) -> bool:
-        """Nobody trains: begin as soon as there are enough, and wait a little for all."""
-        for member in self._leavers():
-            self._depart(member)
-        if len(self._ready) < self.size.min:
-            self._gather_until_s = None
-            return False
-        if len(self._ready) < self.size.wanted:
-            if self._gather_until_s is None:
-                self._gather_until_s = now_s + self.timing.gather_s
-            if now_s < self._gather_until_s:
-                return False
-        self._gather_until_s = None
-        change = self._begin(Phase.FORMING, "start", now_s)
-        return self._form(change, now_s)
-
-    def _call(self, cause: str, now_s: float) -> None:
-        change = self._begin(Phase.CALLING, cause, now_s)
-        for rank in self._present_ranks():
-            self._send(rank, "hold", change=change.number)
-
-    def _all_hold(self, change: Change, ranks: list[Rank]) -> bool:
-        """Everybody stands still: who goes on?"""
-        arrivals = [change.arrivals[rank] for rank in ranks]
-        steps = {one.step for one in arrivals}
-        if all(one.final for one in arrivals) and len(steps) == 1:
-            self._finish(steps.pop())
-            return False
-        if any(one.failed for one in arrivals) and max(steps) == min(steps):
-            change.steps_lost = 1
-        self._mark_surplus()
-        staying = [name for name in self.current if not self.members[name].leaving]
-        newest = max(steps)
-        goes_below = len(staying) < len(self.current) and len(staying) < self.size.min
-        if goes_below and newest >= 0 and not change.saved:
-            change.phase = Phase.SAVING
-            change.saver = next(r for r in ranks if change.arrivals[r].step == newest)
-            self._send(change.saver, "save", change=change.number)
-            return True
-        return self._form(change, 0.0)
-
-    def _form(self, change: Change, now_s: float) -> bool:
-        """Name the new generation, or wait for more."""
-        del now_s
-        held = {rank: one.step for rank, one in change.arrivals.items() if one.step >= 0}
-        newest = max(held.values(), default=None)
-        staying = [name for name in self.current if not self.members[name].leaving]
-        has_state = [
-            name
-            for name in staying
-            if any(held.get(rank) == newest for rank in self.members[name].ranks)
-        ]
-        if staying and not has_state:  # only who leaves has the newest state: it hands it over
-            staying = list(self.current)
-        else:
-            for name in [one for one in self.current if self.members[one].leaving]:
-                change.left.append(name)
-                self._depart(self.members[name])
-            self.current = tuple(staying)
-        joining = self._newcomers()
-        together = _in_order(change.order, staying, [member.id for member in joining])
-        if len(together) < self.size.min:
-            if change.phase is not Phase.SUSPENDED:
-                change.phase, self.suspended = Phase.SUSPENDED, True
-                self._record("suspended", members=list(staying), min=self.size.min)
-                for rank in self._present_ranks():
-                    self._send(rank, "wait", change=change.number)
-            if not staying:
-                self.change = None
-            return False
-        self._begin_generation(change, together, held, newest)
-        change.joined += [member.id for member in joining]
-        return True
-
-    def _begin_generation(
-        self, change: Change, together: list[str], held: dict[Rank, int], newest: int | None
-    ) -> None:
-        change.phase, self.suspended = Phase.FORMING, False
-        self.generation += 1
-        self.current = tuple(together)
-        self._ready -= self._training
-        self._join_at_s = None
-        ranks = self._present_ranks()
-        source = next((n for n, rank in enumerate(ranks) if held.get(rank) == newest), 0)
-        needs = [n for n, rank in enumerate(ranks) if newest is None or held.get(rank) != newest]
-        change.to_form = set(ranks)
-        self._record(
-            "forming",
-            generation=self.generation,
-            change=change.number,
-            members=[[name, self.members[name].local_size] for name in together],
-        )
-        for number, rank in enumerate(ranks):
-            self._send(
-                rank,
-                "form",
-                change=change.number,
-                generation=self.generation,
-                rank=number,
-                world_size=len(ranks),
-                members=len(together),
-                source=source,
-                needs=[one for one in needs if one != source or newest is not None],
-                fresh=newest is None,
-                cause=change.cause,
-            )
-
-    def _resume(self, change: Change, now_s: float) -> bool:
-        for name in [n for n in self.current if self.members[n].leaving]:
-            change.left.append(name)
-            self._depart(self.members[name])
-            self.current = tuple(one for one in self.current if one != name)
-        if not self.current:
-            self.change = None
-            return True
-        if len(self.current) + len(self._newcomers()) < self.size.min:
-            return False
-        del now_s
-        return self._form(change, 0.0)
-
-    def _depart(self, member: MemberState) -> None:
-        """Send a member away; nothing more is expected of it."""
-        for rank in member.ranks:
-            self._heard_s.pop(rank, None)
-            if rank[1] in member.present:
-                self._send(rank, "depart", reason=member.leaving)
-        self._record("left", member=member.id, node=member.node, reason=member.leaving)
-        self.members.pop(member.id, None)
-        self._ready.discard(member.id)
-
-    def _finish(self, step: int) -> None:
-        self.finished = True
-        self.change = None
-        self._record("finished", step=step, generation=self.generation)
-        for member in self.members.values():
-            for rank in member.ranks:
-                self._send(rank, "finished", step=step)
-
-    def _record_generation(self, pause_s: float) -> None:
-        change = self.change
-        assert change is not None
-        self._record(
-            "generation",
-            generation=self.generation,
-            step=max((one.step for one in change.arrivals.values()), default=self.step),
-            members=list(self.current),
-            ranks=len(self._present_ranks()),
-            cause=change.cause,
-            joined=change.joined,
-            left=change.left,
-            lost=change.lost,
-            pause_s=round(pause_s, 4),
-            steps_lost=change.steps_lost,
-        )
-
-    def _send(self, rank: Rank, kind: str, /, **fields: Any) -> None:
-        member = self.members.get(rank[0])
-        if member is None or rank[1] in member.present:
-            self._actions.append(Send(rank, {"type": kind, **fields}))
-
-    def _record(self, kind: str, **data: Any) -> None:
-        self._actions.append(Record(kind, data))
-
-
-def _in_order(order: Sequence[str], staying: Sequence[str], joining: Sequence[str]) -> list[str]:
-    """Who comes takes the place of who went, so that the ranks of the others stay what they are;
-    the rest is appended."""
-    waiting, stays = deque(joining), frozenset(staying)
-    together = []
-    for name in order:
-        if name in stays:
-            together.append(name)
-        elif waiting:
-            together.append(waiting.popleft())
-    return [*together, *waiting]

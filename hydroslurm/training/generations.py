@@ -1,0 +1,274 @@
+"""What a rank of an elastic run does at a change: it meets the others of a new generation, gets the
+state or hands it over, saves for all, or departs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from hydroslurm.checkpoint.rng import for_new_rank
+from hydroslurm.checkpoint.store import State
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
+from hydroslurm.elastic.engine import InPlaceEngine, folder_of
+from hydroslurm.elastic.learning_rate import ScaledLearningRate
+from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
+from hydroslurm.elastic.replica import PeerReplicas
+from hydroslurm.elastic.step_log import CheckedSteps
+from hydroslurm.elastic.transfer import hand_over
+from hydroslurm.errors import HydroslurmError, RanksError
+from hydroslurm.gate.protocol import GateState
+from hydroslurm.gate.signals import SignalPlan
+from hydroslurm.runtime import install as installation
+from hydroslurm.runtime.controller import Controller
+from hydroslurm.training.reporting import notice
+from hydroslurm.training.run import Run
+from hydroslurm.training.shard_steps import ShardSteps
+from hydroslurm.training.step_undo import StepUndo
+
+
+class Generations(Run):
+    """A run whose ranks change; :class:`~hydroslurm.training.elastic_run.ElasticRun` adds steps."""
+
+    _is_elastic = True
+
+    def __init__(self, **arguments: Any) -> None:
+        environ = arguments.get("environ") or os.environ
+        self._elastic_folder = folder_of(environ)
+        self._engine = InPlaceEngine(environ, things=[arguments.get("model")], warn=notice)
+        self._member = self._engine.member
+        self._is_replaced = bool(environ.get(SUPERVISED_ENV))
+        if arguments.get("directory") is None:
+            arguments["directory"] = self._elastic_folder.run
+        self._generation_rank = -1
+        self._attempt_number = 0
+        self._is_done = False
+        self._kept_own: Mapping[str, Any] = {}
+        self._step_began_s = 0.0
+        self._samples = 0
+        options = self._elastic_folder.options()
+        self._in_order = options.summation == "fixed_order"
+        self._shard_steps = ShardSteps(self._engine) if self._in_order else None
+        is_logged = options.recovery == "log_replay"
+        self._log = CheckedSteps(self._engine, tell=notice) if is_logged else None
+        self._average_every = options.averaging_every
+        self._engine.sum.averages = bool(options.averaging_every)
+        self._member.holds_every = max(1, options.averaging_every)
+        self._are_equal = True
+        super().__init__(**arguments)
+        self._undo = StepUndo(self._objects, self._engine.modules)
+        self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
+        needs_replicas = options.size.spares and not self._in_order
+        self._replicas = PeerReplicas() if needs_replicas else None
+        self._scaled = ScaledLearningRate(
+            options.lr,
+            full=self._engine.local_size * options.size.max,
+            warmup_steps=options.lr_warmup_steps,
+        )
+
+    @property
+    def generation(self) -> int:
+        """How often the members of this run have changed, from 1."""
+        return self._member.generation
+
+    # --- the beginning and the end
+    # --------------------------------------------------------------------------------------------
+
+    def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+        """Signals and events are this rank's alone; it has a folder of its own for these. A suspend
+        is a leave: the others would wait for a rank that is parked."""
+        if installation.is_installed() and not installation.gives_way():
+            return installation.controller(), False
+        name = self._engine.name.replace("/", "_").replace(":", "_")
+        folder = self._elastic_folder.root / "members" / f"{name}-{self._engine.local_rank}"
+        RunDir(folder).claim()
+        signals = SignalPlan(suspend_stops=True)
+        made = installation.install(run_dir=folder, signals=signals, alone=True, environ=environ)
+        return made, True
+
+    def _begin(self, *, may_load: bool, seen: str) -> bool:
+        self._member.start()
+        directive = self._member.begin(stop=self._stop_seen)
+        self._may_load, self._seen = may_load, seen
+        self._obey(directive)
+        if self._is_done:
+            notice("this run has finished; nothing to do")
+            self.close()
+            raise ExitForRequeue.finished()
+        self._has_begun = True
+        return self._step > 0
+
+    def close(self) -> None:
+        super().close()
+        self._engine.close()
+
+    # --- directives
+    # --------------------------------------------------------------------------------------------
+
+    def _obey(self, directive: Directive) -> None:
+        """Do what the coordinator says, until this rank trains again, or ends."""
+        while True:
+            if isinstance(directive, Form):
+                if self._meet(directive):
+                    return
+            elif isinstance(directive, Save):
+                self._save_for_all()
+                self._member.saved(directive)
+            elif isinstance(directive, Finished):
+                self._is_done = True
+                return
+            else:
+                self._depart(directive)
+            directive = self._member.again(stop=self._stop_seen)
+
+    def _meet(self, form: Form) -> bool:
+        """Form a generation; whether it was formed."""
+        began_step = self._step
+        try:
+            self._form(form)
+        except (RanksError, RuntimeError) as error:
+            if isinstance(error, HydroslurmError) and not isinstance(error, RanksError):
+                raise
+            self._engine.group.destroy()
+            notice(f"generation {form.generation} is not formed: {error}")
+            self._member.formed(form, ok=False)
+            return False
+        self._member.formed(form, ok=True)
+        self._moved = True
+        self._tell_generation(form, began_step)
+        return True
+
+    def _form(self, form: Form) -> None:
+        """Meet the others, get the state or give it, and have everything set upon the new ranks.
+
+        Raises:
+            RanksError, RuntimeError: a rank is gone.
+        """
+        if self._replicas is not None:
+            self._replicas.settle(form)
+        self._engine.group.form(form)
+        was_first, self._generation_rank = self._is_first, form.rank
+        if form.fresh and form.rank == form.source and not self._has_begun:
+            super()._begin(may_load=self._may_load, seen=self._seen)
+            self._attempt_number = self._attempt.number or 0
+            self._kept_own = self._own_state()
+        if self._average_every and not form.fresh:
+            self._engine.average(without=form.needs, rank=form.rank)
+        self._share_state(form)
+        if self._replicas is not None:
+            self._replicas.begin(form, self._kept_own)
+        if self._log is not None and form.rank == 0 and not was_first:
+            self._log.begin(self._step)
+        self._take_first(form)
+        self._engine.prepare(form)
+        self._are_equal = True
+        if self._shard_steps is not None:
+            self._shard_steps.begin_generation()
+        self._scaled.resize(form.world_size)
+        self._step_began_s = time.monotonic()
+
+    def _share_state(self, form: Form) -> None:
+        """Whoever needs the state has it from the rank that has it; the others go on with theirs,
+        as it was behind their last step."""
+        state = self._to_hand_over() if form.rank == form.source else None
+        got = hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
+        former = self._replicas.hand_over(form) if self._replicas is not None else None
+        if got is not None:
+            self._take(got, form, former)
+        else:
+            self._cursor.load(self._kept_own)
+
+    def _tell_generation(self, form: Form, began_step: int) -> None:
+        self._attempt.record(
+            EventKind.GENERATION,
+            generation=form.generation,
+            of_rank=form.rank,
+            world_size=form.world_size,
+            cause=form.cause,
+            step=self._step,
+            pause_s=time.monotonic() - form.since_s,
+        )
+        if form.rank == 0:
+            steps = "" if self._step == began_step else f", {self._step} steps done"
+            notice(
+                f"generation {form.generation}: {form.members} members, {form.world_size} ranks"
+                f"{steps} ({form.cause})"
+            )
+
+    def _to_hand_over(self) -> Mapping[str, Any]:
+        return {
+            "shared": self._objects.states(),
+            "own": self._kept_own,
+            "attempt": self._attempt_number,
+            "learning_rate": self._scaled.state_dict(),
+        }
+
+    def _take(self, state: Mapping[str, Any], form: Form, former: Mapping[str, Any] | None) -> None:
+        """Become as the source is; random numbers are those of the former rank of this number, if
+        its state at this step was kept, else this rank's own."""
+        own = dict(state["own"])
+        if self._in_order:
+            pass  # outside of shards all ranks draw the same
+        elif former is not None and former["counters"] == own["counters"]:
+            own = dict(former)
+        else:
+            own |= {"rng": for_new_rank(own["rng"], form.rank), "new_rank": form.rank}
+            if self._replicas is not None and not form.fresh:
+                notice(f"rank {form.rank} is new, and begins random numbers of its own")
+        self._attempt_number = int(state["attempt"])
+        if not form.fresh:
+            self._scaled.load_state_dict(dict(state["learning_rate"]))
+        source = f"the state of rank {form.source}"
+        self._apply(State(shared=dict(state["shared"]), own=own), source=source)
+        self._kept_own = own
+
+    def _take_first(self, form: Form) -> None:
+        """The first rank writes the run's folder from here on."""
+        if form.rank == 0 and self._attempt.number is None:
+            self._fence.hold(self._fence.claim())
+            self._durable.revoke_others()
+            self._attempt.number = self._attempt_number
+            self._last_save_s = time.monotonic()
+
+    def _save_for_all(self) -> None:
+        """Too few members are left to go on: save before they go."""
+        try:
+            if not self._is_first:
+                self._fence.hold(self._fence.claim())
+                self._durable.revoke_others()
+            self._cursor.load(self._kept_own)
+            self._saver.save(
+                State(shared=self._objects.states(), own=self._kept_own),
+                step=self._step,
+                epoch=self._epoch,
+                kind="stop",
+                meta=self._made_of(),
+            )
+            notice(f"too few members are left; step {self._step} is saved")
+        except HydroslurmError as error:
+            notice(f"too few members are left, and step {self._step} could not be saved: {error}")
+
+    def _depart(self, depart: Depart) -> NoReturn:
+        """The others go on without this rank."""
+        self._engine.group.destroy()
+        reason = depart.reason or "asked to leave"
+        if self._controller.stop_request is not None:
+            leaving = self._stopping.leave_to_others(
+                f"this member leaves behind step {self._step}, which the others have",
+                is_replaced=self._is_replaced,
+            )
+        else:
+            notice(f"this member leaves behind step {self._step}: {reason}")
+            leaving = ExitForRequeue(RUN_AGAIN if depart.again else 0)
+        self._member.close()
+        raise leaving
+
+    def _stop_seen(self) -> bool:
+        return self._controller.stop_request is not None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._generation_rank == 0
