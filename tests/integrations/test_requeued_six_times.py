@@ -1,44 +1,58 @@
 """Scripts of people who know nothing of hydroslurm, requeued six times by a real Slurm within two
-epochs: by an operator, by an urgent job, and by a SIGTERM to the last rank only."""
+epochs: by an operator, by an urgent job, and by a SIGTERM to the last rank only. Two of them leave
+the loop to the user, and have the few lines that the pages on Fabric and on own loops show."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from integrations.stockjobs import AGENT, ALONE, StockJob
+from integration.scripts.with_diff import changed
+from integrations.stockjobs import AGENT, ALONE, SCRIPTS, StockJob
 
 from hydroslurm.devcluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.frameworks]
 
 LIGHTNING = {
-    "ranks 1, workers 0": "--epochs=2 --workers=0 --pause-s=0.1",
-    "ranks 1, workers 2, accumulated": "--epochs=2 --workers=2 --accumulate=4 --pause-s=0.1",
-    "ranks 2, workers 0, accumulated":
-        "--epochs=2 --workers=0 --accumulate=4 --pause-s=0.3 --devices=2",
-    "ranks 2, workers 2": "--epochs=2 --workers=2 --pause-s=0.2 --devices=2",
-}  # fmt: skip
+    "ranks 1, workers 0": "--workers=0 --pause-s=0.1",
+    "ranks 1, workers 2, accumulated": "--workers=2 --accumulate=4 --pause-s=0.1",
+    "ranks 2, workers 0, accumulated": "--workers=0 --accumulate=4 --pause-s=0.3 --devices=2",
+    "ranks 2, workers 2": "--workers=2 --pause-s=0.2 --devices=2",
+}
 OTHERS = {
-    "ranks 1, workers 0": "--workers=0 --items=120 --pause-s=0.3",
-    "ranks 1, workers 2, accumulated": "--workers=2 --accumulate=4 --items=360 --pause-s=0.3",
-    "ranks 2, workers 0, accumulated": "--workers=0 --accumulate=4 --items=720 --pause-s=0.3",
-    "ranks 2, workers 2": "--workers=2 --items=240 --pause-s=0.3",
+    "ranks 1, workers 0": "out --workers=0 --items=120 --pause-s=0.3",
+    "ranks 1, workers 2, accumulated": "out --workers=2 --accumulate=4 --items=360 --pause-s=0.3",
+    "ranks 2, workers 0, accumulated": "out --workers=0 --accumulate=4 --items=720 --pause-s=0.3",
+    "ranks 2, workers 2": "out --workers=2 --items=240 --pause-s=0.3",
+}
+BATCHES = {  # a get_batch() has no workers and no epochs
+    "ranks 1": "max_iters=60 gradient_accumulation_steps=1 pause_s=0.3",
+    "ranks 1, accumulated": "max_iters=60 gradient_accumulation_steps=4 pause_s=0.3",
+    "ranks 2": "max_iters=60 gradient_accumulation_steps=2 pause_s=0.3",
+    "ranks 2, accumulated": "max_iters=60 gradient_accumulation_steps=8 pause_s=0.3",
 }
 CASES = [
     pytest.param(script, case, arguments, id=f"{script}: {case}")
     for script, cases in (
-        ("lightning_digits.py", LIGHTNING),
+        ("lightning_digits.py", {name: f"--epochs=2 {one}" for name, one in LIGHTNING.items()}),
+        ("lightning_manual.py", LIGHTNING),
+        ("fabric_digits.py", LIGHTNING),
         ("hf_causal_lm.py", OTHERS),
         ("trl_sft.py", OTHERS),
         ("accelerate_loop.py", OTHERS),
+        ("get_batch.py", BATCHES),
     )
     for case, arguments in cases.items()
 ]
+BY_SRUN = ("lightning_digits.py", "lightning_manual.py", "fabric_digits.py")
+"""Their ranks are srun's tasks; those of the others find each other by torchrun's variables."""
 BY = ("requeue", "signal", "urgent", "requeue", "signal", "requeue")
+STEP = re.compile(r"^(step \d+$|iter \d+: )", flags=re.M)
 
 
 @pytest.mark.parametrize(("script", "case", "arguments"), CASES)
@@ -47,13 +61,16 @@ def test_six_requeues(
 ) -> None:
     """The losses and the weights are those of a run that was left alone, on the other node."""
     ranks = int(case.split(",")[0].removeprefix("ranks "))
+    by_agent = ranks > 1 and script not in BY_SRUN
     alone, job = (
-        submitted(requeue_cluster, tmp_path / node, node, script, arguments, ranks=ranks)
+        submitted(
+            requeue_cluster, tmp_path / node, node, script, arguments, ranks, by_agent=by_agent
+        )
         for node in ("n1", "n2")
     )
     for number, by in enumerate(BY, start=1):
         wait_for_step(job, attempt=number)
-        stop(job, by, rank=ranks - 1, of_agent=is_of_agent(script, ranks))
+        stop(job, by, rank=ranks - 1, by_agent=by_agent)
     assert job.wait_for_end() == "COMPLETED", job.output()
     assert alone.wait_for_end() == "COMPLETED", alone.output()
     assert f"attempt {len(BY) + 1} resumes from step" in job.output()
@@ -62,39 +79,42 @@ def test_six_requeues(
 
 
 def submitted(
-    cluster: DevCluster, folder: Path, node: str, script: str, arguments: str, *, ranks: int
-) -> StockJob:
-    given = arguments.split() if script == "lightning_digits.py" else ["out", *arguments.split()]
-    by_agent = is_of_agent(script, ranks)
-    job = StockJob(cluster, folder, script, *given, srun=AGENT if by_agent else ALONE)
+    cluster: DevCluster, folder: Path, node: str, script: str, arguments: str, ranks: int,
+    *, by_agent: bool,
+) -> StockJob:  # fmt: skip
+    path = SCRIPTS / script
+    if script == "get_batch.py":
+        path = folder.with_suffix(".py")
+        path.write_text(changed((SCRIPTS / script).read_text(), "own-loop.md"))
+    job = StockJob(
+        cluster, folder, str(path), *arguments.split(), srun=AGENT if by_agent else ALONE
+    )
     tasks = 1 if by_agent else ranks
     return job.submit(f"--nodelist={node}", "--nodes=1", f"--ntasks-per-node={tasks}")
-
-
-def is_of_agent(script: str, ranks: int) -> bool:
-    """Hugging Face's ranks find each other by torchrun's variables."""
-    return ranks > 1 and script != "lightning_digits.py"
 
 
 def wait_for_step(job: StockJob, *, attempt: int) -> None:
     """One step at least was trained in this attempt."""
     begun = "a new run, step 0" if attempt == 1 else f"attempt {attempt} resumes from step"
-    job.wait_for(lambda: "\nstep " in job.output().partition(begun)[2])
+    job.wait_for(lambda: bool(STEP.search(job.output().partition(begun)[2])))
 
 
-def stop(job: StockJob, by: str, *, rank: int, of_agent: bool) -> None:
+def stop(job: StockJob, by: str, *, rank: int, by_agent: bool) -> None:
     if by == "requeue":
         job.slurm("scontrol", "requeue", job.job_id)
     elif by == "signal":
-        os.kill(job.pid_of(rank, variable="RANK" if of_agent else "SLURM_PROCID"), signal.SIGTERM)
+        os.kill(job.pid_of(rank, variable="RANK" if by_agent else "SLURM_PROCID"), signal.SIGTERM)
     else:
         urgent = ("--partition=urgent", "--exclusive", "--time=1", "--nodelist=n2", "--ntasks=1")
         job.slurm("srun", *urgent, "true")
 
 
-def results(job: StockJob) -> Mapping[str, bytes]:
-    """What the script has written: losses and weights."""
-    names = ("final.pt", "logs/**/metrics.csv", "out/result.txt", "out/losses-*")
+def results(job: StockJob) -> Mapping[str, bytes | list[str]]:
+    """What the script has written: losses and weights. Those of a ``get_batch()`` are printed."""
+    names = ("**/final.pt", "logs/**/metrics.csv", "out/result.txt", "out/losses-*")
     found = {path for name in names for path in job.folder.glob(name)}
     assert found
-    return {str(path.relative_to(job.folder)): path.read_bytes() for path in sorted(found)}
+    return {
+        **{str(path.relative_to(job.folder)): path.read_bytes() for path in sorted(found)},
+        "printed": re.findall(r"^iter \d+: loss \S+$", job.output(), flags=re.M),
+    }
