@@ -85,22 +85,38 @@ QUICK = Plan(
 
 
 def compare(
-    wanted: Sequence[Peer], plan: Plan, folder: Path, *, seed: int, keep: Path | None = None
+    wanted: Sequence[Peer],
+    plan: Plan,
+    folder: Path,
+    *,
+    seed: int,
+    keep: Path | None = None,
+    earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole result. A peer that fails is in it as such, and does not take the others along.
 
     Args:
         folder: of the runs.
         keep: a file for what there is so far, in case that this process does not come to its end.
+        earlier: what such a file has. Peers that came to their end in it are not run again, and
+            the step of the bare script is the one that was measured then.
+
+    Raises:
+        ValueError: ``earlier`` is of another storm.
     """
     present = [peer for peer in wanted if _is_here(peer)]
     events = plan.events or storm(seed=seed, counts=COUNTS, mean_gap_s=MEAN_GAP_S)
+    done = _done(earlier, events=events, steps=plan.steps)
+    left = [peer for peer in present if peer.name not in done]
     load_before = os.getloadavg()[0]
     with DevCluster.up(cluster_spec(plan.side_by_side)) as cluster:
         places = _places(cluster, plan)
-        costs = _each(present[-plan.paired :], places, _cost(folder, plan))
+        costs = _each(left[-plan.paired :], places, _cost(folder, plan))
         bare_s = [step_s for pair in costs.values() if pair is not None for step_s in pair.bare_s]
         bare_step_s = statistics.median(bare_s) if bare_s else math.nan
+        if earlier is not None and earlier["bare_step_ms"] is not None:
+            bare_step_s = earlier["bare_step_ms"] / 1e3
+            load_before = earlier["load_average_before"]
         result = {
             "title": f"One training, one storm of {len(events)} preemptions (seed {seed}), "
             f"{len(present)} ways to meet it",
@@ -113,10 +129,10 @@ def compare(
             "remarks": list(REMARKS),
             "left_out": [peer.name for peer in wanted if peer not in present],
             "load_average_before": load_before,
-            "peers": {},
+            "peers": {peer.name: done[peer.name] for peer in present if peer.name in done},
         }
         one = _Storm(folder, plan, events, bare_step_s, costs, result, keep)
-        _each(present, places, one)
+        _each(left, places, one)
     result["load_average_after"] = os.getloadavg()[0]
     return dict(rounded(result))
 
@@ -194,6 +210,22 @@ class _Storm:
         )
         same = None if (ends := _weights(where)) is None else ends == _weights(alone)
         return {**samples, "equal_bits": same}
+
+
+def _done(
+    earlier: Mapping[str, Any] | None, *, events: Sequence[Event], steps: int
+) -> dict[str, Any]:
+    """Name -> figures of the peers that came to their end in the same storm."""
+    if earlier is None:
+        return {}
+    here = rounded({"events": [vars(event) for event in events], "steps": steps})
+    if {name: earlier[name] for name in here} != here:
+        raise ValueError(
+            f"wanted a result of {len(events)} events in {steps} steps to go on with, and it has "
+            f"{len(earlier['events'])} in {earlier['steps']}, or at other moments: give the same "
+            "--seed, and --quick or not, as then"
+        )
+    return {name: peer for name, peer in earlier["peers"].items() if peer["finished"]}
 
 
 def say(words: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from table import COLUMNS, Column
+from table import Column, measured
 
 OURS, THEIRS = "#0072B2", "#C8C8C8"  # told apart in grey print, too: dark and light
 
@@ -18,10 +18,12 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(14, 7.2), layout="constrained")
     figure.suptitle(result["title"], fontsize=12)
-    drawn = [column for column in COLUMNS if column.drawn]
-    axes = figure.subplots(2, len(drawn) // 2, sharey=True).flat
-    for panel, column in zip(axes, drawn, strict=True):
+    drawn = [column for column in measured(result) if column.drawn]
+    axes = list(figure.subplots(2, math.ceil(len(drawn) / 2), sharey=True).flat)
+    for panel, column in zip(axes, drawn, strict=False):
         _panel(panel, column, result)
+    for unused in axes[len(drawn) :]:
+        unused.set_visible(False)
     part = path.with_suffix(".part")
     figure.savefig(part, format="png", dpi=150)
     part.replace(path)

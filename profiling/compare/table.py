@@ -72,16 +72,24 @@ COLUMNS = (
 )
 
 
+def measured(result: Mapping[str, Any]) -> list[Column]:
+    """The columns that this result has something of: an older one knows nothing of newer figures,
+    and an empty cell would say that there was nothing to measure."""
+    there = {"times_by_hand"}.union(*result["peers"].values())
+    return [column for column in COLUMNS if column.key in there]
+
+
 def table(result: Mapping[str, Any]) -> str:
     """The table, where it was measured, and a remark on each peer."""
+    columns = measured(result)
     lines = [
-        f"| | version | {' | '.join(column.head for column in COLUMNS)} |",
-        f"| --- | --- |{' --- |' * len(COLUMNS)}",
+        f"| | version | {' | '.join(column.head for column in columns)} |",
+        f"| --- | --- |{' --- |' * len(columns)}",
     ]
     peers = result["peers"]
     for peer in peers.values():
         shown = {**peer, "times_by_hand": len(peer["by_hand"])}
-        cells = [column.text(shown.get(column.key)) for column in COLUMNS]
+        cells = [column.text(shown.get(column.key)) for column in columns]
         if not peer["finished"]:
             cells[0] = "did not finish"
         lines.append(f"| {peer['title']} | {peer['version']} | {' | '.join(cells)} |")

@@ -18,8 +18,10 @@ COMPARE = Path(__file__).resolve().parents[2] / "profiling/compare"
 sys.path[:0] = [str(COMPARE), str(COMPARE.parent)]
 
 import attempts  # noqa: E402
+import comparison  # noqa: E402
 import drive  # noqa: E402 - scripts of a folder, not a package
 import figures  # noqa: E402
+import harness  # noqa: E402
 import picture  # noqa: E402
 import table  # noqa: E402
 from interruptions import Event, storm  # noqa: E402
@@ -162,6 +164,30 @@ def test_the_table_says_what_is_absent(tmp_path: Path) -> None:
     assert "0.50 is what" in text
     picture.draw(_result(), tmp_path / "compare.png")
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_that_was_not_measured_is_no_column(tmp_path: Path) -> None:
+    """Of a result from before there was that figure; table and picture can still be made."""
+    result = _result()
+    for peer in result["peers"].values():
+        del peer["samples_never_seen"]
+    text = table.table(result)
+    assert "samples seen twice" in text
+    assert "samples never seen" not in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+    picture.draw(result, tmp_path / "compare.png")
+
+
+def test_a_comparison_goes_on_with_its_own_storm_only() -> None:
+    """Peers that came to their end are kept; a result of other events or steps is refused."""
+    events = storm(seed=1, counts={"suspend": 3}, mean_gap_s=2.0)
+    ended = {"ours": {"finished": True}, "theirs": {"finished": False}}
+    earlier = {"events": [vars(event) for event in events], "steps": 9, "peers": ended}
+    earlier = json.loads(json.dumps(harness.rounded(earlier)))
+    assert comparison._done(earlier, events=events, steps=9) == {"ours": {"finished": True}}
+    assert comparison._done(None, events=events, steps=9) == {}
+    with pytest.raises(ValueError, match="3 events in 8 steps"):
+        comparison._done(earlier, events=events, steps=8)
 
 
 @pytest.mark.slurm
