@@ -79,12 +79,13 @@ class StockJob:
 
     def pid_of(self, rank: int, *, variable: str = "SLURM_PROCID") -> int:
         """The process of one rank, by what Slurm has set, or torchrun (``RANK``): the oldest one,
-        because its loader's workers have the same variables."""
+        because its loader's workers have the same variables. Another cluster on this machine has a
+        job of the same number, but not in this folder."""
         wanted = (f"SLURM_JOB_ID={self.job_id}", f"{variable}={rank}", "SLURM_STEP_ID=0")
         found: list[int] = []
 
         def look() -> bool:
-            found[:] = [pid for pid in _pids() if _is_rank(pid, wanted)]
+            found[:] = [pid for pid in _pids() if _is_rank(pid, wanted, self.folder)]
             return bool(found)
 
         wait_until(look, f"rank {rank} of job {self.job_id}", limit_s=120)
@@ -113,10 +114,11 @@ def _begun_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def _is_rank(pid: int, wanted: tuple[str, ...]) -> bool:
+def _is_rank(pid: int, wanted: tuple[str, ...], folder: Path) -> bool:
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        is_here = Path(f"/proc/{pid}/cwd").samefile(folder)
     except OSError:
         return False
-    return set(wanted) <= set(environ) and command[0] == os.fsencode(sys.executable)
+    return is_here and set(wanted) <= set(environ) and command[0] == os.fsencode(sys.executable)
