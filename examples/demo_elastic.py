@@ -1,8 +1,8 @@
 """Act 3 of the demo: a training whose nodes come and go while it goes on.
 
-train_elastic.py as `hydroslurm submit elastic.yaml` runs it: two members, of which one meets an
-urgent job. The other trains on, a third is started at once, and joins. Every sample of every epoch
-is trained on once, and the picture shows the size over time.
+train_elastic.py as `hydroslurm submit elastic.yaml` runs it: three members, of which one meets an
+urgent job. The other two train on, another one is started at once, and joins. Every sample of every
+epoch is trained on once, and the picture shows the size over time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from hydroslurm.report.sizes import draw_sizes
 from hydroslurm.slurm.client import open_client
 
 SAMPLES = 1797
-NODES = 4
-"""Of the private Slurm: the coordinator's, two members', and one that is free."""
+MEMBERS = 3
+NODES = MEMBERS + 2
+"""Of the private Slurm: the coordinator's, the members', and one that is free."""
 
 
 def private_act(folder: Path, *, epochs: int) -> bool:
@@ -39,8 +40,11 @@ def slurm_act(folder: Path, *, low: str, urgent: str, epochs: int) -> bool:
     client = open_client()
     job_id = _submit(folder, low, log, epochs, cpus=_cpus_of_a_node())
     run = _run_of(job_id)
-    say(f"submitted job {job_id}, elastic: 2 members wanted, 1 is enough; run folder {run.run}")
-    _wait_for_generation(run, 2)
+    say(
+        f"submitted job {job_id}, elastic: {MEMBERS} members wanted, {MEMBERS - 1} are enough; "
+        f"run folder {run.run}"
+    )
+    _wait_for_generation(run, MEMBERS)
     first = _generations(run)[-1]["members"]
     say(f"generation 1: {', '.join(first)} train")
     (node,) = client.job(int(_slurm_id(first[-1]))).nodes
@@ -77,7 +81,7 @@ def _submit(folder: Path, low: str, log: Path, epochs: int, *, cpus: int) -> str
     template["command"] = [sys.executable]
     template["resources"] = {"cpus": cpus}  # a node each: the urgent job takes one member's
     spec["scheduler"]["partition"] = low
-    spec["elastic"] = {"min": 1, "max": 2}
+    spec["elastic"] = {"min": MEMBERS - 1, "max": MEMBERS}
     place = folder / "elastic.yaml"
     place.write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "hydroslurm.cli", "submit", str(place)]
@@ -109,7 +113,7 @@ def _wait_for_generation(run: ElasticFolder, size: int) -> None:
 
 def _has_come_back(run: ElasticFolder, *, gone: str) -> bool:
     last = _generations(run)[-1]["members"]
-    return len(last) == 2 and gone not in last
+    return len(last) == MEMBERS and gone not in last
 
 
 def _slurm_id(member: str) -> str:
@@ -126,13 +130,13 @@ def _conclude(run: ElasticFolder, log: Path, folder: Path, epochs: int) -> bool:
     trained = Counter[int]()
     for one in lines:
         if one["generation"] == newest[one["step"]]:  # of a step that was repeated, the last
-            trained[one["step"]] += one["samples"]
-    right = sum(trained.values()) == epochs * SAMPLES
+            trained.update(one["samples"])
+    right = trained == dict.fromkeys(range(SAMPLES), epochs)
     picture = draw_sizes(run.ledger(), folder / "sizes.png", title="members over time")
     words = "[green]yes[/]" if right else "[red]no[/]"
     console.print(
         f"every sample of {epochs} epochs trained on once: {words} "
-        f"({sum(trained.values())} of {epochs * SAMPLES}, in {len(trained)} steps)"
+        f"({trained.total()} of {epochs * SAMPLES}, in {len(newest)} steps)"
     )
     say(f"picture: {picture}")
     return right and picture is not None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from dist_digits import digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import hydroslurm
 from hydroslurm.data import ResumableSampler
@@ -30,19 +30,20 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=16, help="per rank, at full size")
     parser.add_argument("--step-s", type=float, default=0.0, help="sleep so long in each step")
-    parser.add_argument("--log", type=Path, help="a folder: the samples of each step, by rank")
+    parser.add_argument("--log", type=Path, help="a folder: each step's samples, by rank")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     dist.init_process_group("gloo")  # the ranks of this node
-    data = digits()
+    images, labels = digits().tensors
+    data = TensorDataset(images, labels, torch.arange(len(images)))
     loader = DataLoader(data, batch_size=chosen.batch_size, sampler=ResumableSampler(data, seed=1))
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     with hydroslurm.Run(model=model, optimizer=optimizer, loader=loader) as run:
-        for images, labels in run.batches(epochs=chosen.epochs):
+        for images, labels, numbers in run.batches(epochs=chosen.epochs):
             if chosen.log is not None:
-                _note(chosen.log, run, len(images))
+                _note(chosen.log, run, numbers.tolist())
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
@@ -55,7 +56,7 @@ def main() -> None:
     print(f"accuracy {right:.3f} after {run.step} steps, weights {weights:.12f}", flush=True)
 
 
-def _note(folder: Path, run: hydroslurm.Run, samples: int) -> None:
+def _note(folder: Path, run: hydroslurm.Run, samples: list[int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     said = {
         "step": run.step,
